@@ -1,0 +1,29 @@
+# Everything happens in .venv, made on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check lint types clean
+
+demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
+	$(BIN)/torchring run -np 2 examples/train_digits.py
+
+test: lint types $(INSTALLED)  ## everything that CI checks
+	$(BIN)/pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch numpy  # first, so that nothing pulls a CUDA build
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ChunkTable: many tensors of very different sizes as equal pieces of work, one row for each program of a launch.
+
+Example: numels [5000, 3], wire offsets [0, 5008], chunks of 4096, fp32
+
+    row            0      1      2
+    tensor_index   0      0      1     whose element
+    source_offset  0      4096   0     ... this is the chunk's first
+    wire_offset    0      4096   5008  where that one goes in the wire buffer
+    numel          4096   904    3
+    address        base0  base0  base1
+                          + 16384      in bytes: the only column that changes, and only when a tensor has moved
+
+A gradient usually keeps its address from step to step; `zero_grad(set_to_none=True)` may move it. `point_at` looks at
+every tensor (0.2 ms for 800) and sends the column again only if an address differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CHUNK_NUMELS = (4096, 8192, 16384)  # 1024 elements a warp; more warps would pass the thread limit where warps have 64
+WIRE_ALIGNMENT_BYTES = 64
+
+Layout = tuple[tuple[int, int], ...]
+
+
+def layout(tensor: Tensor) -> Layout:
+    """(size, stride) of every dimension in which a step moves: equal layouts mean equal memory order."""
+    return tuple((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1)
+
+
+class ChunkTable:
+    """Which elements of which tensor each program copies, and where in the wire buffer they belong.
+
+    numels, wire_offsets: elements per tensor, and the first element of each in the wire buffer. Offsets are multiples
+        of 64 bytes and ranges are disjoint.
+    wire_dtype: dtype of the wire buffer.
+    device: where the columns live, and the tensors.
+    layouts: `layout(view)` of each tensor's view of the wire buffer; None if all are contiguous. The kernels copy in
+        memory order, so a channels_last gradient needs a channels_last view: `point_at` insists on it.
+    chunk_numel: elements per program.
+
+    Columns are int64. The table, and every launch that reads it, must be on one stream or ordered by events.
+    """
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        wire_offsets: Sequence[int],
+        *,
+        wire_dtype: torch.dtype,
+        device: torch.device | str,
+        layouts: Sequence[Layout] | None = None,
+        chunk_numel: int = 4096,
+    ) -> None:
+        if chunk_numel not in CHUNK_NUMELS:
+            raise ValueError(f"chunk_numel must be one of {CHUNK_NUMELS}, got {chunk_numel}")
+        if wire_dtype not in DTYPES:
+            raise TypeError(f"wire_dtype must be one of {DTYPES}, got {wire_dtype}")
+        _check_offsets(numels, wire_offsets, wire_dtype)
+        if layouts is not None:
+            _check_layouts(numels, layouts)
+        self.numels = tuple(numels)
+        self.wire_offsets = tuple(wire_offsets)
+        self.wire_dtype = wire_dtype
+        self.wire_numel = max((o + n for o, n in zip(wire_offsets, numels, strict=True)), default=0)
+        self.layouts = None if layouts is None else tuple(layouts)
+        self.chunk_numel = chunk_numel
+        self.num_warps = chunk_numel // 1024
+        self.num_refreshes = 0  # how often `point_at` found an address changed
+        self._addresses: list[int] = []
+        self._source_dtype: torch.dtype | None = None
+
+        sizes = torch.tensor(self.numels, dtype=torch.int64)
+        chunks = (sizes + chunk_numel - 1) // chunk_numel
+        first_row = chunks.cumsum(0) - chunks
+        self.num_chunks = int(chunks.sum())
+        # The two columns that only the host needs stay there: they are folded into `address`.
+        self.tensor_index = torch.arange(len(self.numels)).repeat_interleave(chunks)
+        self.source_offset = (torch.arange(self.num_chunks) - first_row[self.tensor_index]) * chunk_numel
+        starts = torch.tensor(self.wire_offsets, dtype=torch.int64)[self.tensor_index] + self.source_offset
+        self.wire_offset = starts.to(device)
+        self.numel = (sizes[self.tensor_index] - self.source_offset).clamp_(max=chunk_numel).to(device)
+        self.address = torch.zeros(self.num_chunks, dtype=torch.int64, device=device)
+        self.device = self.address.device  # "cuda" has become "cuda:0"
+
+    def point_at(self, tensors: Sequence[Tensor]) -> None:
+        """Make row i of the table read or write tensors[i]; all have one dtype, whatever the wire's is.
+
+        Does not synchronise: on CUDA the column is copied from pinned memory on the current stream. The tensors must
+        stay alive until the launches that use the table have run.
+        """
+        self.check_tensors(tensors)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        dtype = tensors[0].dtype if tensors else None
+        if addresses == self._addresses and dtype == self._source_dtype:
+            return
+        if dtype is not None:
+            bases = torch.tensor(addresses, dtype=torch.int64)
+            rows = bases[self.tensor_index] + self.source_offset * dtype.itemsize
+            # Fresh pinned memory for every refresh: an earlier copy may not have left its own yet.
+            self.address.copy_(_pinned(rows, self.device), non_blocking=True)
+        self._addresses, self._source_dtype = addresses, dtype
+        self.num_refreshes += 1
+
+    def check_wire(self, wire: Tensor) -> None:
+        """Raise unless `wire` is a buffer that this table describes."""
+        if wire.dtype != self.wire_dtype:
+            raise TypeError(f"the table was built for a wire of {self.wire_dtype}, got {wire.dtype}")
+        if wire.dim() != 1 or not wire.is_contiguous() or wire.numel() < self.wire_numel:
+            raise ValueError(
+                f"wire must be one-dimensional, contiguous and hold {self.wire_numel} elements; "
+                f"got shape {tuple(wire.shape)} with strides {wire.stride()}"
+            )
+        if wire.device != self.device:
+            raise ValueError(f"the table is on {self.device}, got a wire on {wire.device}")
+        if wire.data_ptr() % 16:
+            raise ValueError(f"wire must start at a multiple of 16 bytes, got address {wire.data_ptr():#x}")
+
+    def views_like(self, tensors: Sequence[Tensor], wire: Tensor) -> list[Tensor]:
+        """The slice of `wire` that belongs to each tensor, with the tensor's shape and strides."""
+        base = wire.storage_offset()
+        pairs = zip(tensors, self.wire_offsets, strict=True)
+        return [wire.as_strided(tensor.size(), tensor.stride(), base + offset) for tensor, offset in pairs]
+
+    def check_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Raise unless these are the tensors, in size, dtype, device and memory order, that the table describes."""
+        if len(tensors) != len(self.numels):
+            raise ValueError(f"the table describes {len(self.numels)} tensors, got {len(tensors)}")
+        if not tensors:
+            return
+        dtype, device = tensors[0].dtype, self.device
+        if dtype not in DTYPES:
+            raise TypeError(f"tensors must have one of {DTYPES}, got {dtype}")
+        for i, (tensor, numel) in enumerate(zip(tensors, self.numels, strict=True)):
+            if tensor.numel() != numel:
+                raise ValueError(f"tensor {i} should have {numel} elements, got shape {tuple(tensor.shape)}")
+            if tensor.dtype != dtype:
+                raise TypeError(f"one launch takes one dtype: tensor 0 has {dtype}, tensor {i} has {tensor.dtype}")
+            if tensor.device != device:
+                raise ValueError(f"tensor {i} should be on {device}, got {tensor.device}")
+            if self.layouts is None:
+                if not tensor.is_contiguous():
+                    raise ValueError(
+                        f"tensor {i} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, its wire view is "
+                        "contiguous: give the view the gradient's strides, and the table its layout"
+                    )
+            elif layout(tensor) != self.layouts[i] and numel:
+                raise ValueError(
+                    f"tensor {i} has (size, stride) {layout(tensor)}, its wire view {self.layouts[i]}: memory order "
+                    "is what is copied, so they have to be equal"
+                )
+
+
+@lru_cache(maxsize=1024)
+def address_column(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """[N] int64 on `device`: a few addresses as a kernel reads them, copied once on the current stream.
+
+    `stream`, the current stream's handle, is part of the key: a column is only ever used on the stream that filled it.
+    """
+    column = torch.tensor(addresses, dtype=torch.int64)
+    return _pinned(column, device).to(device, non_blocking=True)
+
+
+def _pinned(column: Tensor, device: torch.device) -> Tensor:
+    return column.pin_memory() if device.type == "cuda" else column
+
+
+def _check_offsets(numels: Sequence[int], wire_offsets: Sequence[int], wire_dtype: torch.dtype) -> None:
+    if len(numels) != len(wire_offsets):
+        raise ValueError(f"got {len(numels)} numels but {len(wire_offsets)} wire offsets")
+    end = 0
+    for offset, numel, i in sorted(zip(wire_offsets, numels, range(len(numels)), strict=True)):
+        if numel < 0 or offset < 0:
+            raise ValueError(f"tensor {i}: numel and wire offset must not be negative, got {numel} and {offset}")
+        if offset * wire_dtype.itemsize % WIRE_ALIGNMENT_BYTES:
+            raise ValueError(
+                f"tensor {i}: wire offset {offset} x {wire_dtype.itemsize} bytes is not a multiple of "
+                f"{WIRE_ALIGNMENT_BYTES} bytes"
+            )
+        if numel and offset < end:
+            raise ValueError(f"tensor {i} starts at {offset} in the wire, inside another that ends at {end}")
+        end = max(end, offset + numel)
+
+
+def _check_layouts(numels: Sequence[int], layouts: Sequence[Layout]) -> None:
+    """Each layout must be dense and free of overlap: sorted by stride, every dimension starts where the last ended."""
+    if len(layouts) != len(numels):
+        raise ValueError(f"got {len(numels)} numels but {len(layouts)} layouts")
+    for i, (numel, dims) in enumerate(zip(numels, layouts, strict=True)):
+        extent = 1
+        for size, stride in sorted(dims, key=lambda dim: dim[1]):
+            if numel and stride != extent:
+                raise ValueError(f"layout {i}, {dims}, is not dense and free of overlap")
+            extent *= size
+        if extent != numel:
+            raise ValueError(f"layout {i}, {dims}, has {extent} elements, expected {numel}")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton, imported at the first launch: a process that only uses CPUs neither needs it nor waits for it.
+
+Importing Triton takes about 0.4 s and fails where it is not installed. So kernel files name `tl` for type checkers
+only and decorate with `lazy_jit` in place of `triton.jit`; `Kernel.jitted` supplies both when a launch asks for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+
+# Triton itself decides once, when a kernel is decorated; deciding once here keeps both answers equal.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Kernel:
+    """A Triton kernel that is not compiled, nor its language imported, before it is needed."""
+
+    def __init__(self, fn: Callable[..., None], do_not_specialize: Sequence[str]) -> None:
+        self.fn = fn
+        self.do_not_specialize = list(do_not_specialize)
+
+    @cached_property
+    def jitted(self) -> Any:
+        """The `triton.JITFunction` (under TRITON_INTERPRET=1: the interpreted one)."""
+        import triton
+        import triton.language
+
+        # Triton resolves the names in a kernel's body through the globals of its file, and `tl` is the only one used.
+        self.fn.__globals__["tl"] = triton.language
+        return triton.jit(self.fn, do_not_specialize=self.do_not_specialize)
+
+    def launch(self, device: torch.device, programs: int, *args: Any, **options: Any) -> None:
+        """Launch `programs` programs on the current stream of `device`; does not synchronise.
+
+        Triton launches on the current device, which need not be the one that holds the tensors.
+        """
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            # Without fusion (Triton's old default) a product is rounded before it is added, as torch does.
+            self.jitted[(programs,)](*args, enable_fp_fusion=False, **options)
+
+
+def lazy_jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Kernel]:
+    """`triton.jit`, later. Arguments in `do_not_specialize` never cause a recompilation, whatever their value."""
+    return lambda fn: Kernel(fn, do_not_specialize)
+
+
+def runs_on_triton(device: torch.device) -> bool:
+    """True for CUDA (and ROCm) devices, and for CPU tensors when Triton interprets; otherwise torch does the work."""
+    return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """torch.bfloat16 -> tl.bfloat16; both libraries use the same names."""
+    import triton.language
+
+    return getattr(triton.language, str(dtype).removeprefix("torch."))

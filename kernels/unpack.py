@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unpack: the reduced wire buffer back into gradients of any number and size, scaled and cast, in one launch.
+
+Example: fp16 wire with [1.5, 2.0] at offset 0 and [2.5] at offset 32, scale 2, fp32 gradients of 2 and 1 elements
+    gradients = [3.0, 4.0] and [5.0]
+
+`reference.unpack` is the CPU path and the oracle; results are bit-identical to it. `pack.py` is this file's mirror.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, no_type_check
+
+from torch import Tensor
+
+from . import reference
+from .chunks import ChunkTable
+from .lazy import lazy_jit, runs_on_triton, triton_dtype
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@lazy_jit(do_not_specialize=("address", "wire_offset", "numel"))
+@no_type_check
+def _unpack_kernel(
+    wire,  # [W] IN: the bucket's buffer, at a multiple of 16 bytes; belongs to the caller
+    address,  # [C] int64 IN: where chunk c's first element goes; columns belong to the ChunkTable
+    wire_offset,  # [C] int64 IN: where it lies, in elements of `wire`; a multiple of 64 bytes
+    numel,  # [C] int64 IN: elements in chunk c, at most CHUNK
+    scale: tl.float64,  # fp64 so that fp64 gradients lose nothing
+    TARGET: tl.constexpr,  # dtype of the gradients
+    COMPUTE: tl.constexpr,  # fp32, or fp64 where either side is
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    begin = tl.load(address + chunk)
+    count = tl.load(numel + chunk)
+    source = wire + tl.multiple_of(tl.load(wire_offset + chunk), 8)
+    factor = tl.full([], scale, COMPUTE)
+    # torch goes from fp64 to 16 bits by way of fp32; so must this, to round alike.
+    ROUNDED: tl.constexpr = tl.float64 if tl.float64 == TARGET else tl.float32
+    lane = tl.arange(0, CHUNK)
+    if begin % 16 == 0:
+        # 128 bits at a time, as in pack: a multiple of 16 elements first, the last 0 to 15 apart.
+        grad = tl.multiple_of(begin.to(tl.pointer_type(TARGET)), 16)
+        whole = count // 16 * 16
+        values = tl.load(source + lane, mask=lane < whole).to(COMPUTE) * factor
+        tl.store(grad + lane, values.to(ROUNDED).to(TARGET), mask=lane < whole)
+        rest = whole + tl.arange(0, 16)
+        last = tl.load(source + rest, mask=rest < count).to(COMPUTE) * factor
+        tl.store(grad + rest, last.to(ROUNDED).to(TARGET), mask=rest < count)
+    else:
+        odd = begin.to(tl.pointer_type(TARGET))
+        single = tl.load(source + lane, mask=lane < count).to(COMPUTE) * factor
+        tl.store(odd + lane, single.to(ROUNDED).to(TARGET), mask=lane < count)
+
+
+def unpack(wire: Tensor, tensors: Sequence[Tensor], table: ChunkTable, *, scale: float = 1.0) -> None:
+    """Element k, in memory order, of tensors[i] <- cast(scale * wire[table.wire_offsets[i] + k]).
+
+    wire: 1-D, contiguous, at least table.wire_numel elements of table.wire_dtype; not modified.
+    tensors: as `table` describes them, on one device and of one dtype: fp16, bf16, fp32 or fp64; overwritten.
+    Arithmetic, stream, ownership and errors are those of `pack`.
+    """
+    table.check_wire(wire)
+    if not runs_on_triton(wire.device):
+        table.check_tensors(tensors)
+        reference.unpack(table.views_like(tensors, wire), tensors, scale=scale)
+        return
+    table.point_at(tensors)
+    if table.num_chunks:
+        _unpack_kernel.launch(
+            wire.device,
+            table.num_chunks,
+            wire,
+            table.address,
+            table.wire_offset,
+            table.numel,
+            scale,
+            TARGET=triton_dtype(tensors[0].dtype),
+            COMPUTE=triton_dtype(reference.compute_dtype(wire.dtype, tensors[0].dtype)),
+            CHUNK=table.chunk_numel,
+            num_warps=table.num_warps,
+        )

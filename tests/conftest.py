@@ -1,0 +1,27 @@
+"""Every test starts from the same seed; a GPU test on a machine that should have a GPU must not skip."""
+
+import os
+from collections.abc import Generator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    skipped = report.skipped and not hasattr(report, "wasxfail")
+    if skipped and item.get_closest_marker("gpu") and os.environ.get("TORCHRING_EXPECT_GPU") == "1":
+        report.outcome = "failed"
+        report.longrepr = f"TORCHRING_EXPECT_GPU=1, but a gpu test was skipped: {report.longrepr}"
+    return report

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+
+from torchring.kernels import ChunkTable, unpack
+from torchring.kernels.chunks import address_column, layout
+
+F32 = torch.float32
+
+
+def build(numels: list[int], offsets: list[int], **options: object) -> ChunkTable:
+    return ChunkTable(numels, offsets, **{"wire_dtype": F32, "device": "cpu", **options})  # type: ignore[arg-type]
+
+
+def test_worked_example() -> None:
+    table = build([5000, 3], [0, 5008])
+    assert table.tensor_index.tolist() == [0, 0, 1]
+    assert table.source_offset.tolist() == [0, 4096, 0]
+    assert table.wire_offset.tolist() == [0, 4096, 5008]
+    assert table.numel.tolist() == [4096, 904, 3]
+    assert (table.num_chunks, table.wire_numel, table.num_refreshes) == (3, 5011, 0)
+    tensors = [torch.zeros(5000), torch.zeros(3)]
+    table.point_at(tensors)
+    base0, base1 = (tensor.data_ptr() for tensor in tensors)
+    assert table.address.tolist() == [base0, base0 + 16384, base1]
+
+
+@pytest.mark.parametrize("chunk_numel", [4096, 8192, 16384])
+def test_every_element_belongs_to_exactly_one_chunk(chunk_numel: int) -> None:
+    numels = [0, 1, 4095, 4096, 4097, 0, 50_021]
+    offsets = [0, 0, 16, 4112, 8208, 12_320, 12_320]
+    table = build(numels, offsets, chunk_numel=chunk_numel)
+    seen = [torch.zeros(n, dtype=torch.int64) for n in numels]
+    columns = (table.tensor_index, table.source_offset, table.wire_offset, table.numel)
+    assert all(column.dtype == torch.int64 for column in (*columns, table.address))
+    for index, source, wire, numel in zip(*(column.tolist() for column in columns), strict=True):
+        assert 0 < numel <= chunk_numel
+        assert wire - offsets[index] == source
+        seen[index][source : source + numel] += 1
+    for counts, numel in zip(seen, numels, strict=True):
+        assert counts.tolist() == [1] * numel
+
+
+def test_columns_hold_64_bits() -> None:
+    numels, offsets = [2**31 + 5, 7], [0, 2**31 + 16]
+    table = build(numels, offsets, wire_dtype=torch.float64)
+    assert table.num_chunks == 2**31 // 4096 + 2
+    assert table.source_offset[-2].item() == 2**31
+    assert table.wire_offset[-1].item() == 2**31 + 16
+    assert table.numel[-2:].tolist() == [5, 7]
+    assert table.wire_numel == 2**31 + 23
+
+
+def test_addresses_are_sent_only_when_one_changed() -> None:
+    table = build([4, 4], [0, 16])
+    first, second = [torch.zeros(4), torch.zeros(4)], [torch.zeros(4), torch.zeros(4)]
+    for tensors, refreshes in [(first, 1), (first, 1), (second, 2), (second, 2), ([second[0], first[1]], 3)]:
+        table.point_at(tensors)
+        assert table.num_refreshes == refreshes
+        assert table.address.tolist() == [tensor.data_ptr() for tensor in tensors]
+
+
+def test_another_dtype_at_the_same_address_is_a_change() -> None:
+    table = build([5000], [0])
+    memory = torch.zeros(5000)
+    for tensor, second_chunk in [(memory, 4096 * 4), (memory.half(), 4096 * 2), (memory.view(torch.float16), 4096 * 2)]:
+        table.point_at([tensor[:5000]])
+        assert (table.address - tensor.data_ptr()).tolist() == [0, second_chunk]
+
+
+def test_layout_is_memory_order() -> None:
+    image = torch.zeros(2, 3, 4, 5)
+    assert layout(image) == ((2, 60), (3, 20), (4, 5), (5, 1))
+    assert layout(image.to(memory_format=torch.channels_last)) == ((2, 60), (3, 1), (4, 15), (5, 3))
+    assert layout(torch.zeros(())) == ()
+    # A dimension of one element may have any stride: both are the same three numbers in a row.
+    assert layout(torch.zeros(3, 1)) == layout(torch.zeros(3, 1).as_strided((3, 1), (1, 77))) == ((3, 1),)
+
+
+def test_memory_order_must_be_the_views() -> None:
+    image = torch.zeros(2, 3, 4, 5)
+    channels_last = image.to(memory_format=torch.channels_last)
+    table = build([120], [0], layouts=[layout(channels_last)])
+    table.point_at([channels_last])
+    with pytest.raises(ValueError, match="memory order is what is copied"):
+        table.point_at([image])
+    with pytest.raises(ValueError, match=r"strides \(60, 1, 15, 3\), its wire view is contiguous"):
+        build([120], [0]).point_at([channels_last])
+    with pytest.raises(ValueError, match="memory order is what is copied"):
+        unpack(torch.zeros(120), [image], table)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "chunk_numel must be one of .* got 2048", {"chunk_numel": 2048}),
+        (ValueError, "got 2 numels but 1 wire offsets", {"wire_offsets": [0]}),
+        (ValueError, "wire offset 8 x 4 bytes is not a multiple of 64 bytes", {"wire_offsets": [0, 8]}),
+        (ValueError, "tensor 0 starts at 0 in the wire, inside another", {"wire_offsets": [0, 0], "numels": [16, 8]}),
+        (ValueError, "must not be negative, got 8 and -16", {"wire_offsets": [0, -16]}),
+        (ValueError, "must not be negative, got -8 and 16", {"numels": [8, -8]}),
+        (TypeError, r"wire_dtype must be one of .* got torch\.int32", {"wire_dtype": torch.int32}),
+        (ValueError, "got 2 numels but 1 layouts", {"layouts": [((8, 1),)]}),
+        (ValueError, "layout 1, .* not dense and free of overlap", {"layouts": [((8, 1),), ((8, 2),)]}),
+        (ValueError, "layout 1, .* not dense and free of overlap", {"layouts": [((8, 1),), ((8, 0),)]}),
+        (ValueError, "layout 1, .* has 4 elements, expected 8", {"layouts": [((8, 1),), ((4, 1),)]}),
+    ],
+)
+def test_refused(error: type[Exception], message: str, arguments: dict[str, object]) -> None:
+    good: dict[str, object] = {"numels": [8, 8], "wire_offsets": [0, 16], "wire_dtype": F32, "device": "cpu"}
+    ChunkTable(**good)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        ChunkTable(**{**good, **arguments})  # type: ignore[arg-type]
+
+
+def test_tensors_of_two_dtypes_or_devices() -> None:
+    table = build([4, 4], [0, 16])
+    with pytest.raises(TypeError, match=r"tensor 0 has torch\.float32, tensor 1 has torch\.float16"):
+        table.point_at([torch.zeros(4), torch.zeros(4).half()])
+    with pytest.raises(ValueError, match="tensor 1 should be on cpu, got meta"):
+        table.point_at([torch.zeros(4), torch.zeros(4, device="meta")])
+    assert table.num_refreshes == 0
+
+
+def test_address_column() -> None:
+    device = torch.device("cpu")
+    column = address_column((2**40, 16), device, 0)
+    assert column.tolist() == [2**40, 16]
+    assert address_column((2**40, 16), device, 0) is column
+    assert address_column((2**40, 16), device, 1) is not column  # another stream would not wait for the copy
+
+
+@pytest.mark.gpu
+def test_refresh_on_cuda_does_not_synchronise() -> None:
+    table = build([4096, 5], [0, 4096], device="cuda")
+    sets = [[torch.zeros(n, device="cuda") for n in (4096, 5)] for _ in range(2)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for tensors in sets:
+            table.point_at(tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert table.address.tolist() == [tensor.data_ptr() for tensor in sets[1]]

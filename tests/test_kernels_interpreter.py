@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the Triton kernels without a GPU: the tests of pack, unpack and accumulate once more, under TRITON_INTERPRET=1.
+
+Triton reads that variable when a kernel is decorated, and a process cannot take it back. So the tests of those three
+files are written for any device; as they are, they go through the torch path (and CUDA where there is one), and the
+child process started here sends the very same tests through the interpreted Triton kernels.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchring.kernels import lazy
+
+FILES = ["test_kernels_pack.py", "test_kernels_unpack.py", "test_kernels_accumulate.py"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def truncate_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
+    """Drops the lower 16 bits of fp32, as the interpreter does where a GPU (and torch) round to nearest even."""
+    return (values.to(torch.float32).view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
+
+
+def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`values.to(dtype)` as whatever runs these tests rounds it."""
+    if lazy.INTERPRETED and dtype == torch.bfloat16 and values.dtype != torch.bfloat16:
+        return truncate_to_bfloat16(values)
+    return values.to(dtype)
+
+
+def test_truncating_is_not_rounding() -> None:
+    values = torch.tensor(
+        [1.0, 1.0 + 2**-8 + 2**-20, -1.0 - 2**-8 - 2**-20]
+    )  # just above the middle of two bf16 values
+    assert truncate_to_bfloat16(values).tolist() == [1.0, 1.0, -1.0]
+    assert values.to(torch.bfloat16).tolist() == [1.0, 1.0 + 2**-7, -1.0 - 2**-7]
+
+
+@pytest.mark.skipif(lazy.INTERPRETED, reason="this is the child process")
+def test_triton_kernels_under_the_interpreter() -> None:
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider"]
+    child = subprocess.run(
+        [*command, *(str(here / name) for name in FILES)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=here.parent,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    report = child.stdout[-6000:] + child.stderr[-2000:]
+    assert child.returncode == 0, report
+    passed = re.search(r"(\d+) passed", child.stdout)
+    assert passed is not None, report
+    assert int(passed[1]) >= 50, report  # a child that collected almost nothing would pass too
+    assert "skipped" not in child.stdout, report

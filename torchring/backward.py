@@ -1,0 +1,79 @@
+"""When does backward end? The one place that asks autograd's engine.
+
+`Variable._execution_engine.queue_callback` is not a public name, but it is how DistributedDataParallel and FSDP2 learn
+of the end too. Two things it does not do by itself: with reentrant checkpointing a backward runs inside a backward, and
+a callback queued in the inner one fires at the inner end; and when backward raises, callbacks never fire at all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.autograd import Variable
+
+
+class BackwardWatch:
+    """Calls back once at the end of the outermost backward.
+
+    Args:
+        on_end: called on the thread of backward(), just before it returns.
+        on_abort: called instead if backward raised, as soon as the engine has let go of it.
+    """
+
+    def __init__(self, on_end: Callable[[], None], on_abort: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._on_abort = on_abort
+        self._token: weakref.ref[_EndToken] | None = None
+        self.is_armed = False
+        """Whether the end of the backward under way is sure to be noticed. Read by every hook, so a plain attribute."""
+
+    def arm(self) -> None:
+        """Call from a hook, inside backward, when not armed."""
+        self._queue(_EndToken(self))
+
+    def _queue(self, token: _EndToken) -> None:
+        self._token = weakref.ref(token, self._dropped)
+        self.is_armed = True
+        # From here on only the engine holds the token, for as long as this backward may still end.
+        Variable._execution_engine.queue_callback(token)
+
+    def _ended(self) -> None:
+        self.is_armed = False
+        node = torch._C._current_autograd_node()
+        if node is None:
+            self._token = None
+            self._on_end()
+            return
+        # That was an inner backward, run by `node` of an outer one. What runs after `node` belongs to the outer one:
+        # its first successor, or our next hook, whichever comes first, arms us there.
+        token = _EndToken(self)
+        self._token = weakref.ref(token, self._dropped)
+        for successor, _ in node.next_functions:
+            if successor is not None:
+                token.handles.append(successor.register_prehook(lambda _: self._rearm(token)))
+
+    def _rearm(self, token: _EndToken) -> None:
+        for handle in token.handles:
+            handle.remove()
+        token.handles.clear()
+        if self._token is not None and self._token() is token:
+            self._queue(token)
+
+    def _dropped(self, reference: weakref.ref[_EndToken]) -> None:
+        if reference is self._token:  # the engine let go of it without calling it
+            self._token = None
+            self.is_armed = False
+            self._on_abort()
+
+
+class _EndToken:
+    """What the engine holds and calls. Its death without a call means that backward was broken off."""
+
+    def __init__(self, watch: BackwardWatch) -> None:
+        self._watch = watch
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __call__(self) -> None:
+        self._watch._ended()

@@ -1,0 +1,321 @@
+"""One bucket at run time: it counts arriving gradients, packs them, and gives them back reduced.
+
+Where the wire has the gradients' own dtype, gradients live in it: `p.grad` becomes a view of the wire buffer when it is
+packed, and holds the mean as soon as the buffer does. Otherwise packing scales and casts, and results are copied back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from torchring.allreduce import NonFinite, Wire
+from torchring.errors import GradientError
+from torchring.kernels import reference
+from torchring.plan import BucketPlan, ParameterSpec
+
+# From here on a gradient is copied the moment it arrives: still in cache, and its memory goes straight back to the
+# allocator for the next one. Smaller ones are only counted, and copied by one call per bucket: a call each would cost
+# more than the copy. (42 M parameters in 4 MiB tensors: 232 ms against 346 copied at the end; 802 tensors of 4 KiB: 40
+# against 50 copied on arrival.)
+COPY_ON_ARRIVAL_BYTES: Final = 256 * 1024
+
+
+class BucketState(enum.Enum):
+    """A bucket's life in one backward. Anything out of this order is an error."""
+
+    IDLE = "waiting for a backward"
+    FILLING = "gradients are arriving"
+    PACKED = "all gradients are in the wire buffer"
+    REDUCING = "the mover owns the wire buffer"
+    REDUCED = "the wire buffer holds the result"
+
+
+class GradientStatus(enum.Enum):
+    """What is known about a parameter's `.grad`."""
+
+    UNKNOWN = "has never been reduced"
+    LOCAL = "holds local contributions that no other rank has seen"
+    ZEROED = "was zeroed in place"
+    REDUCED = "is the same on all ranks"
+
+
+class Bucket:
+    """The gradients of one `BucketPlan`, on this rank.
+
+    Used by the thread that runs backward; `begin_reduce` and `end_reduce` by the one that reduces.
+
+    Args:
+        plan: what belongs here.
+        wire: the buffer, owned by the bucket except while it is REDUCING.
+        specs, parameters: all of the optimizer's; the plan's slots index them.
+        scale: the factor between the sum over ranks and the result.
+        is_sum: whether the result is the plain sum, to which a gradient that was reduced before must not be added: it
+            would be counted once per rank.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        wire: Wire,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        scale: float,
+        is_sum: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.wire = wire
+        self.index = plan.index
+        self.names = [specs[slot.parameter].name for slot in plan.slots]
+        self.parameters = [parameters[slot.parameter] for slot in plan.slots]
+        self.state = BucketState.IDLE
+        self.status = [GradientStatus.UNKNOWN] * len(plan.slots)
+        self.non_finite: NonFinite | None = None
+        self.announces = False  # one bit that travels with the bucket, for whoever set it
+        self._is_sum = is_sum
+        self._gradients_live_here = plan.wire_dtype == plan.dtype
+        # A cast rounds, so the scale goes before it; without one the mover scales what it has just summed, in cache.
+        self._pack_scale = 1.0 if self._gradients_live_here else scale
+        self.reduce_scale = scale if self._gradients_live_here else 1.0
+        self._views = [_view(wire.tensor, slot.offset, specs[slot.parameter]) for slot in plan.slots]
+        self._flags = wire.tensor[plan.flags_offset :]
+        element_bytes = plan.dtype.itemsize
+        self._copies_on_arrival = [slot.numel * element_bytes >= COPY_ON_ARRIVAL_BYTES for slot in plan.slots]
+        self._has_arrived = [False] * len(plan.slots)
+        self._num_missing = len(plan.slots)
+        self._missing: list[int] = []
+        self._kept: dict[int, torch.Tensor] = {}
+        # Where each reduced gradient lies. A gradient elsewhere was put there by somebody else.
+        self._addresses = [view.data_ptr() for view in self._views]
+        self._home_addresses = tuple(self._addresses)
+
+    def arrive(self, slot: int) -> bool:
+        """A gradient was accumulated, in a backward that reduces. True if it was the last one: the bucket is PACKED."""
+        if self.state is not BucketState.FILLING:
+            self._open(slot)
+        if self._is_sum and self.status[slot] is _REDUCED:
+            self._refuse_sum_of_sums(slot)
+        self.status[slot] = GradientStatus.LOCAL
+        if not self._has_arrived[slot]:
+            self._has_arrived[slot] = True
+            self._num_missing -= 1
+        if self._copies_on_arrival[slot]:
+            self._pack((slot,))
+        if self._num_missing:
+            return False
+        self._flags.fill_(1)
+        self._pack_rest()
+        return True
+
+    def fill_missing(self) -> None:
+        """Backward is over: parameters whose gradient did not arrive contribute what they hold, or zero. Then PACKED.
+
+        One that holds nothing new is flagged 0. If it is on every rank, its `.grad` comes out as it went in.
+        """
+        if self.state is BucketState.IDLE:
+            self.state = BucketState.FILLING
+        self._flags.fill_(1)
+        self._missing = [slot for slot, arrived in enumerate(self._has_arrived) if not arrived]
+        present: list[int] = []
+        absent: list[int] = []
+        for slot in self._missing:
+            grad = self.parameters[slot].grad
+            (absent if grad is None else present).append(slot)
+            if grad is None:
+                self._flags[slot] = 0
+            elif self._is_settled(slot, grad):
+                self._flags[slot] = 0
+                if self._gradients_live_here:  # the reduction will overwrite it
+                    self._kept[slot] = grad.clone()
+        if absent:
+            torch._foreach_zero_([self._views[slot] for slot in absent])
+        self._pack(present)
+        self._pack_rest()
+
+    def was_announced(self) -> bool:
+        """Whether `announces` was set on any rank when the last reduction was packed."""
+        return bool(self._flags[-1] != 0)
+
+    def begin_reduce(self) -> None:
+        """The buffer goes to the mover."""
+        self._move(BucketState.PACKED, BucketState.REDUCING)
+
+    def end_reduce(self, non_finite: NonFinite | None) -> None:
+        """The buffer comes back reduced. Gradients that do not live in it are written."""
+        self._move(BucketState.REDUCING, BucketState.REDUCED)
+        self.non_finite = non_finite
+        if not self._gradients_live_here:
+            self._unpack([slot for slot, arrived in enumerate(self._has_arrived) if arrived])
+
+    def close_round(self) -> None:
+        """Every bucket is reduced and backward about to return: hand out what only other ranks had, and start over."""
+        used = GradientStatus.REDUCED
+        if not self._missing:
+            self.status = [used] * len(self.status)
+        else:
+            flags = self._flags.tolist()
+            unused = {slot for slot in self._missing if flags[slot] == 0}
+            self._hand_out([slot for slot in self._missing if slot not in unused])
+            for slot in unused & self._kept.keys():
+                self._views[slot].copy_(self._kept[slot])
+            self.status = [old if slot in unused else used for slot, old in enumerate(self.status)]
+        if self._gradients_live_here:
+            self._addresses = list(self._home_addresses)
+        self._move(BucketState.REDUCED, BucketState.IDLE)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget a round, finished or broken off. What has arrived in it keeps its status."""
+        self.state = BucketState.IDLE
+        self._has_arrived = [False] * len(self.names)
+        self._num_missing = len(self.names)
+        self._missing, self._kept = [], {}
+
+    def unsettled(self) -> tuple[str, str] | None:
+        """The first parameter whose `.grad` must not be stepped on, and what it is; None if all are fine."""
+        for slot, parameter in enumerate(self.parameters):
+            grad = parameter.grad
+            if grad is not None and not self._is_settled(slot, grad):
+                status = self.status[slot]
+                was_fine = status is _REDUCED or status is _ZEROED
+                return self.names[slot], "was replaced by another tensor" if was_fine else status.value
+        return None
+
+    def mark_zeroed(self) -> None:
+        """All gradients were zeroed in place, or set to None, through the optimizer."""
+        self.status = [GradientStatus.ZEROED] * len(self.status)
+        for slot, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._addresses[slot] = parameter.grad.data_ptr()
+
+    def adopt(self, slot: int, other: Bucket, other_slot: int) -> None:
+        """Take over what `other`, which this bucket replaces, knew about a parameter."""
+        self.status[slot] = other.status[other_slot]
+        self._addresses[slot] = other._addresses[other_slot]
+
+    def name_at(self, element: int) -> str:
+        """The parameter whose gradient holds that element of the wire buffer."""
+        return next(
+            name
+            for slot, name in reversed(list(zip(self.plan.slots, self.names, strict=True)))
+            if element >= slot.offset
+        )
+
+    def grad_of(self, name: str) -> torch.Tensor | None:
+        return self.parameters[self.names.index(name)].grad
+
+    def _is_settled(self, slot: int, grad: torch.Tensor) -> bool:
+        """Whether `grad` is known to be the same on all ranks."""
+        status = self.status[slot]
+        return (status is _REDUCED or status is _ZEROED) and grad.data_ptr() == self._addresses[slot]
+
+    def _open(self, slot: int) -> None:
+        if self.state is not BucketState.IDLE:
+            raise GradientError(
+                f"{self.names[slot]} received another gradient in the same backward after bucket {self.index} "
+                f"({self.state.value}) had left. Reentrant checkpointing of a layer that is used twice does this: use "
+                "checkpoint(..., use_reentrant=False), or run backward() inside optimizer.no_sync() and call "
+                "optimizer.synchronize() after it",
+                bucket=self.index,
+                parameters=(self.names[slot],),
+            )
+        self.state = BucketState.FILLING
+
+    def _refuse_sum_of_sums(self, slot: int) -> None:
+        grad = self.parameters[slot].grad
+        if grad is not None and grad.data_ptr() == self._addresses[slot]:
+            raise GradientError(
+                f"backward added to the gradient of {self.names[slot]}, which was summed over ranks before; with "
+                "op='sum' it would be counted once per rank. Call optimizer.zero_grad() first, pass accumulate=n, or "
+                "use optimizer.no_sync() for all backwards but the last",
+                bucket=self.index,
+                parameters=(self.names[slot],),
+            )
+
+    def _move(self, expected: BucketState, new: BucketState) -> None:
+        if self.state is not expected:
+            raise AssertionError(
+                f"bucket {self.index} ({self.names[0]} .. {self.names[-1]}) is {self.state.name}, "
+                f"so it cannot become {new.name}: that takes {expected.name}"
+            )
+        self.state = new
+
+    def _pack_rest(self) -> None:
+        """Copy in what was only counted on arrival."""
+        arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
+        self._pack([slot for slot in arrived if not self._copies_on_arrival[slot]])
+        if self._gradients_live_here:
+            for slot in arrived:
+                if self._copies_on_arrival[slot] and self.parameters[slot].grad is not self._views[slot]:
+                    raise self._taken(slot)
+        self._flags[-1] = float(self.announces)
+        self._move(BucketState.FILLING, BucketState.PACKED)
+
+    def _pack(self, slots: Sequence[int]) -> None:
+        grads, views, packed = [], [], []
+        for slot in slots:
+            grad, view = self.parameters[slot].grad, self._views[slot]
+            if grad is view:  # accumulated in place
+                continue
+            if grad is None:
+                raise self._taken(slot)
+            if grad.is_sparse:
+                raise GradientError(
+                    f"{self.names[slot]} has a sparse gradient; pass the model to torchring.wrap(optimizer, model), so "
+                    "that sparse embeddings are found beforehand, or build the layer with sparse=False",
+                    parameters=(self.names[slot],),
+                )
+            grads.append(grad)
+            views.append(view)
+            packed.append(slot)
+        if not grads:
+            return
+        reference.pack(grads, views, scale=self._pack_scale)
+        if self._gradients_live_here:
+            for slot in packed:
+                self.parameters[slot].grad = self._views[slot]
+
+    def _unpack(self, slots: Sequence[int]) -> None:
+        grads = []
+        for slot in slots:
+            grad = self.parameters[slot].grad
+            if grad is None:
+                raise self._taken(slot)
+            self._addresses[slot] = grad.data_ptr()
+            grads.append(grad)
+        reference.unpack([self._views[slot] for slot in slots], grads)
+
+    def _hand_out(self, slots: Sequence[int]) -> None:
+        """Gradients that this rank did not compute in this backward, but another did."""
+        for slot in slots:
+            parameter = self.parameters[slot]
+            if self._gradients_live_here:
+                parameter.grad = self._views[slot]
+            elif parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+        if not self._gradients_live_here:
+            self._unpack(slots)
+
+    def _taken(self, slot: int) -> GradientError:
+        return GradientError(
+            f"the gradient of {self.names[slot]} was taken away or replaced between its accumulation and its "
+            "reduction; a hook that steps an optimizer during backward would train on this rank's gradient alone. Step "
+            "after backward() has returned",
+            bucket=self.index,
+            parameters=(self.names[slot],),
+        )
+
+
+_REDUCED, _ZEROED = GradientStatus.REDUCED, GradientStatus.ZEROED
+
+
+def _view(flat: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:
+    """The slot's elements, shaped and strided like the parameter (autograd lays gradients out the same way)."""
+    piece = flat[offset : offset + spec.numel]
+    if spec.numel and spec.is_dense:
+        return piece.as_strided(spec.shape, spec.stride, piece.storage_offset())
+    return piece.view(spec.shape)

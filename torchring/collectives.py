@@ -1,0 +1,370 @@
+"""Collectives for scripts: metrics, batch counts, early stopping, objects.
+
+They act on the default world and are called by all its ranks in the same order. A blocking call returns when this
+rank's result is there. With `async_op=True` it runs on a background thread: the tensor belongs to torchring until
+`Work.wait()` returns; order among collectives, blocking or not, is the order of the calls.
+
+Ranks of one host exchange through shared memory; otherwise Gloo does, in a group apart from the script's own.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from torchring.errors import PlanMismatchError
+from torchring.memory.exchange import OPS, HostExchange, combine
+from torchring.plan import fingerprint, first_difference
+from torchring.transport.c10d import C10dTransport
+from torchring.transport.exchange import GroupExchange
+from torchring.world import World, default_world, spin_seconds
+
+_T = TypeVar("_T")
+_REDUCIBLE = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+
+
+class Work:
+    """A collective under way."""
+
+    def __init__(self, future: Future[torch.Tensor]) -> None:
+        self._future = future
+
+    def wait(self) -> torch.Tensor:
+        """Block until done; returns the result, or raises what went wrong."""
+        return self._future.result()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._future.done()
+
+
+class _Exchange(Protocol):
+    def all_reduce(self, data: torch.Tensor, op: str) -> None: ...
+    def broadcast(self, data: torch.Tensor, src: int) -> None: ...
+    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]: ...
+    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+    def barrier(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Alone:
+    """The exchange of a world of one: everything is there already."""
+
+    def all_reduce(self, data: torch.Tensor, op: str) -> None:
+        """The mean, sum, minimum, maximum and product of one value is that value."""
+
+    def broadcast(self, data: torch.Tensor, src: int) -> None: ...
+
+    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
+        return [data.clone()]
+
+    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [piece.clone() for piece in pieces]
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Collectives:
+    """The collectives of one world, in the order in which they are called. Opening them is collective."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._exchange: _Exchange
+        if world.size == 1:
+            self._exchange = _Alone()
+        elif world.shares_memory and world.host is not None:
+            self._exchange = HostExchange(world.host, spin_seconds=spin_seconds(world))
+        else:
+            assert world.rendezvous is not None
+            self._exchange = GroupExchange(C10dTransport(world.rendezvous, world.next_stream_name()))
+        self._background: ThreadPoolExecutor | None = None
+        self._last: Future[Any] | None = None
+        world.on_close(self.close)
+
+    def run(self, operation: Callable[[_Exchange], _T]) -> _T:
+        """Now, or after the asynchronous ones that were called before."""
+        if self._last is not None and not self._last.done():
+            return self.start(operation).result()
+        return operation(self._exchange)
+
+    def start(self, operation: Callable[[_Exchange], _T]) -> Future[_T]:
+        """On the background thread."""
+        if self._background is None:
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="torchring-collectives")
+        future = self._background.submit(operation, self._exchange)
+        self._last = future
+        return future
+
+    def close(self) -> None:
+        if self._background is not None:
+            self._background.shutdown(wait=False, cancel_futures=True)
+        self._exchange.close()
+        _of_world.pop(self.world, None)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        return self.run(lambda exchange: _all_reduce(exchange, tensor, op))
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        return self.run(lambda exchange: _broadcast(exchange, tensor, src))
+
+    def broadcast_bytes(self, data: bytes | None, src: int) -> bytes:
+        """`data` of rank `src`, which alone has to pass it."""
+
+        def operation(exchange: _Exchange) -> bytes:
+            mine = data if self.world.rank == src and data is not None else b""
+            length = torch.tensor([len(mine)])
+            exchange.broadcast(_bytes_of(length), src)
+            buffer = torch.empty(int(length), dtype=torch.uint8)
+            if self.world.rank == src:
+                buffer.copy_(_tensor_of(mine))
+            exchange.broadcast(buffer, src)
+            return buffer.numpy().tobytes()
+
+        return self.run(operation)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Everybody's `data`, in rank order."""
+        return self.run(lambda exchange: [part.numpy().tobytes() for part in exchange.all_gather(_tensor_of(data))])
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's tensor, in rank order; sizes of dimension 0 may differ."""
+        return self.run(lambda exchange: _all_gather(exchange, tensor))
+
+    def check_equal(self, description: Sequence[str]) -> None:
+        """Raise PlanMismatchError on every rank, naming the first difference, unless all ranks pass the same lines."""
+        if len(set(self.all_gather_bytes(fingerprint(description)))) == 1:
+            return
+        everybody = [json.loads(text) for text in self.all_gather_bytes(json.dumps(list(description)).encode())]
+        others = [rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]]
+        raise PlanMismatchError(first_difference(everybody), rank=self.world.rank, peers=others)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank."""
+        return bool(self.all_reduce(torch.tensor([int(flag)]), "max"))
+
+
+_of_world: dict[World, Collectives] = {}
+
+
+def collectives_of(world: World) -> Collectives:
+    """The collectives of `world`, opened at the first call, which all ranks make; gone when the world is closed."""
+    if world not in _of_world:
+        _of_world[world] = Collectives(world)
+    return _of_world[world]
+
+
+def all_reduce(tensor: torch.Tensor, op: str = "mean", async_op: bool = False) -> Any:
+    """Combine `tensor` over all ranks, in place.
+
+    Args:
+        tensor: CPU, any shape and strides, the same on every rank; fp16, bf16, fp32, fp64 or an integer dtype. 16-bit
+            values are combined in fp32 and rounded once.
+        op: "mean", "sum", "min", "max" or "product". "mean" takes floating point only, like torch.mean.
+        async_op: return a `Work` at once.
+
+    Returns `tensor`, with the same bits on every rank, or a `Work` whose `wait()` returns it.
+
+    Raises ValueError for an unknown op or a tensor that is not on the CPU, TypeError for its dtype, PlanMismatchError
+    where ranks differ, PeerLostError and PeerTimeoutError.
+    """
+    _check_cpu(tensor)
+    _check_reducible(tensor, op)
+    return _dispatch(lambda exchange: _all_reduce(exchange, tensor, op), async_op)
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> Any:
+    """Overwrite `tensor` with that of rank `src`, in place; any dtype, the same shape on every rank.
+
+    Returns `tensor` or a `Work`. Raises ValueError for a rank that does not exist; else as `all_reduce`.
+    """
+    _check_cpu(tensor)
+    _check_rank(src)
+    return _dispatch(lambda exchange: _broadcast(exchange, tensor, src), async_op)
+
+
+def all_gather(tensor: torch.Tensor, async_op: bool = False) -> Any:
+    """Concatenate everybody's tensor along dimension 0, in rank order; any dtype.
+
+    Sizes of dimension 0 may differ between ranks, the others not. 0-dim tensors become a vector of size().
+    Returns a new tensor or a `Work`. Raises PlanMismatchError where ranks differ; else as `all_reduce`.
+    """
+    _check_cpu(tensor)
+    return _dispatch(lambda exchange: torch.cat(_all_gather(exchange, tensor)), async_op)
+
+
+def reduce_scatter(tensor: torch.Tensor, op: str = "mean", async_op: bool = False) -> Any:
+    """Combine over all ranks and return this rank's share of dimension 0.
+
+    Shares are equal, or one longer on the first ranks where the size is not a multiple of size(), as torch.chunk and
+    Horovod deal them out. Combined in rank order, 16-bit values in fp32. `tensor` is left as it is.
+    Returns a new tensor or a `Work`. Raises as `all_reduce`, and ValueError for a 0-dim tensor.
+    """
+    _check_cpu(tensor)
+    _check_reducible(tensor, op)
+    if tensor.dim() == 0 or not tensor.shape[1:].numel():
+        raise ValueError(f"reduce_scatter deals out rows of at least one element, got {tuple(tensor.shape)}")
+    world = default_world()
+
+    def operation(exchange: _Exchange) -> torch.Tensor:
+        splits = [len(part) for part in torch.arange(tensor.shape[0]).tensor_split(world.size)]
+        parts = _all_to_all(exchange, tensor, splits, world)[0]
+        return _reduce_parts(parts, op)
+
+    return _dispatch(operation, async_op)
+
+
+def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_op: bool = False) -> Any:
+    """Send a slice of dimension 0 to every rank, and concatenate what they send here, in rank order; any dtype.
+
+    Args:
+        tensor: CPU, at least 1-dim; dimensions but the first the same on every rank.
+        splits: rows for each rank, together all of them; default: equal shares.
+        async_op: return a `Work`.
+
+    Returns the received rows; with `splits` given, also how many came from each rank (a list, as Horovod's alltoall).
+
+    Raises ValueError for splits that do not fit; else as `all_reduce`.
+    """
+    _check_cpu(tensor)
+    world = default_world()
+    if tensor.dim() == 0 or not tensor.shape[1:].numel():
+        raise ValueError(f"all_to_all splits dimension 0 into rows of at least one element, got {tuple(tensor.shape)}")
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % world.size:
+            raise ValueError(f"dimension 0 has {rows} rows, not a multiple of {world.size} ranks; pass splits")
+        shares = [rows // world.size] * world.size
+    else:
+        shares = [int(share) for share in splits]
+        if len(shares) != world.size or sum(shares) != rows or min(shares) < 0:
+            raise ValueError(f"splits need {world.size} counts that add up to {rows} rows, got {shares}")
+
+    def operation(exchange: _Exchange) -> Any:
+        parts, counts = _all_to_all(exchange, tensor, shares, world)
+        return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
+
+    return _dispatch(operation, async_op)
+
+
+def barrier() -> None:
+    """Return when every rank has called it."""
+    collectives_of(default_world()).run(lambda exchange: exchange.barrier())
+
+
+def broadcast_object(obj: Any, src: int = 0) -> Any:
+    """The picklable `obj` of rank `src`, on every rank; the others' argument is ignored.
+
+    The bytes of rank `src` are unpickled, which can run code of its choosing: ranks trust each other.
+    """
+    _check_rank(src)
+    world = default_world()
+    data = collectives_of(world).broadcast_bytes(pickle.dumps(obj) if world.rank == src else None, src)
+    return obj if world.rank == src else pickle.loads(data)
+
+
+def all_gather_object(obj: Any) -> list[Any]:
+    """Everybody's picklable `obj`, in rank order.
+
+    Their bytes are unpickled, which can run code of the sender's choosing: ranks trust each other.
+    """
+    world = default_world()
+    parts = collectives_of(world).all_gather_bytes(pickle.dumps(obj))
+    return [obj if rank == world.rank else pickle.loads(part) for rank, part in enumerate(parts)]
+
+
+def _dispatch(operation: Callable[[_Exchange], Any], async_op: bool) -> Any:
+    collectives = collectives_of(default_world())
+    return Work(collectives.start(operation)) if async_op else collectives.run(operation)
+
+
+@torch.no_grad()
+def _all_reduce(exchange: _Exchange, tensor: torch.Tensor, op: str) -> torch.Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    exchange.all_reduce(flat, op)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
+    return tensor
+
+
+@torch.no_grad()
+def _broadcast(exchange: _Exchange, tensor: torch.Tensor, src: int) -> torch.Tensor:
+    data = tensor.detach().contiguous()
+    exchange.broadcast(_bytes_of(data), src)
+    if data.data_ptr() != tensor.data_ptr():
+        tensor.copy_(data)
+    return tensor
+
+
+@torch.no_grad()
+def _all_gather(exchange: _Exchange, tensor: torch.Tensor) -> list[torch.Tensor]:
+    data = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    if not data.shape[1:].numel():  # rows without bytes: only their number travels
+        counts = exchange.all_gather(_bytes_of(torch.tensor([len(data)])))
+        return [data.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]
+    parts = exchange.all_gather(_bytes_of(data.contiguous()))
+    return [_from_bytes(part, data) for part in parts]
+
+
+@torch.no_grad()
+def _all_to_all(
+    exchange: _Exchange, tensor: torch.Tensor, splits: Sequence[int], world: World
+) -> tuple[list[torch.Tensor], list[int]]:
+    data = tensor.detach().contiguous()
+    parts = exchange.all_to_all([_bytes_of(part) for part in torch.split(data, list(splits))])
+    received = [_from_bytes(part, data) for part in parts]
+    return received, [len(part) for part in received]
+
+
+def _reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """Combine in rank order, 16-bit values in fp32."""
+    total = torch.empty_like(parts[0])
+    combine(parts, total, op)
+    return total
+
+
+def _check_cpu(tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"this release moves CPU tensors, got one on {tensor.device}; pass tensor.cpu()")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; pass tensor.to_dense()")
+
+
+def _check_reducible(tensor: torch.Tensor, op: str) -> None:
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(map(repr, OPS))}, got {op!r}")
+    if tensor.dtype not in _REDUCIBLE:
+        raise TypeError(f"{tensor.dtype} cannot be reduced; these can: {', '.join(map(str, _REDUCIBLE))}")
+    if op == "mean" and not tensor.is_floating_point():
+        raise TypeError(f"the mean of {tensor.dtype} is not of that dtype; use op='sum', or convert to floating point")
+
+
+def _check_rank(src: int) -> None:
+    size = default_world().size
+    if not 0 <= src < size:
+        raise ValueError(f"src must be a rank, 0 .. {size - 1}, got {src}")
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as flat uint8."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _from_bytes(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`data` as rows shaped like those of `like`."""
+    return data.view(like.dtype).view(-1, *like.shape[1:])

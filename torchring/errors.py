@@ -1,0 +1,82 @@
+"""What can go wrong between ranks, by name.
+
+`ValueError` and `TypeError` are for what one caller got wrong. A `RingError` is for what went wrong *between* ranks; it
+is raised on every surviving rank and carries the facts as attributes, so that a script can act on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class RingError(RuntimeError):
+    """Something went wrong between ranks. The process stays usable: `torchring.shutdown(); torchring.init()`.
+
+    Attributes (None where unknown):
+        rank: the rank that raises.
+        peers: the ranks that caused it.
+        bucket: index of the gradient bucket being reduced.
+        parameters: names of the parameters concerned.
+        step: optimizer step, counted from 0.
+        seconds: how long this rank had waited.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peers: Sequence[int] = (),
+        bucket: int | None = None,
+        parameters: Sequence[str] = (),
+        step: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rank = rank
+        self.peers = tuple(peers)
+        self.bucket = bucket
+        self.parameters = tuple(parameters)
+        self.step = step
+        self.seconds = seconds
+
+    def locate(self, *, bucket: int, parameters: Sequence[str], step: int) -> None:
+        """Add where in the training step it happened; the layer that raised did not know of buckets."""
+        if self.bucket is None:
+            self.bucket, self.parameters, self.step = bucket, tuple(parameters), step
+
+    def __str__(self) -> str:
+        where = []
+        if self.rank is not None:
+            where.append(f"rank {self.rank}")
+        if self.step is not None:
+            where.append(f"step {self.step}")
+        if self.bucket is not None:
+            where.append(f"bucket {self.bucket}")
+        if self.bucket is not None and self.parameters:
+            first, last = self.parameters[0], self.parameters[-1]
+            where.append(f"parameters {first} .. {last}" if first != last else f"parameter {first}")
+        if self.seconds is not None:
+            where.append(f"after {self.seconds:.2f} s")
+        return f"{self.message} [{', '.join(where)}]" if where else self.message
+
+
+class PlanMismatchError(RingError):
+    """Ranks disagree about what to reduce: other parameters, shapes, dtypes or options, or another collective."""
+
+
+class PeerLostError(RingError):
+    """A peer died, or left while this rank still needed it. `peers` names it."""
+
+
+class PeerTimeoutError(RingError):
+    """A peer is alive but did not arrive within the timeout. `peers` names those that did not."""
+
+
+class GradientError(RingError):
+    """A gradient that must not be trained on: known to be unreduced, not finite, or replaced after its reduction."""
+
+
+class TopologyError(RingError):
+    """The launcher's environment is incomplete or contradicts itself, or ranks do not fit the requested algorithm."""

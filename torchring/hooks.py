@@ -1,0 +1,259 @@
+"""A gradient arrives: one public post-accumulate hook per parameter, and the end of each backward.
+
+A backward reduces or it does not, decided when its first gradient arrives: every `accumulate`-th one does, outside
+`no_sync()`. A hook does O(1) work: it tells the reduction which parameter is ready.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from torchring.backward import BackwardWatch
+from torchring.collectives import collectives_of
+from torchring.errors import GradientError, RingError
+from torchring.plan import ParameterSpec
+from torchring.reduction import Reduction
+from torchring.replicas import ReplicaCheck
+from torchring.world import World
+
+Hook = Callable[[torch.Tensor], None]
+
+
+class GradientHooks:
+    """The hooks of one optimizer's parameters, in the order of `reduction.parameters`.
+
+    Args:
+        reduction: gets the gradients.
+        replicas: is asked in every round whether somebody wrote to the parameters.
+        accumulate: backwards per reduction.
+        frozen: parameters of the optimizer that do not require a gradient; looked at again after each backward.
+        spec_of: what the plan needs to know of one of them.
+        owner: the optimizer; referred to weakly.
+
+    Attributes:
+        failure: what ended the last backward between ranks; gradients are worth nothing after it.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        replicas: ReplicaCheck,
+        *,
+        accumulate: int,
+        frozen: Sequence[torch.nn.Parameter],
+        spec_of: Callable[[torch.nn.Parameter], ParameterSpec],
+        owner: object,
+    ) -> None:
+        self.failure: BaseException | None = None
+        self.num_steps = 0
+        self.reduction = reduction
+        self._replicas = replicas
+        self.owner = weakref.ref(owner)
+        self._accumulate = accumulate
+        self._frozen = list(frozen)
+        self._spec_of = spec_of
+        self._num_backwards = 0
+        self._no_sync_depth = 0
+        self._in_backward = False
+        self._reduces = False
+        self._accept = reduction.accumulated
+        self._watch = BackwardWatch(self._end, self._abort)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._neighbours = neighbours_of(reduction.world)
+        self._neighbours.join(self)
+        self._attach()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward of these parameters is under way."""
+        return self._in_backward
+
+    def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Collective: more parameters, some of which may be frozen for now."""
+        self._frozen += parameters
+        self.adopt_unfrozen()
+
+    def adopt_unfrozen(self) -> bool:
+        """Collective if a frozen parameter has come to require a gradient: reduce it from now on. Says if there was."""
+        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+            self.reduction.extend([self._spec_of(parameter) for parameter in thawed], thawed)
+            self._attach()
+        return bool(thawed)
+
+    def first_gradient(self, index: int) -> None:
+        """The gradient of parameter `index` arrived just before its hook was there."""
+        self._hook(index)(self.reduction.parameters[index])
+
+    def _attach(self) -> None:
+        """Hook the parameters that the reduction has and that have no hook yet."""
+        for index in range(len(self._handles), len(self.reduction.parameters)):
+            parameter = self.reduction.parameters[index]
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here only accumulate, and do not count towards `accumulate`."""
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    def synchronize(self) -> None:
+        """Collective: reduce whatever is local on any rank. Nothing happens where nothing is."""
+        if self._in_backward:
+            raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
+        if collectives_of(self.reduction.world).any_rank(self.reduction.has_unsettled()):
+            self._guard(self._reduce_now)
+            self._num_backwards = 0
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._neighbours.leave(self)
+        self.reduction.close()
+
+    def _hook(self, index: int) -> Hook:
+        def hook(_: torch.Tensor) -> None:
+            if not self._watch.is_armed:
+                self._enter()
+            try:
+                self._accept(index)
+            except RingError as error:
+                self._fail(error)
+                raise
+
+        return hook
+
+    def _enter(self) -> None:
+        """First gradient of a backward, or of an outer one after the end of one inside it."""
+        if not self._in_backward:
+            self._begin()
+        self._watch.arm()
+
+    def _begin(self) -> None:
+        if self.failure is not None:
+            raise GradientError(f"an earlier backward failed: {self.failure}") from self.failure
+        if torch.is_grad_enabled():
+            raise GradientError(
+                "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Take inner "
+                "gradients with torch.autograd.grad(..., create_graph=True), and call backward() for the outer loss"
+            )
+        self._reduces = self._no_sync_depth == 0 and (self._num_backwards + 1) % self._accumulate == 0
+        if self._reduces:
+            self.reduction.begin(
+                step=self.num_steps, hold=self._neighbours.are_several, announce=self._replicas.has_changed()
+            )
+        self._accept = self.reduction.arrived if self._reduces else self.reduction.accumulated
+        self._in_backward = True
+
+    def _end(self) -> None:
+        """The outermost backward is about to return."""
+        self._neighbours.finish(self)
+
+    def finish_if(self, reduces: bool) -> None:
+        """Close this backward, if it was one of ours; reduce if any rank's did."""
+        if reduces:
+            if not self._in_backward:  # only other ranks reached these parameters
+                self._begin()
+            self._guard(self.reduction.finish)
+            if self.adopt_unfrozen():
+                self._guard(self._reduce_now)
+        if self._in_backward:
+            self._in_backward = False
+            if self._no_sync_depth == 0:
+                self._num_backwards += 1
+
+    @property
+    def wants_reduction(self) -> bool:
+        return self._in_backward and self._reduces
+
+    def _reduce_now(self) -> None:
+        self.reduction.begin(step=self.num_steps, hold=True, announce=self._replicas.has_changed())
+        self.reduction.finish()
+
+    def _guard(self, operation: Callable[[], None]) -> None:
+        try:
+            operation()
+        except RingError as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: RingError) -> None:
+        """This round cannot be finished: peers that wait for this rank are told why."""
+        self.failure = error
+        self._in_backward = False
+        self.reduction.world.report_failure(error)
+
+    def _abort(self) -> None:
+        """Backward raised (out of memory, an error in a custom function): forget the round."""
+        if self._in_backward:
+            self._in_backward = False
+            if self._reduces:
+                self.reduction.reset()
+
+
+class Neighbours:
+    """All optimizers of one world, in the order in which they were wrapped.
+
+    With one, its buckets leave during backward. With several (a GAN), one backward may reach the parameters of any of
+    them, and not of the same ones on every rank: so buckets wait for the end of backward, ranks agree in one small
+    message on who takes part, and those reduce in the order of wrapping.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._members: list[GradientHooks] = []
+
+    @property
+    def are_several(self) -> bool:
+        return len(self._members) > 1
+
+    def join(self, member: GradientHooks) -> None:
+        self._members.append(member)
+
+    def leave(self, member: GradientHooks) -> None:
+        if member in self._members:
+            self._members.remove(member)
+
+    def finish(self, caller: GradientHooks) -> None:
+        """The end of a backward, as told to `caller`: finish all that it touched."""
+        if not self.are_several:
+            caller.finish_if(caller.wants_reduction)
+            return
+        if not caller.in_backward:  # finished already, on behalf of another
+            return
+        wants = torch.tensor([int(member.wants_reduction) for member in self._members])
+        collectives_of(self._world).all_reduce(wants, "max")
+        for member, reduces in zip(list(self._members), wants.tolist(), strict=True):
+            member.finish_if(bool(reduces))
+
+    def close(self) -> None:
+        """The world is closing: gradients of its optimizers stay local from now on."""
+        for member in list(self._members):
+            member.close()
+        _of_world.pop(self._world, None)
+
+    def owners_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[GradientHooks]:
+        """The members that reduce one of `parameters`."""
+        wanted = {id(parameter) for parameter in parameters}
+        return [m for m in self._members if not wanted.isdisjoint(map(id, m.reduction.parameters))]
+
+
+_of_world: dict[World, Neighbours] = {}
+
+
+def neighbours_of(world: World) -> Neighbours:
+    """The optimizers of `world`."""
+    if world not in _of_world:
+        _of_world[world] = Neighbours(world)
+        world.on_close(_of_world[world].close)
+    return _of_world[world]

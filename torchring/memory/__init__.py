@@ -1,0 +1,1 @@
+"""Memory that peers on the same host can touch."""

@@ -1,0 +1,394 @@
+"""Shared memory between the ranks of one host, without a name in any file system.
+
+Each rank allocates its part of a `SharedBlock` in a `memfd` and hands the descriptor to its peers over an abstract Unix
+socket, so nothing is left behind by a rank that is killed, and the 64 MB of a container's /dev/shm do not matter. Two
+ranks share a host exactly when that hand-over works: the same network namespace, the same user, the token that the
+listener put into the rendezvous store. The sockets stay open; together with a pidfd per peer they tell at once when a
+peer dies.
+
+Who may touch what: a block's part belongs to the rank that allocated it. Peers read and write it only between the
+signals of the algorithm at hand (see `channel.py`), which says who owns which slice when.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import json
+import mmap
+import os
+import platform
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError
+from torchring.rendezvous import Rendezvous
+
+_POLL_SECONDS: Final = 0.05  # how often a waiting rank looks whether its peers are still alive
+_KINDS: Final[dict[str, type[RingError]]] = {k.__name__: k for k in (*RingError.__subclasses__(), RingError)}
+_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_GRANT: Final = struct.Struct("=qq")  # serial number of the block, bytes
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """One open hand-over socket. `pidfd` is -1 where the peer's process id is not visible from here."""
+
+    rank: int
+    link: socket.socket
+    pidfd: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class SharedBlock:
+    """One allocation: `parts[i]` is the memory of the i-th rank of the group, mapped here, as a uint8 tensor.
+
+    The mapping lives as long as a tensor that views it; the descriptor is closed already.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    index: int
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self.parts[self.index]
+
+
+class HostGroup:
+    """The ranks of one host that can map each other's memory.
+
+    Attributes:
+        ranks: their world ranks, ascending. Always contains `rank`.
+        index: position of this rank in `ranks`.
+    """
+
+    def __init__(self, rank: int, peers: Sequence[_Peer], timeout_seconds: float) -> None:
+        self.rank = rank
+        self.ranks = tuple(sorted([rank, *(peer.rank for peer in peers)]))
+        self.index = self.ranks.index(rank)
+        self.timeout_seconds = timeout_seconds
+        self._peers = {peer.rank: peer for peer in peers}
+        self._num_blocks = 0
+        self._poll = select.poll()
+        for peer in peers:
+            self._poll.register(peer.link, select.POLLHUP | select.POLLERR | select.POLLRDHUP)
+            if peer.pidfd >= 0:
+                self._poll.register(peer.pidfd, select.POLLIN)
+        self._rank_of_fd = {peer.link.fileno(): peer.rank for peer in peers}
+        self._rank_of_fd |= {peer.pidfd: peer.rank for peer in peers if peer.pidfd >= 0}
+        self._last_words: LastWords | None = None
+        self._last_words = LastWords(self.allocate(LastWords.NUM_BYTES), self.ranks)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def allocate(self, num_bytes: int, prepare: Callable[[torch.Tensor], None] | None = None) -> SharedBlock:
+        """Collective: every rank contributes `num_bytes` of zeroed memory and maps everybody's.
+
+        Args:
+            num_bytes: may be 0; the same on every rank.
+            prepare: called with this rank's own part before any peer can see it.
+
+        Raises PlanMismatchError if ranks ask for different sizes, PeerLostError, PeerTimeoutError.
+        """
+        serial = self._num_blocks
+        self._num_blocks += 1
+        length = max(num_bytes, 1)  # a mapping of 0 bytes does not exist
+        descriptor = os.memfd_create(f"torchring-{serial}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Reserve now: running out of memory is an error here, and would be a SIGBUS in the middle of a step.
+            os.posix_fallocate(descriptor, 0, length)
+            # No peer can shrink the file under a mapping and so crash the others.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            own = _map(descriptor, length)
+            if prepare is not None:
+                prepare(own)
+            for peer in self._peers.values():
+                self._send(peer, _GRANT.pack(serial, num_bytes), descriptor)
+        finally:
+            os.close(descriptor)
+        parts = [own if rank == self.rank else self._receive_part(rank, serial, num_bytes) for rank in self.ranks]
+        return SharedBlock(tuple(part[:num_bytes] for part in parts), self.index)
+
+    def check_peers(self, needed: Sequence[int]) -> None:
+        """Raise if one of the ranks in `needed` is dead, has left, or has reported a failure.
+
+        Names the cause, not its victims: a rank that stopped because of another's death says so in its last words. A
+        rank that is gone but no longer needed (it had its part of the last reduction) is no error.
+        """
+        lost = {self._rank_of_fd[fd] for fd, _ in self._poll.poll(0)}.intersection(needed)
+        words = {rank: text for rank in needed if self._last_words and (text := self._last_words.read(rank))}
+        culprits = sorted(lost - words.keys())
+        if culprits:
+            names = ", ".join(f"rank {rank} (pid {self._peers[rank].pid})" for rank in culprits)
+            raise PeerLostError(f"{names} on this host died or exited", rank=self.rank, peers=culprits)
+        for rank, text in words.items():
+            raise _relayed(rank, text, self.rank)
+
+    def report_failure(self, error: RingError) -> None:
+        """Leave `error` where waiting peers find it, so that they stop too and name the same cause."""
+        if self._last_words:
+            self._last_words.write(self.index, type(error).__name__, error.message, error.peers)
+
+    def close(self) -> None:
+        """Say goodbye and drop the links. Blocks stay mapped while a tensor views them."""
+        self.report_failure(PeerLostError("it called torchring.shutdown()", peers=(self.rank,)))
+        for peer in self._peers.values():
+            peer.link.close()
+            if peer.pidfd >= 0:
+                os.close(peer.pidfd)
+        self._peers.clear()
+        self._poll = select.poll()
+
+    def wait_until(self, arrived: Callable[[float], bool], needed: Callable[[], Sequence[int]]) -> None:
+        """Call `arrived(seconds to sleep at most)` until it is true, watching over the ranks `needed()` meanwhile.
+
+        Raises what `check_peers` finds, or PeerTimeoutError naming them; either is reported to the peers.
+        """
+        started = time.monotonic()
+        try:
+            while not arrived(_POLL_SECONDS):
+                late = needed()
+                self.check_peers(late)
+                if late and time.monotonic() - started > self.timeout_seconds:
+                    names = ", ".join(f"rank {rank}" for rank in late)
+                    raise PeerTimeoutError(f"{names} alive, but did not arrive", rank=self.rank, peers=late)
+        except RingError as error:
+            error.seconds = time.monotonic() - started
+            self.report_failure(error)
+            raise
+
+    def _send(self, peer: _Peer, message: bytes, descriptor: int) -> None:
+        try:
+            socket.send_fds(peer.link, [message], [descriptor])
+        except OSError:
+            self._raise_lost(peer)
+
+    def _receive_part(self, rank: int, serial: int, num_bytes: int) -> torch.Tensor:
+        peer = self._peers[rank]
+        readable = select.poll()
+        readable.register(peer.link, select.POLLIN)
+        self.wait_until(lambda seconds: bool(readable.poll(seconds * 1000)), lambda: (rank,))
+        try:
+            message, descriptors, _, _ = socket.recv_fds(peer.link, _GRANT.size, 1)
+        except OSError:
+            message, descriptors = b"", []
+        if len(message) != _GRANT.size or len(descriptors) != 1:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._raise_lost(peer)
+        try:
+            their_serial, their_bytes = _GRANT.unpack(message)
+            if (their_serial, their_bytes) != (serial, num_bytes):
+                raise PlanMismatchError(
+                    f"rank {rank} allocates block {their_serial} of {their_bytes} bytes "
+                    f"where this rank allocates block {serial} of {num_bytes} bytes",
+                    rank=self.rank,
+                    peers=(rank,),
+                )
+            return _map(descriptors[0], max(num_bytes, 1))
+        finally:
+            os.close(descriptors[0])
+
+    def _raise_lost(self, peer: _Peer) -> None:
+        self.check_peers((peer.rank,))
+        raise PeerLostError(
+            f"rank {peer.rank} (pid {peer.pid}) closed its connection", rank=self.rank, peers=(peer.rank,)
+        )
+
+
+class LastWords:
+    """One page per rank in which a failing rank leaves its error for the peers that wait for it."""
+
+    NUM_BYTES: Final = 4096
+
+    def __init__(self, block: SharedBlock, ranks: Sequence[int]) -> None:
+        self._pages = {rank: part.numpy() for rank, part in zip(ranks, block.parts, strict=True)}
+        self._ranks = tuple(ranks)
+
+    def write(self, index: int, error: str, message: str, peers: Sequence[int]) -> None:
+        page = self._pages[self._ranks[index]]
+        if page[0]:  # the first error is the cause, later ones are its echoes
+            return
+        text = json.dumps({"error": error, "message": message[:2000], "peers": list(peers)}).encode()[: len(page) - 8]
+        page[8 : 8 + len(text)] = list(text)
+        page[4:8] = list(struct.pack("=I", len(text)))
+        page[0] = 1  # last; a peer that sees it through a syscall-separated poll sees the text, or tries again
+
+    def read(self, rank: int) -> str | None:
+        page = self._pages[rank]
+        if not page[0]:
+            return None
+        (length,) = struct.unpack("=I", page[4:8].tobytes())
+        return bytes(page[8 : 8 + length]).decode(errors="replace")
+
+
+def connect(rendezvous: Rendezvous) -> HostGroup:
+    """Collective: find the ranks that this one can share memory with, and open the links to them.
+
+    Ranks on another host, of another user, or in another network namespace are simply not in the group.
+    """
+    rank, size = rendezvous.rank, rendezvous.size
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    address, token = f"torchring-{secrets.token_hex(16)}", secrets.token_hex(32)
+    with listener:
+        listener.bind("\0" + address)
+        listener.listen(size)
+        listener.settimeout(_POLL_SECONDS)
+        card = {"address": address, "token": token, "host": _host_identity()}
+        cards = [json.loads(text) for text in rendezvous.exchange("host", json.dumps(card).encode())]
+        neighbours = [r for r in range(size) if r != rank and cards[r]["host"] == card["host"]]
+        dialled = {r: _dial(rendezvous, r, cards[r]) for r in neighbours if r < rank}
+        accepted = _accept(rendezvous, listener, token, {r for r in neighbours if r > rank})
+    links = {r: link for r, link in dialled.items() if link is not None and _answer(link)} | accepted
+    for r, link in dialled.items():
+        if link is not None and r not in links:
+            link.close()
+    reachable = [json.loads(text) for text in rendezvous.exchange("reachable", json.dumps(sorted(links)).encode())]
+    members = next(group for group in partition(reachable) if rank in group)
+    for r in links.keys() - set(members):
+        links[r].close()
+    peers = [_peer(r, links[r]) for r in members if r != rank]
+    return HostGroup(rank, peers, rendezvous.timeout_seconds)
+
+
+def partition(reachable: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Groups of ranks in which everyone reaches everyone; pure, so every rank computes the same.
+
+    `reachable[r]` lists the ranks that r has a link to.
+
+    Example: reachable [[1], [0], [3], [2]] -> [(0, 1), (2, 3)].
+    """
+    groups: list[list[int]] = []
+    for rank in range(len(reachable)):
+        for group in groups:
+            if all(rank in reachable[other] and other in reachable[rank] for other in group):
+                group.append(rank)
+                break
+        else:
+            groups.append([rank])
+    return [tuple(group) for group in groups]
+
+
+def _host_identity() -> str:
+    """Equal on ranks that may share memory: same boot of the same kernel, and the same layout of sem_t."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {platform.machine()} {' '.join(platform.libc_ver())}"
+
+
+def _dial(rendezvous: Rendezvous, peer: int, card: dict[str, str]) -> socket.socket | None:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        link.settimeout(rendezvous.timeout_seconds)
+        link.connect("\0" + card["address"])
+        if not _same_user(link):
+            raise PermissionError("another user holds the address")
+        link.send(json.dumps({"rank": rendezvous.rank, "token": card["token"]}).encode())
+    except OSError:  # refused: another network namespace, where the address does not exist
+        link.close()
+        rendezvous.publish(f"unreachable/{rendezvous.rank}/{peer}", b"1")
+        return None
+    return link
+
+
+def _accept(
+    rendezvous: Rendezvous, listener: socket.socket, token: str, expected: set[int]
+) -> dict[int, socket.socket]:
+    links: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + rendezvous.timeout_seconds
+    while missing := sorted(expected - links.keys()):
+        if time.monotonic() > deadline:
+            raise PeerTimeoutError(
+                f"ranks {missing} on this host did not connect",
+                rank=rendezvous.rank,
+                peers=missing,
+                seconds=rendezvous.timeout_seconds,
+            )
+        try:
+            link, _ = listener.accept()
+        except TimeoutError:
+            expected -= {r for r in missing if rendezvous.is_published(f"unreachable/{r}/{rendezvous.rank}")}
+            continue
+        peer = _admit(link, token, expected - links.keys())
+        if peer is None:
+            link.close()
+        else:
+            links[peer] = link
+    return links
+
+
+def _admit(link: socket.socket, token: str, expected: set[int]) -> int | None:
+    """The rank behind `link` if it is one that we expect, runs as our user and knows our token; else None."""
+    link.settimeout(5.0)
+    try:
+        hello = json.loads(link.recv(4096))
+        peer, offered = int(hello["rank"]), str(hello["token"])
+        if not _same_user(link) or not hmac.compare_digest(offered, token) or peer not in expected:
+            link.send(b"no")
+            return None
+        link.send(b"yes")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return peer
+
+
+def _answer(link: socket.socket) -> bool:
+    try:
+        return link.recv(8) == b"yes"
+    except OSError:
+        return False
+
+
+def _credentials(link: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def _same_user(link: socket.socket) -> bool:
+    return _credentials(link)[1] == os.getuid()
+
+
+def _peer(rank: int, link: socket.socket) -> _Peer:
+    pid, _ = _credentials(link)
+    pidfd = -1
+    # Our own pid: ranks that are threads of one process (tests). 0: another pid namespace; the socket's end tells.
+    if pid not in (0, os.getpid()):
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            pidfd = -1
+    link.settimeout(None)
+    return _Peer(rank, link, pidfd, pid)
+
+
+def as_words(part: torch.Tensor) -> memoryview:
+    """The memory of a uint8 tensor as 64-bit integers; reading one costs 30 ns, a tenth of what a tensor takes."""
+    return memoryview(part.numpy()).cast("q")  # type: ignore[arg-type]  # numpy's stubs before 3.12 lack Buffer
+
+
+def _map(descriptor: int, length: int) -> torch.Tensor:
+    # Populated at once: a page fault costs 0.25 us per 4 KiB, on every rank for every peer's part, in the first step.
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    return torch.frombuffer(mmap.mmap(descriptor, length, flags=flags), dtype=torch.uint8)
+
+
+def _relayed(reporter: int, text: str, rank: int) -> RingError:
+    """The error that `reporter` left behind, as this rank raises it."""
+    try:
+        words = json.loads(text)
+        kind = _KINDS[words["error"]]
+        peers = tuple(int(peer) for peer in words["peers"])
+        message = str(words["message"])
+    except (ValueError, KeyError, TypeError):  # caught half-written; the process is failing all the same
+        kind, peers, message = RingError, (reporter,), "it reported a failure"
+    return kind(f"rank {reporter} stopped: {message}", rank=rank, peers=peers)

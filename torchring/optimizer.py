@@ -1,0 +1,521 @@
+"""`wrap` makes an optimizer distributed; `DistributedOptimizer` is what it returns.
+
+The map of the package, along a gradient's way: `hooks.py` hears that autograd has accumulated it, `plan.py` decided
+beforehand which bucket it belongs to, `bucket.py` packs it, `scheduler.py` says when its bucket goes, `allreduce/` adds
+up what the ranks have, and `reduction.py` holds these together for one optimizer. When `backward()` returns, every
+gradient is reduced, so clipping, GradScaler, schedulers and closures need no extra call.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torchring.allreduce.select import ALGORITHMS, OVERLAPS
+from torchring.collectives import collectives_of
+from torchring.errors import GradientError, PlanMismatchError
+from torchring.hooks import GradientHooks, neighbours_of
+from torchring.plan import COMPRESSIONS, ParameterSpec
+from torchring.reduction import Options, Reduction
+from torchring.replicas import ReplicaCheck
+from torchring.state import broadcast_optimizer_state, broadcast_parameters
+from torchring.world import World, default_world
+
+_OPS = ("mean", "sum")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What reducing has cost so far.
+
+    Attributes:
+        algorithm: "direct", "ring", "native", or "none" in a world of one.
+        overlap: "inline" or "thread".
+        num_buckets: in the present plan.
+        bytes_per_step: what this rank contributes to one reduction, in the wire dtype.
+        num_reductions: so far.
+        communication_ms: of the last reduction: time in all-reduce, waiting for peers included.
+        exposed_ms: of the last reduction: the part of it during which backward stood still.
+        mean_communication_ms, mean_exposed_ms: over all reductions but the first, which also builds.
+        overlap_ratio: the share of communication that backward hid, 0 to 1, over the same.
+    """
+
+    algorithm: str
+    overlap: str
+    num_buckets: int
+    bytes_per_step: int
+    num_reductions: int
+    communication_ms: float
+    exposed_ms: float
+    mean_communication_ms: float
+    mean_exposed_ms: float
+    overlap_ratio: float
+
+
+def wrap(
+    optimizer: Optimizer,
+    model: torch.nn.Module | None = None,
+    *,
+    op: str = "mean",
+    compression: str | None = None,
+    bucket_mb: float = 25.0,
+    accumulate: int = 1,
+    algorithm: str = "auto",
+    overlap: str = "auto",
+    sync_initial_state: bool = True,
+) -> DistributedOptimizer:
+    """Make `optimizer` average its gradients over all ranks while backward runs. Collective.
+
+    Args:
+        optimizer: any torch.optim.Optimizer over CPU parameters. It goes on holding the state.
+        model: gives parameters their names in errors, tells sparse embeddings, and has its buffers synchronised.
+        op: "mean" or "sum" over ranks.
+        compression: None, "fp16" or "bf16": the dtype on the wire. Scaled first, cast once, added up in fp32.
+        bucket_mb: gradients travel in buckets of about this many MiB; the first one has 1 MiB.
+        accumulate: reduce on every n-th backward only; the n gradients are summed, as PyTorch sums them.
+        algorithm: "auto", "direct" (memory shared by the ranks of one host), "ring" (between hosts) or "native" (the
+            backend's own all-reduce).
+        overlap: "auto", "inline" (reduce in the thread that runs backward) or "thread".
+        sync_initial_state: start all ranks from rank 0's parameters, buffers and optimizer state.
+
+    Returns the `DistributedOptimizer` to use in place of `optimizer`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; says what was received and what would be right.
+        PlanMismatchError: another rank wraps a different model or options, or could not wrap its own.
+        TopologyError, PeerLostError, PeerTimeoutError: see `init`.
+    """
+    return DistributedOptimizer(
+        optimizer,
+        model,
+        op=op,
+        compression=compression,
+        bucket_mb=bucket_mb,
+        accumulate=accumulate,
+        algorithm=algorithm,
+        overlap=overlap,
+        sync_initial_state=sync_initial_state,
+    )
+
+
+class DistributedOptimizer(Optimizer):
+    """An optimizer whose gradients are the same on all ranks. See `wrap` for the arguments.
+
+    It is a torch.optim.Optimizer that shares `param_groups`, `state` and `defaults` with the one it wraps, so learning
+    rate schedulers, GradScaler, hooks, checkpoints, deepcopy and pickling work on either. (A copy, or an unpickled one,
+    joins the other ranks when its first gradient arrives, so all ranks have to use theirs.)
+
+    Attributes:
+        optimizer: the wrapped one.
+    """
+
+    # GradScaler must unscale by itself: a fused optimizer that takes the scale would be handed it through this wrapper.
+    _step_supports_amp_scaling = False
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: torch.nn.Module | None = None,
+        *,
+        op: str = "mean",
+        compression: str | None = None,
+        bucket_mb: float = 25.0,
+        accumulate: int = 1,
+        algorithm: str = "auto",
+        overlap: str = "auto",
+        sync_initial_state: bool = True,
+    ) -> None:
+        world = default_world()
+        options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap)
+        names: dict[torch.nn.Parameter, str] = {}
+        problem: Exception | None = None
+        try:
+            check_options(options)
+            names = named_parameters(optimizer, model)
+            _check_free(names, world)
+        except (TypeError, ValueError) as error:
+            problem = error
+        _raise_together(world, problem)
+        self._initialise(optimizer, options, names, sparse_parameters(model))
+        if sync_initial_state:
+            broadcast_parameters(model if model is not None else {name: p.data for p, name in names.items()})
+            broadcast_optimizer_state(optimizer)
+        if world.size > 1:
+            self._connect(world)
+
+    # What a torch.optim.Optimizer has, shared with the wrapped one. Optimizer.__init__ assigns to these, too.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        if not self._is_initialising:
+            self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if not self._is_initialising:
+            self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        if not self._is_initialising:
+            self.optimizer.defaults = value
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the wrapped optimizer's step.
+
+        Args:
+            closure: evaluates the model and calls backward, as for any optimizer. The loss that it returns is averaged
+                over ranks, so that an optimizer that decides by it (LBFGS) decides alike everywhere.
+
+        Raises:
+            GradientError: a gradient is known to be unreduced or not finite, or parameters have drifted apart.
+            ValueError: this optimizer is closed.
+        """
+        hooks = self._live_hooks()
+        if hooks is None:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        if closure is None:
+            self._refuse_bad_gradients(hooks)
+            self._replicas.before_step(hooks.reduction.is_alarmed)
+            result = self.optimizer.step()
+        else:
+            self._replicas.before_step(False)
+            result = self.optimizer.step(lambda: self._evaluate(closure, hooks))
+        self._replicas.after_step()
+        hooks.num_steps += 1
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer.zero_grad."""
+        self.optimizer.zero_grad(set_to_none)
+        if self._hooks is not None and not set_to_none:
+            self._hooks.reduction.mark_zeroed()
+
+    def synchronize(self) -> None:
+        """Reduce now whatever any rank has accumulated locally; collective, and harmless where there is nothing.
+
+        For gradients of `no_sync()`, of the last, incomplete group of `accumulate` micro-steps, or put into `.grad` by
+        hand. After an ordinary backward there is nothing to do.
+        """
+        hooks = self._live_hooks()
+        if hooks is not None:
+            hooks.adopt_unfrozen()
+            hooks.synchronize()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which backward accumulates local gradients and sends nothing. Decided when backward runs."""
+        hooks = self._live_hooks()
+        return hooks.no_sync() if hooks is not None else nullcontext()
+
+    def stats(self) -> Stats:
+        """What reducing has cost so far, on this rank."""
+        hooks = self._live_hooks()
+        if hooks is None:
+            return Stats("none", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        reduction, timing = hooks.reduction, hooks.reduction.timing
+        num_timed = max(timing.num_rounds, 1)
+        hidden = timing.total_busy_ms - timing.total_exposed_ms
+        return Stats(
+            algorithm=reduction.mover.algorithm,
+            overlap="thread" if reduction.scheduler.threaded else "inline",
+            num_buckets=len(reduction.buckets),
+            bytes_per_step=reduction.num_bytes,
+            num_reductions=reduction.num_rounds,
+            communication_ms=timing.last_busy_ms,
+            exposed_ms=timing.last_exposed_ms,
+            mean_communication_ms=timing.total_busy_ms / num_timed,
+            mean_exposed_ms=timing.total_exposed_ms / num_timed,
+            overlap_ratio=max(0.0, hidden / timing.total_busy_ms) if timing.total_busy_ms else 0.0,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer.add_param_group; collective. The new parameters start from rank 0's values."""
+        if self._is_initialising:  # Optimizer.__init__, whose groups the wrapped optimizer has already
+            return
+        hooks = self._live_hooks()
+        self.optimizer.add_param_group(param_group)
+        added: list[torch.nn.Parameter] = self.param_groups[-1]["params"]
+        for i, parameter in enumerate(added):
+            self._names[parameter] = f"group{len(self.param_groups) - 1}.param{i}"
+        if hooks is not None:
+            broadcast_parameters({self._names[parameter]: parameter.data for parameter in added})
+            hooks.extend(added)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's: checkpoints are interchangeable with single-process ones."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load into the wrapped optimizer. Every rank has to load the same."""
+        self.optimizer.load_state_dict(dict(state_dict))
+
+    def close(self) -> None:
+        """Remove the hooks and release what reducing took. The wrapped optimizer goes on as a plain one."""
+        self._disconnect()
+        self._is_closed = True
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the wrapped optimizer offers publicly."""
+        if name.startswith("_") or "optimizer" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["optimizer"], name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer,
+            "options": self._options,
+            "names": [self._names[p] for p in _parameters_of(self.optimizer)],
+            "is_sparse": [p in self._sparse for p in _parameters_of(self.optimizer)],
+            "is_closed": self._is_closed,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        parameters = list(_parameters_of(state["optimizer"]))
+        names = dict(zip(parameters, state["names"], strict=True))
+        sparse = {p for p, is_sparse in zip(parameters, state["is_sparse"], strict=True) if is_sparse}
+        self._initialise(state["optimizer"], state["options"], names, sparse)
+        self._is_closed = state["is_closed"]
+        if not self._is_closed:
+            self._connect_with_first_gradient()
+
+    def _initialise(
+        self,
+        optimizer: Optimizer,
+        options: Options,
+        names: dict[torch.nn.Parameter, str],
+        sparse: set[torch.nn.Parameter],
+    ) -> None:
+        self.optimizer = optimizer
+        self._options = options
+        self._names = names
+        self._sparse = sparse
+        self._hooks: GradientHooks | None = None
+        self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._is_closed = False
+        self._is_initialising = True
+        super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
+        self._is_initialising = False
+
+    def _connect(self, world: World) -> GradientHooks:
+        """Collective: agree on a plan with the other ranks and hook the parameters."""
+        parameters = list(self._names)
+        trainable = [p for p in parameters if p.requires_grad]
+        specs = [self._spec_of(p) for p in trainable]
+        reduction = Reduction(world, specs, trainable, self._options)
+        self._replicas = ReplicaCheck(world, self._names)
+        self._hooks = GradientHooks(
+            reduction,
+            self._replicas,
+            accumulate=self._options.accumulate,
+            frozen=[p for p in parameters if not p.requires_grad],
+            spec_of=self._spec_of,
+            owner=self,
+        )
+        return self._hooks
+
+    def _connect_with_first_gradient(self) -> None:
+        """For a copy: it is made on one rank at a time, but used on all of them."""
+
+        def hook(parameter: torch.Tensor) -> None:
+            self._drop_early_hooks()
+            world = default_world()
+            if world.size > 1:
+                hooks = self._connect(world)
+                hooks.first_gradient(next(i for i, p in enumerate(hooks.reduction.parameters) if p is parameter))
+
+        self._early_handles = [
+            p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for p in self._names
+            if p.requires_grad
+        ]
+
+    def _drop_early_hooks(self) -> None:
+        for handle in self._early_handles:
+            handle.remove()
+        self._early_handles = []
+
+    def _disconnect(self) -> None:
+        self._drop_early_hooks()
+        if self._hooks is not None:
+            self._hooks.close()
+            self._hooks = None
+
+    def _live_hooks(self) -> GradientHooks | None:
+        """The hooks; None in a world of one. A copy connects now, if no gradient has made it do so yet."""
+        if self._is_closed:
+            raise ValueError(
+                "this DistributedOptimizer is closed; use the optimizer that it wrapped, or wrap that again"
+            )
+        if self._hooks is not None:
+            if not self._hooks.reduction.world.is_open:
+                raise ValueError("this DistributedOptimizer belongs to a world that was shut down; wrap again")
+            return self._hooks
+        world = default_world()
+        if world.size == 1:
+            return None
+        self._drop_early_hooks()
+        return self._connect(world)
+
+    def _spec_of(self, parameter: torch.nn.Parameter) -> ParameterSpec:
+        return ParameterSpec(
+            self._names[parameter],
+            tuple(parameter.shape),
+            parameter.stride(),
+            parameter.dtype,
+            parameter.device,
+            parameter in self._sparse,
+        )
+
+    def _evaluate(self, closure: Callable[[], Any], hooks: GradientHooks) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self._refuse_bad_gradients(hooks)
+        if loss is None:
+            return None
+        mean = torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64).detach().clone()
+        collectives_of(hooks.reduction.world).all_reduce(mean, "mean")
+        return mean if isinstance(loss, torch.Tensor) else float(mean)
+
+    def _refuse_bad_gradients(self, hooks: GradientHooks) -> None:
+        """Raise GradientError rather than train on something that is known to be wrong."""
+        if hooks.failure is not None:
+            raise GradientError(f"the last backward did not reduce its gradients: {hooks.failure}") from hooks.failure
+        if hooks.in_backward:
+            raise GradientError(
+                "step() was called inside backward(), before all gradients are reduced; call it after backward()"
+            )
+        hooks.adopt_unfrozen()
+        if found := hooks.reduction.first_unsettled():
+            name, state = found
+            raise GradientError(
+                f"the gradient of {name} {state}; stepping on it would let the ranks drift apart. Call "
+                "optimizer.synchronize() before step() to reduce what is local",
+                rank=hooks.reduction.world.rank,
+                parameters=(name,),
+                step=hooks.num_steps,
+            )
+        if hooks.reduction.non_finite is not None:
+            rank, name, grad = hooks.reduction.non_finite
+            if grad is not None and not bool(torch.isfinite(grad).all()):  # the script may have mended it
+                raise GradientError(
+                    f"the gradient of {name} is not finite; the first NaN or infinity came from rank {rank}",
+                    rank=hooks.reduction.world.rank,
+                    peers=(rank,),
+                    parameters=(name,),
+                    step=hooks.num_steps,
+                )
+
+
+def check_options(options: Options) -> None:
+    """Raise ValueError for an option that does not exist, with those that do."""
+    for name, value, choices in (
+        ("op", options.op, _OPS),
+        ("compression", options.compression, tuple(COMPRESSIONS)),
+        ("algorithm", options.algorithm, ALGORITHMS),
+        ("overlap", options.overlap, OVERLAPS),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    if not isinstance(options.bucket_mb, (int, float)) or not 0 <= options.bucket_mb < float("inf"):
+        raise ValueError(f"bucket_mb must be a size in MiB, 0 or more, got {options.bucket_mb!r}")
+    if not isinstance(options.accumulate, int) or options.accumulate < 1:
+        raise ValueError(f"accumulate must be a whole number of micro-steps, 1 or more, got {options.accumulate!r}")
+
+
+def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dict[torch.nn.Parameter, str]:
+    """The optimizer's parameters, in its order, with the model's names for them.
+
+    Raises TypeError or ValueError for what cannot be reduced, saying which parameter it is.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, DistributedOptimizer):
+        raise ValueError("this optimizer is distributed already; wrap the plain one, once")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("the model is a DistributedDataParallel, which reduces gradients itself; pass model.module")
+    of_model = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    names: dict[torch.nn.Parameter, str] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            place = f"group{g}.param{i}"
+            name = of_model.get(parameter, place)
+            if parameter in names:
+                raise ValueError(f"{name} is in the optimizer twice (again at {place}); it would be stepped twice")
+            if model is not None and parameter not in of_model:
+                raise ValueError(
+                    f"{place} of the optimizer, shape {tuple(parameter.shape)}, is not a parameter of the model; pass "
+                    "the model that the optimizer trains, or none"
+                )
+            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+                raise ValueError(f"{name} has no shape yet; run a batch through the lazy module before wrapping")
+            if parameter.device.type != "cpu":
+                raise ValueError(f"{name} is on {parameter.device}; this release reduces CPU gradients only")
+            if not parameter.is_floating_point():
+                raise TypeError(f"{name} is {parameter.dtype}; gradients of floating point parameters can be reduced")
+            names[parameter] = name
+    if not any(parameter.requires_grad for parameter in names):
+        raise ValueError("none of the optimizer's parameters requires a gradient, so there is nothing to reduce")
+    return names
+
+
+def sparse_parameters(model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
+    """The weights of layers built with sparse=True, whose gradients come as sparse tensors."""
+    layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    modules = model.modules() if model is not None else ()
+    return {cast(torch.nn.Parameter, m.weight) for m in modules if isinstance(m, layers) and m.sparse}
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
+    """A gradient is reduced by one optimizer. One whose DistributedOptimizer is gone gives its parameters back."""
+    for owner in neighbours_of(world).owners_of(names):
+        gc.collect()  # a scheduler and its optimizer refer to each other
+        if owner.owner() is None:
+            owner.close()
+            continue
+        taken = next(name for p, name in names.items() if any(p is other for other in owner.reduction.parameters))
+        raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
+
+
+def _raise_together(world: World, problem: Exception | None) -> None:
+    """Raise `problem`; if another rank has one, raise too, so that nobody waits for a rank that gave up."""
+    if world.size > 1:
+        text = f"{type(problem).__name__}: {problem}" if problem is not None else ""
+        problems = collectives_of(world).all_gather_bytes(text.encode())
+        others = [rank for rank, other in enumerate(problems) if other]
+        if problem is None and others:
+            raise PlanMismatchError(
+                f"rank {others[0]} could not wrap its optimizer: {problems[others[0]].decode()}",
+                rank=world.rank,
+                peers=others,
+            )
+    if problem is not None:
+        raise problem

@@ -1,0 +1,223 @@
+"""Which parameters share a bucket, in which order, at which offset. Pure data; nothing here moves.
+
+Every rank computes the plan for itself; `describe` and `first_difference` let ranks find out, before the first byte
+moves, that they would not agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, and 128-bit accesses on a GPU
+FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward
+
+COMPRESSIONS: Final[dict[str | None, torch.dtype | None]] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What the plan needs to know of a parameter. `stride` decides the order of its elements in the wire."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_sparse: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions."""
+        expected = 1
+        for length, step in sorted(zip(self.shape, self.stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+            if length == 1:
+                continue
+            if step != expected:
+                return self.numel == 0
+            expected *= length
+        return True
+
+    def describe(self) -> str:
+        layout = f" strides {self.stride}" if self.is_dense and self.stride != _contiguous(self.shape) else ""
+        sparse = " sparse" if self.is_sparse else ""
+        return f"{self.name} {self.shape} {_short(self.dtype)}{layout}{sparse}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a bucket."""
+
+    parameter: int  # index into the list of specs
+    offset: int  # elements, in the wire buffer
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One wire buffer: its slots, then one flag per slot that says whether any rank used the parameter, and one more.
+
+    Attributes:
+        dtype: of the gradients.
+        wire_dtype: of the buffer.
+        flags_offset: elements; the flags follow, one element per slot, and a spare one for announcements.
+        numel: elements of the whole buffer.
+    """
+
+    index: int
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    flags_offset: int
+    numel: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.wire_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All buckets, in the order in which they are reduced. Sparse parameters are in none."""
+
+    buckets: tuple[BucketPlan, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all wire buffers: what one rank contributes to one step."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+def build_plan(
+    specs: Sequence[ParameterSpec],
+    *,
+    bucket_bytes: int,
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    compression: str | None = None,
+    order: Sequence[int] | None = None,
+) -> Plan:
+    """Fill buckets in `order` until each has reached its cap.
+
+    Caps are soft, as in DistributedDataParallel: a parameter that crosses the cap still goes in and closes the bucket,
+    and none is ever split. A bucket holds one dtype on one device.
+
+    Args:
+        specs: in registration order.
+        bucket_bytes: cap, in bytes of gradient; 0 gives every parameter its own bucket.
+        first_bucket_bytes: cap of the first bucket of each (dtype, device).
+        compression: a key of COMPRESSIONS; narrows wider floating-point gradients on the wire.
+        order: indices into specs, in the order in which gradients become ready. Default: reverse registration.
+            Indices left out (gradients never seen) follow at the end, in reverse registration order.
+
+    Example: three fp32 parameters of 4, 2 and 3 elements and a cap of 16 bytes: the bucket (2, 1), reached first, holds
+    parameter 2 at element 0 and parameter 1 at element 16 (64-byte aligned); parameter 0 has the second to itself.
+    """
+    seen = list(order) if order is not None else []
+    ready = seen + sorted(set(range(len(specs))).difference(seen), reverse=True)
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    open_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    num_closed: dict[tuple[torch.dtype, torch.device], int] = {}
+    closed: list[tuple[torch.dtype, list[int]]] = []
+    for index in ready:
+        spec = specs[index]
+        if spec.is_sparse:
+            continue
+        key = (spec.dtype, spec.device)
+        open_buckets.setdefault(key, []).append(index)
+        open_bytes[key] = open_bytes.get(key, 0) + spec.numel * spec.dtype.itemsize
+        cap = bucket_bytes if num_closed.get(key) else min(first_bucket_bytes, bucket_bytes)
+        if open_bytes[key] >= cap:
+            closed.append((spec.dtype, open_buckets.pop(key)))
+            open_bytes[key] = 0
+            num_closed[key] = num_closed.get(key, 0) + 1
+    closed += [(dtype, members) for (dtype, _), members in open_buckets.items()]
+    # A bucket can leave when its last gradient is ready, and buckets leave in plan order.
+    position = {index: i for i, index in enumerate(ready)}
+    closed.sort(key=lambda item: position[item[1][-1]])
+    return Plan(tuple(_lay_out(i, dtype, members, specs, compression) for i, (dtype, members) in enumerate(closed)))
+
+
+def shifted(plan: Plan, *, buckets: int, parameters: int) -> Plan:
+    """The same plan behind `buckets` others, for specs that follow `parameters` others."""
+    return Plan(
+        tuple(
+            replace(
+                bucket,
+                index=bucket.index + buckets,
+                slots=tuple(replace(slot, parameter=slot.parameter + parameters) for slot in bucket.slots),
+            )
+            for bucket in plan.buckets
+        )
+    )
+
+
+def wire_dtype(dtype: torch.dtype, compression: str | None) -> torch.dtype:
+    """The dtype in which a gradient travels: `compression` narrows, it never widens."""
+    narrow = COMPRESSIONS[compression]
+    return narrow if narrow is not None and dtype.itemsize > narrow.itemsize else dtype
+
+
+def describe(specs: Iterable[ParameterSpec], options: str) -> list[str]:
+    """What ranks must agree on: one "subject: value" per line."""
+    return [f"options: {options}", *(f"parameter {i}: {spec.describe()}" for i, spec in enumerate(specs))]
+
+
+def fingerprint(description: Sequence[str]) -> bytes:
+    """32 bytes that differ when descriptions do."""
+    return hashlib.sha256("\n".join(description).encode()).digest()
+
+
+def first_difference(descriptions: Sequence[Sequence[str]]) -> str:
+    """Say what differs first between the ranks' descriptions, and on which ranks it is not what rank 0 has."""
+    for line in range(max(len(lines) for lines in descriptions)):
+        said = [lines[line] if line < len(lines) else "" for lines in descriptions]
+        if len(set(said)) == 1:
+            continue
+        subject = next(text for text in said if text).split(": ", 1)[0]
+        parts = []
+        for text in dict.fromkeys(said):
+            ranks = [rank for rank, other in enumerate(said) if other == text]
+            parts.append(f"{_ranks(ranks)} {text.split(': ', 1)[-1] or 'nothing'}")
+        return f"ranks disagree about {subject}: {'; '.join(parts)}"
+    return "ranks do not disagree"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+
+
+def _lay_out(
+    index: int, dtype: torch.dtype, members: Sequence[int], specs: Sequence[ParameterSpec], compression: str | None
+) -> BucketPlan:
+    wire = wire_dtype(dtype, compression)
+    slots, offset = [], 0
+    for parameter in members:
+        slots.append(Slot(parameter, offset, specs[parameter].numel))
+        offset += _round_up(specs[parameter].numel, wire)
+    return BucketPlan(index, dtype, wire, tuple(slots), offset, offset + len(slots) + 1)
+
+
+def _round_up(numel: int, dtype: torch.dtype) -> int:
+    line = ALIGNMENT_BYTES // dtype.itemsize
+    return math.ceil(numel / line) * line
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,226 @@
+"""Everything that one optimizer's gradients need at run time: its plan, buckets, scheduler and mover.
+
+A round is one reduction of all buckets: `begin`, an `arrived` per gradient, `finish`. After the first round the plan is
+rebuilt once, in the order in which rank 0's gradients really became ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from torchring.allreduce.select import open_mover
+from torchring.bucket import Bucket, BucketState, GradientStatus
+from torchring.collectives import collectives_of
+from torchring.plan import ParameterSpec, Plan, build_plan, describe, shifted
+from torchring.scheduler import Scheduler
+from torchring.sparse import SparseReduction
+from torchring.world import World
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose in `wrap`; equal on all ranks."""
+
+    op: str
+    compression: str | None
+    bucket_mb: float
+    accumulate: int
+    algorithm: str
+    overlap: str
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+
+    def scale(self, world_size: int) -> float:
+        return 1.0 / world_size if self.op == "mean" else 1.0
+
+
+@dataclass
+class Timing:
+    """Milliseconds in all-reduce ("busy"), and those during which backward stood still ("exposed")."""
+
+    last_busy_ms: float = 0.0
+    last_exposed_ms: float = 0.0
+    total_busy_ms: float = 0.0
+    total_exposed_ms: float = 0.0
+    num_rounds: int = -1  # in the totals: all but the first, in which ranks also wait for each other to get going
+
+    def add(self, busy_seconds: float, exposed_seconds: float) -> None:
+        self.last_busy_ms, self.last_exposed_ms = busy_seconds * 1e3, exposed_seconds * 1e3
+        self.num_rounds += 1
+        if self.num_rounds > 0:
+            self.total_busy_ms += self.last_busy_ms
+            self.total_exposed_ms += self.last_exposed_ms
+
+
+class Reduction:
+    """The gradients of one optimizer. Opening it is collective.
+
+    Args:
+        world: of more than one rank.
+        specs, parameters: in registration order; those that require a gradient.
+        options: see `Options`.
+
+    Attributes:
+        non_finite: (rank, parameter name, gradient) of the first NaN or infinity in the last round, if any.
+        is_alarmed: whether a rank called `begin` with `announce` in the last round.
+    """
+
+    def __init__(
+        self, world: World, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter], options: Options
+    ) -> None:
+        self.world = world
+        self.specs: list[ParameterSpec] = []
+        self.parameters: list[torch.nn.Parameter] = []
+        self.num_rounds = 0
+        self.non_finite: tuple[int, str, torch.Tensor | None] | None = None
+        self.is_alarmed = False
+        self.timing = Timing()
+        self._options = options
+        self._check_agreement(specs)
+        self.mover, threaded = open_mover(world, options.algorithm, options.overlap)
+        self.scheduler = Scheduler((), self.mover, threaded=threaded)
+        self._sparse = SparseReduction(world, options.scale(world.size))
+        self._ready_order: list[int] | None = []
+        self._home: list[tuple[Bucket, int] | None] = []
+        self._add(specs, parameters)
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self.scheduler.buckets
+
+    @property
+    def num_bytes(self) -> int:
+        """What one rank contributes to a round, sparse gradients not counted."""
+        return sum(bucket.plan.num_bytes for bucket in self.buckets)
+
+    def extend(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Collective, between rounds: more parameters, in buckets of their own."""
+        self._check_agreement(specs)
+        self._ready_order = None  # the recorded order knows nothing of them; the plan stays as it is
+        self._add(specs, parameters)
+
+    def begin(self, *, step: int, hold: bool, announce: bool) -> None:
+        """A round begins: its first gradient is about to arrive, or `finish` to be called."""
+        if self.num_rounds == 1 and self._ready_order is not None:
+            self._rebuild(self._ready_order)
+            self._ready_order = None
+        self.non_finite = None
+        if self.buckets:
+            self.buckets[0].announces = announce
+        self.scheduler.begin(step=step, hold=hold)
+
+    def arrived(self, index: int) -> None:
+        """Parameter `index` has its gradient, in a backward that reduces. From its hook."""
+        if self._ready_order is not None:
+            self._ready_order.append(index)
+        home = self._home[index]
+        if home is None:
+            self._sparse.accumulated(index)
+        elif home[0].arrive(home[1]):
+            self.scheduler.bucket_is_packed()
+
+    def accumulated(self, index: int) -> None:
+        """Parameter `index` has its gradient, in a backward that does not reduce. From its hook."""
+        home = self._home[index]
+        if home is None:
+            self._sparse.accumulated(index)
+        else:
+            home[0].status[home[1]] = GradientStatus.LOCAL
+
+    def finish(self) -> None:
+        """Backward is over: reduce what is left and return when every gradient holds the result."""
+        for bucket in self.buckets:
+            if bucket.state in (BucketState.IDLE, BucketState.FILLING):
+                bucket.fill_missing()
+        self.scheduler.finish()
+        for bucket in self.buckets:
+            if bucket.non_finite is not None and self.non_finite is None:
+                name = bucket.name_at(bucket.non_finite.element)
+                self.non_finite = (bucket.non_finite.rank, name, bucket.grad_of(name))
+            bucket.close_round()
+        self.timing.add(self.scheduler.busy_seconds, self.scheduler.exposed_seconds)
+        self.is_alarmed = bool(self.buckets) and self.buckets[0].was_announced()
+        self._sparse.reduce(self.specs, self.parameters)
+        self.num_rounds += 1
+
+    def reset(self) -> None:
+        """A backward was broken off. What had arrived stays marked as local."""
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def has_unsettled(self) -> bool:
+        """Whether some gradient on this rank waits to be reduced."""
+        return self.first_unsettled() is not None
+
+    def first_unsettled(self) -> tuple[str, str] | None:
+        """(parameter, what its gradient is) of the first one that must not be stepped on."""
+        for bucket in self.buckets:
+            if found := bucket.unsettled():
+                return found
+        for index, spec in enumerate(self.specs):
+            if spec.is_sparse and self._sparse.unsettled(index, self.parameters[index]):
+                return spec.name, GradientStatus.LOCAL.value
+        return None
+
+    def mark_zeroed(self) -> None:
+        """All gradients were zeroed, or set to None, through the optimizer."""
+        for bucket in self.buckets:
+            bucket.mark_zeroed()
+        self._sparse.mark_zeroed()
+
+    def close(self) -> None:
+        """End threads and links. Gradients stay where they are."""
+        self.scheduler.close()
+        self.mover.close()
+
+    def _add(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
+        first = len(self.specs)
+        self.specs += specs
+        self.parameters += parameters
+        self._home += [None] * len(specs)
+        plan = build_plan(specs, bucket_bytes=self._bucket_bytes, compression=self._options.compression)
+        plan = shifted(plan, buckets=len(self.buckets), parameters=first)
+        self._install([*self.buckets, *self._open(plan)])
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self._options.bucket_mb * 2**20)
+
+    def _check_agreement(self, specs: Sequence[ParameterSpec]) -> None:
+        """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
+        collectives_of(self.world).check_equal(describe(specs, f"{self._options} on {self.world.size} ranks"))
+
+    def _open(self, plan: Plan) -> list[Bucket]:
+        wires = self.mover.open_wires([(bucket.numel, bucket.wire_dtype) for bucket in plan.buckets])
+        scale = self._options.scale(self.world.size)
+        return [
+            Bucket(bucket, wire, self.specs, self.parameters, scale=scale, is_sum=self._options.op == "sum")
+            for bucket, wire in zip(plan.buckets, wires, strict=True)
+        ]
+
+    def _install(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            for position, slot in enumerate(bucket.plan.slots):
+                home = self._home[slot.parameter]
+                if home is not None and home[0] is not bucket:
+                    bucket.adopt(position, *home)
+                self._home[slot.parameter] = (bucket, position)
+        self.scheduler.replace(buckets)
+
+    def _rebuild(self, ready: Sequence[int]) -> None:
+        """Collective: lay the buckets out in the order in which rank 0's gradients became ready.
+
+        Gradients that lie in the old buckets stay valid there, and move when they next change.
+        """
+        order = list(dict.fromkeys(ready))
+        order += sorted(set(range(len(self.specs))).difference(order), reverse=True)
+        agreed = collectives_of(self.world).broadcast(torch.tensor(order, dtype=torch.int64), 0).tolist()
+        plan = build_plan(
+            self.specs, bucket_bytes=self._bucket_bytes, compression=self._options.compression, order=agreed
+        )
+        if plan.buckets != tuple(bucket.plan for bucket in self.buckets):
+            self._install(self._open(plan))

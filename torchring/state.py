@@ -1,0 +1,57 @@
+"""Start all ranks from the same parameters and optimizer state."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchring.collectives import collectives_of
+from torchring.world import default_world
+
+
+def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any], src: int = 0) -> None:
+    """Overwrite every tensor of a module (parameters and buffers) or of a mapping with that of rank `src`, in place.
+
+    Collective. Raises TypeError for anything else, ValueError for a tensor that is not on the CPU or a rank that does
+    not exist, PlanMismatchError where ranks pass different tensors.
+    """
+    if isinstance(model_or_state_dict, torch.nn.Module):
+        # Not state_dict(): non-persistent buffers are part of what a replica computes with.
+        module = model_or_state_dict
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    elif isinstance(model_or_state_dict, Mapping):
+        tensors = {name: value for name, value in model_or_state_dict.items() if isinstance(value, torch.Tensor)}
+    else:
+        raise TypeError(f"expected a torch.nn.Module or a mapping, got {type(model_or_state_dict).__name__}")
+    world = default_world()
+    if not 0 <= src < world.size:
+        raise ValueError(f"src must be a rank, 0 .. {world.size - 1}, got {src}")
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}; this release moves CPU tensors")
+    if world.size == 1:
+        return
+    collectives = collectives_of(world)
+    collectives.check_equal([f"tensor {i}: {n} {tuple(t.shape)} {t.dtype}" for i, (n, t) in enumerate(tensors.items())])
+    for tensor in tensors.values():
+        collectives.broadcast(tensor, src)
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
+    """Load rank `src`'s state and hyperparameters into `optimizer` on the other ranks.
+
+    Collective. The bytes that arrive are loaded with torch.load(weights_only=True), so they cannot run code.
+    """
+    world = default_world()
+    if world.size == 1:
+        return
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    mine = buffer.getvalue()
+    theirs = collectives_of(world).broadcast_bytes(mine if world.rank == src else None, src)
+    if world.rank != src and theirs != mine:
+        optimizer.load_state_dict(torch.load(io.BytesIO(theirs), weights_only=True))

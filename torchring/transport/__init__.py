@@ -1,0 +1,40 @@
+"""Point-to-point transfers between hosts, through an engine that exists."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Transfer(Protocol):
+    """A send or receive under way. The tensor belongs to the transport until `wait` returns."""
+
+    def wait(self) -> None:
+        """Block until done. Raises PeerLostError or PeerTimeoutError naming the peer at fault."""
+
+
+class Transport(Protocol):
+    """Ordered point-to-point transfers between the ranks of one world.
+
+    Transfers between a pair of ranks match in the order in which they were started. A transport serves one stream of
+    operations; open another for another stream.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Transfer:
+        """Start sending a contiguous tensor of any dtype and size, 0 elements included."""
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Transfer:
+        """Start receiving into a contiguous tensor with as many bytes as the peer sends."""
+
+    def close(self) -> None:
+        """Close every link of this stream; peers that still wait on it raise PeerLostError."""
+
+
+__all__ = ["Transfer", "Transport"]

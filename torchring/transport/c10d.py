@@ -1,0 +1,141 @@
+"""Transport over torch.distributed: a Gloo process group of torchring's own, apart from the script's collectives."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo
+from torch.distributed import Work as BackendWork
+
+from torchring.errors import PeerLostError, PeerTimeoutError, RingError
+from torchring.rendezvous import Rendezvous
+
+# In truth a bare Gloo backend, which has a group's methods: so no default group has to exist.
+Backend = dist.ProcessGroup
+_T = TypeVar("_T")
+# After a timeout, how long to look for the last words of the suspect: if it was itself waiting for somebody, its own
+# timeout comes at about the same moment as ours.
+_GRACE_SECONDS: Final = 2.0
+
+
+class C10dTransport:
+    """See `Transport`. Opening it is collective.
+
+    Args:
+        rendezvous: the world's store.
+        name: of the stream; unique in this world, the same on every rank.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, name: str) -> None:
+        self._rendezvous = rendezvous
+        self._name = name
+        self.rank = rendezvous.rank
+        self.size = rendezvous.size
+        # Everyone is known to be here before Gloo connects, so that an absent rank is reported by name.
+        rendezvous.exchange(f"transport/{name}", b"")
+        timeout = timedelta(seconds=rendezvous.timeout_seconds)
+        store = PrefixStore(f"transport/{name}/gloo", rendezvous.store)
+        self._group: Backend | None = cast(Backend, ProcessGroupGloo(store, self.rank, self.size, timeout))
+
+    def send(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
+        data = _as_bytes(tensor)
+        return self._start(lambda group: group.send([data], peer, 0) if data.numel() else None, peer)
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
+        data = _as_bytes(tensor)
+        return self._start(lambda group: group.recv([data], peer, 0) if data.numel() else None, peer)
+
+    def collective(self, operation: Callable[[Backend], BackendWork]) -> None:
+        """Run one of the group's own collectives to its end; failures as for transfers."""
+        self._start(operation, None).wait()
+
+    def close(self) -> None:
+        # abort() and shutdown() leave Gloo's sockets open; dropping the last reference closes them.
+        self._group = None
+
+    def _start(self, operation: Callable[[Backend], BackendWork | None], peer: int | None) -> C10dTransfer:
+        return C10dTransfer(self, self.guard(lambda: operation(self._open_group()), peer), peer)
+
+    def _open_group(self) -> Backend:
+        if self._group is None:
+            raise PeerLostError("this transport is closed; call torchring.shutdown() and torchring.init()")
+        return self._group
+
+    def guard(self, operation: Callable[[], _T], peer: int | None) -> _T:
+        """Run `operation`; turn the engine's failure into a RingError that names its cause, and close the stream."""
+        started = time.monotonic()
+        try:
+            return operation()
+        except RingError:
+            raise
+        except RuntimeError as failure:
+            error = self._explain(failure, peer, time.monotonic() - started)
+            self.close()
+            raise error from failure
+
+    def _explain(self, failure: RuntimeError, peer: int | None, seconds: float) -> RingError:
+        timed_out = "timed out" in str(failure).lower() or "timeout" in str(failure).lower()
+        # Last words go out before the links close: whoever sees a closed link finds them, or knows that its peer died.
+        self._rendezvous.publish(self._words_key(self.rank), json.dumps({"peer": peer, "timeout": timed_out}).encode())
+        suspect: int | None = peer
+        reporter = self.rank
+        seen = {self.rank}
+        deadline = time.monotonic() + (_GRACE_SECONDS if timed_out else 0.0)
+        while suspect is not None and suspect not in seen:
+            words = self._words_of(suspect, deadline)
+            if words is None:
+                break
+            seen.add(suspect)
+            reporter, suspect = suspect, words["peer"]
+            timed_out = bool(words["timeout"])
+        if suspect is None or suspect in seen:
+            text, peers = f"a collective of the group failed: {failure}", tuple(sorted(seen - {self.rank}))
+            kind: type[RingError] = PeerTimeoutError if timed_out else PeerLostError
+        elif timed_out:
+            kind, peers = PeerTimeoutError, (suspect,)
+            text = f"rank {suspect} did not answer rank {reporter} within {self._rendezvous.timeout_seconds:g} s"
+        else:
+            kind, peers = PeerLostError, (suspect,)
+            text = f"rank {suspect} died or exited (noticed by rank {reporter})"
+        return kind(text, rank=self.rank, peers=peers, seconds=seconds)
+
+    def _words_of(self, rank: int, deadline: float) -> dict[str, int | None] | None:
+        key = self._words_key(rank)
+        try:
+            while not self._rendezvous.is_published(key):
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.02)
+            words: dict[str, int | None] = json.loads(self._rendezvous.fetch(key, rank))
+        except RingError:  # the store went with the rank that hosted it
+            return None
+        return words
+
+    def _words_key(self, rank: int) -> str:
+        return f"transport/{self._name}/last_words/{rank}"
+
+
+class C10dTransfer:
+    """See `Transfer`. `work` is None where there was nothing to move."""
+
+    def __init__(self, transport: C10dTransport, work: BackendWork | None, peer: int | None) -> None:
+        self._transport = transport
+        self._work = work
+        self._peer = peer
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._transport.guard(self._work.wait, self._peer)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as uint8: every dtype travels, those that Gloo does not know included."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a transport moves contiguous tensors, got strides {tensor.stride()}")
+    return tensor.reshape(-1).view(torch.uint8)

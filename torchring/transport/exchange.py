@@ -1,0 +1,82 @@
+"""The script's collectives where ranks do not all share memory: Gloo's, in a group apart from the script's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from torchring.kernels import reference
+from torchring.transport.c10d import C10dTransport
+
+_REDUCE_OPS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_NATIVE_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+class GroupExchange:
+    """As `memory.exchange.HostExchange`, over a transport of its own."""
+
+    def __init__(self, transport: C10dTransport) -> None:
+        self._transport = transport
+
+    def all_reduce(self, data: torch.Tensor, op: str) -> None:
+        if not data.numel():
+            return self.barrier()
+        # 16-bit values travel as fp32, so that they are rounded once. int16 is no dtype of Gloo's.
+        wide = torch.int32 if data.dtype == torch.int16 else reference.compute_dtype(data.dtype, data.dtype)
+        buffer = data if data.dtype in _NATIVE_DTYPES else data.to(wide)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op])
+        self._transport.collective(lambda group: group.allreduce([buffer], options))
+        if op == "mean":
+            buffer.mul_(1.0 / self._transport.size)
+        if buffer is not data:
+            data.copy_(buffer)
+        return None
+
+    def broadcast(self, data: torch.Tensor, src: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        if data.numel():
+            self._transport.collective(lambda group: group.broadcast([data], options))
+
+    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [int(row[0]) for row in self._gather_rows([data.numel()])]
+        # Gloo gathers equal sizes only.
+        longest = max(sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        if longest:
+            self._transport.collective(lambda group: group.allgather([gathered], [padded]))
+        return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
+
+    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        rows = self._gather_rows([piece.numel() for piece in pieces])
+        sizes = [int(row[self._transport.rank]) for row in rows]
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        if sum(int(row.sum()) for row in rows):
+            data = torch.cat(list(pieces))
+            lengths = [piece.numel() for piece in pieces]
+            options = dist.AllToAllOptions()
+            self._transport.collective(lambda group: group.alltoall_base(received, data, sizes, lengths, options))
+        return list(torch.split(received, sizes))
+
+    def barrier(self) -> None:
+        self._gather_rows([0])
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _gather_rows(self, row: Sequence[int]) -> list[torch.Tensor]:
+        mine = torch.tensor(row)
+        rows = [torch.empty_like(mine) for _ in range(self._transport.size)]
+        self._transport.collective(lambda group: group.allgather([rows], [mine]))
+        return rows
