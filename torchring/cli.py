@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="torchring", description="Data-parallel training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"torchring {importlib.metadata.version('torchring')}")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",

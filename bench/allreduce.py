@@ -1,0 +1,165 @@
+"""All-reduce by size: torchring against Gloo, and Open MPI and Horovod where they are installed, in one run.
+
+    python bench/allreduce.py                      2 ranks, 1 KiB to 256 MiB
+    python bench/allreduce.py --ranks 4 --json results.json
+
+Rivals, each at its best settings on one machine:
+    direct     torchring, a gradient bucket: the buffer is in shared memory already, as in training
+    tensor     torchring.all_reduce(op="sum") of a tensor of the script's own
+    ring       torchring's ring over Gloo point-to-point, the algorithm between hosts
+    gloo       torch.distributed.all_reduce, what DistributedDataParallel uses on CPUs
+    open mpi   Allreduce in place through mpi4py, buffer protocol (if mpirun is found)
+    horovod    hvd.allreduce_ in place, cycle time 0.1 ms (if it can be imported)
+    copy       not a rival: every rank copies a buffer of that size at the same time. The all-reduce of S bytes on two
+               ranks has to read S and write S per rank, which is what a copy does: the memory bus's floor.
+Every result is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import measure
+import torch
+import torch.distributed as dist
+from measure import Spread, Turn, human_bytes
+
+import torchring
+from torchring.allreduce.direct import DirectAllReduce
+from torchring.allreduce.select import open_mover
+from torchring.world import default_world
+
+SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256 << 20]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
+    parser.add_argument("--seconds", type=float, default=4.0, help="per size")
+    parser.add_argument("--most", type=int, default=300, help="repetitions at the most")
+    parser.add_argument("--no-mpi", action="store_true", help="leave Open MPI out even if it is there")
+    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        compare(options)
+        return 0
+    mpi = not options.no_mpi and shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
+    arguments = [*sys.argv[1:], "--worker"]
+    return measure.start_ranks(__file__, options.ranks, arguments, mpi=mpi, rendezvous=measure.free_port())
+
+
+def compare(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    torchring.init()
+    rows = []
+    for num_bytes in options.sizes:
+        rows.append(row_for(num_bytes // 4, options))
+    if torchring.rank() == 0:
+        about = measure.provenance() | {"ranks": torchring.size(), "script": Path(__file__).name}
+        measure.write_json(options.json, rows, about)
+        report(rows, about)
+    torchring.barrier()
+
+
+def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
+    """Time all rivals on fp32 tensors of `numel` elements."""
+    world = default_world()
+    source = torch.arange(numel, dtype=torch.float32).remainder_(251).add_(torchring.rank())
+    expected = torch.arange(numel, dtype=torch.float32).remainder_(251).mul_(world.size)
+    expected += sum(range(world.size))
+    buffers: dict[str, torch.Tensor] = {}
+    rivals: dict[str, Turn] = {}
+    closers = []
+
+    for name, algorithm in (("direct", "direct"), ("ring", "ring")):
+        mover, _ = open_mover(world, algorithm, "inline")
+        assert algorithm != "direct" or isinstance(mover, DirectAllReduce)
+        wire = mover.open_wires([(numel, torch.float32)])[0]
+        buffers[name] = wire.tensor
+        rivals[name] = lambda mover=mover, wire=wire: mover.all_reduce(wire)
+        closers.append(mover.close)
+
+    buffers["tensor"] = torch.empty(numel)
+    rivals["tensor"] = lambda: torchring.all_reduce(buffers["tensor"], op="sum")
+
+    if not dist.is_initialized():
+        rendezvous = world.rendezvous
+        assert rendezvous is not None
+        store = dist.PrefixStore("bench/gloo", rendezvous.store)
+        dist.init_process_group(
+            "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=60)
+        )
+    buffers["gloo"] = torch.empty(numel)
+    rivals["gloo"] = lambda: dist.all_reduce(buffers["gloo"])
+
+    if "OMPI_COMM_WORLD_SIZE" in os.environ and not options.no_mpi:
+        from mpi4py import MPI
+
+        buffers["open mpi"] = torch.empty(numel)
+        array = buffers["open mpi"].numpy()
+        rivals["open mpi"] = lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array)
+
+    if importlib.util.find_spec("horovod") is not None:
+        import horovod.torch as hvd
+
+        if not hvd.is_initialized():
+            os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")
+            hvd.init()
+        buffers["horovod"] = torch.empty(numel)
+        rivals["horovod"] = lambda: hvd.allreduce_(buffers["horovod"], op=hvd.Sum, name="bench")
+
+    target = torch.empty(numel)
+    buffers["copy"] = torch.empty(numel)
+    rivals["copy"] = lambda: target.copy_(buffers["copy"])
+
+    for name, turn in rivals.items():  # the results, before the times
+        buffers[name].copy_(source)
+        turn()
+        if name != "copy" and not torch.equal(buffers[name], expected):
+            raise SystemExit(f"{name} reduced {numel} elements wrongly on rank {world.rank}")
+    spreads = measure.take_turns(
+        rivals,
+        prepare=lambda name: buffers[name].copy_(source),
+        warmups=3,
+        seconds=options.seconds,
+        most=options.most,
+    )
+    for close in closers:
+        close()
+    return {"bytes": 4 * numel, "ranks": world.size, "ms": {name: vars(spread) for name, spread in spreads.items()}}
+
+
+def report(rows: list[dict[str, object]], about: dict[str, object]) -> None:
+    names = [name for name in rows[0]["ms"] if name != "copy"]  # type: ignore[attr-defined]
+    others = [name for name in names if name not in ("direct", "tensor", "ring")]
+    columns = ["size", *(f"{name} ms" for name in names), "copy ms"]
+    columns += [f"{name} / direct" for name in others] + ["direct GB/s", "of the floor"]
+    table = []
+    for row in rows:
+        spreads = {name: Spread(**values) for name, values in row["ms"].items()}  # type: ignore[attr-defined]
+        direct, copy = spreads["direct"].p50, spreads["copy"].p50
+        num_bytes = int(row["bytes"])  # type: ignore[call-overload]
+        table.append(
+            [
+                human_bytes(num_bytes),
+                *(f"{spreads[n].p50:.3f} ({spreads[n].p20:.3f}-{spreads[n].p80:.3f})" for n in names),
+                f"{copy:.3f}",
+                *(f"{spreads[n].p50 / direct:.1f}x" for n in others),
+                f"{num_bytes / direct / 1e6:.2f}",
+                f"{copy / direct:.0%}",
+            ]
+        )
+    title = f"All-reduce, fp32, p50 (p20-p80) of the slowest rank, {about['ranks']} ranks on {about['cores']} cores ({about['processor']}, {about['date']}"
+    measure.print_table(f"{title}, commit {about['commit']})", columns, table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
