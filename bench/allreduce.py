@@ -157,8 +157,8 @@ def report(rows: list[dict[str, object]], about: dict[str, object]) -> None:
                 f"{copy / direct:.0%}",
             ]
         )
-    title = f"All-reduce, fp32, p50 (p20-p80) of the slowest rank, {about['ranks']} ranks on {about['cores']} cores ({about['processor']}, {about['date']}"
-    measure.print_table(f"{title}, commit {about['commit']})", columns, table)
+    title = f"All-reduce, fp32, {about['ranks']} ranks on {about['cores']} cores, p50 (p20-p80) of the slowest rank"
+    measure.print_table(f"{title} ({about['processor']}, {about['date']}, commit {about['commit']})", columns, table)
 
 
 if __name__ == "__main__":

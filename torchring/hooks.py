@@ -56,7 +56,7 @@ class GradientHooks:
         self._accumulate = accumulate
         self._frozen = list(frozen)
         self._spec_of = spec_of
-        self._num_backwards = 0
+        self._num_backwards = 0  # since the last reduction, those inside no_sync() not counted
         self._no_sync_depth = 0
         self._in_backward = False
         self._reduces = False
@@ -136,23 +136,23 @@ class GradientHooks:
     def _enter(self) -> None:
         """First gradient of a backward, or of an outer one after the end of one inside it."""
         if not self._in_backward:
-            self._begin()
+            if self.failure is not None:
+                raise GradientError(f"an earlier backward failed: {self.failure}") from self.failure
+            if torch.is_grad_enabled():
+                raise GradientError(
+                    "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Take inner "
+                    "gradients with torch.autograd.grad(..., create_graph=True), and call backward() for the outer loss"
+                )
+            self._begin(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self._accumulate)
         self._watch.arm()
 
-    def _begin(self) -> None:
-        if self.failure is not None:
-            raise GradientError(f"an earlier backward failed: {self.failure}") from self.failure
-        if torch.is_grad_enabled():
-            raise GradientError(
-                "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Take inner "
-                "gradients with torch.autograd.grad(..., create_graph=True), and call backward() for the outer loss"
-            )
-        self._reduces = self._no_sync_depth == 0 and (self._num_backwards + 1) % self._accumulate == 0
-        if self._reduces:
+    def _begin(self, *, reduces: bool) -> None:
+        self._reduces = reduces
+        if reduces:
             self.reduction.begin(
                 step=self.num_steps, hold=self._neighbours.are_several, announce=self._replicas.has_changed()
             )
-        self._accept = self.reduction.arrived if self._reduces else self.reduction.accumulated
+        self._accept = self.reduction.arrived if reduces else self.reduction.accumulated
         self._in_backward = True
 
     def _end(self) -> None:
@@ -163,14 +163,14 @@ class GradientHooks:
         """Close this backward, if it was one of ours; reduce if any rank's did."""
         if reduces:
             if not self._in_backward:  # only other ranks reached these parameters
-                self._begin()
+                self._begin(reduces=True)
             self._guard(self.reduction.finish)
             if self.adopt_unfrozen():
                 self._guard(self._reduce_now)
-        if self._in_backward:
-            self._in_backward = False
-            if self._no_sync_depth == 0:
-                self._num_backwards += 1
+            self._num_backwards = 0
+        elif self._in_backward and self._no_sync_depth == 0:
+            self._num_backwards += 1
+        self._in_backward = False
 
     @property
     def wants_reduction(self) -> bool:

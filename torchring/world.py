@@ -118,16 +118,24 @@ class World:
         self._num_streams = 0
         self._closing: list[Callable[[], None]] = []
         if store is not None and size > 1:
-            self.rendezvous = Rendezvous(store, rank, size, timeout_seconds)
-            self.rendezvous.agree_on_size()
-            self.host = connect(self.rendezvous)
-            mine = {"host": self.host.ranks, "cores": sorted(os.sched_getaffinity(0))}
-            cards = [json.loads(text) for text in self.rendezvous.exchange("world", json.dumps(mine).encode())]
-            self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
-            self.num_cores = len(set().union(*(cards[peer]["cores"] for peer in self.host.ranks)))
+            try:
+                self._meet(Rendezvous(store, rank, size, timeout_seconds))
+            except BaseException:
+                self.close()
+                raise
         members = self.hosts[self.node_rank]
         self.local_rank = members.index(rank) if local_rank is None else local_rank
         self.local_size = len(members)
+
+    def _meet(self, rendezvous: Rendezvous) -> None:
+        """Find out who shares memory with whom."""
+        self.rendezvous = rendezvous
+        rendezvous.agree_on_size()
+        self.host = connect(rendezvous)
+        mine = {"host": self.host.ranks, "cores": sorted(os.sched_getaffinity(0))}
+        cards = [json.loads(text) for text in rendezvous.exchange("world", json.dumps(mine).encode())]
+        self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
+        self.num_cores = len(set().union(*(cards[peer]["cores"] for peer in self.host.ranks)))
 
     @property
     def node_rank(self) -> int:
