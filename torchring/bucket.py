@@ -7,6 +7,7 @@ packed, and holds the mean as soon as the buffer does. Otherwise packing scales 
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,7 +16,7 @@ import torch
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
 from torchring.kernels import reference
-from torchring.plan import BucketPlan, ParameterSpec
+from torchring.plan import NUM_SIGNALS, BucketPlan, ParameterSpec
 
 # From here on a gradient is copied the moment it arrives: still in cache, and its memory goes straight back to the
 # allocator for the next one. Smaller ones are only counted, and copied by one call per bucket: a call each would cost
@@ -75,7 +76,7 @@ class Bucket:
         self.state = BucketState.IDLE
         self.status = [GradientStatus.UNKNOWN] * len(plan.slots)
         self.non_finite: NonFinite | None = None
-        self.announces = False  # one bit that travels with the bucket, for whoever set it
+        self.signals = [0.0] * NUM_SIGNALS  # 0 or 1 each: what this rank tells the others with this bucket
         self._is_sum = is_sum
         self._gradients_live_here = plan.wire_dtype == plan.dtype
         # A cast rounds, so the scale goes before it; without one the mover scales what it has just summed, in cache.
@@ -89,17 +90,21 @@ class Bucket:
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []
         self._kept: dict[int, torch.Tensor] = {}
-        # Where each reduced gradient lies. A gradient elsewhere was put there by somebody else.
-        self._addresses = [view.data_ptr() for view in self._views]
-        self._home_addresses = tuple(self._addresses)
+        # The tensors that held the results. Another one in `.grad` was put there by somebody else. Known by identity,
+        # not by address, which the allocator uses again; weakly, so that zero_grad() still frees them.
+        self._view_refs = [weakref.ref(view) for view in self._views]
+        self._settled: list[weakref.ref[torch.Tensor] | None] = [None] * len(plan.slots)
+        self._settled_versions = [0] * len(plan.slots)
+        # Of gradients that are copied to the wire: the tensor that was packed, and its version.
+        self._packed: dict[int, tuple[torch.Tensor, int]] = {}
+        # The wire tensor's version counts our writes and the script's (through `.grad`), but not the mover's.
+        self._version = wire.tensor._version
 
     def arrive(self, slot: int) -> bool:
         """A gradient was accumulated, in a backward that reduces. True if it was the last one: the bucket is PACKED."""
         if self.state is not BucketState.FILLING:
             self._open(slot)
-        if self._is_sum and self.status[slot] is _REDUCED:
-            self._refuse_sum_of_sums(slot)
-        self.status[slot] = GradientStatus.LOCAL
+        self.accumulate(slot)
         if not self._has_arrived[slot]:
             self._has_arrived[slot] = True
             self._num_missing -= 1
@@ -110,6 +115,12 @@ class Bucket:
         self._flags.fill_(1)
         self._pack_rest()
         return True
+
+    def accumulate(self, slot: int) -> None:
+        """A gradient was accumulated, in whatever backward."""
+        if self._is_sum and self.status[slot] is _REDUCED:
+            self._refuse_sum_of_sums(slot)
+        self.status[slot] = _LOCAL
 
     def fill_missing(self) -> None:
         """Backward is over: parameters whose gradient did not arrive contribute what they hold, or zero. Then PACKED.
@@ -136,13 +147,15 @@ class Bucket:
         self._pack(present)
         self._pack_rest()
 
-    def was_announced(self) -> bool:
-        """Whether `announces` was set on any rank when the last reduction was packed."""
-        return bool(self._flags[-1] != 0)
+    def heard(self) -> list[float]:
+        """The `signals` of all ranks after a round: scale times the sum of what each had set."""
+        heard: list[float] = self._flags[-NUM_SIGNALS:].tolist()
+        return heard
 
     def begin_reduce(self) -> None:
         """The buffer goes to the mover."""
         self._move(BucketState.PACKED, BucketState.REDUCING)
+        self._version = self.wire.tensor._version
 
     def end_reduce(self, non_finite: NonFinite | None) -> None:
         """The buffer comes back reduced. Gradients that do not live in it are written."""
@@ -153,27 +166,47 @@ class Bucket:
 
     def close_round(self) -> None:
         """Every bucket is reduced and backward about to return: hand out what only other ranks had, and start over."""
-        used = GradientStatus.REDUCED
+        if self._gradients_live_here:
+            self._check_untouched()
         if not self._missing:
-            self.status = [used] * len(self.status)
+            self.status = [_REDUCED] * len(self.status)
         else:
             flags = self._flags.tolist()
             unused = {slot for slot in self._missing if flags[slot] == 0}
             self._hand_out([slot for slot in self._missing if slot not in unused])
             for slot in unused & self._kept.keys():
                 self._views[slot].copy_(self._kept[slot])
-            self.status = [old if slot in unused else used for slot, old in enumerate(self.status)]
+            self.status = [old if slot in unused else _REDUCED for slot, old in enumerate(self.status)]
         if self._gradients_live_here:
-            self._addresses = list(self._home_addresses)
+            self._settled = list(self._view_refs)
         self._move(BucketState.REDUCED, BucketState.IDLE)
         self.reset()
+        self._version = self.wire.tensor._version
 
     def reset(self) -> None:
         """Forget a round, finished or broken off. What has arrived in it keeps its status."""
         self.state = BucketState.IDLE
         self._has_arrived = [False] * len(self.names)
         self._num_missing = len(self.names)
-        self._missing, self._kept = [], {}
+        self._missing, self._kept, self._packed = [], {}, {}
+
+    def mark_written(self) -> None:
+        """Before an explicit synchronize(): gradients that the script wrote into since they were reduced are local."""
+        for slot, parameter in enumerate(self.parameters):
+            grad = parameter.grad
+            if grad is None or not self._is_settled(slot, grad):
+                continue
+            then = self._version if self._gradients_live_here else self._settled_versions[slot]
+            if grad._version == then:
+                continue
+            if self._is_sum:
+                raise GradientError(
+                    f"the gradient of {self.names[slot]} was written to after it was summed over ranks; with op='sum', "
+                    "synchronize() would count it once per rank. Call optimizer.zero_grad() before writing to it",
+                    bucket=self.index,
+                    parameters=(self.names[slot],),
+                )
+            self.status[slot] = _LOCAL
 
     def unsettled(self) -> tuple[str, str] | None:
         """The first parameter whose `.grad` must not be stepped on, and what it is; None if all are fine."""
@@ -187,15 +220,17 @@ class Bucket:
 
     def mark_zeroed(self) -> None:
         """All gradients were zeroed in place, or set to None, through the optimizer."""
-        self.status = [GradientStatus.ZEROED] * len(self.status)
+        self.status = [_ZEROED] * len(self.status)
         for slot, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                self._addresses[slot] = parameter.grad.data_ptr()
+                self._settle(slot, parameter.grad)
+        self._version = self.wire.tensor._version
 
     def adopt(self, slot: int, other: Bucket, other_slot: int) -> None:
         """Take over what `other`, which this bucket replaces, knew about a parameter."""
         self.status[slot] = other.status[other_slot]
-        self._addresses[slot] = other._addresses[other_slot]
+        self._settled[slot] = other._settled[other_slot]
+        self._settled_versions[slot] = other._settled_versions[other_slot]
 
     def name_at(self, element: int) -> str:
         """The parameter whose gradient holds that element of the wire buffer."""
@@ -210,14 +245,32 @@ class Bucket:
 
     def _is_settled(self, slot: int, grad: torch.Tensor) -> bool:
         """Whether `grad` is known to be the same on all ranks."""
-        status = self.status[slot]
-        return (status is _REDUCED or status is _ZEROED) and grad.data_ptr() == self._addresses[slot]
+        status, settled = self.status[slot], self._settled[slot]
+        return (status is _REDUCED or status is _ZEROED) and settled is not None and settled() is grad
+
+    def _settle(self, slot: int, grad: torch.Tensor) -> None:
+        self._settled[slot] = weakref.ref(grad)
+        self._settled_versions[slot] = grad._version
+
+    def _check_untouched(self) -> None:
+        """No hook of the script's may have had its hands on what was under way."""
+        for slot, arrived in enumerate(self._has_arrived):
+            if arrived and self.parameters[slot].grad is not self._views[slot]:
+                raise self._taken(slot)
+        if self.wire.tensor._version != self._version:
+            raise GradientError(
+                f"a gradient of bucket {self.index} ({self.names[0]} .. {self.names[-1]}) was written to while it "
+                "was being reduced. A hook that changes gradients must be registered before torchring.wrap, so that it runs "
+                "before they leave",
+                bucket=self.index,
+                parameters=self.names,
+            )
 
     def _open(self, slot: int) -> None:
         if self.state is not BucketState.IDLE:
             raise GradientError(
-                f"{self.names[slot]} received another gradient in the same backward after bucket {self.index} "
-                f"({self.state.value}) had left. Reentrant checkpointing of a layer that is used twice does this: use "
+                f"{self.names[slot]} received another gradient in the same backward after bucket {self.index} was "
+                f"closed ({self.state.value}). Reentrant checkpointing of a layer that is used twice does this: use "
                 "checkpoint(..., use_reentrant=False), or run backward() inside optimizer.no_sync() and call "
                 "optimizer.synchronize() after it",
                 bucket=self.index,
@@ -227,7 +280,7 @@ class Bucket:
 
     def _refuse_sum_of_sums(self, slot: int) -> None:
         grad = self.parameters[slot].grad
-        if grad is not None and grad.data_ptr() == self._addresses[slot]:
+        if grad is not None and self._is_settled(slot, grad):
             raise GradientError(
                 f"backward added to the gradient of {self.names[slot]}, which was summed over ranks before; with "
                 "op='sum' it would be counted once per rank. Call optimizer.zero_grad() first, pass accumulate=n, or "
@@ -248,11 +301,8 @@ class Bucket:
         """Copy in what was only counted on arrival."""
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self._pack([slot for slot in arrived if not self._copies_on_arrival[slot]])
-        if self._gradients_live_here:
-            for slot in arrived:
-                if self._copies_on_arrival[slot] and self.parameters[slot].grad is not self._views[slot]:
-                    raise self._taken(slot)
-        self._flags[-1] = float(self.announces)
+        for i, signal in enumerate(self.signals, start=len(self.names)):
+            self._flags[i] = signal
         self._move(BucketState.FILLING, BucketState.PACKED)
 
     def _pack(self, slots: Sequence[int]) -> None:
@@ -275,19 +325,30 @@ class Bucket:
         if not grads:
             return
         reference.pack(grads, views, scale=self._pack_scale)
-        if self._gradients_live_here:
-            for slot in packed:
+        if not self._gradients_live_here:
+            self._packed |= {slot: (grad, grad._version) for slot, grad in zip(packed, grads, strict=True)}
+            return
+        for slot in packed:
+            try:
                 self.parameters[slot].grad = self._views[slot]
+            except RuntimeError as error:  # model.half() and the like, since
+                raise GradientError(
+                    f"{self.names[slot]} is not what it was when it was wrapped ({error}); convert or reshape a model "
+                    "first, then call torchring.wrap",
+                    parameters=(self.names[slot],),
+                ) from error
 
     def _unpack(self, slots: Sequence[int]) -> None:
         grads = []
         for slot in slots:
             grad = self.parameters[slot].grad
-            if grad is None:
+            packed, version = self._packed.get(slot, (grad, -1))
+            if grad is None or grad is not packed or (version >= 0 and grad._version != version):
                 raise self._taken(slot)
-            self._addresses[slot] = grad.data_ptr()
             grads.append(grad)
         reference.unpack([self._views[slot] for slot in slots], grads)
+        for slot, grad in zip(slots, grads, strict=True):
+            self._settle(slot, grad)
 
     def _hand_out(self, slots: Sequence[int]) -> None:
         """Gradients that this rank did not compute in this backward, but another did."""
@@ -310,7 +371,7 @@ class Bucket:
         )
 
 
-_REDUCED, _ZEROED = GradientStatus.REDUCED, GradientStatus.ZEROED
+_LOCAL, _REDUCED, _ZEROED = GradientStatus.LOCAL, GradientStatus.REDUCED, GradientStatus.ZEROED
 
 
 def _view(flat: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:

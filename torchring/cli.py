@@ -23,7 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("-np", "--num-proc", type=_positive, required=True, metavar="N", help="number of processes")
     run.add_argument("script", help="the Python script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(arguments)
+    # argparse drops a leading "--" from what belongs to the script.
+    if options.arguments and arguments[-len(options.arguments) - 1] == "--":
+        options.arguments.insert(0, "--")
     return _run(options.num_proc, options.script, options.arguments)
 
 
@@ -63,10 +67,9 @@ def _ending(code: int) -> str:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"needs at least 1 process, got {text}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a number of processes, 1 or more, got {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,15 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from torchring.errors import PlanMismatchError
-from torchring.memory.exchange import OPS, HostExchange, combine
+from torchring.call import OPS, Call, call_for
+from torchring.errors import PeerLostError, PlanMismatchError
+from torchring.memory.exchange import HostExchange, combine
+from torchring.memory.host import bytes_of
 from torchring.plan import fingerprint, first_difference
 from torchring.transport.c10d import C10dTransport
 from torchring.transport.exchange import GroupExchange
@@ -39,7 +41,10 @@ class Work:
 
     def wait(self) -> torch.Tensor:
         """Block until done; returns the result, or raises what went wrong."""
-        return self._future.result()
+        try:
+            return self._future.result()
+        except CancelledError:
+            raise PeerLostError("torchring.shutdown() was called before this collective began") from None
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
@@ -47,29 +52,29 @@ class Work:
 
 
 class _Exchange(Protocol):
-    def all_reduce(self, data: torch.Tensor, op: str) -> None: ...
-    def broadcast(self, data: torch.Tensor, src: int) -> None: ...
-    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]: ...
-    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
-    def barrier(self) -> None: ...
+    def all_reduce(self, data: torch.Tensor, op: str, call: Call) -> None: ...
+    def broadcast(self, data: torch.Tensor, src: int, call: Call) -> None: ...
+    def all_gather(self, data: torch.Tensor, call: Call) -> list[torch.Tensor]: ...
+    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]: ...
+    def barrier(self, call: Call) -> None: ...
     def close(self) -> None: ...
 
 
 class _Alone:
     """The exchange of a world of one: everything is there already."""
 
-    def all_reduce(self, data: torch.Tensor, op: str) -> None:
+    def all_reduce(self, data: torch.Tensor, op: str, call: Call) -> None:
         """The mean, sum, minimum, maximum and product of one value is that value."""
 
-    def broadcast(self, data: torch.Tensor, src: int) -> None: ...
+    def broadcast(self, data: torch.Tensor, src: int, call: Call) -> None: ...
 
-    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, data: torch.Tensor, call: Call) -> list[torch.Tensor]:
         return [data.clone()]
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
         return [piece.clone() for piece in pieces]
 
-    def barrier(self) -> None: ...
+    def barrier(self, call: Call) -> None: ...
 
     def close(self) -> None: ...
 
@@ -86,7 +91,7 @@ class Collectives:
             self._exchange = HostExchange(world.host, spin_seconds=spin_seconds(world))
         else:
             assert world.rendezvous is not None
-            self._exchange = GroupExchange(C10dTransport(world.rendezvous, world.next_stream_name()))
+            self._exchange = GroupExchange(C10dTransport(world.rendezvous, world.next_stream_name(), world.host))
         self._background: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
         world.on_close(self.close)
@@ -122,19 +127,19 @@ class Collectives:
 
         def operation(exchange: _Exchange) -> bytes:
             mine = data if self.world.rank == src and data is not None else b""
+            call = Call("broadcast_object", f"src={src}")
             length = torch.tensor([len(mine)])
-            exchange.broadcast(_bytes_of(length), src)
-            buffer = torch.empty(int(length), dtype=torch.uint8)
-            if self.world.rank == src:
-                buffer.copy_(_tensor_of(mine))
-            exchange.broadcast(buffer, src)
+            exchange.broadcast(bytes_of(length), src, call)
+            buffer = _tensor_of(mine) if self.world.rank == src else torch.empty(int(length), dtype=torch.uint8)
+            exchange.broadcast(buffer, src, call)
             return buffer.numpy().tobytes()
 
         return self.run(operation)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Everybody's `data`, in rank order."""
-        return self.run(lambda exchange: [part.numpy().tobytes() for part in exchange.all_gather(_tensor_of(data))])
+        call = Call("all_gather_object")
+        return self.run(lambda exchange: [p.numpy().tobytes() for p in exchange.all_gather(_tensor_of(data), call)])
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's tensor, in rank order; sizes of dimension 0 may differ."""
@@ -217,7 +222,8 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "mean", async_op: bool = Fals
 
     def operation(exchange: _Exchange) -> torch.Tensor:
         splits = [len(part) for part in torch.arange(tensor.shape[0]).tensor_split(world.size)]
-        parts = _all_to_all(exchange, tensor, splits, world)[0]
+        call = call_for("reduce_scatter", tensor, f"op={op!r}")
+        parts = _all_to_all(exchange, tensor, splits, call)[0]
         return _reduce_parts(parts, op)
 
     return _dispatch(operation, async_op)
@@ -250,7 +256,8 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
             raise ValueError(f"splits need {world.size} counts that add up to {rows} rows, got {shares}")
 
     def operation(exchange: _Exchange) -> Any:
-        parts, counts = _all_to_all(exchange, tensor, shares, world)
+        call = call_for("all_to_all", tensor, any_rows=True)
+        parts, counts = _all_to_all(exchange, tensor, shares, call)
         return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
 
     return _dispatch(operation, async_op)
@@ -258,7 +265,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
 
 def barrier() -> None:
     """Return when every rank has called it."""
-    collectives_of(default_world()).run(lambda exchange: exchange.barrier())
+    collectives_of(default_world()).run(lambda exchange: exchange.barrier(Call("barrier")))
 
 
 def broadcast_object(obj: Any, src: int = 0) -> Any:
@@ -290,7 +297,7 @@ def _dispatch(operation: Callable[[_Exchange], Any], async_op: bool) -> Any:
 @torch.no_grad()
 def _all_reduce(exchange: _Exchange, tensor: torch.Tensor, op: str) -> torch.Tensor:
     flat = tensor.detach().contiguous().view(-1)
-    exchange.all_reduce(flat, op)
+    exchange.all_reduce(flat, op, call_for("all_reduce", tensor, f"op={op!r}"))
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
     return tensor
@@ -299,7 +306,7 @@ def _all_reduce(exchange: _Exchange, tensor: torch.Tensor, op: str) -> torch.Ten
 @torch.no_grad()
 def _broadcast(exchange: _Exchange, tensor: torch.Tensor, src: int) -> torch.Tensor:
     data = tensor.detach().contiguous()
-    exchange.broadcast(_bytes_of(data), src)
+    exchange.broadcast(bytes_of(data), src, call_for("broadcast", tensor, f"src={src}"))
     if data.data_ptr() != tensor.data_ptr():
         tensor.copy_(data)
     return tensor
@@ -308,19 +315,20 @@ def _broadcast(exchange: _Exchange, tensor: torch.Tensor, src: int) -> torch.Ten
 @torch.no_grad()
 def _all_gather(exchange: _Exchange, tensor: torch.Tensor) -> list[torch.Tensor]:
     data = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    call = call_for("all_gather", data, any_rows=True)
     if not data.shape[1:].numel():  # rows without bytes: only their number travels
-        counts = exchange.all_gather(_bytes_of(torch.tensor([len(data)])))
+        counts = exchange.all_gather(bytes_of(torch.tensor([len(data)])), call)
         return [data.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]
-    parts = exchange.all_gather(_bytes_of(data.contiguous()))
+    parts = exchange.all_gather(bytes_of(data.contiguous()), call)
     return [_from_bytes(part, data) for part in parts]
 
 
 @torch.no_grad()
 def _all_to_all(
-    exchange: _Exchange, tensor: torch.Tensor, splits: Sequence[int], world: World
+    exchange: _Exchange, tensor: torch.Tensor, splits: Sequence[int], call: Call
 ) -> tuple[list[torch.Tensor], list[int]]:
     data = tensor.detach().contiguous()
-    parts = exchange.all_to_all([_bytes_of(part) for part in torch.split(data, list(splits))])
+    parts = exchange.all_to_all([bytes_of(part) for part in torch.split(data, list(splits))], call)
     received = [_from_bytes(part, data) for part in parts]
     return received, [len(part) for part in received]
 
@@ -354,11 +362,6 @@ def _check_rank(src: int) -> None:
     size = default_world().size
     if not 0 <= src < size:
         raise ValueError(f"src must be a rank, 0 .. {size - 1}, got {src}")
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as flat uint8."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:

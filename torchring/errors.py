@@ -6,6 +6,7 @@ is raised on every surviving rank and carries the facts as attributes, so that a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 
@@ -80,3 +81,26 @@ class GradientError(RingError):
 
 class TopologyError(RingError):
     """The launcher's environment is incomplete or contradicts itself, or ranks do not fit the requested algorithm."""
+
+
+def encode_error(error: RingError) -> bytes:
+    """For peers, which raise it too: class, message and culprits, as JSON."""
+    return json.dumps(
+        {"error": type(error).__name__, "message": error.message[:2000], "peers": list(error.peers)}
+    ).encode()
+
+
+def decode_error(data: bytes, reporter: int) -> RingError:
+    """The error that rank `reporter` has encoded, as another rank raises it. Never fails: garbage is a RingError."""
+    try:
+        words = json.loads(data)
+        kind = _KINDS[words["error"]]
+        message, peers = str(words["message"]), [int(peer) for peer in words["peers"]]
+    except (ValueError, KeyError, TypeError):  # caught half-written; the reporter is failing all the same
+        kind, message, peers = RingError, "it reported a failure", [reporter]
+    if not message.startswith("rank ") or " stopped: " not in message:
+        message = f"rank {reporter} stopped: {message}"
+    return kind(message, peers=peers)
+
+
+_KINDS: dict[str, type[RingError]] = {kind.__name__: kind for kind in (*RingError.__subclasses__(), RingError)}

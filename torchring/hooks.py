@@ -6,6 +6,7 @@ A backward reduces or it does not, decided when its first gradient arrives: ever
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -75,16 +76,11 @@ class GradientHooks:
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective: more parameters, some of which may be frozen for now."""
         self._frozen += parameters
-        self.adopt_unfrozen()
+        self._adopt_thawed()
 
-    def adopt_unfrozen(self) -> bool:
-        """Collective if a frozen parameter has come to require a gradient: reduce it from now on. Says if there was."""
-        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
-        if thawed:
-            self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
-            self.reduction.extend([self._spec_of(parameter) for parameter in thawed], thawed)
-            self._attach()
-        return bool(thawed)
+    def first_thawed(self) -> torch.nn.Parameter | None:
+        """A parameter that was frozen, is not any more, and has a gradient which no rank has heard of."""
+        return next((p for p in self._frozen if p.requires_grad and p.grad is not None), None)
 
     def first_gradient(self, index: int) -> None:
         """The gradient of parameter `index` arrived just before its hook was there."""
@@ -109,7 +105,10 @@ class GradientHooks:
         """Collective: reduce whatever is local on any rank. Nothing happens where nothing is."""
         if self._in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
-        if collectives_of(self.reduction.world).any_rank(self.reduction.has_unsettled()):
+        collectives = collectives_of(self.reduction.world)
+        if collectives.any_rank(self._has_thawed()):
+            self._adopt_thawed()
+        if collectives.any_rank(self.reduction.needs_synchronize()):
             self._guard(self._reduce_now)
             self._num_backwards = 0
 
@@ -127,8 +126,10 @@ class GradientHooks:
                 self._enter()
             try:
                 self._accept(index)
-            except RingError as error:
-                self._fail(error)
+            except Exception as error:
+                # With nothing sent yet, the round is only broken off, as by any other error in backward.
+                if self._reduces and self.reduction.scheduler.has_launched:
+                    self._fail(error)
                 raise
 
         return hook
@@ -149,9 +150,7 @@ class GradientHooks:
     def _begin(self, *, reduces: bool) -> None:
         self._reduces = reduces
         if reduces:
-            self.reduction.begin(
-                step=self.num_steps, hold=self._neighbours.are_several, announce=self._replicas.has_changed()
-            )
+            self._begin_round(hold=self._neighbours.are_several)
         self._accept = self.reduction.arrived if reduces else self.reduction.accumulated
         self._in_backward = True
 
@@ -159,38 +158,67 @@ class GradientHooks:
         """The outermost backward is about to return."""
         self._neighbours.finish(self)
 
-    def finish_if(self, reduces: bool) -> None:
-        """Close this backward, if it was one of ours; reduce if any rank's did."""
+    def finish(self, *, reduces: bool) -> None:
+        """A backward that reached these parameters on some rank is over; reduce if any rank's was to."""
         if reduces:
-            if not self._in_backward:  # only other ranks reached these parameters
+            if not (self._in_backward and self._reduces):  # only other ranks got as far as to begin
                 self._begin(reduces=True)
-            self._guard(self.reduction.finish)
-            if self.adopt_unfrozen():
-                self._guard(self._reduce_now)
+            self._guard(self._finish_round)
             self._num_backwards = 0
-        elif self._in_backward and self._no_sync_depth == 0:
+        elif self._no_sync_depth == 0:
             self._num_backwards += 1
+        self._in_backward = False
+        if reduces:
+            odd, changed, _ = self.reduction.heard
+            some_but_not_all = 0.5 / self.reduction.world.size
+            self._replicas.after_round(changed > 0 or some_but_not_all < odd < 1 - some_but_not_all)
+
+    def forget(self) -> None:
+        """The backward under way is lost."""
         self._in_backward = False
 
     @property
     def wants_reduction(self) -> bool:
         return self._in_backward and self._reduces
 
-    def _reduce_now(self) -> None:
-        self.reduction.begin(step=self.num_steps, hold=True, announce=self._replicas.has_changed())
+    def _begin_round(self, *, hold: bool) -> None:
+        signals = (self.num_steps % 2 == 1, self._replicas.has_changed(), self._has_thawed())
+        self.reduction.begin(step=self.num_steps, hold=hold, signals=signals)
+
+    def _finish_round(self) -> None:
         self.reduction.finish()
+        if self.reduction.heard[2]:
+            self._adopt_thawed()
+            self._reduce_now()
+
+    def _reduce_now(self) -> None:
+        """A round of its own for what is local, outside backward."""
+        self._begin_round(hold=True)
+        self.reduction.finish()
+
+    def _has_thawed(self) -> bool:
+        return any([parameter.requires_grad for parameter in self._frozen])
+
+    def _adopt_thawed(self) -> None:
+        """Collective: parameters that have come to require a gradient are reduced from now on."""
+        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
+        self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        self.reduction.extend([self._spec_of(parameter) for parameter in thawed], thawed)
+        self._attach()
 
     def _guard(self, operation: Callable[[], None]) -> None:
         try:
             operation()
-        except RingError as error:
+        except Exception as error:
             self._fail(error)
             raise
 
-    def _fail(self, error: RingError) -> None:
+    def _fail(self, error: Exception) -> None:
         """This round cannot be finished: peers that wait for this rank are told why."""
         self.failure = error
         self._in_backward = False
+        if not isinstance(error, RingError):
+            error = RingError(f"{type(error).__name__}: {error}", peers=(self.reduction.world.rank,))
         self.reduction.world.report_failure(error)
 
     def _abort(self) -> None:
@@ -198,7 +226,7 @@ class GradientHooks:
         if self._in_backward:
             self._in_backward = False
             if self._reduces:
-                self.reduction.reset()
+                self.reduction.abandon()
 
 
 class Neighbours:
@@ -227,14 +255,32 @@ class Neighbours:
     def finish(self, caller: GradientHooks) -> None:
         """The end of a backward, as told to `caller`: finish all that it touched."""
         if not self.are_several:
-            caller.finish_if(caller.wants_reduction)
+            caller.finish(reduces=caller.wants_reduction)
             return
         if not caller.in_backward:  # finished already, on behalf of another
             return
-        wants = torch.tensor([int(member.wants_reduction) for member in self._members])
-        collectives_of(self._world).all_reduce(wants, "max")
-        for member, reduces in zip(list(self._members), wants.tolist(), strict=True):
-            member.finish_if(bool(reduces))
+        try:
+            # 0: not reached on any rank; 1: accumulates; 2: reduces on some rank, and so on all.
+            wants = torch.tensor([member.in_backward + member.wants_reduction for member in self._members])
+            collectives_of(self._world).all_reduce(wants, "max")
+            for member, want in zip(list(self._members), wants.tolist(), strict=True):
+                if want:
+                    member.finish(reduces=want == 2)
+        except BaseException:
+            for member in self._members:
+                member.forget()
+            raise
+
+    def release_dead(self) -> None:
+        """Collective: close the members whose optimizer is gone, on all ranks (garbage is not collected in step)."""
+        if not self._members:
+            return
+        gc.collect()  # a scheduler and its optimizer refer to each other
+        alive = torch.tensor([member.owner() is not None for member in self._members], dtype=torch.uint8)
+        collectives_of(self._world).all_reduce(alive, "min")
+        for member, is_alive in zip(list(self._members), alive.tolist(), strict=True):
+            if not is_alive:
+                member.close()
 
     def close(self) -> None:
         """The world is closing: gradients of its optimizers stay local from now on."""

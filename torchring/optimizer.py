@@ -8,8 +8,8 @@ gradient is reduced, so clipping, GradScaler, schedulers and closures need no ex
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -133,6 +133,7 @@ class DistributedOptimizer(Optimizer):
         sync_initial_state: bool = True,
     ) -> None:
         world = default_world()
+        neighbours_of(world).release_dead()
         options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap)
         names: dict[torch.nn.Parameter, str] = {}
         problem: Exception | None = None
@@ -140,7 +141,7 @@ class DistributedOptimizer(Optimizer):
             check_options(options)
             names = named_parameters(optimizer, model)
             _check_free(names, world)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         _raise_together(world, problem)
         self._initialise(optimizer, options, names, sparse_parameters(model))
@@ -195,12 +196,11 @@ class DistributedOptimizer(Optimizer):
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         if closure is None:
             self._refuse_bad_gradients(hooks)
-            self._replicas.before_step(hooks.reduction.is_alarmed)
+            self._replicas.has_changed()  # asked before the step writes to them, too
             result = self.optimizer.step()
         else:
-            self._replicas.before_step(False)
             result = self.optimizer.step(lambda: self._evaluate(closure, hooks))
-        self._replicas.after_step()
+        self._replicas.accept()
         hooks.num_steps += 1
         return result
 
@@ -218,7 +218,6 @@ class DistributedOptimizer(Optimizer):
         """
         hooks = self._live_hooks()
         if hooks is not None:
-            hooks.adopt_unfrozen()
             hooks.synchronize()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -260,6 +259,20 @@ class DistributedOptimizer(Optimizer):
             broadcast_parameters({self._names[parameter]: parameter.data for parameter in added})
             hooks.extend(added)
 
+    # Hooks on checkpoints belong to the optimizer whose state they see.
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optimizer.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
+
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's: checkpoints are interchangeable with single-process ones."""
         return self.optimizer.state_dict()
@@ -269,7 +282,10 @@ class DistributedOptimizer(Optimizer):
         self.optimizer.load_state_dict(dict(state_dict))
 
     def close(self) -> None:
-        """Remove the hooks and release what reducing took. The wrapped optimizer goes on as a plain one."""
+        """Remove the hooks and release what reducing took; all ranks should, at the same point.
+
+        The wrapped optimizer goes on as a plain one.
+        """
         self._disconnect()
         self._is_closed = True
 
@@ -322,7 +338,7 @@ class DistributedOptimizer(Optimizer):
         """Collective: agree on a plan with the other ranks and hook the parameters."""
         parameters = list(self._names)
         trainable = [p for p in parameters if p.requires_grad]
-        specs = [self._spec_of(p) for p in trainable]
+        specs = [spec_of(self._names, self._sparse, p) for p in trainable]
         reduction = Reduction(world, specs, trainable, self._options)
         self._replicas = ReplicaCheck(world, self._names)
         self._hooks = GradientHooks(
@@ -330,7 +346,7 @@ class DistributedOptimizer(Optimizer):
             self._replicas,
             accumulate=self._options.accumulate,
             frozen=[p for p in parameters if not p.requires_grad],
-            spec_of=self._spec_of,
+            spec_of=functools.partial(spec_of, self._names, self._sparse),
             owner=self,
         )
         return self._hooks
@@ -378,17 +394,8 @@ class DistributedOptimizer(Optimizer):
         self._drop_early_hooks()
         return self._connect(world)
 
-    def _spec_of(self, parameter: torch.nn.Parameter) -> ParameterSpec:
-        return ParameterSpec(
-            self._names[parameter],
-            tuple(parameter.shape),
-            parameter.stride(),
-            parameter.dtype,
-            parameter.device,
-            parameter in self._sparse,
-        )
-
     def _evaluate(self, closure: Callable[[], Any], hooks: GradientHooks) -> Any:
+        self._replicas.accept()
         with torch.enable_grad():
             loss = closure()
         self._refuse_bad_gradients(hooks)
@@ -406,7 +413,19 @@ class DistributedOptimizer(Optimizer):
             raise GradientError(
                 "step() was called inside backward(), before all gradients are reduced; call it after backward()"
             )
-        hooks.adopt_unfrozen()
+        if sum(len(group["params"]) for group in self.param_groups) != len(self._names):
+            raise GradientError(
+                "the wrapped optimizer has parameters that torchring was not told of, so their gradients are local; "
+                "add them with add_param_group() of the DistributedOptimizer",
+                rank=hooks.reduction.world.rank,
+            )
+        if (thawed := hooks.first_thawed()) is not None:
+            raise GradientError(
+                f"{self._names[thawed]} was frozen and has a gradient now that has never been reduced; call "
+                "optimizer.synchronize() before step()",
+                rank=hooks.reduction.world.rank,
+                parameters=(self._names[thawed],),
+            )
         if found := hooks.reduction.first_unsettled():
             name, state = found
             raise GradientError(
@@ -418,11 +437,13 @@ class DistributedOptimizer(Optimizer):
             )
         if hooks.reduction.non_finite is not None:
             rank, name, grad = hooks.reduction.non_finite
-            if grad is not None and not bool(torch.isfinite(grad).all()):  # the script may have mended it
+            values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
+            if values is not None and not bool(torch.isfinite(values).all()):  # the script may have mended it
+                origin = "only their sum over ranks overflowed" if rank is None else f"the first came from rank {rank}"
                 raise GradientError(
-                    f"the gradient of {name} is not finite; the first NaN or infinity came from rank {rank}",
+                    f"the gradient of {name} holds NaN or infinity; {origin}",
                     rank=hooks.reduction.world.rank,
-                    peers=(rank,),
+                    peers=() if rank is None else (rank,),
                     parameters=(name,),
                     step=hooks.num_steps,
                 )
@@ -462,7 +483,12 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             place = f"group{g}.param{i}"
+            if not isinstance(parameter, torch.Tensor):
+                raise TypeError(f"{place} of the optimizer is a {type(parameter).__name__}, not a tensor")
+            parameter = cast(torch.nn.Parameter, parameter)
             name = of_model.get(parameter, place)
+            if not parameter.is_leaf:
+                raise ValueError(f"{name} is the result of a computation (non-leaf), so it gets no gradient to reduce")
             if parameter in names:
                 raise ValueError(f"{name} is in the optimizer twice (again at {place}); it would be stepped twice")
             if model is not None and parameter not in of_model:
@@ -482,6 +508,20 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
     return names
 
 
+def spec_of(
+    names: Mapping[torch.nn.Parameter, str], sparse: Container[torch.nn.Parameter], parameter: torch.nn.Parameter
+) -> ParameterSpec:
+    """What the plan needs to know of a parameter."""
+    return ParameterSpec(
+        names[parameter],
+        tuple(parameter.shape),
+        parameter.stride(),
+        parameter.dtype,
+        parameter.device,
+        parameter in sparse,
+    )
+
+
 def sparse_parameters(model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
     """The weights of layers built with sparse=True, whose gradients come as sparse tensors."""
     layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -495,12 +535,8 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 
 def _check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
-    """A gradient is reduced by one optimizer. One whose DistributedOptimizer is gone gives its parameters back."""
+    """A gradient is reduced by one optimizer."""
     for owner in neighbours_of(world).owners_of(names):
-        gc.collect()  # a scheduler and its optimizer refer to each other
-        if owner.owner() is None:
-            owner.close()
-            continue
         taken = next(name for p, name in names.items() if any(p is other for other in owner.reduction.parameters))
         raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
 

@@ -16,6 +16,7 @@ import torch
 
 ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, and 128-bit accesses on a GPU
 FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward
+NUM_SIGNALS: Final = 3
 
 COMPRESSIONS: Final[dict[str | None, torch.dtype | None]] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -48,7 +49,8 @@ class ParameterSpec:
         return True
 
     def describe(self) -> str:
-        layout = f" strides {self.stride}" if self.is_dense and self.stride != _contiguous(self.shape) else ""
+        order = _order_of(self.shape, self.stride)
+        layout = f" strides {self.stride}" if self.is_dense and order != sorted(order) else ""
         sparse = " sparse" if self.is_sparse else ""
         return f"{self.name} {self.shape} {_short(self.dtype)}{layout}{sparse}"
 
@@ -64,12 +66,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One wire buffer: its slots, then one flag per slot that says whether any rank used the parameter, and one more.
+    """One wire buffer: its slots, then one flag per slot that says whether any rank used the parameter, then signals.
 
     Attributes:
         dtype: of the gradients.
         wire_dtype: of the buffer.
-        flags_offset: elements; the flags follow, one element per slot, and a spare one for announcements.
+        flags_offset: elements; the flags follow, one element per slot, and NUM_SIGNALS elements for what else ranks
+            have to tell each other in a round.
         numel: elements of the whole buffer.
     """
 
@@ -173,7 +176,7 @@ def describe(specs: Iterable[ParameterSpec], options: str) -> list[str]:
 
 def fingerprint(description: Sequence[str]) -> bytes:
     """32 bytes that differ when descriptions do."""
-    return hashlib.sha256("\n".join(description).encode()).digest()
+    return hashlib.sha256(repr(list(description)).encode()).digest()
 
 
 def first_difference(descriptions: Sequence[Sequence[str]]) -> str:
@@ -203,7 +206,7 @@ def _lay_out(
     for parameter in members:
         slots.append(Slot(parameter, offset, specs[parameter].numel))
         offset += _round_up(specs[parameter].numel, wire)
-    return BucketPlan(index, dtype, wire, tuple(slots), offset, offset + len(slots) + 1)
+    return BucketPlan(index, dtype, wire, tuple(slots), offset, offset + len(slots) + NUM_SIGNALS)
 
 
 def _round_up(numel: int, dtype: torch.dtype) -> int:
@@ -211,12 +214,11 @@ def _round_up(numel: int, dtype: torch.dtype) -> int:
     return math.ceil(numel / line) * line
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
+def _order_of(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """Dimensions from the slowest to the fastest, those left out whose stride says nothing."""
+    if 0 in shape:
+        return []
+    return sorted((d for d, length in enumerate(shape) if length > 1), key=lambda d: -stride[d])
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ import torch
 from torchring.allreduce.select import open_mover
 from torchring.bucket import Bucket, BucketState, GradientStatus
 from torchring.collectives import collectives_of
-from torchring.plan import ParameterSpec, Plan, build_plan, describe, shifted
+from torchring.plan import NUM_SIGNALS, ParameterSpec, Plan, build_plan, describe, shifted
 from torchring.scheduler import Scheduler
 from torchring.sparse import SparseReduction
 from torchring.world import World
@@ -65,8 +65,9 @@ class Reduction:
         options: see `Options`.
 
     Attributes:
-        non_finite: (rank, parameter name, gradient) of the first NaN or infinity in the last round, if any.
-        is_alarmed: whether a rank called `begin` with `announce` in the last round.
+        non_finite: (rank, parameter name, gradient) of the first NaN or infinity in the last round, if any. The rank is
+            None if only the sum overflowed.
+        heard: for each signal passed to `begin`, the share of ranks that had set it in the last round.
     """
 
     def __init__(
@@ -76,14 +77,17 @@ class Reduction:
         self.specs: list[ParameterSpec] = []
         self.parameters: list[torch.nn.Parameter] = []
         self.num_rounds = 0
-        self.non_finite: tuple[int, str, torch.Tensor | None] | None = None
-        self.is_alarmed = False
+        self.non_finite: tuple[int | None, str, torch.Tensor | None] | None = None
+        self.heard = [0.0] * NUM_SIGNALS
+        self._signals = [0.0] * NUM_SIGNALS
+        self._round_number = 0
+        self._is_broken_off = False
         self.timing = Timing()
         self._options = options
         self._check_agreement(specs)
         self.mover, threaded = open_mover(world, options.algorithm, options.overlap)
         self.scheduler = Scheduler((), self.mover, threaded=threaded)
-        self._sparse = SparseReduction(world, options.scale(world.size))
+        self._sparse = SparseReduction(world, options.scale(world.size), is_sum=options.op == "sum")
         self._ready_order: list[int] | None = []
         self._home: list[tuple[Bucket, int] | None] = []
         self._add(specs, parameters)
@@ -103,15 +107,17 @@ class Reduction:
         self._ready_order = None  # the recorded order knows nothing of them; the plan stays as it is
         self._add(specs, parameters)
 
-    def begin(self, *, step: int, hold: bool, announce: bool) -> None:
-        """A round begins: its first gradient is about to arrive, or `finish` to be called."""
-        if self.num_rounds == 1 and self._ready_order is not None:
-            self._rebuild(self._ready_order)
-            self._ready_order = None
+    def begin(self, *, step: int, hold: bool, signals: Sequence[bool]) -> None:
+        """A round begins: its first gradient is about to arrive, or `finish` to be called. Sends nothing."""
+        self.scheduler.begin(round_number=self._round_number, step=step, hold=hold)
+        if self._is_broken_off:
+            self._is_broken_off = False
+            for bucket in self.buckets:
+                bucket.reset()
         self.non_finite = None
+        self._signals = [float(signal) for signal in signals]
         if self.buckets:
-            self.buckets[0].announces = announce
-        self.scheduler.begin(step=step, hold=hold)
+            self.buckets[0].signals = self._signals
 
     def arrived(self, index: int) -> None:
         """Parameter `index` has its gradient, in a backward that reduces. From its hook."""
@@ -119,7 +125,7 @@ class Reduction:
             self._ready_order.append(index)
         home = self._home[index]
         if home is None:
-            self._sparse.accumulated(index)
+            self._sparse.accumulated(index, self.parameters[index])
         elif home[0].arrive(home[1]):
             self.scheduler.bucket_is_packed()
 
@@ -127,12 +133,16 @@ class Reduction:
         """Parameter `index` has its gradient, in a backward that does not reduce. From its hook."""
         home = self._home[index]
         if home is None:
-            self._sparse.accumulated(index)
+            self._sparse.accumulated(index, self.parameters[index])
         else:
-            home[0].status[home[1]] = GradientStatus.LOCAL
+            home[0].accumulate(home[1])
 
     def finish(self) -> None:
-        """Backward is over: reduce what is left and return when every gradient holds the result."""
+        """Backward is over: reduce what is left and return when every gradient holds the result.
+
+        Collective, as every finish is, so the plan is rebuilt here, after the first one: ranks whose optimizers take
+        turns begin rounds in an order of their own, but finish them in the same.
+        """
         for bucket in self.buckets:
             if bucket.state in (BucketState.IDLE, BucketState.FILLING):
                 bucket.fill_missing()
@@ -143,17 +153,30 @@ class Reduction:
                 self.non_finite = (bucket.non_finite.rank, name, bucket.grad_of(name))
             bucket.close_round()
         self.timing.add(self.scheduler.busy_seconds, self.scheduler.exposed_seconds)
-        self.is_alarmed = bool(self.buckets) and self.buckets[0].was_announced()
         self._sparse.reduce(self.specs, self.parameters)
+        self.non_finite = self.non_finite or self._sparse.non_finite
+        self.heard = self._hear()
         self.num_rounds += 1
+        self._round_number += 1
+        if self._ready_order is not None:
+            self._rebuild(self._ready_order)
+            self._ready_order = None
 
-    def reset(self) -> None:
-        """A backward was broken off. What had arrived stays marked as local."""
+    def abandon(self) -> None:
+        """A backward was broken off. What had arrived stays marked as local.
+
+        If a bucket has left, peers are further on than this rank's next round will be; the round number tells them.
+        """
+        self._is_broken_off = True
+        if self.scheduler.has_launched:
+            self._round_number += 1
+        if self._ready_order is not None:
+            self._ready_order = []
+
+    def needs_synchronize(self) -> bool:
+        """Whether some gradient on this rank waits to be reduced, or was written to since."""
         for bucket in self.buckets:
-            bucket.reset()
-
-    def has_unsettled(self) -> bool:
-        """Whether some gradient on this rank waits to be reduced."""
+            bucket.mark_written()
         return self.first_unsettled() is not None
 
     def first_unsettled(self) -> tuple[str, str] | None:
@@ -210,6 +233,15 @@ class Reduction:
                     bucket.adopt(position, *home)
                 self._home[slot.parameter] = (bucket, position)
         self.scheduler.replace(buckets)
+
+    def _hear(self) -> list[float]:
+        size = self.world.size
+        if self.buckets:
+            first = self.buckets[0]
+            return [value / (first.reduce_scale * size) for value in first.heard()]
+        sums = torch.tensor(self._signals)  # nothing but sparse gradients
+        collectives_of(self.world).all_reduce(sums, "sum")
+        return [value / size for value in sums.tolist()]
 
     def _rebuild(self, ready: Sequence[int]) -> None:
         """Collective: lay the buckets out in the order in which rank 0's gradients became ready.

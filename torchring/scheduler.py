@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from torchring.allreduce import Mover
+from torchring.allreduce import TAGS_PER_ROUND, Mover
 from torchring.bucket import Bucket, BucketState
 from torchring.errors import RingError
 
@@ -29,6 +29,7 @@ class Scheduler:
         threaded: reduce on a worker thread instead of inline.
 
     Attributes:
+        has_launched: whether a bucket has left in this round.
         busy_seconds: time spent reducing in the round so far, waiting for peers included.
         exposed_seconds: the part of it during which backward stood still.
     """
@@ -40,6 +41,8 @@ class Scheduler:
         self.exposed_seconds = 0.0
         self._mover = mover
         self._next = 0
+        self._round = 0
+        self._num_outstanding = 0  # launched to the worker, and not yet waited for
         self._holding = False
         self._failure: BaseException | None = None
         self._step = 0
@@ -50,14 +53,20 @@ class Scheduler:
             self._worker = threading.Thread(target=self._work, name="torchring-reduce", daemon=True)
             self._worker.start()
 
-    def begin(self, *, step: int, hold: bool) -> None:
-        """A round begins.
+    @property
+    def has_launched(self) -> bool:
+        return self._next > 0
+
+    def begin(self, *, round_number: int, step: int, hold: bool) -> None:
+        """A round begins. Waits for what the last one, if it was broken off, has left with the worker.
 
         Args:
+            round_number: ranks compare it before they add up.
             step: for error messages.
             hold: launch nothing before `finish`.
         """
-        self._next, self._step, self._holding = 0, step, hold
+        self._drain()
+        self._next, self._round, self._step, self._holding = 0, round_number, step, hold
         self.busy_seconds = self.exposed_seconds = 0.0
 
     def bucket_is_packed(self) -> None:
@@ -66,8 +75,9 @@ class Scheduler:
             return
         buckets = self.buckets
         while self._next < len(buckets) and buckets[self._next].state is BucketState.PACKED:
-            self._launch(buckets[self._next])
+            bucket = buckets[self._next]
             self._next += 1
+            self._launch(bucket)
 
     def finish(self) -> None:
         """All buckets are PACKED: launch the rest and return when every one is REDUCED. Raises what went wrong."""
@@ -76,12 +86,8 @@ class Scheduler:
         assert self._next == len(self.buckets), "finish() before every bucket was packed"
         if self.threaded:
             started = time.perf_counter()
-            for _ in self.buckets:
-                self._num_done.acquire()
+            self._drain()
             self.exposed_seconds += time.perf_counter() - started
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
-                raise failure
 
     def replace(self, buckets: Sequence[Bucket]) -> None:
         """Go on with other buckets. Between rounds only."""
@@ -93,9 +99,19 @@ class Scheduler:
             self._todo.put(None)
             self._worker = None
 
+    def _drain(self) -> None:
+        """Wait for the worker to have done everything, and raise what went wrong there."""
+        while self._num_outstanding:
+            self._num_done.acquire()
+            self._num_outstanding -= 1
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
     def _launch(self, bucket: Bucket) -> None:
         bucket.begin_reduce()
         if self.threaded:
+            self._num_outstanding += 1
             self._todo.put(bucket)
         else:
             started = time.perf_counter()
@@ -105,7 +121,8 @@ class Scheduler:
     def _reduce(self, bucket: Bucket) -> None:
         started = time.perf_counter()
         try:
-            non_finite = self._mover.all_reduce(bucket.wire, scale=bucket.reduce_scale)
+            tag = self._round * TAGS_PER_ROUND + bucket.index
+            non_finite = self._mover.all_reduce(bucket.wire, scale=bucket.reduce_scale, tag=tag)
         except RingError as error:
             error.locate(bucket=bucket.index, parameters=bucket.names, step=self._step)
             raise

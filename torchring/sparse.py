@@ -22,24 +22,37 @@ class SparseReduction:
     Args:
         world: of more than one rank.
         scale: the factor between the sum over ranks and the result.
+        is_sum: whether the result is the plain sum; see `Bucket`.
+
+    Attributes:
+        non_finite: as `Reduction.non_finite`.
     """
 
-    def __init__(self, world: World, scale: float) -> None:
+    def __init__(self, world: World, scale: float, *, is_sum: bool) -> None:
+        self.non_finite: tuple[int | None, str, torch.Tensor | None] | None = None
         self._world = world
         self._scale = scale
+        self._is_sum = is_sum
         self._local: set[int] = set()
+        self._zeroed: set[int] = set()
         self._reduced: dict[int, torch.Tensor] = {}
 
-    def accumulated(self, index: int) -> None:
+    def accumulated(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Parameter `index` has a new local gradient. From its hook."""
+        grad = parameter.grad
+        added_to_result = grad is not None and grad is self._reduced.get(index) and index not in self._local
+        if self._is_sum and added_to_result and index not in self._zeroed:
+            raise GradientError(
+                "backward added to a sparse gradient which was summed over ranks before; with op='sum' it would be "
+                "counted once per rank. Call optimizer.zero_grad() first"
+            )
+        self._zeroed.discard(index)
         self._local.add(index)
 
     def mark_zeroed(self) -> None:
-        """All gradients were zeroed, or set to None, through the optimizer."""
+        """All gradients were zeroed in place through the optimizer."""
         self._local.clear()
-
-    def has_local(self) -> bool:
-        return bool(self._local)
+        self._zeroed = set(self._reduced)
 
     def unsettled(self, index: int, parameter: torch.nn.Parameter) -> bool:
         """Whether the gradient must not be stepped on."""
@@ -48,6 +61,7 @@ class SparseReduction:
 
     def reduce(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective: reduce every sparse parameter that any rank used; the others' `.grad` stays as it is."""
+        self.non_finite = None
         for index, spec in enumerate(specs):
             if spec.is_sparse:
                 self._reduce_one(index, spec, parameters[index])
@@ -62,17 +76,16 @@ class SparseReduction:
                 parameters=(spec.name,),
             )
         collectives = collectives_of(self._world)
-        if not collectives.any_rank(index in self._local or self.unsettled(index, parameter)):
+        if not collectives.any_rank(self.unsettled(index, parameter)):
             return
         if grad is None:
-            grad = torch.zeros(spec.shape, dtype=spec.dtype, layout=torch.sparse_coo)
+            no_rows = torch.empty((1, 0), dtype=torch.int64), torch.empty((0, *spec.shape[1:]), dtype=spec.dtype)
+            grad = torch.sparse_coo_tensor(*no_rows, spec.shape)
         grad = grad.coalesce()
         indices = collectives.all_gather(grad.indices().t().contiguous())
         values = collectives.all_gather(grad.values())
-        for rank, part in enumerate(values):
-            if not bool(torch.isfinite(part).all()):
-                raise GradientError(
-                    f"the gradient of {spec.name} is not finite on rank {rank}", peers=(rank,), parameters=(spec.name,)
-                )
         total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values) * self._scale, spec.shape)
         parameter.grad = self._reduced[index] = total.coalesce()
+        for rank, part in enumerate(values):
+            if self.non_finite is None and not bool(torch.isfinite(part).all()):
+                self.non_finite = (rank, spec.name, parameter.grad)

@@ -6,6 +6,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -50,8 +51,17 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
     if world.size == 1:
         return
     buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
+    torch.save(_plain(optimizer.state_dict()), buffer)
     mine = buffer.getvalue()
     theirs = collectives_of(world).broadcast_bytes(mine if world.rank == src else None, src)
     if world.rank != src and theirs != mine:
         optimizer.load_state_dict(torch.load(io.BytesIO(theirs), weights_only=True))
+
+
+def _plain(value: Any) -> Any:
+    """Numpy's numbers as Python's, which weights_only loading accepts (a learning rate may well be an np.float64)."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+    return value.item() if isinstance(value, np.generic) else value

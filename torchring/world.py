@@ -188,7 +188,7 @@ _num_inits = 0
 _own_store: Store | None = None
 
 
-def init(backend: str = "auto", *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
+def init(backend: str = "auto", *, timeout_seconds: float | None = None) -> World:
     """Join the world that the launcher started; collective. `wrap` and the collectives call it themselves.
 
     A process group that the script already made is used for its rank, size and store, and otherwise left alone; the
@@ -196,22 +196,29 @@ def init(backend: str = "auto", *, timeout_seconds: float = DEFAULT_TIMEOUT_SECO
 
     Args:
         backend: "auto" or "gloo": the engine between hosts.
-        timeout_seconds: a rank that keeps others waiting longer than this raises PeerTimeoutError on them.
+        timeout_seconds: a rank that keeps others waiting longer than this raises PeerTimeoutError on them; 300 unless
+            said.
 
     Returns the default world; a second call returns the same one.
 
     Raises:
-        ValueError: unknown backend, or a timeout that is not positive.
+        ValueError: unknown backend, a timeout that is not positive, or another one than the open world has.
         TopologyError: the launcher's environment is incomplete, or ranks were told different world sizes.
         PeerTimeoutError: a rank did not show up.
     """
     global _default, _num_inits
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    if not timeout_seconds > 0:
+    if timeout_seconds is not None and not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds!r}")
     if _default is not None:
+        if timeout_seconds not in (None, _default.timeout_seconds):
+            raise ValueError(
+                f"the world is open with timeout_seconds={_default.timeout_seconds:g}, got {timeout_seconds!r}; call "
+                "init() with it before anything else, or shutdown() first"
+            )
         return _default
+    timeout_seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None

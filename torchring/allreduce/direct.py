@@ -27,7 +27,8 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.mover import NonFinite, Wire, is_finite
+from torchring.allreduce.mover import NonFinite, Wire, describe_tag, is_finite
+from torchring.errors import PlanMismatchError
 from torchring.kernels import reference
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words
@@ -79,10 +80,10 @@ class DirectAllReduce:
     def __init__(self, group: HostGroup, *, spin_seconds: float) -> None:
         self._group = group
         self._channel = Channel(group, spin_seconds=spin_seconds)
-        # One record per rank: 1 + the rank that a non-finite value came from (0: none), and the element.
-        notes = group.allocate(16)
+        # One record per rank: the tag; 1 + the rank that a non-finite value came from (0: none), and its element.
+        notes = group.allocate(24)
         self._notes = [as_words(part) for part in notes.parts]
-        self._scratch = torch.empty(BLOCK_BYTES // 2, dtype=torch.float32)
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DirectWire]:
         lengths = [_aligned(numel * dtype.itemsize) for numel, dtype in specs]
@@ -90,28 +91,37 @@ class DirectAllReduce:
         wires, start = [], 0
         for (numel, dtype), length in zip(specs, lengths, strict=True):
             parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in shared.parts]
+            if dtype not in self._scratch:
+                wide = reference.compute_dtype(dtype, dtype)
+                self._scratch[dtype] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=wide)
             wires.append(self._wire(parts))
             start += length
         return wires
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0) -> NonFinite | None:
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
         assert isinstance(wire, DirectWire)
         group, channel = self._group, self._channel
+        own_note = self._notes[group.index]
+        own_note[0] = tag
         channel.barrier()
+        for rank, note in zip(group.ranks, self._notes, strict=True):
+            if note[0] != tag:
+                raise self._mismatch(tag, rank, note[0])
+        scratch = self._scratch.get(wire.tensor.dtype)
         found: NonFinite | None = None
         for block in wire.blocks:
-            reference.accumulate(block.inputs, block.own, scale=scale, scratch=self._scratch)
+            reference.accumulate(block.inputs, block.own, scale=scale, scratch=scratch)
             # A sum over the block while it is in cache costs 3%; torch.isfinite would triple the whole reduction.
             if found is None and not is_finite(block.own):
                 found = self._blame(block)
             for other in block.others:
                 other.copy_(block.own)
-        note = self._notes[group.index]
-        note[0], note[1] = (0, 0) if found is None else (found.rank + 1, found.element)
+        own_note[1] = 0 if found is None or found.rank is None else found.rank + 1
+        own_note[2] = 0 if found is None else found.element
         channel.barrier()
         for note in self._notes:
-            if note[0]:
-                return NonFinite(note[0] - 1, note[1])
+            if note[1]:
+                return NonFinite(note[1] - 1, note[2])
         return None
 
     def close(self) -> None:
@@ -127,10 +137,23 @@ class DirectAllReduce:
             inputs = [part[first : min(first + step, stop)] for part in parts]
             others = [view for rank, view in enumerate(inputs) if rank != me]
             blocks.append(_Block(first, inputs, inputs[me], others))
-        return DirectWire(parts[me], tuple(blocks))
+        return DirectWire(parts[me].data, tuple(blocks))
+
+    def _mismatch(self, tag: int, rank: int, their_tag: int) -> PlanMismatchError:
+        error = PlanMismatchError(
+            f"rank {rank} reduces {describe_tag(their_tag)} while rank {self._group.rank} reduces {describe_tag(tag)}; "
+            "a backward was broken off on one of them",
+            rank=self._group.rank,
+            peers=(rank,),
+        )
+        self._group.report_failure(error)
+        return error
 
     def _blame(self, block: _Block) -> NonFinite:
-        """Whose input made the block non-finite. Ours is overwritten by the sum, so it is what remains."""
+        """Whose input made the block non-finite. Ours is overwritten by the sum, so it is what remains.
+
+        So this rank takes the blame for finite inputs whose sum overflows, too.
+        """
         element = int((~torch.isfinite(block.own)).nonzero()[0])
         for rank, view in zip(self._group.ranks, block.inputs, strict=True):
             if view is not block.own and not math.isfinite(view[element]):

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
+
+
+TAGS_PER_ROUND: Final = 1 << 20  # tag = round number * TAGS_PER_ROUND + bucket index
 
 
 @dataclass(frozen=True)
 class NonFinite:
     """Where the first NaN or infinity of a reduction came from.
 
-    rank: world rank whose input held it.
+    rank: world rank whose input held it; None if all inputs were finite and their sum overflowed.
     element: its index in the wire buffer.
     """
 
-    rank: int
+    rank: int | None
     element: int
 
 
@@ -27,7 +30,11 @@ class Wire(Protocol):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """[W] wire dtype, on this rank's device; keeps its address for life."""
+        """[W] wire dtype, on this rank's device; keeps its address for life.
+
+        It has a version counter of its own (`Tensor._version`), which the mover's writes do not move, so that the
+        bucket can tell whether the script wrote to gradients while they were under way.
+        """
 
 
 class Mover(Protocol):
@@ -44,10 +51,12 @@ class Mover(Protocol):
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[Wire]:
         """Collective: one buffer per (elements, dtype), zeroed. The same on every rank."""
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0) -> NonFinite | None:
-        """Collective: `wire.tensor` becomes scale * sum over ranks, bit-identical on all of them; blocks until then.
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+        """Collective: `wire.tensor` becomes scale * sum over ranks, bit-identical on all of them, before it returns.
 
-        16-bit wires are summed in fp32 and rounded once per hop. Returns the first non-finite value found among this
+        16-bit wires are summed in fp32 and rounded once per hop; where partial sums travel in 16 bits, inputs are
+        scaled first, so that nothing overflows whose result would fit. `tag` says what is being reduced; ranks whose
+        tags differ raise PlanMismatchError instead of adding up different things. Returns the first non-finite value found among this
         rank's inputs or those that it reduced, or None; all ranks return the same.
 
         Raises PeerLostError or PeerTimeoutError naming the peer; the mover is of no use afterwards.
@@ -66,7 +75,12 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def first_non_finite(reduced: torch.Tensor, flags: torch.Tensor) -> NonFinite | None:
     """From the reduced buffer and one flag per rank ("my input is not finite"), both equal on all ranks."""
     flagged = flags.nonzero()
-    if not flagged.numel():
+    if not flagged.numel() and is_finite(reduced):
         return None
     bad = (~torch.isfinite(reduced)).nonzero()
-    return NonFinite(int(flagged[0]), int(bad[0]) if bad.numel() else 0)
+    return NonFinite(int(flagged[0]) if flagged.numel() else None, int(bad[0]) if bad.numel() else 0)
+
+
+def describe_tag(tag: int) -> str:
+    """In words, for error messages."""
+    return f"bucket {tag % TAGS_PER_ROUND} of reduction {tag // TAGS_PER_ROUND}"

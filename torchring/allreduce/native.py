@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchring.allreduce.mover import NonFinite, Wire, first_non_finite, is_finite
+from torchring.allreduce.mover import NonFinite, Wire, describe_tag, first_non_finite, is_finite
+from torchring.errors import PlanMismatchError
 from torchring.transport.c10d import C10dTransport
 
 
 @dataclass(frozen=True)
 class NativeWire:
     tensor: torch.Tensor
+    buffer: torch.Tensor  # the same memory, for the mover's writes
 
 
 class NativeAllReduce:
@@ -30,23 +32,45 @@ class NativeAllReduce:
         self._transport = transport
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[NativeWire]:
-        return [NativeWire(torch.zeros(numel, dtype=dtype)) for numel, dtype in specs]
+        buffers = [torch.zeros(numel, dtype=dtype) for numel, dtype in specs]
+        return [NativeWire(buffer.data, buffer) for buffer in buffers]
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0) -> NonFinite | None:
-        if not wire.tensor.numel():
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+        assert isinstance(wire, NativeWire)
+        self._check_tags(tag)
+        buffer = wire.buffer
+        if not buffer.numel():
             return None
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        mine = torch.tensor([0 if is_finite(wire.tensor) else 1])
-        self._transport.collective(lambda group: group.allreduce([wire.tensor], options))
+        mine = 0 if is_finite(buffer) else 1
+        if buffer.dtype.itemsize == 2 and scale != 1.0:
+            buffer.mul_(scale)  # the backend sums in 16 bits
+            scale = 1.0
+        self._transport.collective(lambda group: group.allreduce([buffer], options))
         if scale != 1.0:
-            wire.tensor.mul_(scale)
-        if is_finite(wire.tensor):
+            buffer.mul_(scale)
+        if is_finite(buffer):
             return None
         # Every rank holds the same bits, so every rank comes here or none does.
-        flags = [torch.zeros_like(mine) for _ in range(self._transport.size)]
-        self._transport.collective(lambda group: group.allgather([flags], [mine]))
-        return first_non_finite(wire.tensor, torch.cat(flags))
+        return first_non_finite(buffer, self._gather(mine))
+
+    def _gather(self, number: int) -> torch.Tensor:
+        mine = torch.tensor([number])
+        numbers = [torch.zeros_like(mine) for _ in range(self._transport.size)]
+        self._transport.collective(lambda group: group.allgather([numbers], [mine]))
+        return torch.cat(numbers)
+
+    def _check_tags(self, tag: int) -> None:
+        tags = self._gather(tag)
+        others = (tags != tag).nonzero().flatten().tolist()
+        if others:
+            raise PlanMismatchError(
+                f"rank {others[0]} reduces {describe_tag(int(tags[others[0]]))} while rank {self._transport.rank} "
+                f"reduces {describe_tag(tag)}; a backward was broken off on one of them",
+                rank=self._transport.rank,
+                peers=others,
+            )
 
     def close(self) -> None:
         self._transport.close()

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import torch
 
 from torchring.allreduce.direct import slice_bounds
-from torchring.allreduce.mover import NonFinite, Wire, first_non_finite, is_finite
+from torchring.allreduce.mover import NonFinite, Wire, describe_tag, first_non_finite, is_finite
+from torchring.errors import PlanMismatchError
 from torchring.kernels import reference
 from torchring.transport import Transport
 
@@ -53,6 +54,7 @@ class RingWire:
     """A buffer with one more element per rank at its end: rank r sets its own to 1 if its input is not finite."""
 
     tensor: torch.Tensor
+    whole: torch.Tensor
     flags: torch.Tensor
     chunks: tuple[torch.Tensor, ...]
     received: torch.Tensor
@@ -80,17 +82,34 @@ class RingAllReduce:
             bounds = slice_bounds(whole.numel(), size, dtype.itemsize)
             chunks = tuple(whole[start:stop] for start, stop in bounds)
             received = torch.empty(max(chunk.numel() for chunk in chunks), dtype=dtype)
-            wires.append(RingWire(whole[:numel], whole[numel:], chunks, received))
+            wires.append(RingWire(whole[:numel].data, whole, whole[numel:], chunks, received))
             if dtype.itemsize == 2 and received.numel() > self._scratch.numel():
                 self._scratch = torch.empty(received.numel(), dtype=torch.float32)
         return wires
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0) -> NonFinite | None:
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
         assert isinstance(wire, RingWire)
         transport = self._transport
         rank, size = transport.rank, transport.size
+        their_tag = torch.zeros(1, dtype=torch.int64)
+        tag_comes = transport.receive(their_tag, (rank - 1) % size)
+        tag_goes = transport.send(torch.tensor([tag]), (rank + 1) % size)
         wire.flags.zero_()
-        wire.flags[rank] = 0.0 if is_finite(wire.tensor) else 1.0
+        wire.flags[rank] = 0.0 if is_finite(wire.whole) else 1.0
+        if wire.whole.dtype.itemsize == 2 and scale != 1.0:
+            wire.whole.mul_(scale)  # partial sums travel in 16 bits
+            scale = 1.0
+        tag_comes.wait()
+        tag_goes.wait()
+        if int(their_tag) != tag:
+            raise transport.fail(
+                PlanMismatchError(
+                    f"rank {(rank - 1) % size} reduces {describe_tag(int(their_tag))} while rank {rank} reduces "
+                    f"{describe_tag(tag)}; a backward was broken off on one of them",
+                    rank=rank,
+                    peers=((rank - 1) % size,),
+                )
+            )
         last_sum = size - 2
         for index, step in enumerate(ring_steps(rank, size)):
             chunk = wire.chunks[step.receive]
@@ -102,9 +121,10 @@ class RingAllReduce:
             if step.adds:
                 # The chunk is complete, and ours to scale, in the last step that adds.
                 factor = scale if index == last_sum else 1.0
-                reference.accumulate([target, chunk], chunk, scale=factor, scratch=self._scratch)
+                scratch = self._scratch if chunk.dtype.itemsize == 2 else None
+                reference.accumulate([target, chunk], chunk, scale=factor, scratch=scratch)
             sending.wait()
-        return first_non_finite(wire.tensor, wire.flags)
+        return first_non_finite(wire.whole[: -wire.flags.numel()], wire.flags)
 
     def close(self) -> None:
         self._transport.close()

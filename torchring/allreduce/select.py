@@ -38,5 +38,5 @@ def open_mover(world: World, algorithm: str, overlap: str) -> tuple[Mover, bool]
         # Polling keeps the GIL, so a worker thread must not.
         return DirectAllReduce(world.host, spin_seconds=0.0 if threaded else spin_seconds(world)), threaded
     assert world.rendezvous is not None
-    transport = C10dTransport(world.rendezvous, world.next_stream_name())
+    transport = C10dTransport(world.rendezvous, world.next_stream_name(), world.host)
     return (RingAllReduce(transport) if algorithm == "ring" else NativeAllReduce(transport)), threaded

@@ -25,7 +25,7 @@ class Channel:
         group: the ranks that share memory.
         spin_seconds: how long to poll before going to sleep. Waking a sleeper costs about 15 us, and 150 us or more
             where the processor had gone idle; polling wins as long as every rank has a core. It keeps the GIL, so it
-            must be 0 for a channel that serves a worker thread, and where ranks outnumber cores.
+            must be 0 for a channel whose thread waits while another one computes, and where ranks outnumber cores.
     """
 
     def __init__(self, group: HostGroup, *, spin_seconds: float) -> None:
@@ -46,22 +46,24 @@ class Channel:
         """
         for address in self._outgoing:
             semaphore.post(address)
-        for address, _ in self._incoming:
+        for position, (address, _) in enumerate(self._incoming):
             if semaphore.try_wait(address):
-                self._wait(address)
+                self._wait(position)
 
-    def _wait(self, address: int) -> None:
+    def _wait(self, position: int) -> None:
+        address, _ = self._incoming[position]
         if self.spin_seconds:
             until = time.perf_counter() + self.spin_seconds
             while time.perf_counter() < until:
                 for _ in range(_TRIES_BETWEEN_CLOCK_READS):
                     if not semaphore.try_wait(address):
                         return
-        self.group.wait_until(lambda seconds: semaphore.wait_for(address, seconds), self._missing)
 
-    def _missing(self) -> list[int]:
-        """The ranks that have not arrived. A count that is still there belongs to a rank that has."""
-        return [rank for address, rank in self._incoming if semaphore.value(address) == 0]
+        def missing() -> list[int]:
+            # Ranks before this one in the list have been taken; of those after it, a count that is there has arrived.
+            return [rank for inbox, rank in self._incoming[position:] if semaphore.value(inbox) == 0]
+
+        self.group.wait_until(lambda seconds: semaphore.wait_for(address, seconds), missing)
 
 
 def _initialise_inbox(part: torch.Tensor) -> None:

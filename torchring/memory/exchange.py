@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from torchring.errors import PlanMismatchError
+from torchring.call import Call, mismatch
 from torchring.kernels import reference
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words
@@ -24,43 +24,40 @@ from torchring.memory.host import HostGroup, as_words
 STAGE_BYTES: Final = 256 * 1024  # one half: measured best of 64 KiB to 2 MiB (64 MiB, 2 ranks: 8.6 ms, with 64 KiB 22)
 _SMALL_BYTES: Final = 16 * 1024  # up to here every rank sums everything: one barrier instead of two
 
-_OPERATIONS: Final = ("all_reduce", "broadcast", "all_gather", "all_to_all", "barrier")
-_DTYPES: Final = (
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-)  # fmt: skip
 _PAIRWISE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "min": torch.minimum,
     "max": torch.maximum,
     "product": torch.mul,
 }
-OPS: Final = ("mean", "sum", "min", "max", "product")
 
 
 class HostExchange:
-    """Collectives on flat CPU tensors; opened and called by all ranks of `group` in the same order."""
+    """Collectives on flat CPU tensors; opened and called by all ranks of `group` in the same order.
+
+    Every method takes the `Call` that ranks compare, and raises PlanMismatchError on all of them if they differ.
+    """
 
     def __init__(self, group: HostGroup, *, spin_seconds: float) -> None:
         self._group = group
         self._channel = Channel(group, spin_seconds=spin_seconds)
         self._stages = group.allocate(2 * STAGE_BYTES)
-        # One row per rank and half: operation, dtype, detail, then up to `size` sizes.
-        self._row_length = 3 + group.size
-        rows = group.allocate(2 * 8 * self._row_length)
-        self._rows = [as_words(part) for part in rows.parts]
+        # Per rank and half: the call's checksum, up to `size` sizes, and the call in words, for a mismatch.
+        self._num_words = 1 + group.size
+        cards = group.allocate(2 * (8 * self._num_words + Call.MAX_BYTES))
+        self._words = [as_words(part[: 16 * self._num_words]) for part in cards.parts]
+        self._texts = [memoryview(part[16 * self._num_words :].numpy()) for part in cards.parts]  # type: ignore[arg-type]
         self._num_rounds = 0
         self._views: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
-    def all_reduce(self, data: torch.Tensor, op: str) -> None:
+    def all_reduce(self, data: torch.Tensor, op: str, call: Call) -> None:
         """In place; 16-bit values are combined in fp32 and rounded once; every rank gets the same bits."""
         size, me = self._group.size, self._group.index
         step = STAGE_BYTES // data.element_size()
-        facts = [_OPERATIONS.index("all_reduce"), _DTYPES.index(data.dtype), OPS.index(op), data.numel()]
         for start in range(0, max(data.numel(), 1), step):
             piece = data[start : start + step]
             stages = [stage[: piece.numel()] for stage in self._next_half(data.dtype)]
             stages[me].copy_(piece)
-            self._round(facts if start == 0 else None)
+            self._round(call if start == 0 else None)
             if size == 2 or piece.numel() * piece.element_size() <= _SMALL_BYTES:
                 combine(stages, piece, op)
                 continue
@@ -72,28 +69,27 @@ class HostExchange:
             for rank, stage in enumerate(stages):
                 piece[rank * share : (rank + 1) * share].copy_(stage[rank * share : (rank + 1) * share])
 
-    def broadcast(self, data: torch.Tensor, src: int) -> None:
+    def broadcast(self, data: torch.Tensor, src: int, call: Call) -> None:
         """`data`: uint8, as long on every rank; that of rank `src` replaces the others'."""
         me = self._group.index
-        facts = [_OPERATIONS.index("broadcast"), 0, src, data.numel()]
         for start in range(0, max(data.numel(), 1), STAGE_BYTES):
             piece = data[start : start + STAGE_BYTES]
             stage = self._next_half(torch.uint8)[src][: piece.numel()]
             if me == src:
                 stage.copy_(piece)
-            self._round(facts if start == 0 else None)
+            self._round(call if start == 0 else None)
             if me != src:
                 piece.copy_(stage)
 
-    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, data: torch.Tensor, call: Call) -> list[torch.Tensor]:
         """`data`: uint8, of any length on each rank. Returns everybody's, in rank order."""
         me = self._group.index
         stages = self._next_half(torch.uint8)
         first = data[:STAGE_BYTES]
         stages[me][: first.numel()].copy_(first)
-        rows = self._round([_OPERATIONS.index("all_gather"), 0, 0], [data.numel()])
-        gathered = [torch.empty(row[3], dtype=torch.uint8) for row in rows]
-        for start in range(0, max(max(row[3] for row in rows), 1), STAGE_BYTES):
+        sizes = [row[0] for row in self._round(call, [data.numel()])]
+        gathered = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        for start in range(0, max(*sizes, 1), STAGE_BYTES):
             if start:
                 stages = self._next_half(torch.uint8)
                 piece = data[start : start + STAGE_BYTES]
@@ -104,7 +100,7 @@ class HostExchange:
                 piece.copy_(stage[: piece.numel()])
         return gathered
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
         """`pieces[r]`: uint8 of any length, for rank r. Returns what each rank had for this one."""
         size, me = self._group.size, self._group.index
         share = STAGE_BYTES // size
@@ -116,9 +112,9 @@ class HostExchange:
                 part = data[turn * share : (turn + 1) * share]
                 stages[me][rank * share : rank * share + part.numel()].copy_(part)
             if turn == 0:
-                rows = self._round([_OPERATIONS.index("all_to_all"), 0, 0], [data.numel() for data in pieces])
-                received = [torch.empty(row[3 + me], dtype=torch.uint8) for row in rows]
-                num_rounds = max(1, math.ceil(max(max(row[3:]) for row in rows) / share))
+                sizes = self._round(call, [data.numel() for data in pieces])
+                received = [torch.empty(row[me], dtype=torch.uint8) for row in sizes]
+                num_rounds = max(1, math.ceil(max(max(row) for row in sizes) / share))
             else:
                 self._round(None)
             for stage, target in zip(stages, received, strict=True):
@@ -127,10 +123,10 @@ class HostExchange:
             turn += 1
         return received
 
-    def barrier(self) -> None:
+    def barrier(self, call: Call) -> None:
         """Return when every rank has come here."""
         self._next_half(torch.uint8)
-        self._round([_OPERATIONS.index("barrier"), 0, 0])
+        self._round(call)
 
     def close(self) -> None:
         """Nothing to release: the memory goes with the last tensor that views it."""
@@ -144,27 +140,25 @@ class HostExchange:
             self._views[dtype] = (first, second)
         return self._views[dtype][self._num_rounds & 1]
 
-    def _round(self, facts: list[int] | None, sizes: Sequence[int] = ()) -> list[list[int]]:
-        """Barrier. With `facts`, which must be equal on all ranks, returns everybody's facts and `sizes`."""
-        if facts is None:
+    def _round(self, call: Call | None, sizes: Sequence[int] = ()) -> list[list[int]]:
+        """Barrier. With a call, which must be equal on all ranks, returns everybody's `sizes`."""
+        if call is None:
             self._channel.barrier()
             return []
-        offset = (self._num_rounds & 1) * self._row_length
-        mine = self._rows[self._group.index]
-        for i, fact in enumerate((*facts, *sizes)):
-            mine[offset + i] = fact
+        half = self._num_rounds & 1
+        first = half * self._num_words
+        mine, checksum, text = self._words[self._group.index], call.checksum, call.text
+        mine[first] = checksum
+        for i, size in enumerate(sizes, start=first + 1):
+            mine[i] = size
+        start = half * Call.MAX_BYTES
+        self._texts[self._group.index][start : start + Call.MAX_BYTES] = text.ljust(Call.MAX_BYTES, b"\0")
         self._channel.barrier()
-        length = len(facts) + len(sizes)
-        rows = [row[offset : offset + length].tolist() for row in self._rows]
-        for rank, row in zip(self._group.ranks, rows, strict=True):
-            if row[: len(facts)] != facts:
-                raise PlanMismatchError(
-                    f"rank {self._group.rank} called {_describe(facts)} "
-                    f"while rank {rank} called {_describe(self._rows[rank][offset : offset + 4].tolist())}",
-                    rank=self._group.rank,
-                    peers=(rank,),
-                )
-        return rows
+        for index, words in enumerate(self._words):
+            if words[first] != checksum:
+                theirs = bytes(self._texts[index][start : start + Call.MAX_BYTES])
+                raise mismatch(self._group.rank, call, self._group.ranks[index], theirs)
+        return [words[first + 1 : first + 1 + len(sizes)].tolist() for words in self._words]
 
 
 def combine(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> None:
@@ -177,12 +171,3 @@ def combine(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> None:
     for part in parts[1:]:
         total = pairwise(total, part.to(total.dtype))
     out.copy_(total)
-
-
-def _describe(facts: Sequence[int]) -> str:
-    operation = _OPERATIONS[facts[0]]
-    if operation == "all_reduce":
-        return f"all_reduce(op={OPS[facts[2]]!r}) of {facts[3]} {str(_DTYPES[facts[1]]).removeprefix('torch.')}"
-    if operation == "broadcast":
-        return f"broadcast(src={facts[2]}) of {facts[3]} bytes"
-    return operation

@@ -29,11 +29,17 @@ from typing import Final
 
 import torch
 
-from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError
+from torchring.errors import (
+    PeerLostError,
+    PeerTimeoutError,
+    PlanMismatchError,
+    RingError,
+    decode_error,
+    encode_error,
+)
 from torchring.rendezvous import Rendezvous
 
 _POLL_SECONDS: Final = 0.05  # how often a waiting rank looks whether its peers are still alive
-_KINDS: Final[dict[str, type[RingError]]] = {k.__name__: k for k in (*RingError.__subclasses__(), RingError)}
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _GRANT: Final = struct.Struct("=qq")  # serial number of the block, bytes
 
@@ -78,13 +84,7 @@ class HostGroup:
         self.timeout_seconds = timeout_seconds
         self._peers = {peer.rank: peer for peer in peers}
         self._num_blocks = 0
-        self._poll = select.poll()
-        for peer in peers:
-            self._poll.register(peer.link, select.POLLHUP | select.POLLERR | select.POLLRDHUP)
-            if peer.pidfd >= 0:
-                self._poll.register(peer.pidfd, select.POLLIN)
-        self._rank_of_fd = {peer.link.fileno(): peer.rank for peer in peers}
-        self._rank_of_fd |= {peer.pidfd: peer.rank for peer in peers if peer.pidfd >= 0}
+        self._is_closed = False
         self._last_words: LastWords | None = None
         self._last_words = LastWords(self.allocate(LastWords.NUM_BYTES), self.ranks)
 
@@ -126,29 +126,46 @@ class HostGroup:
         Names the cause, not its victims: a rank that stopped because of another's death says so in its last words. A
         rank that is gone but no longer needed (it had its part of the last reduction) is no error.
         """
-        lost = {self._rank_of_fd[fd] for fd, _ in self._poll.poll(0)}.intersection(needed)
+        lost = self._lost(needed)
         words = {rank: text for rank in needed if self._last_words and (text := self._last_words.read(rank))}
         culprits = sorted(lost - words.keys())
         if culprits:
             names = ", ".join(f"rank {rank} (pid {self._peers[rank].pid})" for rank in culprits)
             raise PeerLostError(f"{names} on this host died or exited", rank=self.rank, peers=culprits)
         for rank, text in words.items():
-            raise _relayed(rank, text, self.rank)
+            error = decode_error(text, rank)
+            error.rank = self.rank
+            raise error
+
+    def _lost(self, needed: Sequence[int]) -> set[int]:
+        """Which of these ranks are gone. A poll object for each call: threads must not share one."""
+        poll = select.poll()
+        rank_of: dict[int, int] = {}
+        for rank in needed:
+            if rank not in self._peers:
+                continue
+            peer = self._peers[rank]
+            poll.register(peer.link, select.POLLHUP | select.POLLERR | select.POLLRDHUP)
+            rank_of[peer.link.fileno()] = rank
+            if peer.pidfd >= 0:
+                poll.register(peer.pidfd, select.POLLIN)
+                rank_of[peer.pidfd] = rank
+        return {rank_of[descriptor] for descriptor, _ in poll.poll(0)}
 
     def report_failure(self, error: RingError) -> None:
         """Leave `error` where waiting peers find it, so that they stop too and name the same cause."""
         if self._last_words:
-            self._last_words.write(self.index, type(error).__name__, error.message, error.peers)
+            self._last_words.write(self.index, encode_error(error))
 
     def close(self) -> None:
         """Say goodbye and drop the links. Blocks stay mapped while a tensor views them."""
         self.report_failure(PeerLostError("it called torchring.shutdown()", peers=(self.rank,)))
-        for peer in self._peers.values():
+        self._is_closed = True  # a thread that still waits raises at its next look
+        peers, self._peers = self._peers, {}
+        for peer in peers.values():
             peer.link.close()
             if peer.pidfd >= 0:
                 os.close(peer.pidfd)
-        self._peers.clear()
-        self._poll = select.poll()
 
     def wait_until(self, arrived: Callable[[float], bool], needed: Callable[[], Sequence[int]]) -> None:
         """Call `arrived(seconds to sleep at most)` until it is true, watching over the ranks `needed()` meanwhile.
@@ -158,6 +175,8 @@ class HostGroup:
         started = time.monotonic()
         try:
             while not arrived(_POLL_SECONDS):
+                if self._is_closed:
+                    raise PeerLostError("torchring.shutdown() was called while this waited", rank=self.rank)
                 late = needed()
                 self.check_peers(late)
                 if late and time.monotonic() - started > self.timeout_seconds:
@@ -216,21 +235,21 @@ class LastWords:
         self._pages = {rank: part.numpy() for rank, part in zip(ranks, block.parts, strict=True)}
         self._ranks = tuple(ranks)
 
-    def write(self, index: int, error: str, message: str, peers: Sequence[int]) -> None:
+    def write(self, index: int, text: bytes) -> None:
         page = self._pages[self._ranks[index]]
         if page[0]:  # the first error is the cause, later ones are its echoes
             return
-        text = json.dumps({"error": error, "message": message[:2000], "peers": list(peers)}).encode()[: len(page) - 8]
+        text = text[: len(page) - 8]
         page[8 : 8 + len(text)] = list(text)
         page[4:8] = list(struct.pack("=I", len(text)))
-        page[0] = 1  # last; a peer that sees it through a syscall-separated poll sees the text, or tries again
+        page[0] = 1
 
-    def read(self, rank: int) -> str | None:
+    def read(self, rank: int) -> bytes | None:
         page = self._pages[rank]
         if not page[0]:
             return None
         (length,) = struct.unpack("=I", page[4:8].tobytes())
-        return bytes(page[8 : 8 + length]).decode(errors="replace")
+        return page[8 : 8 + length].tobytes()
 
 
 def connect(rendezvous: Rendezvous) -> HostGroup:
@@ -371,6 +390,13 @@ def _peer(rank: int, link: socket.socket) -> _Peer:
     return _Peer(rank, link, pidfd, pid)
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as flat uint8, without a copy."""
+    flat = tensor.reshape(-1)
+    # A dimension of size 1 may have any stride and still count as contiguous; view() alone would refuse it.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def as_words(part: torch.Tensor) -> memoryview:
     """The memory of a uint8 tensor as 64-bit integers; reading one costs 30 ns, a tenth of what a tensor takes."""
     return memoryview(part.numpy()).cast("q")  # type: ignore[arg-type]  # numpy's stubs before 3.12 lack Buffer
@@ -380,15 +406,3 @@ def _map(descriptor: int, length: int) -> torch.Tensor:
     # Populated at once: a page fault costs 0.25 us per 4 KiB, on every rank for every peer's part, in the first step.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return torch.frombuffer(mmap.mmap(descriptor, length, flags=flags), dtype=torch.uint8)
-
-
-def _relayed(reporter: int, text: str, rank: int) -> RingError:
-    """The error that `reporter` left behind, as this rank raises it."""
-    try:
-        words = json.loads(text)
-        kind = _KINDS[words["error"]]
-        peers = tuple(int(peer) for peer in words["peers"])
-        message = str(words["message"])
-    except (ValueError, KeyError, TypeError):  # caught half-written; the process is failing all the same
-        kind, peers, message = RingError, (reporter,), "it reported a failure"
-    return kind(f"rank {reporter} stopped: {message}", rank=rank, peers=peers)

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from torchring.errors import RingError
+
 
 class Transfer(Protocol):
     """A send or receive under way. The tensor belongs to the transport until `wait` returns."""
@@ -32,6 +34,9 @@ class Transport(Protocol):
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Transfer:
         """Start receiving into a contiguous tensor with as many bytes as the peer sends."""
+
+    def fail(self, error: RingError) -> RingError:
+        """Close every link, leaving `error` for the peers that still wait on them to raise. Returns it."""
 
     def close(self) -> None:
         """Close every link of this stream; peers that still wait on it raise PeerLostError."""

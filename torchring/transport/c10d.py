@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final, TypeVar, cast
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo
 from torch.distributed import Work as BackendWork
 
-from torchring.errors import PeerLostError, PeerTimeoutError, RingError
+from torchring.errors import PeerLostError, PeerTimeoutError, RingError, decode_error, encode_error
+from torchring.memory.host import HostGroup, bytes_of
 from torchring.rendezvous import Rendezvous
 
 # In truth a bare Gloo backend, which has a group's methods: so no default group has to exist.
@@ -30,9 +31,11 @@ class C10dTransport:
     Args:
         rendezvous: the world's store.
         name: of the stream; unique in this world, the same on every rank.
+        host: the ranks of this host, if it is known which of them live.
     """
 
-    def __init__(self, rendezvous: Rendezvous, name: str) -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, host: HostGroup | None = None) -> None:
+        self._host = host
         self._rendezvous = rendezvous
         self._name = name
         self.rank = rendezvous.rank
@@ -79,43 +82,56 @@ class C10dTransport:
             self.close()
             raise error from failure
 
-    def _explain(self, failure: RuntimeError, peer: int | None, seconds: float) -> RingError:
-        timed_out = "timed out" in str(failure).lower() or "timeout" in str(failure).lower()
-        # Last words go out before the links close: whoever sees a closed link finds them, or knows that its peer died.
-        self._rendezvous.publish(self._words_key(self.rank), json.dumps({"peer": peer, "timeout": timed_out}).encode())
-        suspect: int | None = peer
-        reporter = self.rank
-        seen = {self.rank}
-        deadline = time.monotonic() + (_GRACE_SECONDS if timed_out else 0.0)
-        while suspect is not None and suspect not in seen:
-            words = self._words_of(suspect, deadline)
-            if words is None:
-                break
-            seen.add(suspect)
-            reporter, suspect = suspect, words["peer"]
-            timed_out = bool(words["timeout"])
-        if suspect is None or suspect in seen:
-            text, peers = f"a collective of the group failed: {failure}", tuple(sorted(seen - {self.rank}))
-            kind: type[RingError] = PeerTimeoutError if timed_out else PeerLostError
-        elif timed_out:
-            kind, peers = PeerTimeoutError, (suspect,)
-            text = f"rank {suspect} did not answer rank {reporter} within {self._rendezvous.timeout_seconds:g} s"
-        else:
-            kind, peers = PeerLostError, (suspect,)
-            text = f"rank {suspect} died or exited (noticed by rank {reporter})"
-        return kind(text, rank=self.rank, peers=peers, seconds=seconds)
+    def fail(self, error: RingError) -> RingError:
+        self._leave_words(error)
+        self.close()
+        return error
 
-    def _words_of(self, rank: int, deadline: float) -> dict[str, int | None] | None:
-        key = self._words_key(rank)
+    def _explain(self, failure: RuntimeError, peer: int | None, seconds: float) -> RingError:
+        """What really happened, as far as this rank can find out."""
+        timed_out = "timed out" in str(failure).lower() or "timeout" in str(failure).lower()
+        suspects = (peer,) if peer is not None else tuple(r for r in range(self.size) if r != self.rank)
+        error = self._seen_by_the_host(suspects) or self._said_by(suspects, timed_out)
+        if error is None and peer is None:
+            kind = PeerTimeoutError if timed_out else PeerLostError
+            error = kind(f"a collective of the group failed: {failure}")
+        elif error is None and timed_out:
+            text = f"rank {peer} did not answer rank {self.rank} within {self._rendezvous.timeout_seconds:g} s"
+            error = PeerTimeoutError(text, peers=suspects)
+        elif error is None:
+            error = PeerLostError(f"rank {peer} died or exited (noticed by rank {self.rank})", peers=suspects)
+        error.rank, error.seconds = self.rank, seconds
+        # Before the links close: whoever sees a closed link then finds these words, or knows that its peer died.
+        self._leave_words(error)
+        return error
+
+    def _seen_by_the_host(self, suspects: Sequence[int]) -> RingError | None:
+        """Of a suspect on this host we know whether it lives, even if a child of its keeps its sockets open."""
+        if self._host is None:
+            return None
         try:
-            while not self._rendezvous.is_published(key):
+            self._host.check_peers([rank for rank in suspects if rank in self._host.ranks])
+        except RingError as error:
+            return error
+        return None
+
+    def _said_by(self, suspects: Sequence[int], timed_out: bool) -> RingError | None:
+        """The error that a suspect stopped with; it is a victim then, and its error names the cause."""
+        deadline = time.monotonic() + (_GRACE_SECONDS if timed_out else 0.0)
+        try:
+            while True:
+                for suspect in suspects:
+                    if self._rendezvous.is_published(self._words_key(suspect)):
+                        return decode_error(self._rendezvous.fetch(self._words_key(suspect), suspect), suspect)
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(0.02)
-            words: dict[str, int | None] = json.loads(self._rendezvous.fetch(key, rank))
         except RingError:  # the store went with the rank that hosted it
             return None
-        return words
+
+    def _leave_words(self, error: RingError) -> None:
+        with contextlib.suppress(RingError):
+            self._rendezvous.publish(self._words_key(self.rank), encode_error(error))
 
     def _words_key(self, rank: int) -> str:
         return f"transport/{self._name}/last_words/{rank}"
@@ -138,4 +154,4 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as uint8: every dtype travels, those that Gloo does not know included."""
     if not tensor.is_contiguous():
         raise ValueError(f"a transport moves contiguous tensors, got strides {tensor.stride()}")
-    return tensor.reshape(-1).view(torch.uint8)
+    return bytes_of(tensor)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from torchring.call import Call, mismatch
 from torchring.kernels import reference
 from torchring.transport.c10d import C10dTransport
 
@@ -26,9 +27,10 @@ class GroupExchange:
     def __init__(self, transport: C10dTransport) -> None:
         self._transport = transport
 
-    def all_reduce(self, data: torch.Tensor, op: str) -> None:
+    def all_reduce(self, data: torch.Tensor, op: str, call: Call) -> None:
+        self._agree(call)
         if not data.numel():
-            return self.barrier()
+            return
         # 16-bit values travel as fp32, so that they are rounded once. int16 is no dtype of Gloo's.
         wide = torch.int32 if data.dtype == torch.int16 else reference.compute_dtype(data.dtype, data.dtype)
         buffer = data if data.dtype in _NATIVE_DTYPES else data.to(wide)
@@ -39,16 +41,16 @@ class GroupExchange:
             buffer.mul_(1.0 / self._transport.size)
         if buffer is not data:
             data.copy_(buffer)
-        return None
 
-    def broadcast(self, data: torch.Tensor, src: int) -> None:
+    def broadcast(self, data: torch.Tensor, src: int, call: Call) -> None:
+        self._agree(call)
         options = dist.BroadcastOptions()
         options.rootRank = src
         if data.numel():
             self._transport.collective(lambda group: group.broadcast([data], options))
 
-    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
-        sizes = [int(row[0]) for row in self._gather_rows([data.numel()])]
+    def all_gather(self, data: torch.Tensor, call: Call) -> list[torch.Tensor]:
+        sizes = [int(row[0]) for row in self._agree(call, [data.numel()])]
         # Gloo gathers equal sizes only.
         longest = max(sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
@@ -58,8 +60,8 @@ class GroupExchange:
             self._transport.collective(lambda group: group.allgather([gathered], [padded]))
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        rows = self._gather_rows([piece.numel() for piece in pieces])
+    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
+        rows = self._agree(call, [piece.numel() for piece in pieces])
         sizes = [int(row[self._transport.rank]) for row in rows]
         received = torch.empty(sum(sizes), dtype=torch.uint8)
         if sum(int(row.sum()) for row in rows):
@@ -69,14 +71,21 @@ class GroupExchange:
             self._transport.collective(lambda group: group.alltoall_base(received, data, sizes, lengths, options))
         return list(torch.split(received, sizes))
 
-    def barrier(self) -> None:
-        self._gather_rows([0])
+    def barrier(self, call: Call) -> None:
+        self._agree(call)
 
     def close(self) -> None:
         self._transport.close()
 
-    def _gather_rows(self, row: Sequence[int]) -> list[torch.Tensor]:
-        mine = torch.tensor(row)
-        rows = [torch.empty_like(mine) for _ in range(self._transport.size)]
+    def _agree(self, call: Call, sizes: Sequence[int] = ()) -> list[torch.Tensor]:
+        """One small message: everybody's `sizes`, after comparing calls; see `HostExchange`."""
+        # Every row has room for as many sizes as any call sends, so that rows of different calls are equally long.
+        room = self._transport.size
+        text = torch.frombuffer(bytearray(call.text.ljust(Call.MAX_BYTES, b"\0")), dtype=torch.int64)
+        mine = torch.cat([torch.tensor([call.checksum, *sizes, *[0] * (room - len(sizes))]), text])
+        rows = [torch.empty_like(mine) for _ in range(room)]
         self._transport.collective(lambda group: group.allgather([rows], [mine]))
-        return rows
+        for rank, row in enumerate(rows):
+            if row[0] != mine[0]:
+                raise mismatch(self._transport.rank, call, rank, row[1 + room :].numpy().tobytes())
+        return [row[1 : 1 + len(sizes)] for row in rows]

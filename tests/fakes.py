@@ -1,0 +1,102 @@
+"""A transport whose network is a dictionary in this process: ranks are threads, and nothing depends on sockets.
+
+It follows the contract to the letter and no further: a tensor is read when sender and receiver have both started, so
+whoever changes one before `wait` has returned is found out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+
+import torch
+
+from torchring.errors import PeerLostError, PeerTimeoutError
+
+
+class FakeNetwork:
+    """Links between `size` ranks. `transport(rank, stream)` is one rank's end of one stream."""
+
+    def __init__(self, size: int, timeout_seconds: float = 20.0) -> None:
+        self.size = size
+        self.timeout_seconds = timeout_seconds
+        self.dead: set[int] = set()
+        self.closed: set[tuple[str, int]] = set()
+        self.changed = threading.Condition()
+        self.sends: defaultdict[tuple[str, int, int], deque[FakeTransfer]] = defaultdict(deque)
+        self.receives: defaultdict[tuple[str, int, int], deque[FakeTransfer]] = defaultdict(deque)
+
+    def transport(self, rank: int, stream: str = "stream") -> FakeTransport:
+        return FakeTransport(self, rank, stream)
+
+    def kill(self, rank: int) -> None:
+        """The rank dies: whoever waits, now or later, hears of it."""
+        with self.changed:
+            self.dead.add(rank)
+            self.changed.notify_all()
+
+
+class FakeTransport:
+    """See `Transport`."""
+
+    def __init__(self, network: FakeNetwork, rank: int, stream: str) -> None:
+        self.rank = rank
+        self.size = network.size
+        self._network = network
+        self._stream = stream
+
+    def send(self, tensor: torch.Tensor, peer: int) -> FakeTransfer:
+        return self._start(tensor, peer, (self._stream, self.rank, peer), sends=True)
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> FakeTransfer:
+        return self._start(tensor, peer, (self._stream, peer, self.rank), sends=False)
+
+    def close(self) -> None:
+        with self._network.changed:
+            self._network.closed.add((self._stream, self.rank))
+            self._network.changed.notify_all()
+
+    def _start(self, tensor: torch.Tensor, peer: int, link: tuple[str, int, int], *, sends: bool) -> FakeTransfer:
+        if not tensor.is_contiguous():
+            raise ValueError(f"a transport moves contiguous tensors, got strides {tensor.stride()}")
+        network = self._network
+        transfer = FakeTransfer(network, self._stream, self.rank, peer, tensor.detach().reshape(-1).view(torch.uint8))
+        with network.changed:
+            if (self._stream, self.rank) in network.closed:
+                raise PeerLostError("this transport is closed", rank=self.rank)
+            (network.sends if sends else network.receives)[link].append(transfer)
+            while network.sends[link] and network.receives[link]:
+                source, target = network.sends[link].popleft(), network.receives[link].popleft()
+                target.data.copy_(source.data)
+                source.done = target.done = True
+            network.changed.notify_all()
+        return transfer
+
+
+class FakeTransfer:
+    """See `Transfer`."""
+
+    def __init__(self, network: FakeNetwork, stream: str, rank: int, peer: int, data: torch.Tensor) -> None:
+        self.data = data
+        self.done = False
+        self._network, self._stream, self._rank, self._peer = network, stream, rank, peer
+
+    def wait(self) -> None:
+        network, peer = self._network, self._peer
+        started = time.monotonic()
+        with network.changed:
+            network.changed.wait_for(lambda: self.done or self._lost(), network.timeout_seconds)
+            seconds = time.monotonic() - started
+            if self.done:
+                return
+            if self._lost():
+                culprits = network.dead or {peer}
+                raise PeerLostError("peers are gone", rank=self._rank, peers=sorted(culprits), seconds=seconds)
+            raise PeerTimeoutError("no answer", rank=self._rank, peers=(peer,), seconds=seconds)
+
+    def _lost(self) -> bool:
+        network = self._network
+        return bool(network.dead) or not {(self._stream, self._peer), (self._stream, self._rank)}.isdisjoint(
+            network.closed
+        )

@@ -1,0 +1,547 @@
+"""One contract (`torchring/allreduce/mover.py`), four movers: direct, ring over the fake and over Gloo, native."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
+from fakes import FakeNetwork
+from harness import RanksFailed, run_threads
+
+from torchring.allreduce.direct import ALIGNMENT_BYTES, BLOCK_BYTES, DirectAllReduce, slice_bounds
+from torchring.allreduce.mover import Mover, NonFinite, is_finite
+from torchring.allreduce.native import NativeAllReduce
+from torchring.allreduce.ring import RingAllReduce, RingStep, ring_steps
+from torchring.errors import PeerLostError, PeerTimeoutError
+from torchring.transport.c10d import C10dTransport
+from torchring.world import World
+
+KINDS = ("direct", "ring-fake", "ring-c10d", "native")
+WORLDS = (2, 3, 5)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+MIB = 2**20
+
+every_mover = pytest.mark.parametrize("kind", KINDS)
+every_world = pytest.mark.parametrize("size", WORLDS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def run_movers(
+    kind: str, size: int, body: Callable[..., Any], *, num_movers: int = 1, timeout_seconds: float = 20.0
+) -> list[Any]:
+    """body(rank, *movers) on every rank, in threads of this process."""
+    network = FakeNetwork(size, timeout_seconds)
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
+        # Only the fake does without a world.
+        world = World(store, rank, 1 if kind == "ring-fake" else size, timeout_seconds=timeout_seconds)
+        movers = [_open(kind, world, network.transport(rank, f"stream{i}")) for i in range(num_movers)]
+        try:
+            return body(rank, *movers)
+        finally:
+            for mover in movers:
+                mover.close()
+            world.close()
+
+    return run_threads(on_rank, size)
+
+
+def _open(kind: str, world: World, fake: Any) -> Mover:
+    if kind == "direct":
+        assert world.host is not None
+        return DirectAllReduce(world.host, spin_seconds=0.0)
+    if kind == "ring-fake":
+        return RingAllReduce(fake)
+    assert world.rendezvous is not None
+    transport = C10dTransport(world.rendezvous, world.next_stream_name())
+    return RingAllReduce(transport) if kind == "ring-c10d" else NativeAllReduce(transport)
+
+
+def sizes_of(size: int, dtype: torch.dtype) -> list[int]:
+    """Element counts around every boundary: ranks, cache lines, blocks of a buffer and of a slice."""
+    block, line = BLOCK_BYTES // dtype.itemsize, ALIGNMENT_BYTES // dtype.itemsize
+    edges = [line, line * size, block, block * size]
+    around = {edge + i for edge in edges for i in (-1, 0, 1)}
+    return sorted({0, 1, size - 1, size, size + 1, 63, 64, 65, MIB // dtype.itemsize} | around)
+
+
+@functools.cache
+def _inputs(dtype: torch.dtype, rank: int) -> torch.Tensor:
+    return exact_inputs(6 * BLOCK_BYTES // dtype.itemsize, dtype, rank)
+
+
+@functools.cache
+def _sums(dtype: torch.dtype, ranks: int, scale: float) -> torch.Tensor:
+    parts = [_inputs(dtype, rank).double() for rank in range(ranks)]
+    return (torch.stack(parts).sum(0) * scale).to(dtype)
+
+
+def part_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rank's input: small integers."""
+    return _inputs(dtype, rank)[:numel]
+
+
+def exact_sum(numel: int, dtype: torch.dtype, ranks: int, scale: float) -> torch.Tensor:
+    return _sums(dtype, ranks, scale)[:numel]
+
+
+def num_roundings(kind: str, dtype: torch.dtype, size: int) -> float:
+    """Of the wire dtype, on the way of a sum of `size` parts, the last one not counted."""
+    in_fp32 = size * 2.0**-24 / (torch.finfo(dtype).eps / 2)  # 16-bit wires: every fp32 rounding, in units of theirs
+    if dtype.itemsize > 2 or kind == "native":
+        return size - 1
+    return in_fp32 if kind == "direct" else size - 2 + in_fp32
+
+
+# ---- the contract
+
+
+@every_mover
+@every_world
+@every_dtype
+def test_exact_sums_of_every_size(kind: str, size: int, dtype: torch.dtype) -> None:
+    sizes = sizes_of(size, dtype)
+
+    def body(rank: int, mover: Mover) -> list[torch.Tensor]:
+        wires = mover.open_wires([(numel, dtype) for numel in sizes])
+        for wire, numel in zip(wires, sizes, strict=True):
+            assert wire.tensor.shape == (numel,)
+            assert wire.tensor.dtype == dtype
+            assert not wire.tensor.any(), "a new wire is zeroed"
+            wire.tensor.copy_(part_of(rank, numel, dtype))
+        for wire in wires:
+            address = wire.tensor.data_ptr()
+            assert mover.all_reduce(wire, scale=0.5) is None
+            assert wire.tensor.data_ptr() == address
+        return [wire.tensor if rank == 0 else digest(wire.tensor) for wire in wires]
+
+    per_rank = run_movers(kind, size, body)
+    for i, numel in enumerate(sizes):
+        assert_bitwise(per_rank[0][i], exact_sum(numel, dtype, size, 0.5), f"{numel} elements")
+        assert_same_on_all_ranks([digest(per_rank[0][i]), *(results[i] for results in per_rank[1:])])
+
+
+@every_mover
+@every_world
+@every_dtype
+def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtype: torch.dtype) -> None:
+    numel, scales = 20_000, (1.0, 1 / 3, 7.25)
+
+    def inputs(rank: int) -> torch.Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
+
+    def body(rank: int, mover: Mover) -> list[torch.Tensor]:
+        wires = mover.open_wires([(numel, dtype)] * len(scales))
+        for wire, scale in zip(wires, scales, strict=True):
+            wire.tensor.copy_(inputs(rank))
+            assert mover.all_reduce(wire, scale=scale) is None
+        return [wire.tensor.clone() for wire in wires]
+
+    per_rank = run_movers(kind, size, body)
+    roundings: Any = num_roundings(kind, dtype, size) + (kind == "native")  # native rounds once more, when it scales
+    for i, scale in enumerate(scales):
+        assert_same_on_all_ranks([results[i] for results in per_rank])
+        parts = torch.stack([inputs(rank).double() for rank in range(size)]) * scale
+        assert_within_rounding(per_rank[0][i], parts.sum(0), parts.abs().sum(0), roundings, dtype)
+        with pytest.raises(AssertionError):  # it would notice a rank that was left out
+            assert_within_rounding(per_rank[0][i], parts[1:].sum(0), parts.abs().sum(0), roundings, dtype)
+
+
+@every_mover
+@every_world
+def test_a_mean_that_fits_does_not_overflow_on_the_way(kind: str, size: int) -> None:
+    """fp16 holds up to 65504; the sum does not fit, so a 16-bit wire has to be packed scaled, as buckets do."""
+
+    def body(rank: int, mover: Mover) -> torch.Tensor:
+        (wire,) = mover.open_wires([(10, torch.float16)])
+        wire.tensor.fill_(60_000.0 / size)
+        assert mover.all_reduce(wire, scale=1.0) is None
+        return wire.tensor.clone()
+
+    for result in run_movers(kind, size, body):
+        torch.testing.assert_close(result.double(), torch.full((10,), 60_000.0).double(), rtol=0, atol=32.0 * size)
+
+
+@every_mover
+@every_world
+def test_a_non_finite_input_is_traced_to_rank_and_element(kind: str, size: int) -> None:
+    numel = 1000
+    places = list(itertools.product(range(size), (0, numel // 2, numel - 1), (math.nan, math.inf, -math.inf)))
+
+    def body(rank: int, mover: Mover) -> list[tuple[NonFinite | None, NonFinite | None]]:
+        (wire,) = mover.open_wires([(numel, torch.float32)])
+        reports = []
+        for culprit, element, value in places:
+            wire.tensor.copy_(part_of(rank, numel, torch.float32))
+            if rank == culprit:
+                wire.tensor[element] = value
+            found = mover.all_reduce(wire, scale=0.5)
+            assert not math.isfinite(wire.tensor[element])
+            others = torch.arange(numel) != element
+            assert_bitwise(wire.tensor[others], exact_sum(numel, torch.float32, size, 0.5)[others])
+            wire.tensor.copy_(part_of(rank, numel, torch.float32))
+            reports.append((found, mover.all_reduce(wire)))  # the next round is clean again
+        return reports
+
+    expected = [(NonFinite(rank, element), None) for rank, element, _ in places]
+    for reports in run_movers(kind, size, body):
+        assert reports == expected
+
+
+@every_mover
+@every_dtype
+def test_non_finite_inputs_of_every_dtype(kind: str, dtype: torch.dtype) -> None:
+    numel = 2 * BLOCK_BYTES // dtype.itemsize + 3  # in a block that is not the first
+
+    def body(rank: int, mover: Mover) -> NonFinite | None:
+        (wire,) = mover.open_wires([(numel, dtype)])
+        wire.tensor.fill_(1.0)
+        if rank == 1:
+            wire.tensor[numel - 2] = math.nan
+        return mover.all_reduce(wire)
+
+    assert run_movers(kind, 2, body) == [NonFinite(1, numel - 2)] * 2
+
+
+@every_mover
+def test_the_report_of_several_culprits_is_true_of_one_of_them(kind: str) -> None:
+    """Rank 0 holds a NaN at element 50, rank 2 one at element 10: (0, 10) would be wrong twice."""
+
+    def body(rank: int, mover: Mover) -> NonFinite | None:
+        (wire,) = mover.open_wires([(100, torch.float32)])
+        wire.tensor.fill_(1.0)
+        if rank != 1:
+            wire.tensor[50 if rank == 0 else 10] = math.nan
+        return mover.all_reduce(wire)
+
+    found = run_movers(kind, 3, body)
+    assert len(set(found)) == 1
+    assert found[0] in (NonFinite(0, 50), NonFinite(2, 10))
+
+
+@every_mover
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_finite_values_whose_sum_over_a_block_overflows_are_no_alarm(kind: str, dtype: torch.dtype) -> None:
+    large = torch.finfo(dtype).max / 4
+
+    def body(rank: int, mover: Mover) -> tuple[NonFinite | None, torch.Tensor]:
+        (wire,) = mover.open_wires([(4000, dtype)])
+        wire.tensor.fill_(large)
+        return mover.all_reduce(wire, scale=0.5), wire.tensor.clone()
+
+    for found, result in run_movers(kind, 2, body):
+        assert found is None
+        assert_bitwise(result, torch.full((4000,), large, dtype=dtype))
+    assert not math.isfinite(torch.full((4000,), large, dtype=dtype).sum(dtype=torch.float32)) or dtype == torch.float16
+
+
+@every_mover
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_an_overflow_of_finite_inputs_is_blamed_on_no_rank(kind: str, dtype: torch.dtype) -> None:
+    """The result is infinite, but no rank's input was, and a report names the rank whose input it was."""
+
+    def body(rank: int, mover: Mover) -> tuple[NonFinite | None, torch.Tensor]:
+        (wire,) = mover.open_wires([(100, dtype)])
+        wire.tensor.fill_(1.0)
+        wire.tensor[70] = torch.finfo(dtype).max
+        return mover.all_reduce(wire), wire.tensor.clone()
+
+    for found, result in run_movers(kind, 2, body):
+        assert result[70] == math.inf
+        assert result.isfinite().sum() == 99
+        assert found is None
+
+
+@every_mover
+def test_a_small_scale_hides_no_alarm(kind: str) -> None:
+    def body(rank: int, mover: Mover) -> NonFinite | None:
+        (wire,) = mover.open_wires([(100, torch.float16)])
+        wire.tensor.fill_(1.0)
+        if rank == 1:
+            wire.tensor[7] = math.nan
+        return mover.all_reduce(wire, scale=2.0**-30)
+
+    assert run_movers(kind, 2, body) == [NonFinite(1, 7)] * 2
+
+
+@every_mover
+@every_world
+def test_many_rounds_in_a_row_with_a_delayed_rank(kind: str, size: int) -> None:
+    num_rounds, numel = 40, 3000
+
+    def body(rank: int, mover: Mover) -> list[str]:
+        wires = mover.open_wires([(numel, torch.float32), (numel + 1, torch.float32)])
+        digests = []
+        for i in range(num_rounds):
+            wire = wires[i % 2]
+            wire.tensor.copy_(exact_inputs(wire.tensor.numel(), torch.float32, (rank + i) % 20))
+            if rank == i % size and i % 5 == 0:
+                time.sleep(0.01)
+            assert mover.all_reduce(wire) is None
+            digests.append(digest(wire.tensor))
+        return digests
+
+    expected = []
+    for i in range(num_rounds):
+        parts = [exact_inputs(numel + i % 2, torch.float32, (rank + i) % 20) for rank in range(size)]
+        expected.append(digest(torch.stack(parts).sum(0)))
+    assert len(set(expected)) == num_rounds // 2
+    for digests in run_movers(kind, size, body):
+        assert digests == expected
+
+
+@every_mover
+def test_results_feed_the_next_round(kind: str) -> None:
+    """What a rank reads after a round is final: adding 1 to it and reducing again gives 2 (x + 1), and so on."""
+
+    def body(rank: int, mover: Mover) -> torch.Tensor:
+        (wire,) = mover.open_wires([(5000, torch.float64)])
+        wire.tensor.fill_(1.0)
+        for _ in range(30):
+            mover.all_reduce(wire)
+            wire.tensor.add_(1.0)
+        return wire.tensor.clone()
+
+    expected = 1.0
+    for _ in range(30):
+        expected = 2 * expected + 1
+    for result in run_movers(kind, 2, body):
+        assert_bitwise(result, torch.full((5000,), expected, dtype=torch.float64))
+
+
+@every_mover
+def test_wires_of_one_mover_may_differ_in_dtype_and_size(kind: str) -> None:
+    specs = [(7, torch.float16), (0, torch.float32), (100_000, torch.float64), (33, torch.bfloat16), (1, torch.float32)]
+
+    def body(rank: int, mover: Mover) -> list[torch.Tensor]:
+        wires = [*mover.open_wires(specs), *mover.open_wires(specs[:2])]  # a second time, as for added parameters
+        for i, wire in enumerate(wires):
+            wire.tensor.copy_(exact_inputs(wire.tensor.numel(), wire.tensor.dtype, rank + 3 * i))
+        for wire in reversed(wires):
+            mover.all_reduce(wire)
+        return [wire.tensor.clone() for wire in wires]
+
+    for results in run_movers(kind, 3, body):
+        for i, (result, (numel, dtype)) in enumerate(zip(results, [*specs, *specs[:2]], strict=True)):
+            parts = [exact_inputs(numel, torch.float64, rank + 3 * i) for rank in range(3)]
+            assert_bitwise(result, torch.stack(parts).sum(0).to(dtype), f"wire {i}")
+
+
+@every_mover
+def test_two_movers_in_two_threads_do_not_take_each_others_signals(kind: str) -> None:
+    num_rounds, numel = 40, 2000
+
+    def body(rank: int, *movers: Mover) -> list[list[str]]:
+        wires = [mover.open_wires([(numel, torch.float32)])[0] for mover in movers]
+        digests: list[list[str]] = [[] for _ in movers]
+
+        def drive(index: int) -> None:
+            for i in range(num_rounds):
+                wires[index].tensor.copy_(exact_inputs(numel, torch.float32, (3 * rank + 7 * index + i) % 33))
+                if i % 8 == 0 and rank == index:
+                    time.sleep(0.06)  # long enough for the others to look after their peers, in both threads
+                assert movers[index].all_reduce(wires[index]) is None
+                digests[index].append(digest(wires[index].tensor))
+
+        failures: list[BaseException] = []
+
+        def guarded(index: int) -> None:
+            try:
+                drive(index)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=guarded, args=(i,)) for i in range(len(movers))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        return digests
+
+    def expected(index: int, i: int) -> str:
+        seeds = [(3 * rank + 7 * index + i) % 33 for rank in range(3)]
+        return digest(torch.stack([exact_inputs(numel, torch.float32, seed) for seed in seeds]).sum(0))
+
+    right = [[expected(index, i) for i in range(num_rounds)] for index in range(2)]
+    assert right[0] != right[1]
+    assert run_movers(kind, 3, body, num_movers=2) == [right] * 3
+
+
+@every_mover
+def test_a_rank_that_leaves_is_named(kind: str) -> None:
+    def body(rank: int, mover: Mover) -> Any:
+        (wire,) = mover.open_wires([(10, torch.float32)])
+        mover.all_reduce(wire)
+        if rank == 1:
+            return None  # its world is closed next
+        with pytest.raises(PeerLostError) as caught:
+            mover.all_reduce(wire)
+        return caught.value.peers
+
+    assert run_movers(kind, 2, body)[0] == (1,)
+
+
+@every_mover
+def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
+    has_failed = threading.Event()
+
+    def body(rank: int, mover: Mover) -> Any:
+        (wire,) = mover.open_wires([(10, torch.float32)])
+        if rank == 1:
+            assert has_failed.wait(15.0)
+            return None
+        with pytest.raises(PeerTimeoutError) as caught:
+            mover.all_reduce(wire)
+        has_failed.set()
+        return caught.value.peers, caught.value.rank
+
+    assert run_movers(kind, 2, body, timeout_seconds=0.4)[0] == ((1,), 0)
+
+
+@every_mover
+def test_what_a_mover_says_of_itself(kind: str) -> None:
+    def body(_: int, mover: Mover) -> tuple[str, bool]:
+        return mover.algorithm, mover.sleeps_while_waiting
+
+    assert run_movers(kind, 2, body) == [(kind.split("-")[0], kind != "direct")] * 2
+
+
+def test_the_suite_notices_a_mover_that_forgets_a_rank() -> None:
+    class Forgetful(RingAllReduce):
+        def all_reduce(self, wire: Any, *, scale: float = 1.0) -> NonFinite | None:
+            if self._transport.rank == 0:
+                wire.tensor.zero_()
+            return super().all_reduce(wire, scale=scale)
+
+    network = FakeNetwork(2)
+
+    def on_rank(rank: int, size: int, _: dist.Store) -> None:
+        mover = Forgetful(network.transport(rank))
+        (wire,) = mover.open_wires([(64, torch.float32)])
+        wire.tensor.copy_(part_of(rank, 64, torch.float32))
+        mover.all_reduce(wire)
+        assert_bitwise(wire.tensor, exact_sum(64, torch.float32, 2, 1.0))
+
+    with pytest.raises(RanksFailed, match="elements differ"):
+        run_threads(on_rank, 2)
+
+
+# ---- what one of them promises beyond it
+
+
+@every_world
+@every_dtype
+def test_direct_adds_in_rank_order_whatever_the_layout(size: int, dtype: torch.dtype) -> None:
+    """The same values at two places of buffers of two sizes give the same bits, those of a sum in rank order."""
+    numel = 5000
+
+    def inputs(rank: int) -> torch.Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
+
+    def body(rank: int, mover: Mover) -> list[torch.Tensor]:
+        wires = mover.open_wires([(numel, dtype), (3 * numel + 17, dtype)])
+        for wire in wires:
+            wire.tensor[-numel:] = inputs(rank)
+            mover.all_reduce(wire, scale=1 / size)
+        return [wire.tensor[-numel:].clone() for wire in wires]
+
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    total = inputs(0).to(wide)
+    for rank in range(1, size):
+        total += inputs(rank).to(wide)
+    expected = (total * (1 / size)).to(dtype)
+    for results in run_movers("direct", size, body):
+        for result in results:
+            assert_bitwise(result, expected)
+
+
+# ---- schedules
+
+
+def test_slice_bounds_example() -> None:
+    assert slice_bounds(100, 3, 4) == [(0, 48), (48, 96), (96, 100)]
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4, 8])
+def test_slices_cover_the_buffer_in_whole_cache_lines(element_bytes: int) -> None:
+    for num_elements, num_ranks in itertools.product([0, 1, 2, 7, 31, 32, 33, 63, 64, 65, 1000, 65_537], range(1, 9)):
+        bounds = slice_bounds(num_elements, num_ranks, element_bytes)
+        assert len(bounds) == num_ranks
+        assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
+        assert bounds[-1][1] == num_elements
+        line = ALIGNMENT_BYTES // element_bytes
+        assert all(start <= stop for start, stop in bounds)
+        assert all(start % line == 0 or start == num_elements for start, _ in bounds)
+        lengths = [stop - start for start, stop in bounds]
+        assert max(lengths) <= math.ceil(num_elements / num_ranks) + line - 1
+
+
+def test_ring_steps_example() -> None:
+    assert list(ring_steps(1, 2)) == [RingStep(1, 0, adds=True), RingStep(0, 1, adds=False)]
+
+
+def test_ring_steps_table() -> None:
+    """The table at the top of ring.py."""
+    table = [
+        [(0, 2, True), (2, 1, True), (1, 0, False), (0, 2, False)],
+        [(1, 0, True), (0, 2, True), (2, 1, False), (1, 0, False)],
+        [(2, 1, True), (1, 0, True), (0, 2, False), (2, 1, False)],
+    ]
+    for rank, rows in enumerate(table):
+        assert [(step.send, step.receive, step.adds) for step in ring_steps(rank, 3)] == rows
+
+
+def simulate(schedule: Callable[[int, int], Sequence[RingStep]], size: int) -> list[list[frozenset[int]]]:
+    """holdings[rank][chunk]: whose inputs are in that chunk at the end; adding the same input twice is an error."""
+    holdings = [[frozenset([rank]) for _ in range(size)] for rank in range(size)]
+    steps = [list(schedule(rank, size)) for rank in range(size)]
+    for index in range(len(steps[0])):
+        sent = [holdings[rank][steps[rank][index].send] for rank in range(size)]
+        for rank in range(size):
+            step, left = steps[rank][index], (rank - 1) % size
+            assert steps[left][index].send == step.receive, "neighbours disagree about the chunk"
+            incoming = sent[left]
+            if step.adds:
+                assert not incoming & holdings[rank][step.receive], "an input is added twice"
+                incoming |= holdings[rank][step.receive]
+            holdings[rank][step.receive] = incoming
+    return holdings
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_ring_steps_bring_every_input_to_every_rank_once(size: int) -> None:
+    assert len(list(ring_steps(0, size))) == 2 * (size - 1)
+    holdings = simulate(lambda rank, n: list(ring_steps(rank, n)), size)
+    assert holdings == [[frozenset(range(size))] * size] * size
+
+
+def test_the_simulation_notices_a_wrong_schedule() -> None:
+    def short(rank: int, size: int) -> Sequence[RingStep]:
+        return list(ring_steps(rank, size))[:-1]
+
+    def twice(rank: int, size: int) -> Sequence[RingStep]:
+        steps = list(ring_steps(rank, size))
+        return [*steps[: size - 1], steps[size - 1].__class__(steps[size - 1].send, steps[size - 1].receive, True)]
+
+    assert simulate(short, 4) != [[frozenset(range(4))] * 4] * 4
+    with pytest.raises(AssertionError, match="twice"):
+        simulate(twice, 4)
+
+
+def test_is_finite() -> None:
+    assert is_finite(torch.full((10,), 3e38))  # their sum is not
+    assert is_finite(torch.empty(0))
+    assert is_finite(torch.full((10,), 60_000.0, dtype=torch.float16))
+    assert not is_finite(torch.tensor([1.0, math.nan]))
+    assert not is_finite(torch.tensor([math.inf, -math.inf, 1.0], dtype=torch.float64))

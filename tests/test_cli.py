@@ -1,0 +1,264 @@
+"""`torchring run`: what ranks are told, what becomes of their exit codes, and that none survives the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import torchring
+from torchring import cli
+
+REPORT = """
+import json, os, sys
+from pathlib import Path
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"]
+text = json.dumps({"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}})
+Path(os.environ["REPORTS"], os.environ["RANK"]).write_text(text)
+"""
+
+
+class Launcher:
+    """Runs `python -m torchring.cli ...` in a folder of its own; what ranks write to $REPORTS is in `reports`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reports_folder = folder / "reports"
+        self.reports_folder.mkdir()
+        launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMP_")
+        self.environ = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+        self.environ |= {"REPORTS": str(self.reports_folder)}
+
+    def script(self, code: str, name: str = "script.py") -> str:
+        (self.folder / name).write_text(code)
+        return name
+
+    def start(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torchring.cli", *arguments],
+            cwd=self.folder,
+            env={**self.environ, **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, **environ)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def reports(self) -> list[dict[str, object]]:
+        files = sorted(self.reports_folder.iterdir(), key=lambda file: int(file.name))
+        return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    return Launcher(tmp_path)
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# What ranks are told
+
+
+def test_ranks_get_their_place_and_the_scripts_arguments(launcher: Launcher) -> None:
+    """Those that look like the launcher's own, too: everything behind the script belongs to it."""
+    given = [
+        "data",
+        "--help",
+        "-np",
+        "7",
+        "--num-proc=3",
+        "-h",
+        "--version",
+        "--nproc-per-node=9",
+        "a b",
+        "",
+        "-x",
+        "--",
+    ]
+    given += ["--", "run", "--standalone", "--lr", "-0.5"]
+    ran = launcher.run("run", "-np", "2", launcher.script(REPORT), *given)
+    assert ran.returncode == 0, ran.stderr
+    reports = launcher.reports()
+    assert [report["argv"] for report in reports] == [given, given]
+    assert [report["RANK"] for report in reports] == ["0", "1"]
+    assert [report["LOCAL_RANK"] for report in reports] == ["0", "1"]
+    assert [report["WORLD_SIZE"] for report in reports] == ["2", "2"]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert [report["OMP_NUM_THREADS"] for report in reports] == [threads, threads]
+
+
+def test_a_double_dash_first_belongs_to_the_script(launcher: Launcher) -> None:
+    ran = launcher.run("run", "--num-proc=1", launcher.script(REPORT), "--", "--epochs", "3", OMP_NUM_THREADS="3")
+    assert ran.returncode == 0, ran.stderr
+    (report,) = launcher.reports()
+    assert [report[name] for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")] == ["0", "1", "3"]
+    assert report["argv"] == ["--", "--epochs", "3"]
+
+
+def test_ranks_reduce_together(launcher: Launcher) -> None:
+    code = """
+import os, torch, torchring
+from pathlib import Path
+total = torchring.all_reduce(torch.tensor([float(torchring.rank() + 1)]), "sum").item()
+Path(os.environ["REPORTS"], str(torchring.rank())).write_text(str([total, torchring.size()]))
+"""
+    ran = launcher.run("run", "-np", "2", launcher.script(code, "a script with spaces.py"))
+    assert ran.returncode == 0, ran.stderr
+    assert launcher.reports() == [[3.0, 2]] * 2
+
+
+# Exit codes
+
+
+def test_exit_code_of_the_rank_that_failed(launcher: Launcher) -> None:
+    script = launcher.script("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)\n")
+    started = time.monotonic()
+    ran = launcher.run("run", "-np", "2", script)
+    assert ran.returncode == 3
+    assert "rank 1 (pid " in ran.stderr
+    assert "ended first, with exit code 3" in ran.stderr
+    assert time.monotonic() - started < 45  # the other one was ended, not waited for
+
+
+def test_a_killed_rank_is_137(launcher: Launcher) -> None:
+    code = (
+        "import os, signal, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
+    )
+    ran = launcher.run("run", "-np", "2", launcher.script(code))
+    assert ran.returncode == 137
+    assert "rank 0 (pid " in ran.stderr
+    assert "killed by SIGKILL" in ran.stderr
+
+
+def test_interrupting_the_launcher_ends_all_ranks(launcher: Launcher) -> None:
+    """To the launcher alone, as from a scheduler; a terminal would send Ctrl-C to the ranks as well."""
+    code = """
+import os, time
+from pathlib import Path
+path = Path(os.environ["REPORTS"], os.environ["RANK"])
+path.with_name("." + path.name).write_text(str(os.getpid()))
+path.with_name("." + path.name).rename(path)
+time.sleep(60)
+"""
+    process = launcher.start("run", "-np", "2", launcher.script(code))
+    try:
+        wait_until(lambda: {f.name for f in launcher.reports_folder.iterdir()} >= {"0", "1"}, "the ranks")
+        pids = [int((launcher.reports_folder / rank).read_text()) for rank in "01"]
+        assert all(map(is_running, pids))
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=45)
+        assert process.returncode == 130, err
+        wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=1)
+        assert "torchring/cli.py" not in err  # tracebacks are the ranks' own
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for pid in launcher.reports_folder.glob("[01]"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+# Wrong use, in this process: it ends before anything is started
+
+
+def called(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        code = cli.main(arguments)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_missing_script_is_2_with_a_plain_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for missing in (str(tmp_path / "nowhere.py"), str(tmp_path)):
+        code, out, err = called(["run", "-np", "2", missing], capsys)
+        assert (code, out) == (2, "")
+        assert err == f"torchring run: there is no script {missing!r}\n"
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "-3"])
+def test_too_few_processes(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(["run", f"--num-proc={number}", __file__], capsys)
+    assert (code, out) == (2, "")
+    assert "usage: torchring run" in err
+    assert f"argument -np/--num-proc: needs at least 1 process, got {number}" in err
+
+
+@pytest.mark.parametrize("text", ["many", "2.5", "", "0x2"])
+def test_not_a_number_of_processes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(["run", f"--num-proc={text}", __file__], capsys)
+    assert (code, out) == (2, "")
+    assert "usage: torchring run" in err
+    assert "argument -np/--num-proc: " in err
+    assert repr(text) in err
+    assert "_positive" not in err  # a name of ours, which says nothing to a user
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["walk"],
+        ["run"],
+        ["run", __file__],
+        ["run", "-np", "2"],
+        ["run", "-np"],
+        ["run", "--wrong", "-np", "2", "x"],
+    ],
+    ids=" ".join,
+)
+def test_nonsense_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(arguments, capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: torchring")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["run", "--help"], ["run", "-h"]], ids=" ".join)
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(arguments, capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: torchring")
+    assert ("-np" in out) is (arguments[0] == "run")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = called(["--version"], capsys)
+    assert code == 0
+    assert out.strip() == f"torchring {torchring.__version__}"
+
+
+def test_the_command_is_installed() -> None:
+    """Beside the interpreter that runs the tests."""
+    command = Path(sys.executable).with_name("torchring")
+    ran = subprocess.run([command, "run", "-np", "1", "nowhere.py"], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (2, "torchring run: there is no script 'nowhere.py'\n")

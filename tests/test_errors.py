@@ -1,0 +1,117 @@
+"""What a RingError says and carries, and that it survives pickling."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+import torchring
+from torchring import errors
+from torchring.errors import (
+    GradientError,
+    PeerLostError,
+    PeerTimeoutError,
+    PlanMismatchError,
+    RingError,
+    TopologyError,
+)
+
+ALL = [RingError, PlanMismatchError, PeerLostError, PeerTimeoutError, GradientError, TopologyError]
+FIELDS = ("message", "rank", "peers", "bucket", "parameters", "step", "seconds")
+
+
+def full(cls: type[RingError]) -> RingError:
+    return cls("it broke", rank=1, peers=[0, 3], bucket=2, parameters=["a.weight", "b.bias"], step=7, seconds=1.25)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_hierarchy(cls: type[RingError]) -> None:
+    assert issubclass(cls, RingError)
+    assert issubclass(cls, RuntimeError)
+    assert not issubclass(cls, (ValueError, TypeError))
+    assert cls is RingError or cls.__mro__[1] is RingError
+    assert getattr(torchring, cls.__name__) is cls
+    assert cls.__doc__
+
+
+def test_there_are_no_others() -> None:
+    defined = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)}
+    assert defined == set(ALL)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_carries_the_facts(cls: type[RingError]) -> None:
+    error = full(cls)
+    assert [getattr(error, field) for field in FIELDS] == [
+        "it broke", 1, (0, 3), 2, ("a.weight", "b.bias"), 7, 1.25,
+    ]  # fmt: skip
+    assert str(error) == "it broke [rank 1, step 7, bucket 2, parameters a.weight .. b.bias, after 1.25 s]"
+
+
+def test_what_is_unknown_is_none_and_not_said() -> None:
+    error = RingError("it broke")
+    assert [getattr(error, field) for field in FIELDS] == ["it broke", None, (), None, (), None, None]
+    assert str(error) == "it broke"
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"rank": 0}, "[rank 0]"),
+        ({"step": 0}, "[step 0]"),
+        ({"bucket": 0}, "[bucket 0]"),
+        ({"bucket": 3, "parameters": ["w"]}, "[bucket 3, parameter w]"),
+        ({"bucket": 3, "parameters": ["w", "x", "y"]}, "[bucket 3, parameters w .. y]"),
+        ({"seconds": 0.0}, "[after 0.00 s]"),
+        ({"seconds": 12.3456}, "[after 12.35 s]"),
+        ({"rank": 4, "seconds": 1.0}, "[rank 4, after 1.00 s]"),
+    ],
+)
+def test_each_fact_is_said(facts: dict[str, object], text: str) -> None:
+    assert str(RingError("it broke", **facts)) == f"it broke {text}"  # type: ignore[arg-type]
+
+
+def test_locate_adds_the_place() -> None:
+    error = PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)
+    error.locate(bucket=0, parameters=["w", "x"], step=12)
+    assert (error.bucket, error.parameters, error.step) == (0, ("w", "x"), 12)
+    assert (error.rank, error.peers, error.seconds) == (0, (3,), 0.5)
+    assert str(error) == "rank 3 died [rank 0, step 12, bucket 0, parameters w .. x, after 0.50 s]"
+
+
+def test_locate_keeps_a_place_that_is_known() -> None:
+    error = full(GradientError)
+    error.locate(bucket=0, parameters=["w"], step=0)
+    assert (error.bucket, error.parameters, error.step) == (2, ("a.weight", "b.bias"), 7)
+    first = GradientError("g", bucket=0, parameters=("p",), step=3)
+    first.locate(bucket=1, parameters=["w"], step=4)
+    assert (first.bucket, first.parameters, first.step) == (0, ("p",), 3)
+
+
+@pytest.mark.parametrize("cls", ALL)
+@pytest.mark.parametrize("way", ["pickle", "copy", "deepcopy"])
+def test_survives_the_trip(cls: type[RingError], way: str) -> None:
+    for error in (full(cls), cls("it broke")):
+        trips = {
+            "pickle": lambda e: pickle.loads(pickle.dumps(e)),
+            "copy": copy.copy,
+            "deepcopy": copy.deepcopy,
+        }
+        other = trips[way](error)
+        assert type(other) is cls
+        assert other is not error
+        assert str(other) == str(error)
+        assert [getattr(other, field) for field in FIELDS] == [getattr(error, field) for field in FIELDS]
+
+
+def test_facts_are_keywords() -> None:
+    with pytest.raises(TypeError):
+        RingError("it broke", 1)  # type: ignore[misc]
+
+
+def test_one_except_clause_for_all() -> None:
+    for cls in ALL:
+        with pytest.raises(RingError, match=r"^it broke \[rank 1, step 7"):
+            raise full(cls)

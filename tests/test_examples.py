@@ -1,0 +1,153 @@
+"""Every example, run as a user would run it: what it prints, how it ends, and who prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from harness import run_script
+
+pytest.importorskip("sklearn")
+pytest.importorskip("rich")
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+FAST = {
+    "train_digits.py": ("--epochs", "4", "--target", "0.8"),
+    "train_char_gpt.py": ("--steps", "40", "--sample", "20", "--amp", "off"),
+    "compare_with_ddp.py": ("--steps", "12", "--width", "128"),
+}
+
+
+def run_example(
+    tmp_path: Path, script: str | Path, *arguments: str, num_ranks: int | None = None, exit_code: int = 0
+) -> tuple[str, str]:
+    """Run it, check the exit code and that ranks other than 0 print nothing; return rank 0's stdout and stderr."""
+    argv = [EXAMPLES / script, *arguments]
+    if num_ranks is None:
+        result = run_script(argv, deadline=90)
+        outputs = {0: (result.stdout, result.stderr)}
+    else:
+        logs = tmp_path / "logs"
+        result = run_script(argv, num_ranks, deadline=90, env={"PET_LOG_DIR": str(logs), "PET_REDIRECTS": "3"})
+        folders = {int(folder.name): folder for folder in logs.glob("*/attempt_0/[0-9]*")}
+        outputs = {
+            r: tuple((f / f"{name}.log").read_text() for name in ("stdout", "stderr")) for r, f in folders.items()
+        }
+        assert sorted(outputs) == list(range(num_ranks)), result.stderr
+    assert result.returncode == exit_code, f"exit code {result.returncode}\n{result.stderr}\n{outputs}"
+    assert all(outputs[rank][0] == "" for rank in outputs if rank != 0), outputs
+    assert "\x1b" not in outputs[0][0]  # no progress bar where stdout is not a terminal
+    return outputs[0]
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    assert found, f"{pattern!r} is not in\n{text}"
+    return float(found[1])
+
+
+def load_example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_train_digits_learns(tmp_path: Path, num_ranks: int) -> None:
+    arguments = () if num_ranks == 2 else ("--epochs", "10")  # three ranks take their time on two cores
+    stdout, _ = run_example(tmp_path, "train_digits.py", *arguments, num_ranks=num_ranks)
+    assert number(r"accuracy +([\d.]+)% of 360 test images", stdout) >= 97
+    assert number(rf"images/s on ({num_ranks}) rank", stdout) == num_ranks
+    assert number(r"exposed communication +([\d.]+) ms per step", stdout) > 0
+    assert re.search(r"algorithm +direct, (inline|thread), \d", stdout)
+
+
+def test_train_digits_alone(tmp_path: Path) -> None:
+    stdout, _ = run_example(tmp_path, "train_digits.py", *FAST["train_digits.py"])
+    assert number(r"accuracy +([\d.]+)% of 360 test images", stdout) >= 80
+    assert re.search(r"algorithm +none, inline, 0 bytes", stdout)
+
+
+@pytest.mark.parametrize("num_ranks", [None, 2])
+def test_train_digits_says_if_it_has_not_learned(tmp_path: Path, num_ranks: int | None) -> None:
+    arguments = ("--epochs", "1", "--lr", "0")
+    _, stderr = run_example(tmp_path, "train_digits.py", *arguments, num_ranks=num_ranks, exit_code=1)
+    assert "the accuracy should have reached 97%" in stderr
+
+
+def test_torchring_run_starts_an_example(tmp_path: Path) -> None:
+    command = tmp_path / "command.py"  # python -m torchring.cli run ...
+    command.write_text("import runpy\nrunpy.run_module('torchring.cli', run_name='__main__', alter_sys=True)\n")
+    argv = [command, "run", "-np", "2", EXAMPLES / "train_digits.py", "--epochs", "1", "--target", "0.3"]
+    result = run_script(argv)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("of 360 test images") == 1
+    assert "images/s on 2 rank(s)" in result.stdout
+
+
+@pytest.mark.parametrize("num_ranks", [None, 2])
+def test_train_char_gpt_learns(tmp_path: Path, num_ranks: int | None) -> None:
+    stdout, _ = run_example(tmp_path, "train_char_gpt.py", *FAST["train_char_gpt.py"], num_ranks=num_ranks)
+    before = number(r"validation loss +([\d.]+) before", stdout)
+    after = number(r"validation loss .* ([\d.]+) after", stdout)
+    assert before > 4
+    assert after < 3
+    first, last = (number(rf"step +{step}  loss ([\d.]+)", stdout) for step in (0, 39))
+    assert abs(first - before) < 0.5
+    assert last < first - 1.5
+    assert number(r"on (\d) rank\(s\)", stdout) == (num_ranks or 1)
+    assert "the model writes:\n" in stdout
+
+
+@pytest.mark.parametrize("num_ranks", [None, 2, 3])
+def test_compare_with_ddp_agrees(tmp_path: Path, num_ranks: int | None) -> None:
+    stdout, _ = run_example(tmp_path, "compare_with_ddp.py", *FAST["compare_with_ddp.py"], num_ranks=num_ranks)
+    assert "torchring computes what DDP computes" in stdout
+    assert "parameters are equal bit by bit" in stdout or num_ranks == 3
+    for name in ("DDP", "torchring"):
+        assert number(rf"{name} +([\d.]+) ms per step \(20% to 80%: [\d.]+ to [\d.]+\)", stdout) > 0
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "found"),
+    [(2, "op='sum'", r"step \d+: loss"), (3, "compression='bf16'", "(parameters differ by|step)")],
+)
+def test_compare_with_ddp_fails_where_they_differ(tmp_path: Path, num_ranks: int, options: str, found: str) -> None:
+    script = tmp_path / "different.py"
+    script.write_text(
+        "import functools, runpy, torchring\n"
+        f"torchring.wrap = functools.partial(torchring.wrap, {options})\n"
+        f"runpy.run_path({str(EXAMPLES / 'compare_with_ddp.py')!r}, run_name='__main__')\n"
+    )
+    arguments = FAST["compare_with_ddp.py"]
+    stdout, stderr = run_example(tmp_path, script, *arguments, num_ranks=num_ranks, exit_code=1)
+    assert re.search(rf"torchring does not compute what DDP computes: {found}", stderr)
+    assert "torchring computes what DDP computes" not in stdout
+
+
+def test_find_difference() -> None:
+    find = load_example("compare_with_ddp").find_difference
+    curve = [2.0, 1.5, 1.0]
+    eps = 2.0**-23
+    for num_ranks in (1, 2, 3):
+        assert find(curve, list(curve), num_ranks) is None
+    # One or two ranks: every bit counts.
+    assert "step 1" in find(curve, [2.0, math.nextafter(1.5, 2), 1.0], 2)
+    # Three ranks: after k steps, 3 k roundings of the first loss, here 2.0; none before the first step.
+    assert find(curve, [2.0, 1.5 + 6 * eps, 1.0 - 12 * eps], 3) is None
+    assert "step 1" in find(curve, [2.0, 1.5 + 7 * eps, 1.0], 3)
+    assert "step 2" in find(curve, [2.0, 1.5, 1.0 - 13 * eps], 3)
+    assert "step 0" in find(curve, [2.0 + eps, 1.5, 1.0], 3)
+    assert "step 2" in find(curve, [2.0, 1.5, math.nan], 3)
+    assert "3 losses" in find(curve, curve[:2], 2)
+
+
+def test_examples_are_all_tested() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(FAST)

@@ -1,0 +1,197 @@
+"""What gets installed: built without a network from a copy of the checkout, and used away from it."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import torchring
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = sorted(file.name for file in (ROOT / "kernels").glob("*.py"))
+NOT_INSTALLED = {"kernels", "tests", "bench", "examples", "build"}
+
+
+def pip(*arguments: str | Path) -> None:
+    """Offline: build tools and dependencies are those of this environment."""
+    command = [sys.executable, "-m", "pip", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
+    run([*command, *map(str, arguments)])
+
+
+def run(command: list[str], **options: object) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, **options)  # type: ignore[call-overload]
+    assert ran.returncode == 0, f"{command}:\n{ran.stdout}\n{ran.stderr}"
+    return str(ran.stdout)
+
+
+def build_wheel(source: Path, target: Path) -> Path:
+    pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", target, source)
+    (wheel,) = target.glob("*.whl")
+    return wheel
+
+
+def names_in(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, because building writes beside the sources. Links stay links."""
+    pytest.importorskip("setuptools.build_meta", reason="building without a network takes an installed setuptools")
+    copy = tmp_path_factory.mktemp("source") / "torchring"
+    skip = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=skip)
+    assert (copy / "torchring" / "kernels").is_symlink()
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("sdist")
+    run([sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(target), str(source)])
+    (archive,) = target.glob("*.tar.gz")
+    return archive
+
+
+def check_contents(names: list[str]) -> None:
+    assert KERNELS
+    for kernel in KERNELS:
+        assert f"torchring/kernels/{kernel}" in names
+    assert "torchring/py.typed" in names
+    modules = {str(f.relative_to(ROOT)) for f in (ROOT / "torchring").rglob("*.py") if f.parent.name != "kernels"}
+    assert modules <= set(names)
+    tops = {name.split("/")[0] for name in names}
+    assert tops.isdisjoint(NOT_INSTALLED)
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"torchring"}
+    assert [name for name in names if name.endswith((".pyc", ".so"))] == []
+
+
+def test_wheel_contents(wheel: Path) -> None:
+    assert wheel.name == f"torchring-{torchring.__version__}-py3-none-any.whl"
+    check_contents(names_in(wheel))
+
+
+def test_the_check_of_contents_can_fail(wheel: Path) -> None:
+    names = names_in(wheel)
+    for wrong in (
+        [name for name in names if name != "torchring/kernels/pack.py"],
+        [name for name in names if name != "torchring/py.typed"],
+        [*names, "kernels/__init__.py"],
+        [*names, "tests/test_x.py"],
+        [*names, "torchring/native.so"],
+    ):
+        with pytest.raises(AssertionError):
+            check_contents(wrong)
+
+
+def test_wheel_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (folder,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        metadata = Parser().parsestr(archive.read(f"{folder}/METADATA").decode())
+        scripts = configparser.ConfigParser()
+        scripts.read_string(archive.read(f"{folder}/entry_points.txt").decode())
+        assert archive.read(f"{folder}/top_level.txt").decode().split() == ["torchring"]
+        assert f"{folder}/licenses/LICENSE" in archive.namelist()
+    assert dict(scripts["console_scripts"]) == {"torchring": "torchring.cli:main"}
+    assert metadata["Version"] == torchring.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    required = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
+    assert {re.split(r"[^\w-]", text)[0] for text in required} == {"torch", "triton", "numpy"}
+    assert set(metadata.get_all("Provides-Extra")) == {"mpi", "examples", "bench", "dev"}
+
+
+def test_installed_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip("install", "--no-index", "--no-deps", "--target", site, wheel)
+    assert (site / "bin" / "torchring").exists()
+    assert not (site / "torchring" / "kernels").is_symlink()
+    assert not (site / "kernels").exists()
+    import torch
+
+    # -I: neither the working directory nor PYTHONPATH; -S: no .pth file that leads to the checkout.
+    code = f"""
+import sys
+sys.path[:0] = [{str(site)!r}]
+sys.path.append({str(Path(torch.__file__).parent.parent)!r})
+import torch, torchring, torchring.kernels, torchring.kernels.pack, torchring.cli
+from torchring.kernels import reference
+wire = torch.zeros(3, dtype=torch.float16)
+reference.pack([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], [wire[:2], wire[2:]], scale=0.5)
+print(torchring.__file__, torchring.kernels.__file__, wire.tolist(), sep="\\n")
+print([path for path in sys.path if path.startswith({str(ROOT)!r}) and ".venv" not in path])
+print([module for module in sys.modules.values() if str(getattr(module, "__file__", "")).startswith({str(ROOT)!r} + "/torchring")])
+"""  # noqa: E501
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = run([sys.executable, "-I", "-S", "-c", code], cwd=elsewhere, env=environ).splitlines()
+    assert said == [
+        str(site / "torchring" / "__init__.py"),
+        str(site / "torchring" / "kernels" / "__init__.py"),
+        "[0.5, 1.0, 1.5]",
+        "[]",
+        "[]",
+    ]
+
+
+def test_wheel_from_the_unpacked_sdist_is_the_same(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = archive.getnames()
+        links = [member.name for member in archive.getmembers() if member.issym() or member.islnk()]
+        archive.extractall(tmp_path, filter="data")
+    (top,) = {name.split("/")[0] for name in names}
+    assert links == []  # a link out of the package would lead nowhere
+    for needed in ("pyproject.toml", "README.md", "LICENSE", "torchring/py.typed", "torchring/kernels/pack.py"):
+        assert f"{top}/{needed}" in names
+    again = build_wheel(tmp_path / top, tmp_path / "out")
+    check_contents(names_in(again))
+    assert sorted(names_in(again)) == sorted(names_in(wheel))
+    with zipfile.ZipFile(again) as theirs, zipfile.ZipFile(wheel) as mine:
+        for name in mine.namelist():
+            if not name.endswith("RECORD"):
+                assert theirs.read(name) == mine.read(name), name
+
+
+def test_sources_of_the_copy_are_those_of_the_checkout(source: Path, wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.startswith("torchring/"):
+                assert archive.read(name) == (source / name).read_bytes(), name
+
+
+def test_this_environment_resolves_the_kernels(tmp_path: Path) -> None:
+    """An editable install, from a working directory that does not help."""
+    code = "import torchring, torchring.kernels as k, importlib.util as u; print(k.__file__, u.find_spec('kernels'))"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = run([sys.executable, "-c", code], cwd=tmp_path, env=environ).split()
+    assert said[0] == str(Path(torchring.__file__).parent / "kernels" / "__init__.py")
+    assert Path(said[0]).resolve() == ROOT / "kernels" / "__init__.py"
+    assert said[1] == "None" or not said[1].startswith(str(ROOT))
+
+
+def test_version_is_said_once() -> None:
+    (declared,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared == torchring.__version__
+
+
+def test_every_folder_of_the_package_is_declared() -> None:
+    """The list in pyproject.toml is written by hand."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (block,) = re.findall(r"^packages = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    folders = {file.parent for file in (ROOT / "torchring").rglob("__init__.py")} | {ROOT / "torchring" / "kernels"}
+    assert sorted(re.findall(r'"(.*?)"', block)) == sorted(str(f.relative_to(ROOT)).replace("/", ".") for f in folders)

@@ -1,0 +1,455 @@
+"""The plan is data: who shares a bucket, in which order, where; and what ranks must agree on beforehand."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from torchring.plan import (
+    ALIGNMENT_BYTES,
+    FIRST_BUCKET_BYTES,
+    BucketPlan,
+    ParameterSpec,
+    Plan,
+    Slot,
+    build_plan,
+    describe,
+    fingerprint,
+    first_difference,
+    shifted,
+    wire_dtype,
+)
+
+CPU = torch.device("cpu")
+
+
+def spec(
+    name: str,
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    stride: tuple[int, ...] | None = None,
+    is_sparse: bool = False,
+) -> ParameterSpec:
+    strides = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return ParameterSpec(name, shape, strides, dtype, device, is_sparse)
+
+
+def spec_of(tensor: torch.Tensor) -> ParameterSpec:
+    return ParameterSpec("p", tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def fp32(*numels: int) -> list[ParameterSpec]:
+    return [spec(f"p{i}", numel) for i, numel in enumerate(numels)]
+
+
+def members(plan: Plan) -> list[list[int]]:
+    return [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets]
+
+
+# build_plan
+
+
+def test_worked_example() -> None:
+    plan = build_plan(fp32(4, 2, 3), bucket_bytes=16)
+    assert plan.buckets == (
+        BucketPlan(0, torch.float32, torch.float32, (Slot(2, 0, 3), Slot(1, 16, 2)), flags_offset=32, numel=35),
+        BucketPlan(1, torch.float32, torch.float32, (Slot(0, 0, 4),), flags_offset=16, numel=18),
+    )
+    assert [bucket.num_bytes for bucket in plan.buckets] == [140, 72]
+    assert plan.num_bytes == 212
+
+
+def test_worked_example_of_the_announced_constants() -> None:
+    assert (ALIGNMENT_BYTES, FIRST_BUCKET_BYTES) == (64, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("numels", "cap", "expected"),
+    [
+        ((1, 1, 1, 1), 8, [[3, 2], [1, 0]]),  # reached exactly
+        ((1, 1, 1, 1), 9, [[3, 2, 1], [0]]),  # crossed: the one that crosses still goes in
+        ((100, 1), 8, [[1, 0]]),
+        ((1, 100, 1), 8, [[2, 1], [0]]),
+        ((100,), 8, [[0]]),  # never split
+        ((1, 1, 1), 1000, [[2, 1, 0]]),
+        ((), 8, []),
+    ],
+)
+def test_caps_are_soft(numels: tuple[int, ...], cap: int, expected: list[list[int]]) -> None:
+    assert members(build_plan(fp32(*numels), bucket_bytes=cap)) == expected
+
+
+def test_first_bucket_is_small() -> None:
+    plan = build_plan(fp32(1, 1, 1, 1, 1), bucket_bytes=12, first_bucket_bytes=4)
+    assert members(plan) == [[4], [3, 2, 1], [0]]
+    mebi = FIRST_BUCKET_BYTES // 4
+    assert members(build_plan(fp32(1, 1, mebi, 1, mebi - 1), bucket_bytes=1 << 25)) == [[4, 3], [2, 1, 0]]
+
+
+def test_first_bucket_is_never_larger_than_the_others() -> None:
+    assert members(build_plan(fp32(1, 1, 1, 1), bucket_bytes=4, first_bucket_bytes=1000)) == [[3], [2], [1], [0]]
+
+
+def test_each_dtype_has_a_small_first_bucket() -> None:
+    specs = [spec(f"p{i}", 2, dtype=(torch.float32, torch.bfloat16)[i % 2]) for i in range(8)]
+    plan = build_plan(specs, bucket_bytes=24, first_bucket_bytes=4)
+    assert members(plan) == [[7], [6], [5, 3, 1], [4, 2, 0]]
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert [bucket.dtype for bucket in plan.buckets] == [bf16, fp32, bf16, fp32]
+
+
+def test_cap_zero_gives_every_parameter_its_own_bucket() -> None:
+    assert members(build_plan(fp32(5, 0, 3), bucket_bytes=0)) == [[2], [1], [0]]
+
+
+def test_default_order_is_the_reverse_of_registration() -> None:
+    plan = build_plan(fp32(*[1] * 7), bucket_bytes=8)
+    assert members(plan) == [[6, 5], [4, 3], [2, 1], [0]]
+    assert [bucket.index for bucket in plan.buckets] == [0, 1, 2, 3]
+
+
+def test_given_order_and_what_it_leaves_out() -> None:
+    specs = fp32(*[1] * 6)
+    assert members(build_plan(specs, bucket_bytes=8, order=[1, 4, 0, 2, 3, 5])) == [[1, 4], [0, 2], [3, 5]]
+    assert members(build_plan(specs, bucket_bytes=8, order=[1, 4])) == [[1, 4], [5, 3], [2, 0]]
+    assert build_plan(specs, bucket_bytes=8, order=[]) == build_plan(specs, bucket_bytes=8)
+
+
+def test_dtypes_and_devices_do_not_mix() -> None:
+    kinds = [
+        (torch.float32, CPU),
+        (torch.float64, CPU),
+        (torch.float32, torch.device("meta")),
+        (torch.float16, CPU),
+    ]
+    specs = [spec(f"p{i}", 3, dtype=kinds[i % 4][0], device=kinds[i % 4][1]) for i in range(12)]
+    plan = build_plan(specs, bucket_bytes=1000)
+    assert sorted(map(sorted, members(plan))) == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    for bucket in plan.buckets:
+        assert {(specs[slot.parameter].dtype, specs[slot.parameter].device) for slot in bucket.slots} in [
+            {kind} for kind in kinds
+        ]
+        assert {specs[slot.parameter].dtype for slot in bucket.slots} == {bucket.dtype}
+
+
+def test_buckets_leave_in_the_order_of_their_last_gradient() -> None:
+    # The half-precision bucket is opened first and is complete last.
+    specs = [spec("half0", 1, dtype=torch.float16), *fp32(4, 4), spec("half1", 1, dtype=torch.float16)]
+    plan = build_plan(specs, bucket_bytes=16)
+    assert members(plan) == [[2], [1], [3, 0]]
+    assert [bucket.index for bucket in plan.buckets] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compression", "elements_to_the_line"),
+    [
+        (torch.float32, None, 16),
+        (torch.float64, None, 8),
+        (torch.float16, None, 32),
+        (torch.float32, "fp16", 32),
+        (torch.float64, "bf16", 32),
+    ],
+)
+def test_slots_are_aligned_in_the_wire_dtype(
+    dtype: torch.dtype, compression: str | None, elements_to_the_line: int
+) -> None:
+    line = elements_to_the_line
+    specs = [spec(f"p{i}", numel, dtype=dtype) for i, numel in enumerate([1, line, line + 1, line - 1])]
+    (bucket,) = build_plan(specs, bucket_bytes=10_000, compression=compression).buckets
+    assert [slot.offset for slot in bucket.slots] == [0, line, 3 * line, 4 * line]
+    assert [slot.numel for slot in bucket.slots] == [line - 1, line + 1, line, 1]
+    assert bucket.flags_offset == 5 * line
+
+
+def test_one_flag_per_slot_and_a_spare_one() -> None:
+    for count in range(1, 5):
+        (bucket,) = build_plan(fp32(*[16] * count), bucket_bytes=1000).buckets
+        assert (bucket.flags_offset, bucket.numel) == (16 * count, 16 * count + count + 1)
+
+
+def test_empty_and_0_dim_parameters() -> None:
+    specs = [spec("scalar"), spec("none", 0, 3), spec("row", 2)]
+    (bucket,) = build_plan(specs, bucket_bytes=1000).buckets
+    assert bucket.slots == (Slot(2, 0, 2), Slot(1, 16, 0), Slot(0, 16, 1))
+    assert (bucket.flags_offset, bucket.numel) == (32, 36)
+    (alone,) = build_plan([spec("none", 0)], bucket_bytes=1000).buckets
+    assert (alone.slots, alone.flags_offset, alone.numel) == ((Slot(0, 0, 0),), 0, 2)
+
+
+def test_sparse_parameters_are_in_no_bucket() -> None:
+    specs = [spec("a", 2), spec("emb", 9, 2, is_sparse=True), spec("b", 2)]
+    assert members(build_plan(specs, bucket_bytes=1000)) == [[2, 0]]
+    assert build_plan([specs[1]], bucket_bytes=0).buckets == ()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compression", "expected"),
+    [
+        (torch.float32, None, torch.float32),
+        (torch.float32, "fp16", torch.float16),
+        (torch.float64, "bf16", torch.bfloat16),
+        (torch.float16, "bf16", torch.float16),  # as narrow already
+        (torch.bfloat16, "fp16", torch.bfloat16),
+        (torch.float16, None, torch.float16),
+    ],
+)
+def test_compression_narrows_and_never_widens(
+    dtype: torch.dtype, compression: str | None, expected: torch.dtype
+) -> None:
+    assert wire_dtype(dtype, compression) == expected
+    (bucket,) = build_plan([spec("p", 5, dtype=dtype)], bucket_bytes=100, compression=compression).buckets
+    assert (bucket.dtype, bucket.wire_dtype) == (dtype, expected)
+
+
+def test_caps_count_bytes_of_gradient_not_of_the_wire() -> None:
+    assert members(build_plan(fp32(1, 1, 1, 1), bucket_bytes=8, compression="fp16")) == [[3, 2], [1, 0]]
+
+
+def check_layout(plan: Plan, specs: Sequence[ParameterSpec]) -> None:
+    """Every dense parameter is in exactly one slot; slots are aligned, disjoint, and before the flags."""
+    counts = Counter(slot.parameter for bucket in plan.buckets for slot in bucket.slots)
+    assert counts == Counter(i for i, s in enumerate(specs) if not s.is_sparse)
+    assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
+    for bucket in plan.buckets:
+        assert bucket.slots
+        end = 0
+        for slot in bucket.slots:
+            assert slot.numel == specs[slot.parameter].numel
+            assert slot.offset >= end
+            assert slot.offset * bucket.wire_dtype.itemsize % ALIGNMENT_BYTES == 0
+            end = slot.offset + slot.numel
+        assert bucket.flags_offset >= end
+        assert bucket.numel == bucket.flags_offset + len(bucket.slots) + 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_plans(seed: int) -> None:
+    rng = random.Random(seed)
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    specs = [
+        spec(
+            f"p{i}",
+            *(rng.choice([0, 1, 1, 2, 3, 7, 33]) for _ in range(rng.randrange(4))),
+            dtype=rng.choice(dtypes[: rng.randint(1, 4)]),
+            device=rng.choice([CPU, CPU, torch.device("meta")]),
+            is_sparse=rng.random() < 0.1,
+        )
+        for i in range(rng.randint(1, 60))
+    ]
+    order = rng.sample(range(len(specs)), rng.randint(0, len(specs))) if rng.random() < 0.7 else None
+    cap, first_cap = rng.choice([0, 1, 64, 1000, 10**6]), rng.choice([0, 100, 10**6])
+    compression = rng.choice([None, "fp16", "bf16"])
+    plan = build_plan(specs, bucket_bytes=cap, first_bucket_bytes=first_cap, compression=compression, order=order)
+    check_layout(plan, specs)
+
+    ready = [*(order or []), *(i for i in reversed(range(len(specs))) if i not in (order or []))]
+    position = {index: i for i, index in enumerate(ready)}
+    last_of = [max(position[slot.parameter] for slot in bucket.slots) for bucket in plan.buckets]
+    assert last_of == sorted(last_of)
+    seen: set[tuple[torch.dtype, torch.device]] = set()
+    for bucket in plan.buckets:
+        places = [position[slot.parameter] for slot in bucket.slots]
+        assert places == sorted(places)
+        kinds = {(specs[slot.parameter].dtype, specs[slot.parameter].device) for slot in bucket.slots}
+        assert len(kinds) == 1
+        limit = cap if kinds <= seen else min(cap, first_cap)
+        seen |= kinds
+        but_last = sum(slot.numel for slot in bucket.slots[:-1]) * bucket.dtype.itemsize
+        assert len(bucket.slots) == 1 or but_last < limit  # closed as soon as the cap was reached
+
+
+def test_random_plan_check_can_fail() -> None:
+    specs = fp32(4, 4)
+    plan = build_plan(specs, bucket_bytes=1000)
+    (bucket,) = plan.buckets
+    overlapping = replace(bucket, slots=(bucket.slots[0], replace(bucket.slots[1], offset=0)))
+    twice = replace(bucket, slots=(bucket.slots[0], replace(bucket.slots[1], parameter=1)))
+    outside = replace(bucket, slots=(bucket.slots[0], replace(bucket.slots[1], offset=32)))
+    for wrong in (overlapping, twice, outside):
+        with pytest.raises(AssertionError):
+            check_layout(Plan((wrong,)), specs)
+
+
+def test_building_is_a_pure_function() -> None:
+    specs = fp32(3, 1, 4, 1, 5)
+    order = [2, 0]
+    first = build_plan(specs, bucket_bytes=16, order=order)
+    assert order == [2, 0]
+    assert build_plan(tuple(specs), bucket_bytes=16, order=tuple(order)) == first
+
+
+# shifted
+
+
+def test_shifted() -> None:
+    plan = build_plan(fp32(4, 2, 3), bucket_bytes=16)
+    moved = shifted(plan, buckets=5, parameters=10)
+    assert members(moved) == [[12, 11], [10]]
+    assert [bucket.index for bucket in moved.buckets] == [5, 6]
+    assert members(plan) == [[2, 1], [0]]
+    assert shifted(moved, buckets=-5, parameters=-10) == plan
+    assert shifted(plan, buckets=0, parameters=0) == plan
+
+
+# is_dense
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.empty(2, 3, 4), True),
+        (torch.empty(()), True),
+        (torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), True),
+        (torch.empty(2, 3, 4).permute(2, 0, 1), True),
+        (torch.empty(3, 4).t(), True),
+        (torch.empty(1).expand(3), False),
+        (torch.empty(3, 1).expand(3, 4), False),
+        (torch.empty(1, 4).expand(3, 4), False),
+        (torch.empty(6)[::2], False),
+        (torch.empty(4, 6)[:, :5], False),
+        (torch.empty(4, 6)[1:3], True),
+        (torch.empty(5, 2)[:, :1], False),
+        (torch.empty(4, 6)[1:2], True),
+        (torch.empty(1, 4, 1).permute(2, 1, 0), True),
+        (torch.empty(4, 2).t()[:1], False),
+        (torch.empty(3)[:1].expand(1), True),
+        (torch.empty(9).as_strided((3, 3), (2, 1)), False),  # overlapping
+        (torch.empty(9).as_strided((1, 3), (77, 1)), True),  # the stride of a dimension of length 1 means nothing
+        (torch.empty(0), True),
+        (torch.empty(0, 3), True),
+        (torch.empty(4, 6)[:, :0], True),
+        (torch.empty(4, 6)[::2, :0], True),
+    ],
+    ids=lambda value: f"{tuple(value.shape)}-{value.stride()}" if isinstance(value, torch.Tensor) else str(value),
+)
+def test_is_dense(tensor: torch.Tensor, expected: bool) -> None:
+    assert spec_of(tensor).is_dense is expected
+    assert torch.ops.aten.is_non_overlapping_and_dense(tensor) is expected or tensor.numel() == 0
+
+
+def test_is_dense_agrees_with_torch_on_random_strides() -> None:
+    rng, answers = random.Random(0), Counter()
+    storage = torch.empty(4096)
+    for _ in range(3000):
+        shape = [rng.randint(1, 3) for _ in range(rng.randint(0, 4))]
+        stride = [rng.choice([0, 1, 1, 2, 3, 4, 6, 9]) for _ in shape]
+        tensor = storage.as_strided(shape, stride)
+        answer = spec_of(tensor).is_dense
+        answers[answer] += 1
+        assert answer == torch.ops.aten.is_non_overlapping_and_dense(tensor), (shape, stride)
+    assert min(answers[True], answers[False]) > 300
+
+
+def test_numel() -> None:
+    assert [spec("p", *shape).numel for shape in ((), (0, 4), (2, 3, 4))] == [1, 0, 24]
+
+
+# describe, fingerprint, first_difference
+
+BASE = [spec("a.weight", 4, 3), spec("a.bias", 4), spec("b.weight", 2, 2, 4, 4)]
+CHANGES = {
+    "name": [replace(BASE[0], name="c.weight"), *BASE[1:]],
+    "shape": [replace(BASE[0], shape=(3, 4), stride=(4, 1)), *BASE[1:]],
+    "number of dimensions": [BASE[0], spec("a.bias", 4, 1), BASE[2]],
+    "dtype": [BASE[0], replace(BASE[1], dtype=torch.float64), BASE[2]],
+    "stride": [*BASE[:2], replace(BASE[2], stride=(32, 1, 8, 2))],  # channels_last
+    "transposed": [replace(BASE[0], stride=(1, 4)), *BASE[1:]],
+    "sparse": [replace(BASE[0], is_sparse=True), *BASE[1:]],
+    "one less": BASE[:2],
+    "one more": [*BASE, spec("d", 1)],
+    "order": [BASE[1], BASE[0], BASE[2]],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_fingerprint_differs_with(change: str) -> None:
+    mine, theirs = describe(BASE, "op='mean'"), describe(CHANGES[change], "op='mean'")
+    assert fingerprint(mine) != fingerprint(theirs)
+    assert len(fingerprint(mine)) == 32
+
+
+def test_fingerprint_differs_with_an_option() -> None:
+    assert fingerprint(describe(BASE, "op='mean'")) != fingerprint(describe(BASE, "op='sum'"))
+
+
+def test_fingerprint_differs_whatever_a_parameter_is_called() -> None:
+    two = [spec("v", 2), spec("w", 3)]
+    one = [spec("v (2,) float32\nparameter 1: w", 3)]
+    assert describe(two, "x") != describe(one, "x")
+    assert fingerprint(describe(two, "x")) != fingerprint(describe(one, "x"))
+
+
+SAME = {
+    "an equal list": [replace(s) for s in BASE],
+    "another device": [replace(s, device=torch.device("meta")) for s in BASE],  # ranks differ in it by design
+}
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_fingerprint_does_not_differ_with(change: str) -> None:
+    assert fingerprint(describe(BASE, "x")) == fingerprint(describe(SAME[change], "x"))
+
+
+def test_fingerprint_ignores_strides_that_order_nothing() -> None:
+    """The gaps of a parameter that is not dense do not reach the wire, nor does the stride of a length of 1."""
+
+    def of(tensor: torch.Tensor) -> bytes:
+        return fingerprint(describe([spec_of(tensor)], "x"))
+
+    assert of(torch.empty(4, 6)[:, :5]) == of(torch.empty(4, 5))
+    assert of(torch.empty(2, 0, 3).transpose(0, 2)) == of(torch.empty(3, 0, 2))
+    assert of(torch.empty(9).as_strided((1, 3), (77, 1))) == of(torch.empty(1, 3))
+    assert of(torch.empty(1, 4).t()) == of(torch.empty(4, 1))
+
+
+def test_first_difference_worked_example() -> None:
+    theirs = [*BASE[:2], spec("b.weight", 2, 2, 4, 5)]
+    said = first_difference([describe(BASE, "x"), describe(theirs, "x"), describe(BASE, "x")])
+    assert said == (
+        "ranks disagree about parameter 2: ranks 0, 2 have b.weight (2, 2, 4, 4) float32; "
+        "rank 1 has b.weight (2, 2, 4, 5) float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "subject", "facts"),
+    [
+        ("name", "parameter 0", ["rank 1 has c.weight (4, 3)", "rank 0 has a.weight (4, 3)"]),
+        ("dtype", "parameter 1", ["rank 0 has a.bias (4,) float32", "rank 1 has a.bias (4,) float64"]),
+        ("stride", "parameter 2", ["b.weight", "rank 1 has", "(32, 1, 8, 2)"]),
+        ("sparse", "parameter 0", ["rank 1 has a.weight (4, 3) float32 sparse"]),
+        ("one less", "parameter 2", ["rank 0 has b.weight", "rank 1 has nothing"]),
+        ("one more", "parameter 3", ["rank 1 has d (1,) float32", "rank 0 has nothing"]),
+        ("order", "parameter 0", ["rank 0 has a.weight", "rank 1 has a.bias"]),
+    ],
+)
+def test_first_difference_names_parameter_and_ranks(change: str, subject: str, facts: list[str]) -> None:
+    said = first_difference([describe(BASE, "x"), describe(CHANGES[change], "x")])
+    assert said.startswith(f"ranks disagree about {subject}: ")
+    for fact in facts:
+        assert fact in said
+
+
+def test_first_difference_names_the_option_before_any_parameter() -> None:
+    theirs = describe(CHANGES["name"], "op='sum'")
+    said = first_difference([describe(BASE, "op='mean'"), theirs, theirs])
+    assert said == "ranks disagree about options: rank 0 has op='mean'; ranks 1, 2 have op='sum'"
+
+
+def test_first_difference_of_three_opinions() -> None:
+    texts = [describe(CHANGES[change], "x") for change in ("name", "shape", "sparse", "name")]
+    said = first_difference(texts)
+    assert said == (
+        "ranks disagree about parameter 0: ranks 0, 3 have c.weight (4, 3) float32; "
+        "rank 1 has a.weight (3, 4) float32; rank 2 has a.weight (4, 3) float32 sparse"
+    )
+
+
+def test_first_difference_of_none() -> None:
+    assert first_difference([describe(BASE, "x")] * 3) == "ranks do not disagree"

@@ -1,0 +1,233 @@
+"""The store with deadlines and names, and what launchers say."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from harness import run_threads
+
+from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
+from torchring.rendezvous import Rendezvous
+from torchring.world import LaunchEnvironment, read_environment
+
+MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+
+
+def run(size: int, body: Callable[..., Any], *, timeout_seconds: float = 10.0) -> list[Any]:
+    """body(rendezvous) on every rank, in threads."""
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
+        return body(Rendezvous(store, rank, size, timeout_seconds))
+
+    return run_threads(on_rank, size)
+
+
+# ---- the store
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_exchange_gives_everybody_everybodys_value_in_rank_order(size: int) -> None:
+    def body(rendezvous: Rendezvous) -> list[list[bytes]]:
+        rounds = []
+        for turn in range(3):  # the same name again is another exchange
+            if rendezvous.rank == turn:
+                time.sleep(0.05)
+            rounds.append(rendezvous.exchange("name", bytes([turn, rendezvous.rank, 0, 255])))
+        return rounds
+
+    expected = [[bytes([turn, rank, 0, 255]) for rank in range(size)] for turn in range(3)]
+    assert run(size, body) == [expected] * size
+
+
+def test_exchange_of_nothing_and_of_much() -> None:
+    def body(rendezvous: Rendezvous) -> list[bytes]:
+        return rendezvous.exchange("a", b"") + rendezvous.exchange("b", b"x" * (2**20 + rendezvous.rank))
+
+    for values in run(2, body):
+        assert values == [b"", b"", b"x" * 2**20, b"x" * (2**20 + 1)]
+
+
+def test_exchanges_of_different_names_do_not_mix() -> None:
+    def body(rendezvous: Rendezvous) -> tuple[list[bytes], list[bytes]]:
+        first, second = ("a", "b") if rendezvous.rank == 0 else ("b", "a")
+        results = {}
+        barrier = threading.Thread(target=lambda: results.update({first: rendezvous.exchange(first, first.encode())}))
+        barrier.start()
+        results[second] = rendezvous.exchange(second, second.encode())
+        barrier.join()
+        return results["a"], results["b"]
+
+    assert run(2, body) == [([b"a", b"a"], [b"b", b"b"])] * 2
+
+
+def test_fetch_waits_for_the_owner() -> None:
+    def body(rendezvous: Rendezvous) -> Any:
+        if rendezvous.rank == 1:
+            time.sleep(0.2)
+            assert not rendezvous.is_published("key")
+            rendezvous.publish("key", b"\x00value")
+            assert rendezvous.is_published("key")
+            return None
+        started = time.monotonic()
+        return rendezvous.fetch("key", 1), time.monotonic() - started
+
+    value, seconds = run(2, body)[0]
+    assert value == b"\x00value"
+    assert 0.1 < seconds < 5.0
+
+
+def test_a_missing_value_is_a_time_out_that_names_its_owner() -> None:
+    rendezvous = Rendezvous(dist.HashStore(), 0, 3, 0.3)
+    with pytest.raises(PeerTimeoutError, match="rank 2") as caught:
+        rendezvous.fetch("key", 2)
+    assert caught.value.peers == (2,)
+    assert caught.value.rank == 0
+    assert caught.value.seconds is not None
+    assert 0.3 <= caught.value.seconds < 3.0
+
+
+def test_an_absent_rank_is_named_by_exchange() -> None:
+    def body(rendezvous: Rendezvous) -> Any:
+        if rendezvous.rank == 1:
+            return None
+        with pytest.raises(PeerTimeoutError) as caught:
+            rendezvous.exchange("name", b"")
+        return caught.value.peers
+
+    assert run(3, body, timeout_seconds=0.3) == [(1,), None, (1,)]
+
+
+def test_giving_up_reaches_those_who_wait_at_once() -> None:
+    def body(rendezvous: Rendezvous) -> Any:
+        if rendezvous.rank == 1:
+            time.sleep(0.1)
+            rendezvous.give_up("no world will come of this")
+            return None
+        started = time.monotonic()
+        with pytest.raises(TopologyError, match="no world will come"):
+            rendezvous.exchange("name", b"")
+        return time.monotonic() - started
+
+    assert run(2, body)[0] < 2.0
+
+
+def test_agreeing_on_the_size() -> None:
+    run(3, lambda rendezvous: rendezvous.agree_on_size())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_disagreeing_on_the_size_is_an_error_on_every_rank(order: tuple[int, ...]) -> None:
+    def on_rank(rank: int, size: int, store: dist.Store) -> float:
+        time.sleep(0.1 * order.index(rank))
+        started = time.monotonic()
+        rendezvous = Rendezvous(store, rank, 4 if rank == 2 else 3, 10.0)
+
+        def agree() -> None:
+            rendezvous.agree_on_size()
+            rendezvous.exchange("host", b"")
+
+        with pytest.raises(TopologyError, match=r"world of 3.*world of 4|world of 4.*world of 3"):
+            agree()
+        return time.monotonic() - started
+
+    assert max(run_threads(on_rank, 3)) < 3.0
+
+
+def test_a_store_whose_host_is_gone_is_a_lost_peer() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=2))
+    rendezvous = Rendezvous(client, 1, 2, 5.0)
+    rendezvous.publish("key", b"1")
+    del server
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match="store"):
+        rendezvous.fetch("other", 0)
+    assert time.monotonic() - started < 4.0
+
+
+# ---- launchers
+
+
+def test_no_launcher_is_a_world_of_one() -> None:
+    assert read_environment({}) == LaunchEnvironment("none", 0, 1, None, None, False)
+    assert read_environment({"PATH": "/bin", "LOCAL_RANK_": "1"}).size == 1
+
+
+def test_torchrun() -> None:
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **MASTER}
+    assert read_environment(environ) == LaunchEnvironment("torchrun", 3, 4, 1, ("node7", 29500), False)
+    hosted = read_environment({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert hosted.store_is_hosted
+    assert not read_environment({**environ, "TORCHELASTIC_USE_AGENT_STORE": "False"}).store_is_hosted
+
+
+@pytest.mark.parametrize(
+    ("rank_key", "size_key", "local_key"),
+    [
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ],
+)
+def test_every_launcher(rank_key: str, size_key: str, local_key: str) -> None:
+    environ = {rank_key: "2", size_key: "6", local_key: "0", **MASTER}
+    launch = read_environment(environ)
+    assert (launch.rank, launch.size, launch.local_rank, launch.master) == (2, 6, 0, ("node7", 29500))
+    without_local = {key: value for key, value in environ.items() if key != local_key}
+    assert read_environment(without_local).local_rank is None
+    for missing in (rank_key, "MASTER_ADDR", "MASTER_PORT"):
+        with pytest.raises(TopologyError, match=missing):
+            read_environment({key: value for key, value in environ.items() if key != missing})
+    for key, wrong in [
+        (rank_key, "6"), (rank_key, "-1"), (rank_key, "two"), (size_key, "0"), (size_key, "-2"), (size_key, ""),
+        (size_key, "many"), (local_key, "x"), ("MASTER_PORT", "http"),
+    ]:  # fmt: skip
+        with pytest.raises(TopologyError, match=key):
+            read_environment({**environ, key: wrong})
+    alone = read_environment({rank_key: "0", size_key: "1", local_key: "0"})
+    assert (alone.rank, alone.size, alone.master) == (0, 1, None)
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "700000"])
+def test_a_port_that_does_not_exist_is_refused(port: str) -> None:
+    with pytest.raises(TopologyError, match="MASTER_PORT"):
+        read_environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port})
+
+
+def test_all_that_is_missing_is_named_at_once() -> None:
+    with pytest.raises(TopologyError, match=r"(?=.*RANK)(?=.*MASTER_ADDR)(?=.*MASTER_PORT)"):
+        read_environment({"WORLD_SIZE": "2"})
+
+
+def test_a_rank_without_a_world_size_is_refused() -> None:
+    with pytest.raises(TopologyError, match="WORLD_SIZE"):
+        read_environment({"RANK": "1", **MASTER})
+
+
+@pytest.mark.parametrize(
+    ("rank_key", "size_key"), [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")]
+)
+def test_a_rank_outside_a_world_of_one_is_refused(rank_key: str, size_key: str) -> None:
+    """Two processes that were both told so would each train alone: a silent wrong answer."""
+    with pytest.raises(TopologyError, match=rank_key):
+        read_environment({rank_key: "1", size_key: "1", **MASTER})
+
+
+def test_torchrun_under_another_launcher_wins() -> None:
+    inner = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MASTER}
+    outer = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert read_environment({**outer, **inner}).rank == 5
+    assert read_environment({**outer, **inner}).size == 8
+
+
+def test_a_batch_script_of_slurm_is_a_world_of_one() -> None:
+    """sbatch sets SLURM_NTASKS and SLURM_PROCID=0 for the script itself, which runs once."""
+    environ = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "12"}
+    assert read_environment(environ).size == 1

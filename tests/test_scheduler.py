@@ -1,0 +1,363 @@
+"""Buckets leave in plan order, whatever order hooks fire in; what goes wrong on the way comes out with its place."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from torchring.allreduce import NonFinite, Wire
+from torchring.bucket import Bucket, BucketState
+from torchring.errors import GradientError, PeerLostError
+from torchring.plan import ParameterSpec, build_plan
+from torchring.scheduler import Scheduler
+
+
+@dataclass
+class PlainWire:
+    tensor: torch.Tensor
+
+
+@dataclass
+class RecordingMover:
+    """A world of one that writes down what it is asked for; the wire's first element says which bucket it was."""
+
+    algorithm: str = "recording"
+    sleeps_while_waiting: bool = False
+    order: list[int] = field(default_factory=list)
+    threads: list[str] = field(default_factory=list)
+    fail_at: dict[int, Exception] = field(default_factory=dict)
+    seconds: float = 0.0
+    gate: threading.Event | None = None
+    non_finite: dict[int, NonFinite] = field(default_factory=dict)
+
+    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[Wire]:
+        return [PlainWire(torch.zeros(numel, dtype=dtype)) for numel, dtype in specs]
+
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0) -> NonFinite | None:
+        if self.gate is not None:
+            assert self.gate.wait(20)
+        index = int(wire.tensor[0])
+        self.order.append(index)
+        self.threads.append(threading.current_thread().name)
+        time.sleep(self.seconds)
+        if index in self.fail_at:
+            raise self.fail_at[index]
+        wire.tensor.mul_(scale)
+        return self.non_finite.get(index)
+
+    def close(self) -> None: ...
+
+
+def open_buckets(mover: RecordingMover, count: int, per_bucket: int = 1, *, scale: float = 1.0) -> list[Bucket]:
+    """`count` buckets; bucket i holds the parameters b{i}.p0, b{i}.p1, ..."""
+    names = [f"b{i}.p{j}" for i in range(count) for j in range(per_bucket)]
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in names]
+    specs = [ParameterSpec(name, (2,), (1,), torch.float32, torch.device("cpu")) for name in names]
+    cap = 8 * per_bucket
+    plan = build_plan(specs, bucket_bytes=cap, order=range(len(specs)))
+    assert len(plan.buckets) == count
+    wires = mover.open_wires([(bucket.numel, bucket.wire_dtype) for bucket in plan.buckets])
+    return [Bucket(b, w, specs, parameters, scale=scale) for b, w in zip(plan.buckets, wires, strict=True)]
+
+
+def pack(bucket: Bucket) -> None:
+    """All gradients of the bucket arrive: its index, in every element."""
+    for slot, parameter in enumerate(bucket.parameters):
+        parameter.grad = torch.full((2,), float(bucket.index))
+        bucket.arrive(slot)
+
+
+@contextmanager
+def opened(
+    count: int, *, threaded: bool, per_bucket: int = 1, mover: RecordingMover | None = None
+) -> Iterator[tuple[Scheduler, RecordingMover]]:
+    mover = mover if mover is not None else RecordingMover()
+    scheduler = Scheduler(open_buckets(mover, count, per_bucket), mover, threaded=threaded)
+    try:
+        yield scheduler, mover
+    finally:
+        scheduler.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def reduce_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "torchring-reduce"}
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=lambda order: "".join(map(str, order)))
+def test_plan_order_despite_hook_order(order: tuple[int, ...], threaded: bool) -> None:
+    with opened(4, threaded=threaded) as (scheduler, mover):
+        scheduler.begin(step=0, hold=False)
+        for index in order:
+            pack(scheduler.buckets[index])
+            scheduler.bucket_is_packed()
+        scheduler.finish()
+        assert mover.order == [0, 1, 2, 3]
+        assert {bucket.state for bucket in scheduler.buckets} == {BucketState.REDUCED}
+        assert [bucket.parameters[0].grad.tolist() for bucket in scheduler.buckets] == [
+            [float(i)] * 2 for i in range(4)
+        ]
+
+
+def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
+    with opened(4, threaded=False) as (scheduler, mover):
+        scheduler.begin(step=0, hold=False)
+        seen = []
+        for index in (2, 0, 3, 1):
+            pack(scheduler.buckets[index])
+            scheduler.bucket_is_packed()
+            seen.append(list(mover.order))
+        assert seen == [[], [0], [0], [0, 1, 2, 3]]
+        assert set(mover.threads) == {threading.current_thread().name}
+        scheduler.finish()
+        assert mover.order == [0, 1, 2, 3]
+
+
+def test_a_thread_reduces_while_backward_goes_on() -> None:
+    gate = threading.Event()
+    with opened(3, threaded=True, mover=RecordingMover(gate=gate)) as (scheduler, mover):
+        scheduler.begin(step=0, hold=False)
+        for index in (0, 1, 2):
+            pack(scheduler.buckets[index])
+            scheduler.bucket_is_packed()
+        assert mover.order == []
+        assert [bucket.state for bucket in scheduler.buckets] == [BucketState.REDUCING] * 3
+        gate.set()
+        scheduler.finish()
+        assert mover.order == [0, 1, 2]
+        assert set(mover.threads) == {"torchring-reduce"}
+
+
+def test_a_thread_does_not_wait_for_finish() -> None:
+    with opened(2, threaded=True) as (scheduler, mover):
+        scheduler.begin(step=0, hold=False)
+        pack(scheduler.buckets[0])
+        scheduler.bucket_is_packed()
+        wait_until(lambda: scheduler.buckets[0].state is BucketState.REDUCED)
+        assert mover.order == [0]
+        pack(scheduler.buckets[1])
+        scheduler.finish()
+        assert mover.order == [0, 1]
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_held_buckets_leave_in_finish(threaded: bool) -> None:
+    with opened(3, threaded=threaded) as (scheduler, mover):
+        for _ in range(2):
+            mover.order.clear()
+            scheduler.begin(step=0, hold=True)
+            for index in (0, 2, 1):
+                pack(scheduler.buckets[index])
+                scheduler.bucket_is_packed()
+            assert [bucket.state for bucket in scheduler.buckets] == [BucketState.PACKED] * 3
+            assert mover.order == []
+            scheduler.finish()
+            assert mover.order == [0, 1, 2]
+            for bucket in scheduler.buckets:
+                bucket.close_round()
+        scheduler.begin(step=0, hold=False)  # the next round need not be held
+        pack(scheduler.buckets[0])
+        scheduler.bucket_is_packed()
+        wait_until(lambda: mover.order == [0, 1, 2, 0])
+        for bucket in scheduler.buckets[1:]:
+            pack(bucket)
+        scheduler.finish()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_many_rounds(threaded: bool) -> None:
+    with opened(3, threaded=threaded, per_bucket=2) as (scheduler, mover):
+        for step in range(50):
+            scheduler.begin(step=step, hold=False)
+            for index in ((2, 0, 1), (0, 1, 2))[step % 2]:
+                pack(scheduler.buckets[index])
+                scheduler.bucket_is_packed()
+            scheduler.finish()
+            for bucket in scheduler.buckets:
+                bucket.close_round()
+        assert mover.order == [0, 1, 2] * 50
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_no_buckets(threaded: bool) -> None:
+    with opened(0, threaded=threaded) as (scheduler, mover):
+        scheduler.begin(step=0, hold=False)
+        scheduler.bucket_is_packed()
+        scheduler.finish()
+        assert mover.order == []
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_goes_on_with_other_buckets(threaded: bool) -> None:
+    with opened(2, threaded=threaded) as (scheduler, mover):
+        for count in (2, 3):
+            if count == 3:
+                scheduler.replace(open_buckets(mover, 3))
+            scheduler.begin(step=0, hold=False)
+            for bucket in reversed(scheduler.buckets):
+                pack(bucket)
+                scheduler.bucket_is_packed()
+            scheduler.finish()
+        assert mover.order == [0, 1, 0, 1, 2]
+
+
+def test_finish_before_everything_is_packed_is_our_own_mistake() -> None:
+    with opened(2, threaded=False) as (scheduler, _):
+        scheduler.begin(step=0, hold=False)
+        pack(scheduler.buckets[1])
+        with pytest.raises(AssertionError, match="before every bucket was packed"):
+            scheduler.finish()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_hands_the_bucket_what_the_mover_found(threaded: bool) -> None:
+    mover = RecordingMover(non_finite={1: NonFinite(3, 1)})
+    with opened(2, threaded=threaded, mover=mover) as (scheduler, _):
+        scheduler.begin(step=0, hold=False)
+        for bucket in scheduler.buckets:
+            pack(bucket)
+        scheduler.finish()
+        assert [bucket.non_finite for bucket in scheduler.buckets] == [None, NonFinite(3, 1)]
+
+
+def test_the_mover_gets_the_buckets_scale() -> None:
+    mover = RecordingMover()
+    scheduler = Scheduler(open_buckets(mover, 2, scale=0.25), mover, threaded=False)
+    scheduler.begin(step=0, hold=False)
+    for bucket in scheduler.buckets:
+        pack(bucket)
+    scheduler.finish()
+    assert [bucket.parameters[0].grad.tolist() for bucket in scheduler.buckets] == [[0.0, 0.0], [0.25, 0.25]]
+
+
+# Failures
+
+
+def test_inline_failure_comes_out_of_the_hook() -> None:
+    mover = RecordingMover(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
+    with opened(3, threaded=False, per_bucket=2, mover=mover) as (scheduler, _):
+        scheduler.begin(step=7, hold=False)
+        pack(scheduler.buckets[0])
+        scheduler.bucket_is_packed()
+        pack(scheduler.buckets[1])
+        with pytest.raises(PeerLostError) as caught:
+            scheduler.bucket_is_packed()
+        check_located(caught.value, bucket=1, step=7)
+        assert mover.order == [0, 1]
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_failure_comes_out_of_finish(threaded: bool) -> None:
+    mover = RecordingMover(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
+    with opened(4, threaded=threaded, per_bucket=2, mover=mover) as (scheduler, _):
+        scheduler.begin(step=7, hold=True)
+        for bucket in scheduler.buckets:
+            pack(bucket)
+        with pytest.raises(PeerLostError) as caught:
+            scheduler.finish()
+        check_located(caught.value, bucket=1, step=7)
+        assert mover.order == [0, 1]  # nothing is sent through a broken mover
+
+
+def check_located(error: PeerLostError, *, bucket: int, step: int) -> None:
+    assert (error.bucket, error.step, error.parameters) == (bucket, step, (f"b{bucket}.p0", f"b{bucket}.p1"))
+    assert (error.rank, error.peers, error.seconds) == (0, (3,), 0.5)
+    assert str(error) == (
+        f"rank 3 died [rank 0, step {step}, bucket {bucket}, parameters b{bucket}.p0 .. b{bucket}.p1, after 0.50 s]"
+    )
+
+
+def test_a_thread_survives_a_failure_and_forgets_it() -> None:
+    mover = RecordingMover(fail_at={0: ValueError("not between ranks")})
+    with opened(3, threaded=True, mover=mover) as (scheduler, _):
+        scheduler.begin(step=0, hold=False)
+        for bucket in scheduler.buckets:
+            pack(bucket)
+            scheduler.bucket_is_packed()
+        with pytest.raises(ValueError, match="not between ranks"):
+            scheduler.finish()
+        mover.fail_at.clear()
+        for bucket in scheduler.buckets:
+            bucket.reset()
+        scheduler.begin(step=1, hold=False)
+        for bucket in scheduler.buckets:
+            pack(bucket)
+            scheduler.bucket_is_packed()
+        scheduler.finish()
+        assert mover.order == [0, 0, 1, 2]
+
+
+def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
+    """Compressed gradients are written back on the worker thread, where one may turn out to have been taken away."""
+    mover = RecordingMover()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    spec = ParameterSpec("w", (2,), (1,), torch.float32, torch.device("cpu"))
+    (plan,) = build_plan([spec], bucket_bytes=0, compression="fp16").buckets
+    (wire,) = mover.open_wires([(plan.numel, plan.wire_dtype)])
+    mover.gate = threading.Event()
+    scheduler = Scheduler([Bucket(plan, wire, [spec], [parameter], scale=1.0)], mover, threaded=True)
+    scheduler.begin(step=0, hold=False)
+    pack(scheduler.buckets[0])
+    scheduler.bucket_is_packed()
+    parameter.grad = None
+    mover.gate.set()
+    with pytest.raises(GradientError, match="the gradient of w was taken away"):
+        scheduler.finish()
+    scheduler.close()
+
+
+# Times and threads
+
+
+def test_inline_time_is_exposed_time() -> None:
+    with opened(2, threaded=False, mover=RecordingMover(seconds=0.02)) as (scheduler, _):
+        for _ in range(2):  # counted from zero in each round
+            scheduler.begin(step=0, hold=False)
+            for bucket in scheduler.buckets:
+                pack(bucket)
+                scheduler.bucket_is_packed()
+            scheduler.finish()
+            assert 0.04 <= scheduler.busy_seconds <= scheduler.exposed_seconds
+            for bucket in scheduler.buckets:
+                bucket.close_round()
+        assert scheduler.busy_seconds < 10
+
+
+def test_a_threads_time_is_exposed_only_in_finish() -> None:
+    with opened(2, threaded=True, mover=RecordingMover(seconds=0.2)) as (scheduler, _):
+        scheduler.begin(step=0, hold=False)
+        for bucket in scheduler.buckets:
+            pack(bucket)
+            scheduler.bucket_is_packed()
+        wait_until(lambda: scheduler.buckets[1].state is BucketState.REDUCED)
+        scheduler.finish()
+        assert scheduler.busy_seconds >= 0.4
+        assert scheduler.exposed_seconds < 0.2
+
+
+def test_inline_needs_no_thread_and_threaded_one_that_ends_on_close() -> None:
+    before = reduce_threads()
+    with opened(1, threaded=False):
+        assert reduce_threads() == before
+    with opened(1, threaded=True) as (scheduler, _):
+        (thread,) = reduce_threads() - before
+        assert thread.is_alive()
+        assert thread.daemon
+    thread.join(10)
+    assert not thread.is_alive()
+    scheduler.close()  # a second time does no harm
+    assert reduce_threads() - before == set()

@@ -1,0 +1,480 @@
+"""Nine ways to train on silently with replicas that are none, all of which DistributedDataParallel lets pass.
+
+a reentrant checkpoint around a layer that is used twice · b the model called past a wrapper · c two forwards, then two
+backwards · d torch.autograd.grad · e parameters that come later · f unfreezing · g a hook that steps · h replicas made
+different · i NaN on one rank
+
+Each either gives what one process would compute, or a GradientError that names the parameter, on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_same_on_all_ranks, digest
+from harness import run_ranks
+from test_optimizer_contract import TINY_MB, Side, assert_as_one_process, attempt, batch, loss_on, small_model, values
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torchring
+
+
+def _momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _detected(error: str, *names: str) -> bool:
+    """Whether it is a GradientError about one of the parameters."""
+    return error.startswith("GradientError") and any(name in error for name in names)
+
+
+# a: reentrant checkpoints
+
+
+class _UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.shared = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, is_checkpointed: bool) -> Tensor:
+        x = x.detach().requires_grad_()
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.shared, x, use_reentrant=True) if is_checkpointed else self.shared(x))
+        return x
+
+
+def _used_twice(rank: int, world_size: int, options: dict[str, Any], is_collected: bool) -> tuple[str, list[Tensor]]:
+    model = _UsedTwice()
+    optimizer = torchring.wrap(_momentum(model), model, **options)
+    try:
+        for step in range(3):
+            optimizer.zero_grad()
+            with optimizer.no_sync() if is_collected else contextlib.nullcontext():
+                model(batch(rank, step)[0], True).square().mean().backward()
+            if is_collected:
+                optimizer.synchronize()
+            optimizer.step()
+    except torchring.RingError as error:
+        return f"{type(error).__name__}: {error}", []
+    return "", values(model)
+
+
+@pytest.mark.parametrize("is_collected", [False, True], ids=["directly", "with the way out that the error tells"])
+@pytest.mark.parametrize("options", [{"bucket_mb": 0}, {}, {"overlap": "thread", "bucket_mb": 0}], ids=str)
+def test_a_reentrant_checkpoint_of_a_layer_that_is_used_twice(options: dict[str, Any], is_collected: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = run_ranks(_used_twice, 2, options, is_collected, deadline=20)
+    if any(error for error, _ in results):
+        assert not is_collected
+        assert all(_detected(error, "shared.weight", "shared.bias") for error, _ in results), results
+        return
+    model = _UsedTwice()
+    optimizer = _momentum(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        torch.stack([model(batch(rank, step)[0], False).square().mean() for rank in range(2)]).mean().backward()
+        optimizer.step()
+    assert_same_on_all_ranks([digest(trained) for _, trained in results])
+    for mine, expected in zip(results[0][1], values(model), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
+
+
+# b, c: forwards past a wrapper, and in advance
+
+
+class _Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_loss(self, rank: int, step: int) -> Tensor:
+        return loss_on(self.net, rank, step)
+
+
+def _past_forward(side: Side) -> Sequence[Any]:
+    model = _Custom()
+    optimizer = side.wrap(_momentum(model), model)
+    for step in range(3):
+        optimizer.zero_grad()
+        side.mean(lambda rank, step=step: model.training_loss(rank, step)).backward()
+        optimizer.step()
+    return values(model)
+
+
+def test_b_the_model_called_by_another_door() -> None:
+    assert_as_one_process(_past_forward)
+
+
+def _two_and_two(side: Side, options: dict[str, Any]) -> Sequence[Any]:
+    model = small_model()
+    optimizer = side.wrap(_momentum(model), model, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = [side.mean(lambda rank, at=10 * step + i: loss_on(model, rank, at)) for i in range(2)]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": "thread"}, {"compression": "bf16"}], ids=str)
+def test_c_two_forwards_then_two_backwards(options: dict[str, Any]) -> None:
+    assert_as_one_process(_two_and_two, options, tolerance=5e-2 if "compression" in options else 1e-9)
+
+
+# d: gradients that no backward put there
+
+
+def _autograd_grad(rank: int, world_size: int, options: dict[str, Any], how: str) -> list[Any]:
+    """Two ordinary steps, then one with gradients from torch.autograd.grad."""
+    model = nn.Linear(4, 2).double()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_on(model, rank, step).backward()
+        optimizer.step()
+    if how == "not zeroed":
+        pass
+    elif how == "zeroed in place":
+        optimizer.zero_grad(set_to_none=False)
+    else:
+        optimizer.zero_grad()
+    gradients = torch.autograd.grad(loss_on(model, rank, 2), [model.weight])
+    model.weight.grad = gradients[0]
+    before = digest(model.parameters())
+    problem = attempt(optimizer.step)
+    is_untouched = digest(model.parameters()) == before
+    optimizer.synchronize()
+    optimizer.step()
+    return [problem, is_untouched, model.weight.grad.clone(), gradients[0], digest(model.parameters())]
+
+
+@pytest.mark.parametrize("how", ["zeroed", "zeroed in place", "not zeroed"])
+@pytest.mark.parametrize("options", [{}, {"compression": "fp16"}, {"algorithm": "ring"}], ids=str)
+def test_d_torch_autograd_grad(options: dict[str, Any], how: str) -> None:
+    """step() refuses; after synchronize() it is the mean."""
+    results = run_ranks(_autograd_grad, 2, options, how, deadline=20)
+    for problem, is_untouched, *_ in results:
+        assert _detected(problem, "weight"), problem
+        assert "synchronize" in problem
+        assert is_untouched
+    assert_same_on_all_ranks([trained for *_, trained in results])
+    mean = (results[0][3] + results[1][3]) / 2
+    tolerance = 2e-3 if "compression" in options else 1e-9
+    torch.testing.assert_close(results[0][2], mean, rtol=tolerance, atol=tolerance)
+
+
+def _same_address(rank: int, world_size: int, compression: str | None) -> list[str]:
+    """The allocator gives a fresh gradient the place of the reduced one that was just dropped."""
+    model = nn.Linear(40, 1, bias=False)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression=compression)
+    problems = []
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.full((1, 40), float(rank + step))).sum().backward()
+        optimizer.step()
+        model.weight.grad = None
+        model.weight.grad = torch.full((1, 40), float(rank))
+        problems.append(attempt(optimizer.step))
+    return problems
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_d_a_local_gradient_in_the_place_of_a_reduced_one(compression: str | None) -> None:
+    for problems in run_ranks(_same_address, 2, compression, deadline=20):
+        assert all(_detected(problem, "weight") for problem in problems), problems
+
+
+# e, f: parameters that come later
+
+
+def _smuggled(rank: int, world_size: int, how: str) -> tuple[str, list[str]]:
+    """Past the wrapper's add_param_group, into what it shares with the wrapped optimizer."""
+    model = small_model()
+    plain = _momentum(model)
+    optimizer = torchring.wrap(plain, model)
+    model.append(nn.Linear(2, 2).double())
+    model[5].load_state_dict({"weight": torch.eye(2), "bias": torch.zeros(2)})
+    added = list(model[5].parameters())
+    if how == "wrapped optimizer":
+        plain.add_param_group({"params": added})
+    else:
+        plain.param_groups[0]["params"].extend(added)
+
+    def train() -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_on(model, rank, step).backward()
+            optimizer.step()
+
+    return attempt(train), [digest(values(model))]
+
+
+@pytest.mark.parametrize("how", ["wrapped optimizer", "list of parameters"])
+def test_e_parameters_that_reach_the_optimizer_by_a_back_door(how: str) -> None:
+    results = run_ranks(_smuggled, 2, how, deadline=20)
+    if not all(error.startswith(("GradientError", "ValueError")) for error, _ in results):
+        assert [error for error, _ in results] == ["", ""]
+        assert_same_on_all_ranks([trained for _, [trained] in results])
+
+
+def _unfrozen(side: Side, when: str) -> Sequence[Any]:
+    model = small_model()
+    model[0].requires_grad_(False)
+    optimizer = side.wrap(_momentum(model), model)
+    for step in range(4):
+        if when == "before the first step" or step >= 2:
+            model[0].requires_grad_(True)
+        optimizer.zero_grad()
+        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
+        optimizer.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("when", ["before the first step", "later"])
+def test_f_unfreezing(when: str) -> None:
+    assert_as_one_process(_unfrozen, when)
+
+
+def _unfrozen_on_one(rank: int, world_size: int) -> str:
+    torchring.init(timeout_seconds=3)
+    model = small_model()
+    model[0].requires_grad_(False)
+    optimizer = torchring.wrap(_momentum(model), model)
+
+    def train() -> None:
+        for step in range(3):
+            if step == 1 and rank == 0:
+                model[0].requires_grad_(True)
+            optimizer.zero_grad()
+            loss_on(model, rank, step).backward()
+            optimizer.step()
+
+    return attempt(train)
+
+
+def test_f_unfreezing_on_one_rank_only_is_an_error_on_all() -> None:
+    for problem in run_ranks(_unfrozen_on_one, 2, deadline=20):
+        assert problem.split(":")[0] in ("GradientError", "PlanMismatchError", "PeerTimeoutError"), problem
+
+
+# g: a hook that steps
+
+
+def _stepping_hook(rank: int, world_size: int, how: str, model_of: Callable[[], nn.Module], mb: float) -> list[Any]:
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    optimizer = torchring.wrap(plain, model, bucket_mb=mb)
+
+    def hook(parameter: Tensor) -> None:
+        if how == "wrapper":
+            optimizer.step()
+        elif how.startswith("wrapped"):
+            plain.step()
+        else:
+            own[parameter].step()
+        if "zero" in how:
+            parameter.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+
+    def train() -> None:
+        for step in range(3):
+            loss_on(model, rank, step).backward()
+            if "zero" not in how:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return [attempt(train), digest(model.parameters())]
+
+
+def _wide_model() -> nn.Sequential:
+    """Its first matrix, 320 KB, is big enough to be copied on arrival."""
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 10_000), nn.Tanh(), nn.Linear(10_000, 2)).double()
+
+
+@pytest.mark.parametrize("bucket_mb", [TINY_MB, 25.0], ids=["several buckets", "one bucket"])
+@pytest.mark.parametrize("model_of", [small_model, _wide_model])
+@pytest.mark.parametrize("how", ["wrapper", "wrapped", "wrapped, zeroed", "others", "others, zeroed"])
+def test_g_hooks_that_step_in_the_middle_of_backward(
+    how: str, model_of: Callable[[], nn.Module], bucket_mb: float
+) -> None:
+    results = run_ranks(_stepping_hook, 2, how, model_of, bucket_mb, deadline=20)
+    for problem, _ in results:
+        assert problem.startswith("GradientError"), problem
+        assert any(name in problem for name, _ in model_of().named_parameters()) or "inside backward" in problem
+
+
+# h: replicas made different
+
+
+def _drift(model: nn.Sequential, optimizer: Any, how: str) -> None:
+    if how == "in place":
+        with torch.no_grad():
+            model[2].bias[1] += 1e-6
+    elif how == "load_state_dict":
+        model.load_state_dict({**model.state_dict(), "2.bias": torch.ones(3)})
+    elif how == "data":
+        model[2].bias.data[1] += 1e-6
+    elif how == "data, another tensor":
+        model[2].bias.data = model[2].bias.data + 1e-6
+    elif how == "a learning rate":
+        optimizer.param_groups[0]["lr"] *= 1.5
+    else:
+        assert how == "optimizer state"
+        optimizer.state[model[2].bias]["momentum_buffer"].add_(1e-3)
+
+
+def _drifting(rank: int, world_size: int, how: str, culprit: int) -> dict[str, Any]:
+    """One rank changes something in step 3. Which step notices?"""
+    model = small_model()
+    optimizer = torchring.wrap(_momentum(model), model, bucket_mb=TINY_MB)
+    for step in range(205):
+        if step == 3 and rank == culprit:
+            _drift(model, optimizer, how)
+        optimizer.zero_grad()
+        loss_on(model, rank, step).backward()
+        try:
+            optimizer.step()
+        except torchring.GradientError as error:
+            return {"step": step, "text": str(error), "peers": error.peers, "parameters": error.parameters}
+    return {"step": None, "text": "", "peers": (), "parameters": ()}
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "latest"),
+    [("in place", 4), ("load_state_dict", 4), ("data", 200), ("data, another tensor", 200), ("a learning rate", 200),
+     ("optimizer state", 200)],
+)  # fmt: skip
+def test_h_replicas_that_are_made_different(how: str, latest: int, culprit: int) -> None:
+    """Noticed at once where PyTorch counts the change, and within 200 steps otherwise."""
+    results = run_ranks(_drifting, 2, how, culprit)
+    assert results[0]["step"] == results[1]["step"]
+    for seen in results:
+        assert seen["step"] is not None
+        assert seen["step"] <= latest
+        assert seen["peers"] == (1,)  # with two ranks nobody can tell whose fault it is; rank 0 is the standard
+        assert seen["parameters"][0] in seen["text"]
+        if how in ("in place", "load_state_dict", "data"):
+            assert seen["parameters"] == ("2.bias",)
+
+
+def _changed_alike(side: Side) -> Sequence[Any]:
+    """What all ranks do alike is their own affair: weights clipped in every step, others swapped in and out."""
+    model = small_model()
+    optimizer = side.wrap(_momentum(model), model)
+    for step in range(12):
+        optimizer.zero_grad()
+        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.3, 0.3)
+        if step == 5:
+            model.load_state_dict(small_model(seed=9).state_dict())
+    return values(model)
+
+
+def test_h_changes_that_all_ranks_make_alike_are_no_drift() -> None:
+    assert_as_one_process(_changed_alike)
+
+
+def _mended(rank: int, world_size: int) -> list[str]:
+    model = small_model()
+    optimizer = torchring.wrap(_momentum(model), model)
+    problems = []
+    for step in range(6):
+        if step == 2 and rank == 1:
+            with torch.no_grad():
+                model[0].weight.zero_()
+        optimizer.zero_grad()
+        loss_on(model, rank, step).backward()
+        problems.append(attempt(optimizer.step))
+        if problems[-1]:
+            torchring.broadcast_parameters(model)
+    return [*problems, digest(model.parameters())]
+
+
+def test_h_drift_can_be_mended_as_the_error_says() -> None:
+    results = run_ranks(_mended, 2)
+    for *problems, _ in results:
+        assert [bool(problem) for problem in problems].count(True) == 1
+        assert "broadcast_parameters" in "".join(problems)
+    assert_same_on_all_ranks([result[-1] for result in results])
+
+
+# i: NaN on one rank
+
+
+def _poisoned(rank: int, world_size: int, value: float, where: int, options: dict[str, Any]) -> dict[str, Any]:
+    model = small_model(torch.float32)
+    optimizer = torchring.wrap(_momentum(model), model, bucket_mb=TINY_MB, **options)
+    seen: dict[str, Any] = {}
+    for step in range(4):
+        optimizer.zero_grad()
+        handle = None
+        if step == 1 and rank == world_size - 1:
+            handle = model[where].weight.register_hook(lambda gradient: torch.full_like(gradient, value))
+        loss_on(model, rank, step).backward()
+        if handle is not None:
+            handle.remove()
+        before = digest(model.parameters())
+        try:
+            optimizer.step()
+        except torchring.GradientError as error:
+            seen |= {"step": step, "text": str(error), "peers": error.peers, "parameters": error.parameters}
+            seen["untouched"] = before == digest(model.parameters())
+    return {**seen, "digest": digest(model.parameters())}
+
+
+@pytest.mark.parametrize("where", [0, 4], ids=["first layer", "last layer"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": "thread"}, {"algorithm": "ring"}, {"algorithm": "native"}, {"compression": "fp16"},
+     {"compression": "bf16", "algorithm": "ring"}],
+    ids=str,
+)  # fmt: skip
+def test_i_nan_on_one_rank_names_it(value: float, where: int, options: dict[str, Any]) -> None:
+    results = run_ranks(_poisoned, 3, value, where, options)
+    for seen in results:
+        assert seen["step"] == 1
+        assert seen["untouched"]
+        assert seen["peers"] == (2,)
+        assert seen["parameters"] == (f"{where}.weight",)
+        assert "rank 2" in seen["text"]
+        assert f"{where}.weight" in seen["text"]
+    assert_same_on_all_ranks([seen["digest"] for seen in results])
+
+
+def _poisoned_embedding(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model = nn.Embedding(5, 3, sparse=True)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def train() -> None:
+        (model(torch.tensor([1, 2])) * (float("nan") if rank == 1 else 1.0)).sum().backward()
+        optimizer.step()
+
+    return attempt(train)
+
+
+def test_i_nan_in_a_sparse_gradient() -> None:
+    for problem in run_ranks(_poisoned_embedding, 2):
+        assert _detected(problem, "weight")
+        assert "rank 1" in problem

@@ -1,0 +1,352 @@
+"""Joining and leaving: sizes, hosts, other people's process groups, ranks that do not come, again and again."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import count_open_fds, run_ranks, run_threads
+
+import torchring
+from torchring import world as world_module
+from torchring.errors import PeerTimeoutError, TopologyError
+from torchring.memory import host as host_module
+from torchring.world import World, default_world
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def own_store() -> dict[str, str | None]:
+    """As under mpirun or srun, where no launcher hosts the store and rank 0 has to."""
+    return {"TORCHELASTIC_USE_AGENT_STORE": None, "MASTER_PORT": str(_free_port())}
+
+
+# ---- one process
+
+
+@pytest.fixture
+def alone() -> Any:
+    torchring.shutdown()
+    yield
+    torchring.shutdown()
+
+
+def _alone(rank: int, size: int) -> Any:
+    assert not torchring.is_initialized()
+    facts = (torchring.rank(), torchring.size(), torchring.local_rank(), torchring.local_size())
+    assert torchring.is_initialized(), "the first question joins the world"
+    more = (torchring.node_rank(), torchring.num_nodes(), torchring.device())
+    assert torchring.init() is torchring.init() is default_world()
+    assert torchring.all_reduce(torch.tensor([2.0])).tolist() == [2.0]
+    torchring.shutdown()
+    torchring.shutdown()
+    assert not torchring.is_initialized()
+    return facts, more, os.listdir("/proc/self/fd") and len(default_world().hosts)
+
+
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    ((facts, more, hosts),) = run_ranks(_alone, 1, launcher_env=False)
+    assert facts == (0, 1, 0, 1)
+    assert more == (0, 1, torch.device("cpu"))
+    assert hosts == 1
+
+
+@pytest.mark.parametrize("backend", ["nccl", "mpi", "", None, "Gloo"])
+def test_an_unknown_backend_is_refused(alone: None, backend: Any) -> None:
+    with pytest.raises(ValueError, match="'auto', 'gloo'"):
+        torchring.init(backend)
+    assert not torchring.is_initialized()
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("-inf")])
+def test_a_timeout_that_is_not_positive_is_refused(alone: None, seconds: float) -> None:
+    with pytest.raises(ValueError, match="timeout_seconds"):
+        torchring.init(timeout_seconds=seconds)
+    assert not torchring.is_initialized()
+
+
+@pytest.mark.parametrize("seconds", ["60", None])
+def test_a_timeout_that_is_no_number_is_refused(alone: None, seconds: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        torchring.init(timeout_seconds=seconds)
+    assert not torchring.is_initialized()
+
+
+# ---- several
+
+
+def _facts(rank: int, size: int, hosts: int) -> Any:
+    if hosts > 1:
+        host_module._host_identity = lambda: f"host {rank // (size // hosts)}"
+    torchring.init(timeout_seconds=10.0)
+    facts = {
+        name: getattr(torchring, name)()
+        for name in ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes", "device")
+    }
+    facts["hosts"] = default_world().hosts
+    facts["total"] = float(torchring.all_reduce(torch.tensor(float(rank)), "sum"))
+    torchring.shutdown()
+    return facts
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["hosted store", "store of rank 0"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_of_one_host(size: int, own: bool) -> None:
+    for rank, facts in enumerate(run_ranks(_facts, size, 1, env=own_store() if own else {})):
+        assert facts == {
+            "rank": rank, "size": size, "local_rank": rank, "local_size": size, "node_rank": 0, "num_nodes": 1,
+            "device": torch.device("cpu"), "hosts": (tuple(range(size)),), "total": sum(range(size)),
+        }  # fmt: skip
+
+
+def test_ranks_of_two_hosts() -> None:
+    for rank, facts in enumerate(run_ranks(_facts, 4, 2, env={"LOCAL_RANK": None})):
+        assert facts == {
+            "rank": rank, "size": 4, "local_rank": rank % 2, "local_size": 2, "node_rank": rank // 2, "num_nodes": 2,
+            "device": torch.device("cpu"), "hosts": ((0, 1), (2, 3)), "total": 6.0,
+        }  # fmt: skip
+
+
+def test_the_launchers_local_rank_counts() -> None:
+    assert [facts["local_rank"] for facts in run_ranks(_facts, 2, 1, env={"LOCAL_RANK": "7"})] == [7, 7]
+
+
+def test_hosts_may_interleave() -> None:
+    def body(rank: int, size: int, store: dist.Store) -> Any:
+        world = World(store, rank, size, timeout_seconds=10.0)
+        facts = world.hosts, world.node_rank, world.num_nodes, world.local_rank, world.local_size, world.shares_memory
+        world.close()
+        return facts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_module, "_host_identity", _even_or_odd)
+        results = run_threads(body, 5)
+    hosts = ((0, 2, 4), (1, 3))
+    assert results == [
+        (hosts, 0, 2, 0, 3, False), (hosts, 1, 2, 0, 2, False), (hosts, 0, 2, 1, 3, False),
+        (hosts, 1, 2, 1, 2, False), (hosts, 0, 2, 2, 3, False),
+    ]  # fmt: skip
+
+
+def _even_or_odd() -> str:
+    return f"host {int(threading.current_thread().name.split()[1]) % 2}"
+
+
+def _init_twice(rank: int, size: int) -> bool:
+    first = torchring.init(timeout_seconds=10.0)
+    return first is torchring.init() is torchring.init("gloo") is default_world()
+
+
+def test_a_second_init_returns_the_same_world() -> None:
+    assert run_ranks(_init_twice, 2) == [True, True]
+
+
+def _cycles(rank: int, size: int, own_group: bool) -> Any:
+    if own_group:
+        dist.init_process_group("gloo")
+    sums, fds = [], []
+    for turn in range(5):
+        assert not torchring.is_initialized()
+        torchring.init(timeout_seconds=10.0)
+        sums.append(float(torchring.all_reduce(torch.tensor(rank + turn + 0.0), "sum")))
+        torchring.shutdown()
+        if turn in (1, 4):
+            gc.collect()
+            fds.append(count_open_fds())
+    if own_group:
+        dist.destroy_process_group()
+    return sums, fds[1] - fds[0]
+
+
+@pytest.mark.parametrize("own_group", [False, True])
+@pytest.mark.parametrize("own", [False, True], ids=["hosted store", "store of rank 0"])
+def test_leaving_and_coming_back(own: bool, own_group: bool) -> None:
+    for sums, leaked in run_ranks(_cycles, 3, own_group, env=own_store() if own else {}):
+        assert sums == [3.0, 6.0, 9.0, 12.0, 15.0]
+        assert leaked <= 0
+
+
+# ---- beside torch.distributed
+
+
+def _beside(rank: int, size: int, first: str) -> Any:
+    if first == "torchring":
+        torchring.init(timeout_seconds=10.0)
+        assert not dist.is_initialized(), "the script may still make its own"
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo")
+        torchring.init(timeout_seconds=10.0)
+    group = dist.distributed_c10d._get_default_group()
+    sums = []
+    for turn in range(3):
+        theirs, ours = torch.tensor([rank + 1.0 + turn]), torch.tensor([10.0 * rank])
+        work = dist.all_reduce(theirs, async_op=True)  # both under way at once
+        torchring.all_reduce(ours, "sum")
+        work.wait()
+        sums.append((float(theirs), float(ours)))
+    torchring.shutdown()
+    assert dist.is_initialized(), "it was not ours to take down"
+    assert dist.distributed_c10d._get_default_group() is group
+    last = torch.ones(1)
+    dist.all_reduce(last)
+    torchring.init(timeout_seconds=10.0)
+    again = float(torchring.all_reduce(torch.ones(1), "sum"))
+    torchring.shutdown()
+    dist.destroy_process_group()
+    return sums, float(last), again
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["hosted store", "store of rank 0"])
+@pytest.mark.parametrize("first", ["torchring", "torch.distributed"])
+def test_a_process_group_of_the_script_works_on(first: str, own: bool) -> None:
+    for sums, last, again in run_ranks(_beside, 2, first, env=own_store() if own else {}):
+        assert sums == [(3.0, 10.0), (5.0, 10.0), (7.0, 10.0)]
+        assert (last, again) == (2.0, 2.0)
+
+
+def _group_without_launcher(rank: int, size: int, file: str) -> tuple[int, int, int, float]:
+    dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size)
+    result = torchring.rank(), torchring.size(), torchring.local_rank()
+    total = float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum"))
+    torchring.shutdown()
+    dist.destroy_process_group()
+    return *result, total
+
+
+def test_an_existing_process_group_is_enough(tmp_path: Path) -> None:
+    """No launcher's variables: rank, size and store are those of the group."""
+    results = run_ranks(_group_without_launcher, 2, str(tmp_path / "store"), launcher_env=False)
+    assert results == [(0, 2, 0, 3.0), (1, 2, 1, 3.0)]
+
+
+# ---- worlds that do not come to be
+
+
+def _told_another_size(rank: int, size: int) -> Any:
+    if rank == 0:
+        os.environ["WORLD_SIZE"] = "3"
+    started = time.monotonic()
+    with pytest.raises(TopologyError, match=r"WORLD_SIZE|world of") as caught:
+        torchring.init(timeout_seconds=20.0)
+    assert not torchring.is_initialized()
+    return time.monotonic() - started, str(caught.value)
+
+
+def test_different_world_sizes_are_an_error_on_every_rank_at_once() -> None:
+    for seconds, message in run_ranks(_told_another_size, 2):
+        assert seconds < 3.0
+        assert "2" in message
+        assert "3" in message
+
+
+def _absent(rank: int, size: int, absent: int) -> Any:
+    if rank == absent:
+        return None
+    started = time.monotonic()
+    with pytest.raises(PeerTimeoutError, match=f"rank {absent}") as caught:
+        torchring.init(timeout_seconds=1.0)
+    assert not torchring.is_initialized()
+    return caught.value.peers, caught.value.rank, time.monotonic() - started
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_never_shows_up_is_named(absent: int) -> None:
+    results = run_ranks(_absent, 3, absent)
+    for rank in {0, 1, 2} - {absent}:
+        peers, who, seconds = results[rank]
+        assert (peers, who) == ((absent,), rank)
+        assert 0.9 < seconds < 4.0
+
+
+def _no_store(rank: int, size: int) -> Any:
+    started = time.monotonic()
+    with pytest.raises((TopologyError, PeerTimeoutError), match="MASTER_ADDR") as caught:
+        torchring.init(timeout_seconds=1.0)
+    return time.monotonic() - started, str(caught.value), os.environ["MASTER_PORT"]
+
+
+def test_a_store_that_cannot_be_reached_is_named() -> None:
+    env = {**own_store(), "RANK": "1", "WORLD_SIZE": "2"}  # nobody is rank 0
+    ((seconds, message, port),) = run_ranks(_no_store, 1, env=env)
+    assert seconds < 10.0
+    assert port in message
+
+
+def _incomplete(rank: int, size: int) -> str:
+    del os.environ["MASTER_ADDR"]
+    with pytest.raises(TopologyError, match="MASTER_ADDR") as caught:
+        torchring.all_reduce(torch.ones(1))
+    assert not torchring.is_initialized()
+    return str(caught.value)
+
+
+def test_an_incomplete_environment_is_refused_with_a_way_out() -> None:
+    for message in run_ranks(_incomplete, 2):
+        assert "torchrun" in message
+
+
+def _late_and_again(rank: int, size: int, file: str) -> float:
+    """Rank 1 comes too late for the first try of all, and all try again, as one does after an error."""
+    if rank == 1:
+        while not Path(file).exists():
+            time.sleep(0.01)
+        with pytest.raises((PeerTimeoutError, TopologyError, torchring.PeerLostError)):
+            torchring.init(timeout_seconds=1.0)
+    else:
+        with pytest.raises(PeerTimeoutError):
+            torchring.init(timeout_seconds=0.5)
+        Path(file).touch()
+        time.sleep(2.5)
+    torchring.shutdown()
+    torchring.init(timeout_seconds=10.0)
+    return float(torchring.all_reduce(torch.ones(1), "sum"))
+
+
+def test_all_may_try_again_after_a_time_out(tmp_path: Path) -> None:
+    assert run_ranks(_late_and_again, 2, str(tmp_path / "late")) == [2.0, 2.0]
+
+
+# ---- a World by itself
+
+
+def test_closing_calls_back_the_latest_first() -> None:
+    calls: list[int] = []
+    world = World(None, 0, 1)
+    assert world.is_open
+    for i in range(3):
+        world.on_close(functools.partial(calls.append, i))
+    world.close()
+    world.close()
+    assert calls == [2, 1, 0]
+    assert not world.is_open
+
+
+def test_stream_names_are_new_every_time() -> None:
+    world = World(None, 0, 1)
+    names = [world.next_stream_name() for _ in range(3)]
+    assert len(set(names)) == 3
+    assert names == [World(None, 0, 1).next_stream_name(), *names[1:]], "and the same on every rank"
+
+
+def test_polling_is_for_ranks_that_have_a_core_each() -> None:
+    world = World(None, 0, 1)
+    world.num_cores = 2
+    seconds = []
+    for world.local_size in (1, 2, 3):
+        seconds.append(world_module.spin_seconds(world))
+    assert seconds[0] == seconds[1] > 0.0
+    assert seconds[2] == 0.0
