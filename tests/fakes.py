@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 
 import torch
 
-from torchring.errors import PeerLostError, PeerTimeoutError
+from torchring.errors import PeerLostError, PeerTimeoutError, RingError
 
 
 class FakeNetwork:
@@ -51,6 +51,10 @@ class FakeTransport:
 
     def receive(self, tensor: torch.Tensor, peer: int) -> FakeTransfer:
         return self._start(tensor, peer, (self._stream, peer, self.rank), sends=False)
+
+    def fail(self, error: RingError) -> RingError:
+        self.close()
+        return error
 
     def close(self) -> None:
         with self._network.changed:

@@ -147,7 +147,8 @@ def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtyp
         return [wire.tensor.clone() for wire in wires]
 
     per_rank = run_movers(kind, size, body)
-    roundings: Any = num_roundings(kind, dtype, size) + (kind == "native")  # native rounds once more, when it scales
+    # Native rounds once more, when it scales, and so does a ring of 16-bit wires, which scales its inputs.
+    roundings: Any = num_roundings(kind, dtype, size) + (kind == "native" or (dtype.itemsize == 2 and kind != "direct"))
     for i, scale in enumerate(scales):
         assert_same_on_all_ranks([results[i] for results in per_rank])
         parts = torch.stack([inputs(rank).double() for rank in range(size)]) * scale
@@ -247,7 +248,7 @@ def test_finite_values_whose_sum_over_a_block_overflows_are_no_alarm(kind: str, 
 @every_mover
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_an_overflow_of_finite_inputs_is_blamed_on_no_rank(kind: str, dtype: torch.dtype) -> None:
-    """The result is infinite, but no rank's input was, and a report names the rank whose input it was."""
+    """The result is infinite and must not be trained on, but no rank's input was."""
 
     def body(rank: int, mover: Mover) -> tuple[NonFinite | None, torch.Tensor]:
         (wire,) = mover.open_wires([(100, dtype)])
@@ -258,7 +259,7 @@ def test_an_overflow_of_finite_inputs_is_blamed_on_no_rank(kind: str, dtype: tor
     for found, result in run_movers(kind, 2, body):
         assert result[70] == math.inf
         assert result.isfinite().sum() == 99
-        assert found is None
+        assert found == NonFinite(None, 70)
 
 
 @every_mover

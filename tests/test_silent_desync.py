@@ -347,8 +347,8 @@ def _drifting(rank: int, world_size: int, how: str, culprit: int) -> dict[str, A
         if step == 3 and rank == culprit:
             _drift(model, optimizer, how)
         optimizer.zero_grad()
-        loss_on(model, rank, step).backward()
         try:
+            loss_on(model, rank, step).backward()
             optimizer.step()
         except torchring.GradientError as error:
             return {"step": step, "text": str(error), "peers": error.peers, "parameters": error.parameters}
@@ -403,8 +403,8 @@ def _mended(rank: int, world_size: int) -> list[str]:
             with torch.no_grad():
                 model[0].weight.zero_()
         optimizer.zero_grad()
-        loss_on(model, rank, step).backward()
-        problems.append(attempt(optimizer.step))
+        problem = attempt(loss_on(model, rank, step).backward)
+        problems.append(problem or attempt(optimizer.step))
         if problems[-1]:
             torchring.broadcast_parameters(model)
     return [*problems, digest(model.parameters())]

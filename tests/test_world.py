@@ -78,7 +78,7 @@ def test_a_timeout_that_is_not_positive_is_refused(alone: None, seconds: float) 
     assert not torchring.is_initialized()
 
 
-@pytest.mark.parametrize("seconds", ["60", None])
+@pytest.mark.parametrize("seconds", ["60", [60]])
 def test_a_timeout_that_is_no_number_is_refused(alone: None, seconds: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         torchring.init(timeout_seconds=seconds)

@@ -260,8 +260,8 @@ class Bucket:
         if self.wire.tensor._version != self._version:
             raise GradientError(
                 f"a gradient of bucket {self.index} ({self.names[0]} .. {self.names[-1]}) was written to while it "
-                "was being reduced. A hook that changes gradients must be registered before torchring.wrap, so that it runs "
-                "before they leave",
+                "was being reduced. A hook that changes gradients must be registered before torchring.wrap, so that "
+                "it runs before they leave",
                 bucket=self.index,
                 parameters=self.names,
             )

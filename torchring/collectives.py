@@ -10,9 +10,10 @@ Ranks of one host exchange through shared memory; otherwise Gloo does, in a grou
 from __future__ import annotations
 
 import json
+import operator
 import pickle
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from torchring.memory.host import bytes_of
 from torchring.plan import fingerprint, first_difference
 from torchring.transport.c10d import C10dTransport
 from torchring.transport.exchange import GroupExchange
+from torchring.worker import Worker
 from torchring.world import World, default_world, spin_seconds
 
 _T = TypeVar("_T")
@@ -92,7 +94,7 @@ class Collectives:
         else:
             assert world.rendezvous is not None
             self._exchange = GroupExchange(C10dTransport(world.rendezvous, world.next_stream_name(), world.host))
-        self._background: ThreadPoolExecutor | None = None
+        self._background = Worker("torchring-collectives")
         self._last: Future[Any] | None = None
         world.on_close(self.close)
 
@@ -104,15 +106,12 @@ class Collectives:
 
     def start(self, operation: Callable[[_Exchange], _T]) -> Future[_T]:
         """On the background thread."""
-        if self._background is None:
-            self._background = ThreadPoolExecutor(1, thread_name_prefix="torchring-collectives")
-        future = self._background.submit(operation, self._exchange)
+        future = self._background.submit(lambda: operation(self._exchange))
         self._last = future
         return future
 
     def close(self) -> None:
-        if self._background is not None:
-            self._background.shutdown(wait=False, cancel_futures=True)
+        self._background.close()
         self._exchange.close()
         _of_world.pop(self.world, None)
 
@@ -183,6 +182,7 @@ def all_reduce(tensor: torch.Tensor, op: str = "mean", async_op: bool = False) -
     where ranks differ, PeerLostError and PeerTimeoutError.
     """
     _check_cpu(tensor)
+    _check_writable(tensor)
     _check_reducible(tensor, op)
     return _dispatch(lambda exchange: _all_reduce(exchange, tensor, op), async_op)
 
@@ -193,6 +193,7 @@ def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> Any
     Returns `tensor` or a `Work`. Raises ValueError for a rank that does not exist; else as `all_reduce`.
     """
     _check_cpu(tensor)
+    _check_writable(tensor)
     _check_rank(src)
     return _dispatch(lambda exchange: _broadcast(exchange, tensor, src), async_op)
 
@@ -251,7 +252,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
             raise ValueError(f"dimension 0 has {rows} rows, not a multiple of {world.size} ranks; pass splits")
         shares = [rows // world.size] * world.size
     else:
-        shares = [int(share) for share in splits]
+        shares = [operator.index(share) for share in splits]  # TypeError for 3.5
         if len(shares) != world.size or sum(shares) != rows or min(shares) < 0:
             raise ValueError(f"splits need {world.size} counts that add up to {rows} rows, got {shares}")
 
@@ -296,7 +297,7 @@ def _dispatch(operation: Callable[[_Exchange], Any], async_op: bool) -> Any:
 
 @torch.no_grad()
 def _all_reduce(exchange: _Exchange, tensor: torch.Tensor, op: str) -> torch.Tensor:
-    flat = tensor.detach().contiguous().view(-1)
+    flat = _plain(tensor).view(-1)
     exchange.all_reduce(flat, op, call_for("all_reduce", tensor, f"op={op!r}"))
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
@@ -305,7 +306,7 @@ def _all_reduce(exchange: _Exchange, tensor: torch.Tensor, op: str) -> torch.Ten
 
 @torch.no_grad()
 def _broadcast(exchange: _Exchange, tensor: torch.Tensor, src: int) -> torch.Tensor:
-    data = tensor.detach().contiguous()
+    data = _plain(tensor)
     exchange.broadcast(bytes_of(data), src, call_for("broadcast", tensor, f"src={src}"))
     if data.data_ptr() != tensor.data_ptr():
         tensor.copy_(data)
@@ -314,12 +315,12 @@ def _broadcast(exchange: _Exchange, tensor: torch.Tensor, src: int) -> torch.Ten
 
 @torch.no_grad()
 def _all_gather(exchange: _Exchange, tensor: torch.Tensor) -> list[torch.Tensor]:
-    data = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    data = _plain(tensor.reshape(1) if tensor.dim() == 0 else tensor)
     call = call_for("all_gather", data, any_rows=True)
     if not data.shape[1:].numel():  # rows without bytes: only their number travels
         counts = exchange.all_gather(bytes_of(torch.tensor([len(data)])), call)
         return [data.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]
-    parts = exchange.all_gather(bytes_of(data.contiguous()), call)
+    parts = exchange.all_gather(bytes_of(data), call)
     return [_from_bytes(part, data) for part in parts]
 
 
@@ -327,7 +328,7 @@ def _all_gather(exchange: _Exchange, tensor: torch.Tensor) -> list[torch.Tensor]
 def _all_to_all(
     exchange: _Exchange, tensor: torch.Tensor, splits: Sequence[int], call: Call
 ) -> tuple[list[torch.Tensor], list[int]]:
-    data = tensor.detach().contiguous()
+    data = _plain(tensor)
     parts = exchange.all_to_all([bytes_of(part) for part in torch.split(data, list(splits))], call)
     received = [_from_bytes(part, data) for part in parts]
     return received, [len(part) for part in received]
@@ -340,6 +341,11 @@ def _reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     return total
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in row-major order, without history and lazy conjugation: `tensor`'s own memory where that is so."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def _check_cpu(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
@@ -347,6 +353,11 @@ def _check_cpu(tensor: torch.Tensor) -> None:
         raise ValueError(f"this release moves CPU tensors, got one on {tensor.device}; pass tensor.cpu()")
     if tensor.layout != torch.strided:
         raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; pass tensor.to_dense()")
+
+
+def _check_writable(tensor: torch.Tensor) -> None:
+    if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError("an expanded tensor has elements that share memory and cannot be written; pass tensor.clone()")
 
 
 def _check_reducible(tensor: torch.Tensor, op: str) -> None:
@@ -360,8 +371,8 @@ def _check_reducible(tensor: torch.Tensor, op: str) -> None:
 
 def _check_rank(src: int) -> None:
     size = default_world().size
-    if not 0 <= src < size:
-        raise ValueError(f"src must be a rank, 0 .. {size - 1}, got {src}")
+    if not isinstance(src, int) or not 0 <= src < size:
+        raise ValueError(f"src must be a rank, 0 .. {size - 1}, got {src!r}")
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:

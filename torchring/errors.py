@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Final
 
 
 class RingError(RuntimeError):
@@ -83,11 +84,14 @@ class TopologyError(RingError):
     """The launcher's environment is incomplete or contradicts itself, or ranks do not fit the requested algorithm."""
 
 
+MAX_MESSAGE_BYTES: Final = 1500  # quotes and such may double it, and it has to fit a page
+
+
 def encode_error(error: RingError) -> bytes:
     """For peers, which raise it too: class, message and culprits, as JSON."""
-    return json.dumps(
-        {"error": type(error).__name__, "message": error.message[:2000], "peers": list(error.peers)}
-    ).encode()
+    message = error.message.encode()[:MAX_MESSAGE_BYTES].decode(errors="ignore")
+    words = {"error": type(error).__name__, "message": message, "peers": list(error.peers)}
+    return json.dumps(words, ensure_ascii=False).encode()
 
 
 def decode_error(data: bytes, reporter: int) -> RingError:

@@ -197,7 +197,7 @@ class GradientHooks:
         self.reduction.finish()
 
     def _has_thawed(self) -> bool:
-        return any([parameter.requires_grad for parameter in self._frozen])
+        return any(parameter.requires_grad for parameter in self._frozen)
 
     def _adopt_thawed(self) -> None:
         """Collective: parameters that have come to require a gradient are reduced from now on."""

@@ -439,9 +439,9 @@ class DistributedOptimizer(Optimizer):
             rank, name, grad = hooks.reduction.non_finite
             values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
             if values is not None and not bool(torch.isfinite(values).all()):  # the script may have mended it
-                origin = "only their sum over ranks overflowed" if rank is None else f"the first came from rank {rank}"
+                origin = "the sum over ranks overflowed" if rank is None else f"NaN or infinity came from rank {rank}"
                 raise GradientError(
-                    f"the gradient of {name} holds NaN or infinity; {origin}",
+                    f"the gradient of {name} is not finite; {origin}",
                     rank=hooks.reduction.world.rank,
                     peers=() if rank is None else (rank,),
                     parameters=(name,),

@@ -7,7 +7,7 @@ descriptions and last words, never gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 import torch.distributed as dist
@@ -27,6 +27,10 @@ class Rendezvous:
         rank: this process, 0 <= rank < size.
         size: number of ranks that this process was told to expect.
         timeout_seconds: how long a rank may keep the others waiting.
+
+    Attributes:
+        watch: raises if one of the given ranks is known to be dead; None while nobody knows.
+        store_host: the rank whose process hosts the store, None if it is no rank's.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
@@ -34,6 +38,8 @@ class Rendezvous:
         self.rank = rank
         self.size = size
         self.timeout_seconds = timeout_seconds
+        self.watch: Callable[[Sequence[int]], None] | None = None
+        self.store_host: int | None = None
         self._num_exchanges: dict[str, int] = {}
 
     def agree_on_size(self) -> None:
@@ -66,6 +72,8 @@ class Rendezvous:
                     peers=(owner,),
                     seconds=waited,
                 )
+            if self.watch is not None:
+                self.watch((owner,))
             if self.is_published("gave_up"):
                 raise TopologyError(self._call(lambda: self.store.get("gave_up")).decode(), rank=self.rank)
             time.sleep(pause)
@@ -92,7 +100,9 @@ class Rendezvous:
         try:
             return operation()
         except dist.DistError as error:
+            host = "the launcher" if self.store_host is None else f"rank {self.store_host}"
             raise PeerLostError(
-                f"the rendezvous store cannot be reached any more, so the process that hosts it is gone ({error})",
+                f"the rendezvous store is out of reach, so the process that hosts it, {host}, is gone ({error})",
                 rank=self.rank,
+                peers=() if self.store_host is None else (self.store_host,),
             ) from error

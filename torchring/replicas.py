@@ -44,7 +44,7 @@ class ReplicaCheck:
     def has_changed(self) -> bool:
         """Whether a watched parameter was written to since the last `accept`, on this rank."""
         if not self._changed:
-            self._changed = any([p._version != version for p, version in self._watched])
+            self._changed = any(p._version != version for p, version in self._watched)
         return self._changed
 
     def accept(self) -> None:

@@ -60,6 +60,10 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     size = _integer(environ, size_key, launcher)
     if size < 1:
         raise TopologyError(f"{launcher} says {size_key}={size}; a world has at least 1 process")
+    if size == 1 and environ.get(rank_key, "0") != "0":
+        raise TopologyError(
+            f"{launcher} says {size_key}=1 but {rank_key}={environ[rank_key]}; a world of one has rank 0 only"
+        )
     if size == 1:
         return LaunchEnvironment(launcher, 0, 1, 0, None, False)
     needed = (rank_key, "MASTER_ADDR", "MASTER_PORT")
@@ -73,7 +77,10 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     if not 0 <= rank < size:
         raise TopologyError(f"{launcher} says {rank_key}={rank}, which is not in 0 .. {size - 1} ({size_key}={size})")
     local_rank = _integer(environ, local_key, launcher) if local_key in environ else None
-    master = (environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT", launcher))
+    port = _integer(environ, "MASTER_PORT", launcher)
+    if not 0 < port < 65536:
+        raise TopologyError(f"MASTER_PORT={port} is not a TCP port, 1 .. 65535")
+    master = (environ["MASTER_ADDR"], port)
     hosted = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return LaunchEnvironment(launcher, rank, size, local_rank, master, hosted)
 
@@ -89,6 +96,7 @@ class World:
         rank, size: this process, and how many there are.
         local_rank: as the launcher says; else the position among the ranks of this host.
         timeout_seconds: how long a live rank may keep the others waiting.
+        store_host: the rank whose process hosts the store, None if it is no rank's.
 
     Attributes:
         host: the ranks that share memory with this one.
@@ -105,6 +113,7 @@ class World:
         local_rank: int | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         launcher: str = "none",
+        store_host: int | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -119,7 +128,7 @@ class World:
         self._closing: list[Callable[[], None]] = []
         if store is not None and size > 1:
             try:
-                self._meet(Rendezvous(store, rank, size, timeout_seconds))
+                self._meet(Rendezvous(store, rank, size, timeout_seconds), store_host)
             except BaseException:
                 self.close()
                 raise
@@ -127,11 +136,13 @@ class World:
         self.local_rank = members.index(rank) if local_rank is None else local_rank
         self.local_size = len(members)
 
-    def _meet(self, rendezvous: Rendezvous) -> None:
+    def _meet(self, rendezvous: Rendezvous, store_host: int | None) -> None:
         """Find out who shares memory with whom."""
         self.rendezvous = rendezvous
+        rendezvous.store_host = store_host
         rendezvous.agree_on_size()
         self.host = connect(rendezvous)
+        rendezvous.watch = self.host.check_peers
         mine = {"host": self.host.ranks, "cores": sorted(os.sched_getaffinity(0))}
         cards = [json.loads(text) for text in rendezvous.exchange("world", json.dumps(mine).encode())]
         self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
@@ -224,14 +235,24 @@ def init(backend: str = "auto", *, timeout_seconds: float | None = None) -> Worl
         local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
         launcher = "torch.distributed"
         base: Store | None = dist.distributed_c10d._get_default_store()
+        store_host = None
     else:
         launch = read_environment(os.environ)
         rank, size, local_rank, launcher = launch.rank, launch.size, launch.local_rank, launch.launcher
         base = _launcher_store(launch, timeout_seconds)
+        store_host = None if launch.store_is_hosted else 0
     store = PrefixStore(f"torchring/{_num_inits}", base) if base is not None else None
     # Counted before opening: a world that failed to open has left keys behind that the next one must not read.
     _num_inits += 1
-    _default = World(store, rank, size, local_rank=local_rank, timeout_seconds=timeout_seconds, launcher=launcher)
+    _default = World(
+        store,
+        rank,
+        size,
+        local_rank=local_rank,
+        timeout_seconds=timeout_seconds,
+        launcher=launcher,
+        store_host=store_host,
+    )
     return _default
 
 

@@ -27,14 +27,14 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.mover import NonFinite, Wire, describe_tag, is_finite
-from torchring.errors import PlanMismatchError
+from torchring.allreduce.mover import NonFinite, Wire, first_non_finite, is_finite, tag_mismatch
 from torchring.kernels import reference
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words
 
 BLOCK_BYTES: Final = 256 * 1024
 ALIGNMENT_BYTES: Final = 64
+_NOBODY: Final = -1  # in a note: the sum overflowed, no input is to blame
 
 
 def slice_bounds(num_elements: int, num_ranks: int, element_bytes: int) -> list[tuple[int, int]]:
@@ -106,7 +106,9 @@ class DirectAllReduce:
         channel.barrier()
         for rank, note in zip(group.ranks, self._notes, strict=True):
             if note[0] != tag:
-                raise self._mismatch(tag, rank, note[0])
+                error = tag_mismatch(group.rank, tag, rank, note[0])
+                group.report_failure(error)
+                raise error
         scratch = self._scratch.get(wire.tensor.dtype)
         found: NonFinite | None = None
         for block in wire.blocks:
@@ -116,12 +118,12 @@ class DirectAllReduce:
                 found = self._blame(block)
             for other in block.others:
                 other.copy_(block.own)
-        own_note[1] = 0 if found is None or found.rank is None else found.rank + 1
+        own_note[1] = 0 if found is None else _NOBODY if found.rank is None else found.rank + 1
         own_note[2] = 0 if found is None else found.element
         channel.barrier()
         for note in self._notes:
             if note[1]:
-                return NonFinite(note[1] - 1, note[2])
+                return NonFinite(None if note[1] == _NOBODY else note[1] - 1, note[2])
         return None
 
     def close(self) -> None:
@@ -139,26 +141,22 @@ class DirectAllReduce:
             blocks.append(_Block(first, inputs, inputs[me], others))
         return DirectWire(parts[me].data, tuple(blocks))
 
-    def _mismatch(self, tag: int, rank: int, their_tag: int) -> PlanMismatchError:
-        error = PlanMismatchError(
-            f"rank {rank} reduces {describe_tag(their_tag)} while rank {self._group.rank} reduces {describe_tag(tag)}; "
-            "a backward was broken off on one of them",
-            rank=self._group.rank,
-            peers=(rank,),
-        )
-        self._group.report_failure(error)
-        return error
-
     def _blame(self, block: _Block) -> NonFinite:
-        """Whose input made the block non-finite. Ours is overwritten by the sum, so it is what remains.
-
-        So this rank takes the blame for finite inputs whose sum overflows, too.
-        """
-        element = int((~torch.isfinite(block.own)).nonzero()[0])
+        """Whose input made the block non-finite. Ours is overwritten by the sum, so it is found by exclusion."""
+        element = first_non_finite(block.own)
+        assert element is not None
+        others = 0.0
         for rank, view in zip(self._group.ranks, block.inputs, strict=True):
-            if view is not block.own and not math.isfinite(view[element]):
+            if view is block.own:
+                continue
+            value = float(view[element])
+            if not math.isfinite(value):
                 return NonFinite(rank, block.start + element)
-        return NonFinite(self._group.rank, block.start + element)
+            others += abs(value)
+        # Finite values can only overflow in the sum if the others alone reach the last bit of the largest number.
+        limits = torch.finfo(block.own.dtype)
+        could_overflow = others >= limits.max * limits.eps / 4
+        return NonFinite(None if could_overflow else self._group.rank, block.start + element)
 
 
 def _aligned(num_bytes: int) -> int:

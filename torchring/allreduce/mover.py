@@ -9,6 +9,7 @@ from typing import Final, Protocol
 
 import torch
 
+from torchring.errors import PlanMismatchError
 
 TAGS_PER_ROUND: Final = 1 << 20  # tag = round number * TAGS_PER_ROUND + bucket index
 
@@ -56,8 +57,8 @@ class Mover(Protocol):
 
         16-bit wires are summed in fp32 and rounded once per hop; where partial sums travel in 16 bits, inputs are
         scaled first, so that nothing overflows whose result would fit. `tag` says what is being reduced; ranks whose
-        tags differ raise PlanMismatchError instead of adding up different things. Returns the first non-finite value found among this
-        rank's inputs or those that it reduced, or None; all ranks return the same.
+        tags differ raise PlanMismatchError instead of adding up different things. Returns where a non-finite value came
+        from, the same on all ranks, or None.
 
         Raises PeerLostError or PeerTimeoutError naming the peer; the mover is of no use afterwards.
         """
@@ -72,15 +73,31 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(tensor.sum(dtype=wide)) or bool(torch.isfinite(tensor).all())
 
 
-def first_non_finite(reduced: torch.Tensor, flags: torch.Tensor) -> NonFinite | None:
-    """From the reduced buffer and one flag per rank ("my input is not finite"), both equal on all ranks."""
-    flagged = flags.nonzero()
-    if not flagged.numel() and is_finite(reduced):
-        return None
-    bad = (~torch.isfinite(reduced)).nonzero()
-    return NonFinite(int(flagged[0]) if flagged.numel() else None, int(bad[0]) if bad.numel() else 0)
+def first_non_finite(tensor: torch.Tensor) -> int | None:
+    """Index of the first NaN or infinity."""
+    return None if is_finite(tensor) else int((~torch.isfinite(tensor)).nonzero()[0])
 
 
-def describe_tag(tag: int) -> str:
-    """In words, for error messages."""
+def blame(reduced: torch.Tensor, suspects: Sequence[int]) -> NonFinite:
+    """From the reduced buffer and every rank's `first_non_finite`, -1 for none; both equal on all ranks."""
+    for rank, element in enumerate(suspects):
+        if element >= 0:
+            return NonFinite(rank, element)
+    return NonFinite(None, first_non_finite(reduced) or 0)
+
+
+def tag_mismatch(rank: int, tag: int, other: int, other_tag: int) -> PlanMismatchError:
+    """Rank `rank` is about to reduce something else than `other`. The one that is ahead has skipped something."""
+    ahead, its_tag, behind, expected = (
+        (rank, tag, other, other_tag) if tag > other_tag else (other, other_tag, rank, tag)
+    )
+    return PlanMismatchError(
+        f"rank {ahead} reduces {_describe(its_tag)} while rank {behind} reduces {_describe(expected)}; a backward was "
+        f"broken off on rank {ahead} after part of its gradients had left",
+        rank=rank,
+        peers=(ahead,),
+    )
+
+
+def _describe(tag: int) -> str:
     return f"bucket {tag % TAGS_PER_ROUND} of reduction {tag // TAGS_PER_ROUND}"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchring.allreduce.mover import NonFinite, Wire, describe_tag, first_non_finite, is_finite
-from torchring.errors import PlanMismatchError
+from torchring.allreduce.mover import NonFinite, Wire, blame, first_non_finite, is_finite, tag_mismatch
 from torchring.transport.c10d import C10dTransport
 
 
@@ -43,7 +42,7 @@ class NativeAllReduce:
             return None
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        mine = 0 if is_finite(buffer) else 1
+        suspect = first_non_finite(buffer)
         if buffer.dtype.itemsize == 2 and scale != 1.0:
             buffer.mul_(scale)  # the backend sums in 16 bits
             scale = 1.0
@@ -53,24 +52,19 @@ class NativeAllReduce:
         if is_finite(buffer):
             return None
         # Every rank holds the same bits, so every rank comes here or none does.
-        return first_non_finite(buffer, self._gather(mine))
+        return blame(buffer, self._gather(-1 if suspect is None else suspect))
 
-    def _gather(self, number: int) -> torch.Tensor:
+    def _gather(self, number: int) -> list[int]:
         mine = torch.tensor([number])
         numbers = [torch.zeros_like(mine) for _ in range(self._transport.size)]
         self._transport.collective(lambda group: group.allgather([numbers], [mine]))
-        return torch.cat(numbers)
+        return [int(other) for other in numbers]
 
     def _check_tags(self, tag: int) -> None:
         tags = self._gather(tag)
-        others = (tags != tag).nonzero().flatten().tolist()
-        if others:
-            raise PlanMismatchError(
-                f"rank {others[0]} reduces {describe_tag(int(tags[others[0]]))} while rank {self._transport.rank} "
-                f"reduces {describe_tag(tag)}; a backward was broken off on one of them",
-                rank=self._transport.rank,
-                peers=others,
-            )
+        for rank, other in enumerate(tags):
+            if other != tag:
+                raise self._transport.fail(tag_mismatch(self._transport.rank, tag, rank, other))
 
     def close(self) -> None:
         self._transport.close()

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from torchring.allreduce.direct import slice_bounds
-from torchring.allreduce.mover import NonFinite, Wire, describe_tag, first_non_finite, is_finite
-from torchring.errors import PlanMismatchError
+from torchring.allreduce.mover import NonFinite, Wire, blame, first_non_finite, is_finite, tag_mismatch
 from torchring.kernels import reference
 from torchring.transport import Transport
 
@@ -95,21 +94,15 @@ class RingAllReduce:
         tag_comes = transport.receive(their_tag, (rank - 1) % size)
         tag_goes = transport.send(torch.tensor([tag]), (rank + 1) % size)
         wire.flags.zero_()
-        wire.flags[rank] = 0.0 if is_finite(wire.whole) else 1.0
+        suspect = first_non_finite(wire.whole)
         if wire.whole.dtype.itemsize == 2 and scale != 1.0:
             wire.whole.mul_(scale)  # partial sums travel in 16 bits
             scale = 1.0
+        wire.flags[rank] = 0.0 if suspect is None else 1.0
         tag_comes.wait()
         tag_goes.wait()
         if int(their_tag) != tag:
-            raise transport.fail(
-                PlanMismatchError(
-                    f"rank {(rank - 1) % size} reduces {describe_tag(int(their_tag))} while rank {rank} reduces "
-                    f"{describe_tag(tag)}; a backward was broken off on one of them",
-                    rank=rank,
-                    peers=((rank - 1) % size,),
-                )
-            )
+            raise transport.fail(tag_mismatch(rank, tag, (rank - 1) % size, int(their_tag)))
         last_sum = size - 2
         for index, step in enumerate(ring_steps(rank, size)):
             chunk = wire.chunks[step.receive]
@@ -124,7 +117,25 @@ class RingAllReduce:
                 scratch = self._scratch if chunk.dtype.itemsize == 2 else None
                 reference.accumulate([target, chunk], chunk, scale=factor, scratch=scratch)
             sending.wait()
-        return first_non_finite(wire.whole[: -wire.flags.numel()], wire.flags)
+        if is_finite(wire.whole) and not bool(wire.flags.any()):
+            return None
+        # Every rank holds the same bits, so every rank comes here or none does.
+        return blame(wire.whole, self._gather(-1 if suspect is None else suspect))
+
+    def _gather(self, number: int) -> list[int]:
+        """Everybody's number, in rank order."""
+        transport = self._transport
+        rank, size = transport.rank, transport.size
+        numbers = torch.full((size,), number)
+        for step in range(size - 1):
+            origin = (rank - step - 1) % size
+            receiving = transport.receive(numbers[origin : origin + 1], (rank - 1) % size)
+            sent = (rank - step) % size
+            sending = transport.send(numbers[sent : sent + 1], (rank + 1) % size)
+            receiving.wait()
+            sending.wait()
+        gathered: list[int] = numbers.tolist()
+        return gathered
 
     def close(self) -> None:
         self._transport.close()

@@ -12,6 +12,7 @@ signals of the algorithm at hand (see `channel.py`), which says who owns which s
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hmac
 import json
@@ -23,9 +24,10 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 
@@ -38,6 +40,11 @@ from torchring.errors import (
     encode_error,
 )
 from torchring.rendezvous import Rendezvous
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 _POLL_SECONDS: Final = 0.05  # how often a waiting rank looks whether its peers are still alive
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -117,15 +124,26 @@ class HostGroup:
                 self._send(peer, _GRANT.pack(serial, num_bytes), descriptor)
         finally:
             os.close(descriptor)
-        parts = [own if rank == self.rank else self._receive_part(rank, serial, num_bytes) for rank in self.ranks]
+        parts: list[torch.Tensor] = []
+        mismatch: PlanMismatchError | None = None
+        for rank in self.ranks:
+            try:
+                parts.append(own if rank == self.rank else self._receive_part(rank, serial, num_bytes))
+            except PlanMismatchError as error:  # the others' parts are taken, too: every rank sees who differs from it
+                mismatch = mismatch or error
+        if mismatch is not None:
+            self.report_failure(mismatch)
+            raise mismatch
         return SharedBlock(tuple(part[:num_bytes] for part in parts), self.index)
 
     def check_peers(self, needed: Sequence[int]) -> None:
         """Raise if one of the ranks in `needed` is dead, has left, or has reported a failure.
 
         Names the cause, not its victims: a rank that stopped because of another's death says so in its last words. A
-        rank that is gone but no longer needed (it had its part of the last reduction) is no error.
+        rank that is gone but no longer needed (it had its part of the last reduction) is no error. Of ranks on other
+        hosts nothing is known here.
         """
+        needed = [rank for rank in needed if rank in self._peers]
         lost = self._lost(needed)
         words = {rank: text for rank in needed if self._last_words and (text := self._last_words.read(rank))}
         culprits = sorted(lost - words.keys())
@@ -142,8 +160,6 @@ class HostGroup:
         poll = select.poll()
         rank_of: dict[int, int] = {}
         for rank in needed:
-            if rank not in self._peers:
-                continue
             peer = self._peers[rank]
             poll.register(peer.link, select.POLLHUP | select.POLLERR | select.POLLRDHUP)
             rank_of[peer.link.fileno()] = rank
@@ -178,7 +194,15 @@ class HostGroup:
                 if self._is_closed:
                     raise PeerLostError("torchring.shutdown() was called while this waited", rank=self.rank)
                 late = needed()
-                self.check_peers(late)
+                try:
+                    self.check_peers(late)
+                except RingError:
+                    # It may have done its part, and left, between the two looks.
+                    if arrived(0.0):
+                        return
+                    if list(needed()) != list(late):
+                        continue
+                    raise
                 if late and time.monotonic() - started > self.timeout_seconds:
                     names = ", ".join(f"rank {rank}" for rank in late)
                     raise PeerTimeoutError(f"{names} alive, but did not arrive", rank=self.rank, peers=late)
@@ -219,11 +243,15 @@ class HostGroup:
         finally:
             os.close(descriptors[0])
 
-    def _raise_lost(self, peer: _Peer) -> None:
-        self.check_peers((peer.rank,))
-        raise PeerLostError(
-            f"rank {peer.rank} (pid {peer.pid}) closed its connection", rank=self.rank, peers=(peer.rank,)
-        )
+    def _raise_lost(self, peer: _Peer) -> NoReturn:
+        try:
+            self.check_peers((peer.rank,))
+            raise PeerLostError(
+                f"rank {peer.rank} (pid {peer.pid}) closed its connection", rank=self.rank, peers=(peer.rank,)
+            )
+        except RingError as error:
+            self.report_failure(error)
+            raise
 
 
 class LastWords:
@@ -350,13 +378,15 @@ def _admit(link: socket.socket, token: str, expected: set[int]) -> int | None:
     """The rank behind `link` if it is one that we expect, runs as our user and knows our token; else None."""
     link.settimeout(5.0)
     try:
+        if not _same_user(link):
+            return None
         hello = json.loads(link.recv(4096))
         peer, offered = int(hello["rank"]), str(hello["token"])
-        if not _same_user(link) or not hmac.compare_digest(offered, token) or peer not in expected:
+        if not hmac.compare_digest(offered, token) or peer not in expected:
             link.send(b"no")
             return None
         link.send(b"yes")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):  # a stranger's nonsense
         return None
     return peer
 
@@ -403,6 +433,14 @@ def as_words(part: torch.Tensor) -> memoryview:
 
 
 def _map(descriptor: int, length: int) -> torch.Tensor:
+    """Map a descriptor as a uint8 tensor. Not through Python's mmap, which keeps a descriptor open per mapping."""
     # Populated at once: a page fault costs 0.25 us per 4 KiB, on every rank for every peer's part, in the first step.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    return torch.frombuffer(mmap.mmap(descriptor, length, flags=flags), dtype=torch.uint8)
+    address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {length} bytes: {os.strerror(code)}")
+    memory = (ctypes.c_uint8 * length).from_address(address)
+    # Tensors that view the memory hold `memory`. At interpreter exit the process's end unmaps it, after all of them.
+    weakref.finalize(memory, _libc.munmap, address, length).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)

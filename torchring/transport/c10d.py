@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Final, TypeVar, cast
 
@@ -16,6 +18,7 @@ from torch.distributed import Work as BackendWork
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError, decode_error, encode_error
 from torchring.memory.host import HostGroup, bytes_of
 from torchring.rendezvous import Rendezvous
+from torchring.worker import Worker
 
 # In truth a bare Gloo backend, which has a group's methods: so no default group has to exist.
 Backend = dist.ProcessGroup
@@ -23,6 +26,7 @@ _T = TypeVar("_T")
 # After a timeout, how long to look for the last words of the suspect: if it was itself waiting for somebody, its own
 # timeout comes at about the same moment as ours.
 _GRACE_SECONDS: Final = 2.0
+_INTERRUPTIBLE_SECONDS: Final = 0.1
 
 
 class C10dTransport:
@@ -44,6 +48,7 @@ class C10dTransport:
         rendezvous.exchange(f"transport/{name}", b"")
         timeout = timedelta(seconds=rendezvous.timeout_seconds)
         store = PrefixStore(f"transport/{name}/gloo", rendezvous.store)
+        self._waiter = Worker(f"torchring-{name}-waiter")
         self._group: Backend | None = cast(Backend, ProcessGroupGloo(store, self.rank, self.size, timeout))
 
     def send(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
@@ -61,6 +66,7 @@ class C10dTransport:
     def close(self) -> None:
         # abort() and shutdown() leave Gloo's sockets open; dropping the last reference closes them.
         self._group = None
+        self._waiter.close()
 
     def _start(self, operation: Callable[[Backend], BackendWork | None], peer: int | None) -> C10dTransfer:
         return C10dTransfer(self, self.guard(lambda: operation(self._open_group()), peer), peer)
@@ -82,31 +88,53 @@ class C10dTransport:
             self.close()
             raise error from failure
 
+    def interruptible(self, wait: Callable[[], object]) -> None:
+        """Wait so that Ctrl-C gets through: Gloo waits in C++, where the main thread would not hear it."""
+        if threading.current_thread() is not threading.main_thread():
+            wait()
+            return
+        future = self._waiter.submit(wait)
+        while True:
+            try:
+                future.result(_INTERRUPTIBLE_SECONDS)
+                return
+            except FutureTimeout:
+                if future.done():  # it was the wait's own
+                    raise
+
     def fail(self, error: RingError) -> RingError:
-        self._leave_words(error)
+        self._leave("last_words", encode_error(error))
+        if self._host is not None:
+            self._host.report_failure(error)
         self.close()
         return error
 
     def _explain(self, failure: RuntimeError, peer: int | None, seconds: float) -> RingError:
         """What really happened, as far as this rank can find out."""
         timed_out = "timed out" in str(failure).lower() or "timeout" in str(failure).lower()
-        suspects = (peer,) if peer is not None else tuple(r for r in range(self.size) if r != self.rank)
-        error = self._seen_by_the_host(suspects) or self._said_by(suspects, timed_out)
-        if error is None and peer is None:
-            kind = PeerTimeoutError if timed_out else PeerLostError
-            error = kind(f"a collective of the group failed: {failure}")
-        elif error is None and timed_out:
-            text = f"rank {peer} did not answer rank {self.rank} within {self._rendezvous.timeout_seconds:g} s"
-            error = PeerTimeoutError(text, peers=suspects)
-        elif error is None:
-            error = PeerLostError(f"rank {peer} died or exited (noticed by rank {self.rank})", peers=suspects)
+        # At once, before the links close: whoever sees a closed link finds it, or knows that its peer died.
+        self._leave("suspect", str(-1 if peer is None else peer).encode())
+        others = [r for r in range(self.size) if r != self.rank]
+        try:
+            error = self._seen_by_the_host(others)
+            if error is None:
+                culprits = self._silent_ones(others) if peer is None else [self._end_of_chain(peer, timed_out)]
+                names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits)) or '?'}"
+                if timed_out:
+                    text = f"{names} did not answer within {self._rendezvous.timeout_seconds:g} s"
+                    error = PeerTimeoutError(text, peers=culprits)
+                else:
+                    error = PeerLostError(f"{names} died or exited", peers=culprits)
+        except RingError as found:  # somebody's last words, or the end of the store with the rank that hosted it
+            error = found
         error.rank, error.seconds = self.rank, seconds
-        # Before the links close: whoever sees a closed link then finds these words, or knows that its peer died.
-        self._leave_words(error)
+        self._leave("last_words", encode_error(error))
+        if self._host is not None:
+            self._host.report_failure(error)
         return error
 
     def _seen_by_the_host(self, suspects: Sequence[int]) -> RingError | None:
-        """Of a suspect on this host we know whether it lives, even if a child of its keeps its sockets open."""
+        """Of a rank on this host we know whether it lives, even if a child of its keeps its sockets open."""
         if self._host is None:
             return None
         try:
@@ -115,26 +143,38 @@ class C10dTransport:
             return error
         return None
 
-    def _said_by(self, suspects: Sequence[int], timed_out: bool) -> RingError | None:
-        """The error that a suspect stopped with; it is a victim then, and its error names the cause."""
+    def _end_of_chain(self, suspect: int, timed_out: bool) -> int:
+        """Who keeps everybody waiting: the first in the chain of suspects that suspects nobody itself.
+
+        Raises the last words of one that stopped for another reason.
+        """
         deadline = time.monotonic() + (_GRACE_SECONDS if timed_out else 0.0)
-        try:
-            while True:
-                for suspect in suspects:
-                    if self._rendezvous.is_published(self._words_key(suspect)):
-                        return decode_error(self._rendezvous.fetch(self._words_key(suspect), suspect), suspect)
-                if time.monotonic() > deadline:
-                    return None
-                time.sleep(0.02)
-        except RingError:  # the store went with the rank that hosted it
-            return None
+        seen = {self.rank}
+        while True:
+            if (words := self._look_up("last_words", suspect, time.monotonic())) is not None:
+                raise decode_error(words, suspect)
+            answer = self._look_up("suspect", suspect, deadline)
+            seen.add(suspect)
+            if answer is None or int(answer) < 0 or int(answer) in seen:
+                return suspect
+            suspect = int(answer)
 
-    def _leave_words(self, error: RingError) -> None:
-        with contextlib.suppress(RingError):
-            self._rendezvous.publish(self._words_key(self.rank), encode_error(error))
+    def _silent_ones(self, others: Sequence[int]) -> list[int]:
+        """After a collective failed, which does not say at whom: the ranks that do not report that it failed."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        return [rank for rank in others if self._look_up("suspect", rank, deadline) is None]
 
-    def _words_key(self, rank: int) -> str:
-        return f"transport/{self._name}/last_words/{rank}"
+    def _look_up(self, what: str, rank: int, deadline: float) -> bytes | None:
+        key = f"transport/{self._name}/{what}/{rank}"
+        while not self._rendezvous.is_published(key):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.02)
+        return self._rendezvous.fetch(key, rank)
+
+    def _leave(self, what: str, text: bytes) -> None:
+        with contextlib.suppress(RingError):  # the store may be gone
+            self._rendezvous.publish(f"transport/{self._name}/{what}/{self.rank}", text)
 
 
 class C10dTransfer:
@@ -146,8 +186,9 @@ class C10dTransfer:
         self._peer = peer
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._transport.guard(self._work.wait, self._peer)
+        work = self._work
+        if work is not None:
+            self._transport.guard(lambda: self._transport.interruptible(work.wait), self._peer)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

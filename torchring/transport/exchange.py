@@ -37,6 +37,7 @@ class GroupExchange:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op])
         self._transport.collective(lambda group: group.allreduce([buffer], options))
+        torch.autograd.graph.increment_version(buffer)  # the group writes behind autograd's back
         if op == "mean":
             buffer.mul_(1.0 / self._transport.size)
         if buffer is not data:
@@ -48,6 +49,7 @@ class GroupExchange:
         options.rootRank = src
         if data.numel():
             self._transport.collective(lambda group: group.broadcast([data], options))
+            torch.autograd.graph.increment_version(data)
 
     def all_gather(self, data: torch.Tensor, call: Call) -> list[torch.Tensor]:
         sizes = [int(row[0]) for row in self._agree(call, [data.numel()])]
