@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from checks import assert_bitwise
 from torchring.allreduce import NonFinite
 from torchring.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState, GradientStatus
 from torchring.errors import GradientError
-from torchring.plan import ParameterSpec, build_plan
+from torchring.plan import NUM_SIGNALS, ParameterSpec, build_plan
 
 IDLE, FILLING, PACKED, REDUCING, REDUCED = BucketState
 BIG = COPY_ON_ARRIVAL_BYTES // 4  # elements of fp32 that are copied on arrival; one less is only counted
@@ -21,7 +22,19 @@ BIG = COPY_ON_ARRIVAL_BYTES // 4  # elements of fp32 that are copied on arrival;
 
 @dataclass
 class PlainWire:
+    """`tensor` is what the bucket packs; the mover writes to `buffer`, which has a version counter of its own."""
+
     tensor: torch.Tensor
+    buffer: torch.Tensor
+
+
+def plain_wire(buffer: torch.Tensor) -> PlainWire:
+    return PlainWire(buffer.data, buffer)
+
+
+def buffer_of(bucket: Bucket) -> torch.Tensor:
+    assert isinstance(bucket.wire, PlainWire)
+    return bucket.wire.buffer
 
 
 def make(
@@ -42,7 +55,7 @@ def make(
         compression=compression,
         order=range(len(specs)) if order is None else order,
     ).buckets
-    wire = PlainWire(torch.full((plan.numel,), float("nan"), dtype=plan.wire_dtype))
+    wire = plain_wire(torch.full((plan.numel,), float("nan"), dtype=plan.wire_dtype))
     return Bucket(plan, wire, specs, parameters, scale=1.0 if is_sum else 1 / world_size, is_sum=is_sum)
 
 
@@ -67,7 +80,7 @@ def reduce(*ranks: Bucket, non_finite: NonFinite | None = None) -> None:
         bucket.begin_reduce()
     total = torch.stack([bucket.wire.tensor.double() for bucket in ranks]).sum(0) * ranks[0].reduce_scale
     for bucket in ranks:
-        bucket.wire.tensor.copy_(total)
+        buffer_of(bucket).copy_(total)
         bucket.end_reduce(non_finite)
 
 
@@ -311,7 +324,7 @@ def test_compressed_gradients_are_scaled_before_the_cast() -> None:
         assert bucket.reduce_scale == 1.0
     for bucket in ranks:
         bucket.begin_reduce()
-        bucket.wire.tensor[0] = 50016.0
+        buffer_of(bucket)[0] = 50016.0
         bucket.end_reduce(None)
         assert grad(bucket, 0) == [50016.0]
         bucket.close_round()
@@ -344,7 +357,7 @@ def test_compressed_results_are_written_when_the_bucket_returns() -> None:
     give(bucket, 0, 1.0)
     give(bucket, 1, 1.0)
     bucket.begin_reduce()
-    bucket.wire.tensor.fill_(7.0)
+    buffer_of(bucket).fill_(7.0)
     bucket.end_reduce(None)
     assert [grad(bucket, 0), grad(bucket, 1)] == [[7.0, 7.0], [7.0]]
 
@@ -378,13 +391,13 @@ def test_flags_say_which_were_used(compression: str | None) -> None:
     bucket = ones(2, 1, 3, compression=compression)
     give(bucket, 1, 1.0)
     bucket.fill_missing()
-    assert bucket.wire.tensor[bucket.plan.flags_offset :].tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert bucket.wire.tensor[bucket.plan.flags_offset :].tolist() == [0.0, 1.0, 0.0] + [0.0] * NUM_SIGNALS
     assert bucket.wire.tensor[:2].tolist() == [0.0, 0.0]
     assert bucket.wire.tensor[bucket.plan.slots[2].offset :][:3].tolist() == [0.0] * 3
     full = ones(2, 1, 3, compression=compression)
     for slot in range(3):
         give(full, slot, 1.0)
-    assert full.wire.tensor[full.plan.flags_offset :].tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert full.wire.tensor[full.plan.flags_offset :].tolist() == [1.0, 1.0, 1.0] + [0.0] * NUM_SIGNALS
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -489,17 +502,54 @@ def test_a_missing_gradient_is_missing_in_its_own_round_only() -> None:
     assert [grad(ranks[1], 0), grad(ranks[1], 1)] == [[2.0], [6.0]]
 
 
-@pytest.mark.parametrize("compression", [None, "fp16"])
-def test_an_announcement_by_one_rank_reaches_all(compression: str | None) -> None:
-    ranks = [ones(1, 1, world_size=3, compression=compression) for _ in range(3)]
-    for announcer, arrives in ((None, True), (1, True), (2, False), (None, False)):
+# Signals
+
+
+@pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_signals_of_some_ranks_reach_all(is_sum: bool, compression: str | None) -> None:
+    """Whether the bucket was filled by arrivals or at the end; each signal by itself, and none lasts."""
+    ranks = [ones(1, 1, world_size=4, compression=compression, is_sum=is_sum) for _ in range(4)]
+    scale = ranks[0].reduce_scale
+    assert scale == (1.0 if is_sum or compression else 0.25)
+    sent = [
+        [(0, 0, 0)] * 4,
+        [(1, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)],
+        [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)],
+        [(1, 1, 1)] * 4,
+        [(0, 0, 0)] * 4,
+    ]
+    for i, signals in enumerate(sent):
         for rank, bucket in enumerate(ranks):
-            bucket.announces = rank == announcer
+            bucket.signals = [float(signal) for signal in signals[rank]]
+            if is_sum:
+                bucket.parameters[0].grad = bucket.parameters[1].grad = None
             give(bucket, 0, 1.0)
-            if arrives:
+            if i % 2:
                 give(bucket, 1, 1.0)
         finish(*ranks)
-        assert [bucket.was_announced() for bucket in ranks] == [announcer is not None] * 3
+        expected = [scale * sum(column) for column in zip(*signals, strict=True)]
+        assert [bucket.heard() for bucket in ranks] == [expected] * 4
+
+
+def test_signals_are_said_by_default_to_be_unset() -> None:
+    bucket = ones(2, 1)
+    assert bucket.signals == [0.0] * NUM_SIGNALS
+    finish(bucket)
+    assert bucket.heard() == [0.0] * NUM_SIGNALS
+
+
+def test_signals_touch_neither_gradients_nor_flags() -> None:
+    """Half the bucket is unused on all ranks, so its flag decides that it stays None."""
+    ranks = [ones(2, 1, world_size=2) for _ in range(2)]
+    for bucket in ranks:
+        bucket.signals = [1.0] * NUM_SIGNALS
+        give(bucket, 0, 3.0)
+    finish(*ranks)
+    for bucket in ranks:
+        assert grad(bucket, 0) == [3.0, 3.0]
+        assert bucket.parameters[1].grad is None
+        assert bucket.heard() == [1.0] * NUM_SIGNALS
 
 
 # Wrong use
@@ -526,11 +576,17 @@ def test_small_gradient_taken_before_the_bucket_leaves() -> None:
 
 @pytest.mark.parametrize("replacement", [None, torch.zeros(BIG)])
 def test_big_gradient_taken_after_its_copy(replacement: torch.Tensor | None) -> None:
+    """The copy has left by then: what was in `.grad` meanwhile is not known, but it is not trained on."""
     bucket = ones(BIG, 1)
     give(bucket, 0, 1.0)
     bucket.parameters[0].grad = replacement
-    with pytest.raises(GradientError, match=r"the gradient of p0 was taken away or replaced"):
-        give(bucket, 1, 1.0)
+    give(bucket, 1, 1.0)
+    reduce(bucket)
+    with pytest.raises(GradientError, match=r"the gradient of p0 was taken away or replaced") as caught:
+        bucket.close_round()
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
+    assert bucket.status == [GradientStatus.LOCAL] * 2
+    assert bucket.unsettled() == (("p0" if replacement is not None else "p1"), GradientStatus.LOCAL.value)
 
 
 @pytest.mark.parametrize("numel", [4, BIG])
@@ -542,6 +598,94 @@ def test_compressed_gradient_taken_while_the_bucket_was_away(numel: int) -> None
     bucket.parameters[0].grad = None
     with pytest.raises(GradientError, match=r"the gradient of p0 was taken away or replaced"):
         bucket.end_reduce(None)
+
+
+@pytest.mark.parametrize("numel", [4, BIG])
+@pytest.mark.parametrize("replacement", ["none", "another", "an alias"])
+def test_gradient_replaced_while_the_bucket_was_away(replacement: str, numel: int) -> None:
+    """An alias lies at the same address; still it is not the tensor that was handed out."""
+    bucket = ones(numel, 1)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    bucket.begin_reduce()
+    mine = bucket.parameters[0].grad
+    assert mine is not None
+    bucket.parameters[0].grad = {"none": None, "another": torch.ones(numel), "an alias": mine.data}[replacement]
+    bucket.end_reduce(None)
+    with pytest.raises(GradientError, match=r"the gradient of p0 was taken away or replaced") as caught:
+        bucket.close_round()
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
+    assert bucket.unsettled() is not None
+
+
+@pytest.mark.parametrize("when", ["while it was away", "when it was back"])
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_gradient_written_to_before_the_round_is_over(numel: int, when: str) -> None:
+    bucket = ones(numel, 1)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    bucket.begin_reduce()
+    if when == "when it was back":
+        buffer_of(bucket).mul_(1.0)  # the mover's own writes do not count
+        bucket.end_reduce(None)
+    value = bucket.parameters[0].grad
+    assert value is not None
+    value.mul_(2.0)
+    if when == "while it was away":
+        bucket.end_reduce(None)
+    with pytest.raises(GradientError, match=r"bucket 0 \(p0 \.\. p1\) was written to while it was being red") as caught:
+        bucket.close_round()
+    assert "registered before torchring.wrap" in str(caught.value)
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p0", "p1"))
+    assert bucket.status == [GradientStatus.LOCAL] * 2
+    assert bucket.unsettled() == ("p0", GradientStatus.LOCAL.value)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_compressed_gradient_written_to_while_the_bucket_was_away(numel: int, arrives: bool) -> None:
+    """Its result would overwrite what was written. Also where the gradient is one of no_sync(), which is only filled in."""
+    bucket = ones(numel, 1, compression="fp16")
+    give(bucket, 1, 1.0)
+    if arrives:
+        give(bucket, 0, 1.0)
+    else:
+        bucket.parameters[0].grad = torch.ones(numel)
+        bucket.accumulate(0)
+        bucket.fill_missing()
+    bucket.begin_reduce()
+    value = bucket.parameters[0].grad
+    assert value is not None
+    value.mul_(2.0)
+    with pytest.raises(GradientError, match=r"the gradient of p0 was taken away or replaced"):
+        [bucket.end_reduce(None), bucket.close_round()]
+    assert bucket.unsettled() == ("p0", GradientStatus.LOCAL.value)
+
+
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_writing_to_a_gradient_before_its_bucket_leaves_counts(numel: int) -> None:
+    """A hook of the script's own that was there first, say, or one on another parameter."""
+    ranks = [ones(numel, 1, world_size=2) for _ in range(2)]
+    for rank, bucket in enumerate(ranks):
+        give(bucket, 0, 1.0 + rank)
+        value = bucket.parameters[0].grad
+        assert value is not None
+        value.mul_(10.0)
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    assert grad(ranks[0], 0) == grad(ranks[1], 0) == [15.0] * numel
+
+
+def test_writing_to_gradients_between_rounds_is_no_error() -> None:
+    bucket = ones(4, BIG)
+    for _ in range(3):
+        for slot in range(2):
+            give(bucket, slot, 1.0)
+        finish(bucket)
+        for parameter in bucket.parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+    assert grad(bucket, 0) == [0.875] * 4  # ((1 / 2 + 1) / 2 + 1) / 2
 
 
 def test_the_last_gradient_missing_at_its_own_arrival() -> None:
@@ -584,7 +728,153 @@ def test_a_sum_may_be_started_afresh(how: str) -> None:
     assert grad(ranks[0], 0) == grad(ranks[1], 0) == ([10.0, 10.0] if how == "second arrival" else [6.0, 6.0])
 
 
+# Gradients of backwards that do not reduce
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_accumulated_gradients_are_local_and_open_no_round(compression: str | None) -> None:
+    ranks = [ones(2, 1, world_size=2, compression=compression) for _ in range(2)]
+    for _ in range(2):
+        for rank, bucket in enumerate(ranks):
+            bucket.parameters[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
+            bucket.accumulate(0)
+            assert bucket.state is IDLE
+            assert bucket.status[0] is GradientStatus.LOCAL
+            assert bucket.unsettled() == ("p0", GradientStatus.LOCAL.value)
+            give(bucket, 1, 1.0)
+        finish(*ranks)
+        assert grad(ranks[0], 0) == grad(ranks[1], 0) == [1.5, 3.0]
+        assert [bucket.unsettled() for bucket in ranks] == [None, None]
+
+
+def test_accumulating_onto_a_sum_is_refused_before_it_is_marked() -> None:
+    bucket = ones(2, 1, is_sum=True)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    with pytest.raises(GradientError, match=r"gradient of p1, which was summed over ranks before") as caught:
+        bucket.accumulate(1)
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p1",))
+    bucket.parameters[1].grad = torch.ones(1)  # after zero_grad()
+    bucket.accumulate(1)
+    bucket.accumulate(1)  # what is local may grow
+    assert bucket.status == [GradientStatus.REDUCED, GradientStatus.LOCAL]
+
+
+# Before an explicit synchronize()
+
+
+def test_mark_written_leaves_alone_what_nobody_wrote_to() -> None:
+    for compression in (None, "fp16"):
+        bucket = ones(2, 1, 3, compression=compression)
+        bucket.mark_written()  # before any round
+        for slot in (0, 1):
+            give(bucket, slot, 1.0)
+        finish(bucket)
+        for _ in range(2):
+            bucket.mark_written()
+            assert bucket.status[:2] == [GradientStatus.REDUCED] * 2
+            assert bucket.unsettled() is None
+
+
+@pytest.mark.parametrize("after", ["a round", "zeroing"])
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_mark_written_makes_written_gradients_local_again(compression: str | None, after: str) -> None:
+    """Several that share a wire share its version, so all of it counts as written to; they are the same on all ranks."""
+    ranks = [ones(2, 2, world_size=2, compression=compression) for _ in range(2)]
+    for bucket in ranks:
+        give(bucket, 0, 4.0)
+        give(bucket, 1, 8.0)
+    finish(*ranks)
+    if after == "zeroing":
+        for bucket in ranks:
+            for parameter in bucket.parameters:
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+            bucket.mark_zeroed()
+            bucket.mark_written()
+            assert bucket.status == [GradientStatus.ZEROED] * 2
+    value = ranks[1].parameters[0].grad
+    assert value is not None
+    value.add_(torch.tensor([2.0, 4.0]))
+    for bucket in ranks:
+        bucket.mark_written()
+    assert ranks[0].unsettled() is None
+    assert ranks[1].unsettled() == ("p0", GradientStatus.LOCAL.value)
+    finish(*ranks)
+    old = (4.0, 8.0) if after == "a round" else (0.0, 0.0)
+    for bucket in ranks:
+        assert [grad(bucket, 0), grad(bucket, 1)] == [[old[0] + 1.0, old[0] + 2.0], [old[1]] * 2]
+        bucket.mark_written()
+        assert bucket.unsettled() is None
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_mark_written_refuses_to_sum_a_sum(compression: str | None) -> None:
+    bucket = ones(2, 1, is_sum=True, compression=compression)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    bucket.mark_written()
+    value = bucket.parameters[0].grad
+    assert value is not None
+    value.mul_(2.0)
+    with pytest.raises(GradientError, match=r"gradient of p0 was written to after it was summed over ranks") as caught:
+        bucket.mark_written()
+    assert "zero_grad()" in str(caught.value)
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
+    for parameter in bucket.parameters:
+        parameter.grad = None
+    bucket.mark_written()
+
+
+def test_mark_written_passes_over_what_is_local_anyway() -> None:
+    bucket = ones(2, 1, is_sum=True)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    bucket.parameters[0].grad = torch.ones(2)
+    bucket.parameters[1].grad = None
+    bucket.mark_written()
+    assert bucket.unsettled() == ("p0", "was replaced by another tensor")
+
+
 # What is known about a gradient
+
+
+@pytest.mark.parametrize("status", [GradientStatus.REDUCED, GradientStatus.ZEROED])
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_known_by_identity_not_by_address(compression: str | None, status: GradientStatus) -> None:
+    """The allocator gives the same address to the next gradient of that size."""
+    bucket = ones(2, 1, compression=compression)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    bucket.status[0] = status
+    mine = bucket.parameters[0].grad
+    assert mine is not None
+    bucket.parameters[0].grad = mine.data
+    assert bucket.parameters[0].grad.data_ptr() == mine.data_ptr()
+    assert bucket.unsettled() == ("p0", "was replaced by another tensor")
+    bucket.parameters[0].grad = mine
+    assert bucket.unsettled() is None
+
+
+def test_known_weakly() -> None:
+    """zero_grad() frees the memory of a gradient that does not live in the wire; nothing here holds on to it."""
+    bucket = ones(2, compression="fp16")
+    give(bucket, 0, 1.0)
+    finish(bucket)
+    value = bucket.parameters[0].grad
+    assert value is not None
+    gone = weakref.ref(value)
+    del value
+    assert gone() is not None
+    bucket.parameters[0].grad = None
+    assert gone() is None
+    assert bucket.unsettled() is None
+    bucket.parameters[0].grad = torch.ones(2)
+    assert bucket.unsettled() == ("p0", "was replaced by another tensor")
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -684,6 +974,52 @@ def test_adopt_knows_what_the_old_bucket_knew(compression: str | None) -> None:
     assert [grad(new, 0), grad(new, 1)] == [[4.0, 5.0, 6.0], [2.0, 3.0]]
     assert lies_in_wire(new, 0) is lies_in_wire(new, 1) is (compression is None)
     assert new.unsettled() is None
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+@pytest.mark.parametrize("replacement", ["another", "an alias"])
+def test_adopt_knows_the_tensor_too(replacement: str, compression: str | None) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
+    old, new = (make(parameters, compression=compression) for _ in range(2))
+    give(old, 0, 1.0)
+    give(old, 1, 1.0)
+    finish(old)
+    for slot in range(2):
+        new.adopt(slot, old, slot)
+    assert new.unsettled() is None
+    mine = parameters[1].grad
+    assert mine is not None
+    parameters[1].grad = torch.ones(3) if replacement == "another" else mine.data
+    assert new.unsettled() == ("p1", "was replaced by another tensor")
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+@pytest.mark.parametrize("is_sum", [False, True])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_an_adopted_gradient_was_not_written_to_by_moving_house(
+    rounds: int, is_sum: bool, compression: str | None
+) -> None:
+    """It lies in the old wire, and is compared with what was true there."""
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
+    old, new = (make(parameters, compression=compression, is_sum=is_sum) for _ in range(2))
+    for _ in range(rounds):
+        for slot in range(2):
+            parameters[slot].grad = None
+            give(old, slot, 1.0)
+        finish(old)
+    for slot in range(2):
+        new.adopt(slot, old, slot)
+    new.mark_written()
+    assert new.status == [GradientStatus.REDUCED] * 2
+    mine = parameters[1].grad
+    assert mine is not None
+    mine.mul_(2.0)
+    if is_sum:
+        with pytest.raises(GradientError, match="was written to after it was summed"):
+            new.mark_written()
+    else:
+        new.mark_written()
+        assert new.unsettled() is not None
 
 
 def test_an_adopted_gradient_that_nobody_uses_moves_unchanged() -> None:

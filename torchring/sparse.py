@@ -80,11 +80,13 @@ class SparseReduction:
             return
         if grad is None:
             no_rows = torch.empty((1, 0), dtype=torch.int64), torch.empty((0, *spec.shape[1:]), dtype=spec.dtype)
-            grad = torch.sparse_coo_tensor(*no_rows, spec.shape)
+            grad = torch.sparse_coo_tensor(*no_rows, spec.shape, check_invariants=False)
         grad = grad.coalesce()
         indices = collectives.all_gather(grad.indices().t().contiguous())
         values = collectives.all_gather(grad.values())
-        total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values) * self._scale, spec.shape)
+        total = torch.sparse_coo_tensor(
+            torch.cat(indices).t(), torch.cat(values) * self._scale, spec.shape, check_invariants=False
+        )
         parameter.grad = self._reduced[index] = total.coalesce()
         for rank, part in enumerate(values):
             if self.non_finite is None and not bool(torch.isfinite(part).all()):
