@@ -644,7 +644,7 @@ def test_gradient_written_to_before_the_round_is_over(numel: int, when: str) -> 
 @pytest.mark.parametrize("arrives", [True, False])
 @pytest.mark.parametrize("numel", [4, BIG])
 def test_compressed_gradient_written_to_while_the_bucket_was_away(numel: int, arrives: bool) -> None:
-    """Its result would overwrite what was written. Also where the gradient is one of no_sync(), which is only filled in."""
+    """Its result would overwrite what was written. Also where the gradient is one of no_sync(), only filled in."""
     bucket = ones(numel, 1, compression="fp16")
     give(bucket, 1, 1.0)
     if arrives:
@@ -780,7 +780,7 @@ def test_mark_written_leaves_alone_what_nobody_wrote_to() -> None:
 @pytest.mark.parametrize("after", ["a round", "zeroing"])
 @pytest.mark.parametrize("compression", [None, "fp16"])
 def test_mark_written_makes_written_gradients_local_again(compression: str | None, after: str) -> None:
-    """Several that share a wire share its version, so all of it counts as written to; they are the same on all ranks."""
+    """Those that share a wire share its version, so all of it counts as written to; it is the same on all ranks."""
     ranks = [ones(2, 2, world_size=2, compression=compression) for _ in range(2)]
     for bucket in ranks:
         give(bucket, 0, 4.0)
@@ -819,10 +819,12 @@ def test_mark_written_refuses_to_sum_a_sum(compression: str | None) -> None:
     value = bucket.parameters[0].grad
     assert value is not None
     value.mul_(2.0)
-    with pytest.raises(GradientError, match=r"gradient of p0 was written to after it was summed over ranks") as caught:
+    with pytest.raises(
+        GradientError, match=r"bucket 0 \(p0 .. p1\) was written to after it was summed over ranks"
+    ) as caught:
         bucket.mark_written()
     assert "zero_grad()" in str(caught.value)
-    assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p0", "p1"))
     for parameter in bucket.parameters:
         parameter.grad = None
     bucket.mark_written()

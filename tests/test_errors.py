@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -10,12 +11,15 @@ import pytest
 import torchring
 from torchring import errors
 from torchring.errors import (
+    MAX_MESSAGE_BYTES,
     GradientError,
     PeerLostError,
     PeerTimeoutError,
     PlanMismatchError,
     RingError,
     TopologyError,
+    decode_error,
+    encode_error,
 )
 
 ALL = [RingError, PlanMismatchError, PeerLostError, PeerTimeoutError, GradientError, TopologyError]
@@ -109,6 +113,88 @@ def test_survives_the_trip(cls: type[RingError], way: str) -> None:
 def test_facts_are_keywords() -> None:
     with pytest.raises(TypeError):
         RingError("it broke", 1)  # type: ignore[misc]
+
+
+# For peers
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_peers_raise_the_same_class_with_reporter_message_and_culprits(cls: type[RingError]) -> None:
+    theirs = decode_error(encode_error(full(cls)), 4)
+    assert type(theirs) is cls
+    assert theirs.message == "rank 4 stopped: it broke"
+    assert theirs.peers == (0, 3)
+    # Where the reporter was is not where this rank is; that is for `locate` to say.
+    assert [getattr(theirs, field) for field in FIELDS if field not in ("message", "peers")] == [
+        None, None, (), None, None,
+    ]  # fmt: skip
+    assert decode_error(encode_error(cls("x")), 0).peers == ()
+
+
+def test_worked_example_of_what_travels() -> None:
+    assert encode_error(PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)) == (
+        b'{"error": "PeerLostError", "message": "rank 3 died", "peers": [3]}'
+    )
+
+
+def test_a_report_that_is_passed_on_keeps_its_first_reporter() -> None:
+    once = decode_error(encode_error(GradientError("no", peers=(2,))), 2)
+    twice = decode_error(encode_error(once), 1)
+    assert (type(twice), twice.message, twice.peers) == (GradientError, "rank 2 stopped: no", (2,))
+    # "rank N ..." alone is no such report.
+    assert decode_error(encode_error(PeerLostError("rank 3 died")), 1).message == "rank 1 stopped: rank 3 died"
+
+
+@pytest.mark.parametrize("letter", ["x", '"', "\\", "\n", "é", "汉", "🜁"])
+def test_a_long_message_is_cut_and_still_decodes(letter: str) -> None:
+    """To whole characters, and to what fits a page of 4 KiB whatever has to be escaped."""
+    data = encode_error(RingError(letter * 5000, peers=(1,)))
+    assert len(data) < 4096
+    theirs = decode_error(data, 1)
+    said = theirs.message.removeprefix("rank 1 stopped: ")
+    assert said == letter * (MAX_MESSAGE_BYTES // len(letter.encode()))
+    assert theirs.peers == (1,)
+
+
+def test_a_short_message_is_not_cut() -> None:
+    text = "β" * (MAX_MESSAGE_BYTES // 2)
+    assert decode_error(encode_error(RingError(text)), 0).message == f"rank 0 stopped: {text}"
+
+
+GARBAGE = {
+    "nothing": b"",
+    "zeros": b"\0" * 64,
+    "half": encode_error(PeerLostError("rank 3 died", peers=(3,)))[:30],
+    "no UTF-8": b"\xff\xfe\x00\x80",
+    "no object": b"[1, 2]",
+    "a number": b"7",
+    "null": b"null",
+    "no class": b'{"message": "m", "peers": []}',
+    "an unknown class": b'{"error": "SystemExit", "message": "m", "peers": []}',
+    "a class of another kind": b'{"error": ["RingError"], "message": "m", "peers": []}',
+    "no message": b'{"error": "RingError", "peers": []}',
+    "no peers": b'{"error": "RingError", "message": "m"}',
+    "peers that are none": b'{"error": "RingError", "message": "m", "peers": null}',
+    "peers that are no ranks": b'{"error": "RingError", "message": "m", "peers": ["x"]}',
+    "peers without end": b'{"error": "RingError", "message": "m", "peers": [Infinity]}',
+    "deeply nested": b"[" * 4000,
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_is_an_error_that_names_the_reporter(what: str) -> None:
+    error = decode_error(GARBAGE[what], 5)
+    assert type(error) is RingError
+    assert error.message == "rank 5 stopped: it reported a failure"
+    assert error.peers == (5,)
+
+
+def test_what_travels_is_json_with_nothing_to_run() -> None:
+    assert json.loads(encode_error(full(GradientError))) == {
+        "error": "GradientError",
+        "message": "it broke",
+        "peers": [0, 3],
+    }
 
 
 def test_one_except_clause_for_all() -> None:

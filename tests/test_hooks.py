@@ -6,6 +6,7 @@ Gradients are exact: the loss is linear in the parameters, and inputs are small 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import torchring
 from torchring import DistributedOptimizer
 from torchring.errors import GradientError, RingError
+from torchring.hooks import neighbours_of
+from torchring.world import default_world
 
 
 class Net(torch.nn.Module):
@@ -641,9 +644,9 @@ def test_an_optimizer_that_leaves_its_neighbour() -> None:
 
 
 def _after_a_failure(rank: int, world_size: int) -> tuple[str, str]:
-    """Rank 1's sparse gradient is in no plan; returns the errors of this backward and of the next one."""
+    """Rank 1's sparse gradient is in no plan, and buckets before it have left; returns the errors of two backwards."""
     model = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 2))
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5))  # without the model
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), bucket_mb=0.0)  # without the model
     texts = []
     for _ in range(2):
         loss = (model(torch.tensor([1, 2])) if rank == 1 else model[1](batch(rank))).sum()
@@ -663,6 +666,138 @@ def test_a_failure_on_one_rank_reaches_all_and_stays() -> None:
     assert "rank 1" in first
     assert first_again.startswith("an earlier backward failed: ")
     assert second_again.startswith("an earlier backward failed: ")
+
+
+def _refused_before_anything_left(rank: int, world_size: int, overlap: str) -> list[int]:
+    """One bucket, which rank 1's sparse gradient does not get into; it goes on with another batch, rank 0 waits."""
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 2))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), overlap=overlap)  # without the model
+
+    def loss(x: Tensor) -> Tensor:
+        return model[1](x).sum()
+
+    for step in range(3):
+        optimizer.zero_grad()
+        if rank == 1:
+            with pytest.raises(GradientError, match="sparse gradient"):
+                model(torch.tensor([1, 2])).sum().backward()
+            with pytest.raises(GradientError, match="holds local contributions"):
+                optimizer.step()
+            optimizer.zero_grad()
+        loss(batch(rank, step)).backward()
+        check_gradients(model[1], mean_of(loss, model[1], world_size, [step]))
+        optimizer.step()
+    return [optimizer.stats().num_reductions]
+
+
+@pytest.mark.parametrize("overlap", ["inline", "thread"])
+def test_a_failure_before_anything_has_left_is_this_ranks_own(overlap: str) -> None:
+    """The round is broken off as by an error in backward, and what comes next is the round that peers are in."""
+    assert run_ranks(_refused_before_anything_left, 2, overlap, deadline=20) == [[3], [3]]
+
+
+class Swapped(torch.nn.Module):
+    """Gradients become ready in the order of registration, so the plan is rebuilt after the first round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.early = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.late(self.early(x)).sum()
+
+
+def _nothing_to_synchronize(rank: int, world_size: int, options: dict[str, str]) -> list[int]:
+    model = Swapped()
+    optimizer = wrapped(model, bucket_mb=0.0, **options)
+    counts = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(rank, step)).backward()
+        optimizer.synchronize()
+        optimizer.synchronize()
+        counts.append(optimizer.stats().num_reductions)
+        optimizer.step()
+    return counts
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"op": "sum"}, {"compression": "bf16"}, {"op": "sum", "compression": "fp16"}], ids=str
+)
+def test_after_a_backward_there_is_nothing_to_synchronize(options: dict[str, str]) -> None:
+    assert run_ranks(_nothing_to_synchronize, 2, options) == [[1, 2, 3]] * 2
+
+
+def _written(rank: int, world_size: int, op: str, culprit: int) -> tuple[str, float]:
+    """One rank writes to a reduced gradient and synchronizes; returns the error, and how long it took."""
+    torchring.init(timeout_seconds=6)
+    model = Net()
+    optimizer = wrapped(model, op=op)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(rank, step)).backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    if rank == culprit:
+        assert model.first.weight.grad is not None
+        model.first.weight.grad += 2.0
+    started = time.monotonic()
+    try:
+        optimizer.synchronize()
+    except RingError as error:
+        seconds = time.monotonic() - started
+        if rank == culprit:
+            time.sleep(8)  # alive, but not coming: its peer must not have to wait for it
+        return f"{type(error).__name__}: {error}", seconds
+    before[0] += 1.0
+    check_gradients(model, before)
+    return "", time.monotonic() - started
+
+
+def test_a_gradient_written_to_on_one_rank_is_synchronized() -> None:
+    assert [error for error, _ in run_ranks(_written, 2, "mean", 1, deadline=20)] == ["", ""]
+
+
+def test_synchronizing_a_sum_that_one_rank_wrote_to_is_an_error_on_all_at_once() -> None:
+    results = run_ranks(_written, 2, "sum", 1, deadline=30)
+    assert "was written to after it was summed over ranks" in results[1][0]
+    for error, seconds in results:
+        assert error.startswith("GradientError")
+        assert seconds < 3
+
+
+def _gone(rank: int, world_size: int, everywhere: bool) -> tuple[int, str]:
+    """Returns how many optimizers the world has after one was dropped, and what rank 1 gets from the one it kept."""
+    first, second = Net(), Net()
+    dropped = wrapped(first)
+    first(batch(rank)).backward()
+    dropped.step()
+    dropped.zero_grad(set_to_none=False)
+    kept = dropped if rank == 1 and not everywhere else None
+    del dropped
+    optimizer = wrapped(second)
+    second(batch(rank)).backward()
+    check_gradients(second, mean_of(second, second, world_size, [0]))
+    optimizer.step()
+    count = len(neighbours_of(default_world())._members)
+    if kept is None:
+        return count, ""
+    first(batch(rank)).backward()
+    try:
+        kept.step()
+    except (GradientError, ValueError) as error:
+        return count, type(error).__name__
+    return count, "stepped on local gradients"
+
+
+def test_an_optimizer_that_is_dropped_leaves_its_neighbours() -> None:
+    assert run_ranks(_gone, 2, True, deadline=20) == [(1, ""), (1, "")]
+
+
+def test_an_optimizer_that_one_rank_has_dropped_is_of_no_use_on_the_others() -> None:
+    first, second = run_ranks(_gone, 2, False, deadline=20)
+    assert first == (1, "")
+    assert second[0] == 1
+    assert second[1] in ("GradientError", "ValueError")
 
 
 def _wrong_gradient(rank: int, world_size: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from torchring.plan import (
     ALIGNMENT_BYTES,
     FIRST_BUCKET_BYTES,
+    NUM_SIGNALS,
     BucketPlan,
     ParameterSpec,
     Plan,
@@ -58,15 +59,15 @@ def members(plan: Plan) -> list[list[int]]:
 def test_worked_example() -> None:
     plan = build_plan(fp32(4, 2, 3), bucket_bytes=16)
     assert plan.buckets == (
-        BucketPlan(0, torch.float32, torch.float32, (Slot(2, 0, 3), Slot(1, 16, 2)), flags_offset=32, numel=35),
-        BucketPlan(1, torch.float32, torch.float32, (Slot(0, 0, 4),), flags_offset=16, numel=18),
+        BucketPlan(0, torch.float32, torch.float32, (Slot(2, 0, 3), Slot(1, 16, 2)), flags_offset=32, numel=37),
+        BucketPlan(1, torch.float32, torch.float32, (Slot(0, 0, 4),), flags_offset=16, numel=20),
     )
-    assert [bucket.num_bytes for bucket in plan.buckets] == [140, 72]
-    assert plan.num_bytes == 212
+    assert [bucket.num_bytes for bucket in plan.buckets] == [148, 80]
+    assert plan.num_bytes == 228
 
 
 def test_worked_example_of_the_announced_constants() -> None:
-    assert (ALIGNMENT_BYTES, FIRST_BUCKET_BYTES) == (64, 1 << 20)
+    assert (ALIGNMENT_BYTES, FIRST_BUCKET_BYTES, NUM_SIGNALS) == (64, 1 << 20, 3)
 
 
 @pytest.mark.parametrize(
@@ -167,19 +168,19 @@ def test_slots_are_aligned_in_the_wire_dtype(
     assert bucket.flags_offset == 5 * line
 
 
-def test_one_flag_per_slot_and_a_spare_one() -> None:
+def test_one_flag_per_slot_and_the_signals() -> None:
     for count in range(1, 5):
         (bucket,) = build_plan(fp32(*[16] * count), bucket_bytes=1000).buckets
-        assert (bucket.flags_offset, bucket.numel) == (16 * count, 16 * count + count + 1)
+        assert (bucket.flags_offset, bucket.numel) == (16 * count, 16 * count + count + NUM_SIGNALS)
 
 
 def test_empty_and_0_dim_parameters() -> None:
     specs = [spec("scalar"), spec("none", 0, 3), spec("row", 2)]
     (bucket,) = build_plan(specs, bucket_bytes=1000).buckets
     assert bucket.slots == (Slot(2, 0, 2), Slot(1, 16, 0), Slot(0, 16, 1))
-    assert (bucket.flags_offset, bucket.numel) == (32, 36)
+    assert (bucket.flags_offset, bucket.numel) == (32, 32 + 3 + NUM_SIGNALS)
     (alone,) = build_plan([spec("none", 0)], bucket_bytes=1000).buckets
-    assert (alone.slots, alone.flags_offset, alone.numel) == ((Slot(0, 0, 0),), 0, 2)
+    assert (alone.slots, alone.flags_offset, alone.numel) == ((Slot(0, 0, 0),), 0, 1 + NUM_SIGNALS)
 
 
 def test_sparse_parameters_are_in_no_bucket() -> None:
@@ -225,7 +226,7 @@ def check_layout(plan: Plan, specs: Sequence[ParameterSpec]) -> None:
             assert slot.offset * bucket.wire_dtype.itemsize % ALIGNMENT_BYTES == 0
             end = slot.offset + slot.numel
         assert bucket.flags_offset >= end
-        assert bucket.numel == bucket.flags_offset + len(bucket.slots) + 1
+        assert bucket.numel == bucket.flags_offset + len(bucket.slots) + NUM_SIGNALS
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -271,7 +272,8 @@ def test_random_plan_check_can_fail() -> None:
     overlapping = replace(bucket, slots=(bucket.slots[0], replace(bucket.slots[1], offset=0)))
     twice = replace(bucket, slots=(bucket.slots[0], replace(bucket.slots[1], parameter=1)))
     outside = replace(bucket, slots=(bucket.slots[0], replace(bucket.slots[1], offset=32)))
-    for wrong in (overlapping, twice, outside):
+    silent = replace(bucket, numel=bucket.numel - 1)  # no room for the last signal
+    for wrong in (overlapping, twice, outside, silent):
         with pytest.raises(AssertionError):
             check_layout(Plan((wrong,)), specs)
 
@@ -406,6 +408,59 @@ def test_fingerprint_ignores_strides_that_order_nothing() -> None:
     assert of(torch.empty(2, 0, 3).transpose(0, 2)) == of(torch.empty(3, 0, 2))
     assert of(torch.empty(9).as_strided((1, 3), (77, 1))) == of(torch.empty(1, 3))
     assert of(torch.empty(1, 4).t()) == of(torch.empty(4, 1))
+    assert of(torch.empty(0, 3).t()) == of(torch.empty(3, 0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "one", "another"),
+    [((1, 3, 4), (12, 1, 3), (77, 1, 3)), ((3, 1, 4), (1, 3, 3), (1, 1, 3)), ((4, 3, 1), (1, 4, 12), (1, 4, 1))],
+)
+def test_fingerprint_ignores_a_stride_that_orders_nothing_beside_those_that_do(
+    shape: tuple[int, ...], one: tuple[int, ...], another: tuple[int, ...]
+) -> None:
+    tensors = [torch.empty(100).as_strided(shape, stride) for stride in (one, another)]
+    plain = torch.empty(shape)
+    assert torch.equal(*(t.copy_(torch.arange(12.0).view(shape)).as_strided((12,), (1,)) for t in tensors))
+    said = [describe([spec_of(tensor)], "x") for tensor in tensors]
+    assert fingerprint(said[0]) == fingerprint(said[1])
+    assert fingerprint(said[0]) != fingerprint(describe([spec_of(plain)], "x"))
+
+
+def test_strides_are_said_only_where_they_order() -> None:
+    tensors = [
+        torch.empty(2, 3, 4),
+        torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.empty(3, 4).t(),
+        torch.empty(4, 6)[:, :5],
+        torch.empty(6, 4).t()[:3],  # gaps, so it travels contiguously
+        torch.empty(9).as_strided((1, 3), (77, 1)),
+        torch.empty(()),
+    ]
+    assert [spec_of(tensor).describe() for tensor in tensors] == [
+        "p (2, 3, 4) float32",
+        "p (2, 3, 4, 5) float32 dimensions in memory [0, 2, 3, 1]",
+        "p (4, 3) float32 dimensions in memory [1, 0]",
+        "p (4, 5) float32",
+        "p (3, 6) float32",
+        "p (1, 3) float32",
+        "p () float32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "another"),
+    [
+        (["a", "b"], ["a\nb"]),
+        (["a", "b"], ["a', 'b"]),
+        (["a", ""], ["a"]),
+        (["ab", "c"], ["a", "bc"]),
+        (["a\\n"], ["a\n"]),
+        ([], [""]),
+    ],
+)
+def test_fingerprint_knows_where_lines_end(one: list[str], another: list[str]) -> None:
+    assert fingerprint(one) != fingerprint(another)
+    assert fingerprint(tuple(one)) == fingerprint(one)
 
 
 def test_first_difference_worked_example() -> None:
@@ -422,7 +477,7 @@ def test_first_difference_worked_example() -> None:
     [
         ("name", "parameter 0", ["rank 1 has c.weight (4, 3)", "rank 0 has a.weight (4, 3)"]),
         ("dtype", "parameter 1", ["rank 0 has a.bias (4,) float32", "rank 1 has a.bias (4,) float64"]),
-        ("stride", "parameter 2", ["b.weight", "rank 1 has", "(32, 1, 8, 2)"]),
+        ("stride", "parameter 2", ["b.weight", "rank 1 has", "[0, 2, 3, 1]"]),
         ("sparse", "parameter 0", ["rank 1 has a.weight (4, 3) float32 sparse"]),
         ("one less", "parameter 2", ["rank 0 has b.weight", "rank 1 has nothing"]),
         ("one more", "parameter 3", ["rank 1 has d (1,) float32", "rank 0 has nothing"]),

@@ -45,23 +45,21 @@ def _in_place(rank: int, world_size: int, when: str, overlap: str) -> None:
     optimizer.zero_grad()
     if when == "before backward":
         change()
-    model(torch.ones(2, 3)).sum().backward()
-    if when == "after backward":
-        change()
-        optimizer.step()  # this one's alarm can travel with the next backward only
-        optimizer.zero_grad()
+    else:
         model(torch.ones(2, 3)).sum().backward()
-    elif when == "after step":
+        if when == "after backward":
+            change()  # the alarm can travel with the next backward only
         optimizer.step()
-        change()
+        if when == "after step":
+            change()
         optimizer.zero_grad()
-        model(torch.ones(2, 3)).sum().backward()
     before = digest(model.parameters())
+    loss = model(torch.ones(2, 3)).sum()
     with pytest.raises(GradientError) as caught:
-        optimizer.step()
+        loss.backward()
     check_named(caught.value, "2.weight", culprit)
     assert caught.value.rank == rank
-    assert digest(model.parameters()) == before  # it has not stepped
+    assert digest(model.parameters()) == before  # it comes before anything is stepped
 
 
 @pytest.mark.parametrize("when", ["before backward", "after backward", "after step"])
@@ -71,12 +69,11 @@ def test_changed_in_place_on_one_rank(world_size: int, overlap: str, when: str) 
 
 
 def _before_the_first_step(rank: int, world_size: int) -> None:
-    model, optimizer = model_and_optimizer()
+    model, _optimizer = model_and_optimizer()
     if rank == 1:
         model[0].bias.data += 1  # type: ignore[union-attr,operator]
-    model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(GradientError) as caught:
-        optimizer.step()
+        model(torch.ones(2, 3)).sum().backward()
     check_named(caught.value, "0.bias", 1)
 
 
@@ -85,10 +82,9 @@ def test_changed_before_the_first_step() -> None:
 
 
 def _not_synchronised_at_first(rank: int, world_size: int) -> None:
-    model, optimizer = model_and_optimizer(sync_initial_state=False)  # ranks are seeded differently
-    model(torch.ones(2, 3)).sum().backward()
+    model, _optimizer = model_and_optimizer(sync_initial_state=False)  # ranks are seeded differently
     with pytest.raises(GradientError) as caught:
-        optimizer.step()
+        model(torch.ones(2, 3)).sum().backward()
     check_named(caught.value, "0.weight", 1)
 
 
@@ -101,9 +97,8 @@ def _loaded_on_one_rank(rank: int, world_size: int) -> None:
     train(model, optimizer, rank, 0)
     if rank == 0:
         model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-    model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(GradientError) as caught:
-        optimizer.step()
+        model(torch.ones(2, 3)).sum().backward()
     check_named(caught.value, "0.weight", 1)  # rank 0 is what the others are compared with
 
 
@@ -141,9 +136,8 @@ def _without_a_trace(rank: int, world_size: int, how: str) -> int:
     for step in range(5, 8):
         train(model, optimizer, rank, step)
     optimizer.zero_grad()
-    model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(GradientError) as caught:
-        optimizer.step()
+        model(torch.ones(2, 3)).sum().backward()
     return len(caught.value.parameters)
 
 
@@ -165,9 +159,8 @@ def _first_check_after(rank: int, world_size: int, how: str) -> None:
             data.neg_()  # type: ignore[operator]
         elif how == "rows":
             data.copy_(data.flip(0))  # type: ignore[operator]
-    model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(GradientError) as caught:
-        optimizer.step()
+        model(torch.ones(2, 3)).sum().backward()
     check_named(caught.value, "2.weight", 1)
 
 
@@ -257,11 +250,11 @@ def _sparse_only(rank: int, world_size: int) -> int:
             with torch.no_grad():
                 table.weight[4] += 1
         optimizer.zero_grad()
-        table(torch.tensor([0, 1])).sum().backward()
         try:
-            optimizer.step()
+            table(torch.tensor([0, 1])).sum().backward()
         except GradientError:
             return step - 3
+        optimizer.step()
     return 1000
 
 
@@ -279,9 +272,8 @@ def _a_frozen_one(rank: int, world_size: int) -> None:
     if rank == 1:
         with torch.no_grad():
             model[0].weight[0, 0] += 1  # type: ignore[index,union-attr]
-    model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(GradientError) as caught:
-        optimizer.step()
+        model(torch.ones(2, 3)).sum().backward()
     check_named(caught.value, "0.weight", 1)
 
 
@@ -289,10 +281,216 @@ def test_a_frozen_parameter_is_watched_too() -> None:
     run_ranks(_a_frozen_one, 2)
 
 
+def _stepped_on_one(rank: int, world_size: int, culprit: int, what: str) -> tuple[int, tuple[int, ...]]:
+    """Returns how many backwards after the uneven step it is found, and who is named."""
+    model, optimizer = model_and_optimizer()
+    for step in range(8):
+        optimizer.zero_grad()
+        try:
+            model(exact_inputs(6, torch.float32, rank + 7 * step).view(2, 3)).sum().backward()
+        except GradientError as error:
+            return step - 3, error.peers
+        if step == 3 and rank == culprit:
+            if what == "skipped":
+                continue
+            optimizer.step()
+        optimizer.step()
+    return 1000, ()
+
+
+@pytest.mark.parametrize("what", ["skipped", "stepped twice"])
+@pytest.mark.parametrize(("world_size", "culprit"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+def test_a_step_more_or_less_on_one_rank_is_found_in_the_next_backward(
+    world_size: int, culprit: int, what: str
+) -> None:
+    named = (culprit,) if culprit else tuple(range(1, world_size))  # rank 0 is what the others are compared with
+    assert run_ranks(_stepped_on_one, world_size, culprit, what) == [(1, named)] * world_size
+
+
+def _skipped_alike(rank: int, world_size: int) -> str:
+    """What a GradScaler does, and what accumulating without `accumulate` looks like. No check is needed for it."""
+    model, optimizer = model_and_optimizer()
+    checks = count_checks()
+    for step in range(9):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        if step % 3:
+            optimizer.step()
+    assert len(checks) == 1  # the first round's
+    return digest(model.parameters())
+
+
+def test_a_step_left_out_on_all_ranks_is_no_error() -> None:
+    assert_same_on_all_ranks(run_ranks(_skipped_alike, 2))
+
+
+def count_checks() -> list[int]:
+    """Grows by one with every comparison from now on."""
+    checks: list[int] = []
+    compare = replicas.ReplicaCheck.compare
+
+    def counted(self: replicas.ReplicaCheck) -> None:
+        checks.append(1)
+        compare(self)
+
+    replicas.ReplicaCheck.compare = counted  # type: ignore[method-assign]
+    return checks
+
+
+def _undisturbed(rank: int, world_size: int) -> list[int]:
+    replicas.STEPS_BETWEEN_CHECKS = 5  # type: ignore[misc]
+    model, optimizer = model_and_optimizer()
+    checks = count_checks()
+    seen = []
+    for step in range(12):
+        before = len(checks)
+        train(model, optimizer, rank, step)
+        if len(checks) > before:
+            seen.append(step)
+    return seen
+
+
+def test_training_that_nobody_disturbs_is_checked_by_the_rhythm_only() -> None:
+    assert run_ranks(_undisturbed, 2) == [[0, 5, 10]] * 2
+
+
+def _with_neighbours(rank: int, world_size: int) -> int:
+    """Two optimizers of one world, of which each watches its own."""
+    (first, g), (second, d) = model_and_optimizer(), model_and_optimizer()
+    for step in range(8):
+        if rank == 1 and step == 3:
+            with torch.no_grad():
+                second[2].bias[0] += 1  # type: ignore[index,union-attr]
+        for optimizer in (g, d):
+            optimizer.zero_grad()
+        try:
+            (first(torch.ones(2, 3)).sum() + second(torch.ones(2, 3)).sum()).backward()
+        except GradientError as error:
+            check_named(error, "2.bias", 1)
+            return step - 3
+        g.step()
+        d.step()
+    return 1000
+
+
+def test_changed_in_place_beside_another_optimizer() -> None:
+    assert run_ranks(_with_neighbours, 2) == [0, 0]
+
+
+# What is watched
+
+
+class CountingCheck(replicas.ReplicaCheck):
+    """Of parameters in this process; comparisons are counted instead of made."""
+
+    def __init__(self, num_parameters: int) -> None:
+        self.parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(num_parameters)]
+        super().__init__(None, {p: f"p{i}" for i, p in enumerate(self.parameters)})  # type: ignore[arg-type]
+        self.num_checks = 0
+
+    def compare(self) -> None:
+        self.num_checks += 1
+
+    def write(self, *indices: int) -> None:
+        with torch.no_grad():
+            for index in indices:
+                self.parameters[index].add_(1)
+
+
+def test_has_changed_since_accept() -> None:
+    check = CountingCheck(3)
+    assert not check.has_changed()
+    check.write(0)
+    assert not check.has_changed()  # nothing is watched before the first step: the first round compares anyway
+    check.accept()
+    assert not check.has_changed()
+    check.write(2)
+    assert check.has_changed()
+    assert check.has_changed()
+
+
+def step(check: CountingCheck) -> None:
+    """What DistributedOptimizer.step() does: it asks, writes to all parameters, and accepts."""
+    check.has_changed()
+    check.write(*range(len(check.parameters)))
+    check.accept()
+
+
+def test_a_step_writes_too_and_that_is_no_change() -> None:
+    check = CountingCheck(3)
+    for _ in range(4):
+        step(check)
+        assert not check.has_changed()
+
+
+def test_a_change_is_remembered_until_all_ranks_were_told() -> None:
+    """Between the round that could not tell and the next one lies a step, which accepts what parameters are."""
+    check = CountingCheck(3)
+    check.accept()
+    check.write(1)
+    step(check)
+    assert check.has_changed()
+    check.after_round(False)  # a round whose signals were sent before
+    assert check.has_changed()
+    check.after_round(True)
+    assert not check.has_changed()
+    check.write(1)
+    assert check.has_changed()
+
+
+def test_an_alarm_from_elsewhere_leaves_nothing_behind_here() -> None:
+    check = CountingCheck(3)
+    check.accept()
+    check.after_round(True)
+    assert not check.has_changed()
+    check.write(0)
+    assert check.has_changed()
+
+
+def test_many_parameters_are_watched_in_turn() -> None:
+    """At most _WATCHED at a time; as steps go by, each has its turn, however their number divides."""
+    for count in (1, replicas._WATCHED, replicas._WATCHED + 1, 100, 2 * replicas._WATCHED, 1000):
+        check = CountingCheck(count)
+        seen: set[int] = set()
+        place = {id(parameter): i for i, parameter in enumerate(check.parameters)}
+        turns = 0
+        while len(seen) < count:
+            check.accept()
+            watched = [place[id(parameter)] for parameter, _ in check._watched]
+            assert 0 < len(watched) <= replicas._WATCHED
+            seen.update(watched)
+            turns += 1
+            assert turns <= 2 * count, f"{count - len(seen)} of {count} are never watched"
+            for index in range(count):
+                check._changed = False
+                check.write(index)
+                assert check.has_changed() is (index in watched)
+                check._watched = [(p, p._version) for p, _ in check._watched]
+            check._changed = False
+
+
+def test_alarms_are_followed_up_ever_more_rarely_and_the_rhythm_goes_on() -> None:
+    check = CountingCheck(1)
+    due = []
+    for round_ in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
+        before = check.num_checks
+        check.after_round(round_ > 0)
+        if check.num_checks > before:
+            due.append(round_)
+    assert due == [0, 1, 2, 4, 8, 16, 32, 64, 100, 128, 200]
+
+
+def test_without_alarms_there_is_the_rhythm() -> None:
+    check = CountingCheck(1)
+    for _ in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
+        check.after_round(False)
+    assert check.num_checks == 3
+
+
 # The digest
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_any_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
     unnoticed = []
     for numel in (1, 2, 3, 4, 5, 9):
@@ -314,8 +512,34 @@ def test_digest_sees_values_not_their_layout() -> None:
     assert replicas._digest(value.t().contiguous().t()) == replicas._digest(value)
     assert replicas._digest(torch.arange(13.0)[1:]) == replicas._digest(torch.arange(1.0, 13.0))
     assert replicas._digest(torch.arange(13.0)[1:]) != replicas._digest(torch.arange(12.0))
-    assert isinstance(replicas._digest(torch.tensor(3.0)), int)
+    assert [type(part) for part in replicas._digest(torch.tensor(3.0))] == [int, int]
     assert replicas._digest(torch.empty(0)) == replicas._digest(torch.empty(0, 3))
+
+
+def test_digest_fits_64_bits() -> None:
+    """They travel as an int64 tensor."""
+    for value in (
+        torch.full((1000,), -1.0),
+        torch.full((1001,), float("nan")),
+        torch.full((3,), -1e300, dtype=torch.float64),
+    ):
+        assert torch.tensor(replicas._digest(value)).dtype == torch.int64
+
+
+def test_either_half_of_the_digest_sees_what_the_other_does_not() -> None:
+    value = torch.arange(1.0, 9.0, dtype=torch.float64)
+    swapped = value[[1, 0, *range(2, 8)]]
+    (total, order), (same_total, other_order) = replicas._digest(value), replicas._digest(swapped)
+    assert total == same_total
+    assert order != other_order
+    # A byte that becomes 251 less, and its neighbours that make up for it: the same Adler-32.
+    raw = torch.zeros(16, dtype=torch.uint8)
+    raw[:3] = torch.tensor([1, 0, 1], dtype=torch.uint8)
+    other = torch.zeros(16, dtype=torch.uint8)
+    other[1] = 2
+    (total, order), (other_total, same_order) = (replicas._digest(r.view(torch.float64)) for r in (raw, other))
+    assert order == same_order
+    assert total != other_total
 
 
 def test_digest_of_a_single_element_with_any_stride() -> None:

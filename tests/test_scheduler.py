@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from torchring.allreduce import NonFinite, Wire
+from torchring.allreduce import TAGS_PER_ROUND, NonFinite, Wire
 from torchring.bucket import Bucket, BucketState
 from torchring.errors import GradientError, PeerLostError
 from torchring.plan import ParameterSpec, build_plan
@@ -22,6 +22,7 @@ from torchring.scheduler import Scheduler
 @dataclass
 class PlainWire:
     tensor: torch.Tensor
+    buffer: torch.Tensor  # the same memory, for the mover's writes
 
 
 @dataclass
@@ -31,6 +32,7 @@ class RecordingMover:
     algorithm: str = "recording"
     sleeps_while_waiting: bool = False
     order: list[int] = field(default_factory=list)
+    tags: list[int] = field(default_factory=list)
     threads: list[str] = field(default_factory=list)
     fail_at: dict[int, Exception] = field(default_factory=dict)
     seconds: float = 0.0
@@ -38,18 +40,21 @@ class RecordingMover:
     non_finite: dict[int, NonFinite] = field(default_factory=dict)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[Wire]:
-        return [PlainWire(torch.zeros(numel, dtype=dtype)) for numel, dtype in specs]
+        buffers = [torch.zeros(numel, dtype=dtype) for numel, dtype in specs]
+        return [PlainWire(buffer.data, buffer) for buffer in buffers]
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0) -> NonFinite | None:
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+        assert isinstance(wire, PlainWire)
         if self.gate is not None:
             assert self.gate.wait(20)
         index = int(wire.tensor[0])
         self.order.append(index)
+        self.tags.append(tag)
         self.threads.append(threading.current_thread().name)
         time.sleep(self.seconds)
         if index in self.fail_at:
             raise self.fail_at[index]
-        wire.tensor.mul_(scale)
+        wire.buffer.mul_(scale)
         return self.non_finite.get(index)
 
     def close(self) -> None: ...
@@ -101,7 +106,7 @@ def reduce_threads() -> set[threading.Thread]:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=lambda order: "".join(map(str, order)))
 def test_plan_order_despite_hook_order(order: tuple[int, ...], threaded: bool) -> None:
     with opened(4, threaded=threaded) as (scheduler, mover):
-        scheduler.begin(step=0, hold=False)
+        scheduler.begin(round_number=0, step=0, hold=False)
         for index in order:
             pack(scheduler.buckets[index])
             scheduler.bucket_is_packed()
@@ -115,7 +120,7 @@ def test_plan_order_despite_hook_order(order: tuple[int, ...], threaded: bool) -
 
 def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
     with opened(4, threaded=False) as (scheduler, mover):
-        scheduler.begin(step=0, hold=False)
+        scheduler.begin(round_number=0, step=0, hold=False)
         seen = []
         for index in (2, 0, 3, 1):
             pack(scheduler.buckets[index])
@@ -130,7 +135,7 @@ def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
 def test_a_thread_reduces_while_backward_goes_on() -> None:
     gate = threading.Event()
     with opened(3, threaded=True, mover=RecordingMover(gate=gate)) as (scheduler, mover):
-        scheduler.begin(step=0, hold=False)
+        scheduler.begin(round_number=0, step=0, hold=False)
         for index in (0, 1, 2):
             pack(scheduler.buckets[index])
             scheduler.bucket_is_packed()
@@ -144,7 +149,7 @@ def test_a_thread_reduces_while_backward_goes_on() -> None:
 
 def test_a_thread_does_not_wait_for_finish() -> None:
     with opened(2, threaded=True) as (scheduler, mover):
-        scheduler.begin(step=0, hold=False)
+        scheduler.begin(round_number=0, step=0, hold=False)
         pack(scheduler.buckets[0])
         scheduler.bucket_is_packed()
         wait_until(lambda: scheduler.buckets[0].state is BucketState.REDUCED)
@@ -159,7 +164,7 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
     with opened(3, threaded=threaded) as (scheduler, mover):
         for _ in range(2):
             mover.order.clear()
-            scheduler.begin(step=0, hold=True)
+            scheduler.begin(round_number=0, step=0, hold=True)
             for index in (0, 2, 1):
                 pack(scheduler.buckets[index])
                 scheduler.bucket_is_packed()
@@ -169,7 +174,7 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
             assert mover.order == [0, 1, 2]
             for bucket in scheduler.buckets:
                 bucket.close_round()
-        scheduler.begin(step=0, hold=False)  # the next round need not be held
+        scheduler.begin(round_number=0, step=0, hold=False)  # the next round need not be held
         pack(scheduler.buckets[0])
         scheduler.bucket_is_packed()
         wait_until(lambda: mover.order == [0, 1, 2, 0])
@@ -182,7 +187,7 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
 def test_many_rounds(threaded: bool) -> None:
     with opened(3, threaded=threaded, per_bucket=2) as (scheduler, mover):
         for step in range(50):
-            scheduler.begin(step=step, hold=False)
+            scheduler.begin(round_number=step, step=step, hold=False)
             for index in ((2, 0, 1), (0, 1, 2))[step % 2]:
                 pack(scheduler.buckets[index])
                 scheduler.bucket_is_packed()
@@ -190,12 +195,13 @@ def test_many_rounds(threaded: bool) -> None:
             for bucket in scheduler.buckets:
                 bucket.close_round()
         assert mover.order == [0, 1, 2] * 50
+        assert mover.tags == [step * TAGS_PER_ROUND + index for step in range(50) for index in range(3)]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_no_buckets(threaded: bool) -> None:
     with opened(0, threaded=threaded) as (scheduler, mover):
-        scheduler.begin(step=0, hold=False)
+        scheduler.begin(round_number=0, step=0, hold=False)
         scheduler.bucket_is_packed()
         scheduler.finish()
         assert mover.order == []
@@ -207,7 +213,7 @@ def test_goes_on_with_other_buckets(threaded: bool) -> None:
         for count in (2, 3):
             if count == 3:
                 scheduler.replace(open_buckets(mover, 3))
-            scheduler.begin(step=0, hold=False)
+            scheduler.begin(round_number=0, step=0, hold=False)
             for bucket in reversed(scheduler.buckets):
                 pack(bucket)
                 scheduler.bucket_is_packed()
@@ -217,7 +223,7 @@ def test_goes_on_with_other_buckets(threaded: bool) -> None:
 
 def test_finish_before_everything_is_packed_is_our_own_mistake() -> None:
     with opened(2, threaded=False) as (scheduler, _):
-        scheduler.begin(step=0, hold=False)
+        scheduler.begin(round_number=0, step=0, hold=False)
         pack(scheduler.buckets[1])
         with pytest.raises(AssertionError, match="before every bucket was packed"):
             scheduler.finish()
@@ -227,7 +233,7 @@ def test_finish_before_everything_is_packed_is_our_own_mistake() -> None:
 def test_hands_the_bucket_what_the_mover_found(threaded: bool) -> None:
     mover = RecordingMover(non_finite={1: NonFinite(3, 1)})
     with opened(2, threaded=threaded, mover=mover) as (scheduler, _):
-        scheduler.begin(step=0, hold=False)
+        scheduler.begin(round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
         scheduler.finish()
@@ -237,11 +243,124 @@ def test_hands_the_bucket_what_the_mover_found(threaded: bool) -> None:
 def test_the_mover_gets_the_buckets_scale() -> None:
     mover = RecordingMover()
     scheduler = Scheduler(open_buckets(mover, 2, scale=0.25), mover, threaded=False)
-    scheduler.begin(step=0, hold=False)
+    scheduler.begin(round_number=0, step=0, hold=False)
     for bucket in scheduler.buckets:
         pack(bucket)
     scheduler.finish()
     assert [bucket.parameters[0].grad.tolist() for bucket in scheduler.buckets] == [[0.0, 0.0], [0.25, 0.25]]
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("threaded", [False, True])
+def test_the_mover_is_told_round_and_bucket(threaded: bool, hold: bool) -> None:
+    """The round's number is not the step's: some rounds end in no step, and some steps follow several rounds."""
+    with opened(3, threaded=threaded) as (scheduler, mover):
+        for round_number, step in ((0, 0), (1, 0), (7, 1), (8, 4)):
+            scheduler.begin(round_number=round_number, step=step, hold=hold)
+            for index in (2, 1, 0):
+                pack(scheduler.buckets[index])
+                scheduler.bucket_is_packed()
+            scheduler.finish()
+            for bucket in scheduler.buckets:
+                bucket.close_round()
+        assert mover.tags == [
+            round_number * TAGS_PER_ROUND + index for round_number in (0, 1, 7, 8) for index in range(3)
+        ]
+        assert len(set(mover.tags)) == len(mover.tags)
+
+
+def test_tags_of_the_next_round_begin_behind_those_of_any_plan() -> None:
+    """2^20 buckets, and 2^43 rounds in 64 bits."""
+    assert TAGS_PER_ROUND == 1 << 20
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_has_launched(threaded: bool) -> None:
+    with opened(2, threaded=threaded) as (scheduler, _):
+        for hold in (False, True):
+            scheduler.begin(round_number=0, step=0, hold=hold)
+            assert not scheduler.has_launched
+            pack(scheduler.buckets[1])
+            scheduler.bucket_is_packed()
+            assert not scheduler.has_launched  # it waits for the one before it
+            pack(scheduler.buckets[0])
+            scheduler.bucket_is_packed()
+            assert scheduler.has_launched is not hold
+            scheduler.finish()
+            assert scheduler.has_launched
+            for bucket in scheduler.buckets:
+                bucket.close_round()
+
+
+# Rounds that are broken off
+
+
+def test_begin_waits_for_what_a_broken_off_round_left_with_the_worker() -> None:
+    """Its buckets are the mover's until then: filling them again would change what is under way."""
+    gate = threading.Event()
+    with opened(3, threaded=True, mover=RecordingMover(gate=gate)) as (scheduler, mover):
+        scheduler.begin(round_number=0, step=0, hold=False)
+        for index in (0, 1):  # and the gradients of bucket 2 never arrive
+            pack(scheduler.buckets[index])
+            scheduler.bucket_is_packed()
+        opener = threading.Timer(0.3, gate.set)
+        opener.start()
+        assert mover.order == []
+        scheduler.begin(round_number=1, step=0, hold=False)
+        assert gate.is_set()
+        assert mover.order == [0, 1]
+        states = [bucket.state for bucket in scheduler.buckets]
+        assert states == [BucketState.REDUCED, BucketState.REDUCED, BucketState.IDLE]
+        assert (scheduler.busy_seconds, scheduler.exposed_seconds) == (0.0, 0.0)
+        assert not scheduler.has_launched
+        for bucket in scheduler.buckets:
+            bucket.reset()
+        for bucket in scheduler.buckets:
+            pack(bucket)
+            scheduler.bucket_is_packed()
+        scheduler.finish()
+        assert mover.tags == [0, 1, *(TAGS_PER_ROUND + index for index in range(3))]
+        assert [bucket.parameters[0].grad.tolist() for bucket in scheduler.buckets] == [
+            [float(i)] * 2 for i in range(3)
+        ]
+        opener.join()
+
+
+def test_a_failure_in_a_broken_off_round_comes_out_of_begin_once() -> None:
+    gate = threading.Event()
+    mover = RecordingMover(gate=gate, fail_at={0: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
+    with opened(2, threaded=True, per_bucket=2, mover=mover) as (scheduler, _):
+        scheduler.begin(round_number=0, step=7, hold=False)
+        for bucket in scheduler.buckets:
+            pack(bucket)
+            scheduler.bucket_is_packed()
+        gate.set()
+        with pytest.raises(PeerLostError) as caught:
+            scheduler.begin(round_number=1, step=8, hold=False)
+        check_located(caught.value, bucket=0, step=7)
+        assert mover.order == [0]
+        mover.fail_at.clear()
+        for bucket in scheduler.buckets:
+            bucket.reset()
+        scheduler.begin(round_number=1, step=8, hold=False)
+        for bucket in scheduler.buckets:
+            pack(bucket)
+            scheduler.bucket_is_packed()
+        scheduler.finish()
+        assert mover.order == [0, 0, 1]
+
+
+def test_inline_nothing_is_left_of_a_broken_off_round() -> None:
+    with opened(2, threaded=False) as (scheduler, mover):
+        for round_number in (0, 1):
+            scheduler.begin(round_number=round_number, step=0, hold=False)
+            for bucket in scheduler.buckets:
+                bucket.reset()
+            pack(scheduler.buckets[0])
+            scheduler.bucket_is_packed()
+        pack(scheduler.buckets[1])
+        scheduler.finish()
+        assert mover.tags == [0, TAGS_PER_ROUND, TAGS_PER_ROUND + 1]
 
 
 # Failures
@@ -250,7 +369,7 @@ def test_the_mover_gets_the_buckets_scale() -> None:
 def test_inline_failure_comes_out_of_the_hook() -> None:
     mover = RecordingMover(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
     with opened(3, threaded=False, per_bucket=2, mover=mover) as (scheduler, _):
-        scheduler.begin(step=7, hold=False)
+        scheduler.begin(round_number=0, step=7, hold=False)
         pack(scheduler.buckets[0])
         scheduler.bucket_is_packed()
         pack(scheduler.buckets[1])
@@ -264,7 +383,7 @@ def test_inline_failure_comes_out_of_the_hook() -> None:
 def test_failure_comes_out_of_finish(threaded: bool) -> None:
     mover = RecordingMover(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
     with opened(4, threaded=threaded, per_bucket=2, mover=mover) as (scheduler, _):
-        scheduler.begin(step=7, hold=True)
+        scheduler.begin(round_number=0, step=7, hold=True)
         for bucket in scheduler.buckets:
             pack(bucket)
         with pytest.raises(PeerLostError) as caught:
@@ -284,7 +403,7 @@ def check_located(error: PeerLostError, *, bucket: int, step: int) -> None:
 def test_a_thread_survives_a_failure_and_forgets_it() -> None:
     mover = RecordingMover(fail_at={0: ValueError("not between ranks")})
     with opened(3, threaded=True, mover=mover) as (scheduler, _):
-        scheduler.begin(step=0, hold=False)
+        scheduler.begin(round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.bucket_is_packed()
@@ -293,7 +412,7 @@ def test_a_thread_survives_a_failure_and_forgets_it() -> None:
         mover.fail_at.clear()
         for bucket in scheduler.buckets:
             bucket.reset()
-        scheduler.begin(step=1, hold=False)
+        scheduler.begin(round_number=0, step=1, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.bucket_is_packed()
@@ -310,7 +429,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     (wire,) = mover.open_wires([(plan.numel, plan.wire_dtype)])
     mover.gate = threading.Event()
     scheduler = Scheduler([Bucket(plan, wire, [spec], [parameter], scale=1.0)], mover, threaded=True)
-    scheduler.begin(step=0, hold=False)
+    scheduler.begin(round_number=0, step=0, hold=False)
     pack(scheduler.buckets[0])
     scheduler.bucket_is_packed()
     parameter.grad = None
@@ -326,7 +445,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
 def test_inline_time_is_exposed_time() -> None:
     with opened(2, threaded=False, mover=RecordingMover(seconds=0.02)) as (scheduler, _):
         for _ in range(2):  # counted from zero in each round
-            scheduler.begin(step=0, hold=False)
+            scheduler.begin(round_number=0, step=0, hold=False)
             for bucket in scheduler.buckets:
                 pack(bucket)
                 scheduler.bucket_is_packed()
@@ -339,7 +458,7 @@ def test_inline_time_is_exposed_time() -> None:
 
 def test_a_threads_time_is_exposed_only_in_finish() -> None:
     with opened(2, threaded=True, mover=RecordingMover(seconds=0.2)) as (scheduler, _):
-        scheduler.begin(step=0, hold=False)
+        scheduler.begin(round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.bucket_is_packed()

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import torchring
 from torchring.errors import GradientError, RingError
+from torchring.plan import ParameterSpec
+from torchring.sparse import SparseReduction
 
 ROWS, WIDTH = 7, 3
 
@@ -202,23 +204,90 @@ def test_sum() -> None:
 def _sum_of_sums(rank: int, world_size: int) -> str:
     """As with dense gradients: what was summed before must not be counted once per rank."""
     table = torch.nn.Embedding(ROWS, WIDTH, sparse=True)
-    wrapped(table, op="sum")
+    optimizer = wrapped(table, op="sum")
     rows = [[0, 1], [1]]
-    for _ in range(2):
-        try:
-            (table(torch.tensor(rows[rank])) @ torch.arange(1.0, WIDTH + 1)).sum().backward()
-        except GradientError as error:
-            return str(error)
-    assert table.weight.grad is not None
-    assert_bitwise(table.weight.grad.to_dense(), 4 * dense_gradient(rows))
-    return "right"
+
+    def backward() -> None:
+        (table(torch.tensor(rows[rank])) @ torch.arange(1.0, WIDTH + 1)).sum().backward()
+
+    backward()
+    with pytest.raises(GradientError) as caught:
+        backward()
+    for set_to_none in (True, False):
+        optimizer.zero_grad(set_to_none)
+        with optimizer.no_sync():
+            backward()
+        backward()  # what is local may grow
+        assert table.weight.grad is not None
+        assert_bitwise(table.weight.grad.to_dense(), 4 * dense_gradient(rows))
+        optimizer.step()
+    return str(caught.value)
 
 
-def test_adding_to_a_sum_is_right_or_refused() -> None:
-    first, second = run_ranks(_sum_of_sums, 2)
-    assert (first == "right") == (second == "right")
-    if first != "right":
-        assert "summed over ranks before" in first
+def test_adding_to_a_sum_is_refused_and_starting_afresh_is_right() -> None:
+    for said in run_ranks(_sum_of_sums, 2):
+        assert "summed over ranks before" in said
+        assert "zero_grad()" in said
+
+
+def _refused_in_no_sync(rank: int, world_size: int) -> None:
+    model = Model()
+    optimizer = wrapped(model, op="sum")
+    model([1, 2]).backward()
+    with optimizer.no_sync(), pytest.raises(GradientError, match="summed over ranks before"):
+        model([1]).backward()
+
+
+def test_adding_to_a_sum_is_refused_in_no_sync_too() -> None:
+    run_ranks(_refused_in_no_sync, 2)
+
+
+def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
+    """`SparseReduction` by itself: what it takes for local, and for how long."""
+    world = torchring.init()
+    parameter = torch.nn.Parameter(torch.zeros(ROWS, WIDTH))
+    specs = [ParameterSpec("table", (ROWS, WIDTH), (WIDTH, 1), torch.float32, torch.device("cpu"), is_sparse=True)]
+    sparse = SparseReduction(world, 1.0 if is_sum else 1 / world_size, is_sum=is_sum)
+
+    def local(value: float) -> Tensor:
+        values = torch.full((1, WIDTH), value)
+        return torch.sparse_coo_tensor(torch.tensor([[rank]]), values, (ROWS, WIDTH), check_invariants=True)
+
+    assert not sparse.unsettled(0, parameter)
+    parameter.grad = local(2.0)
+    assert sparse.unsettled(0, parameter)
+    sparse.accumulated(0, parameter)
+    assert sparse.unsettled(0, parameter)
+    sparse.reduce(specs, [parameter])
+    assert not sparse.unsettled(0, parameter)
+    expected = torch.zeros(ROWS, WIDTH)
+    expected[:world_size] = 2.0 if is_sum else 2.0 / world_size
+    assert_bitwise(parameter.grad.to_dense(), expected)
+    reduced = parameter.grad
+    sparse.reduce(specs, [parameter])
+    assert parameter.grad is reduced  # nothing new on any rank
+    if is_sum:
+        with pytest.raises(GradientError, match="summed over ranks before"):
+            sparse.accumulated(0, parameter)
+        sparse.mark_zeroed()
+    sparse.accumulated(0, parameter)
+    assert sparse.unsettled(0, parameter)
+    sparse.mark_zeroed()
+    assert not sparse.unsettled(0, parameter)
+    parameter.grad = local(float("nan") if rank == 1 else 1.0)
+    sparse.accumulated(0, parameter)
+    sparse.reduce(specs, [parameter])
+    assert sparse.non_finite is not None
+    assert sparse.non_finite[:2] == (1, "table")
+    assert sparse.non_finite[2] is parameter.grad
+    parameter.grad = local(1.0)
+    sparse.reduce(specs, [parameter])
+    assert sparse.non_finite is None
+
+
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_what_is_known_of_a_sparse_gradient(is_sum: bool) -> None:
+    run_ranks(_accumulated_directly, 2, is_sum)
 
 
 def _sparse_adam(rank: int, world_size: int) -> str:
@@ -315,6 +384,25 @@ def _not_finite(rank: int, world_size: int, how: str) -> None:
     optimizer.zero_grad()
     model([1]).backward()
     check_table(model, dense_gradient([[1], [1]]))
+    optimizer.step()  # it was that round's
+    assert digest(model.parameters()) != before
+
+
+def _mended(rank: int, world_size: int) -> None:
+    """The script may mend what it finds, on all ranks alike."""
+    model = Model()
+    optimizer = wrapped(model)
+    model([1, 2], factor=float("nan") if rank == 0 else 1.0).backward()
+    with pytest.raises(GradientError, match=r"table\.weight is not finite.*rank 0"):
+        optimizer.step()
+    grad = model.table.weight.grad
+    assert grad is not None
+    grad._values().nan_to_num_(0.0)
+    optimizer.step()
+
+
+def test_not_finite_and_mended() -> None:
+    run_ranks(_mended, 2, deadline=20)
 
 
 @pytest.mark.parametrize("how", ["step", "grad scaler"])

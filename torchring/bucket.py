@@ -166,6 +166,7 @@ class Bucket:
 
     def close_round(self) -> None:
         """Every bucket is reduced and backward about to return: hand out what only other ranks had, and start over."""
+        self._require(BucketState.REDUCED, BucketState.IDLE)
         if self._gradients_live_here:
             self._check_untouched()
         if not self._missing:
@@ -179,7 +180,6 @@ class Bucket:
             self.status = [old if slot in unused else _REDUCED for slot, old in enumerate(self.status)]
         if self._gradients_live_here:
             self._settled = list(self._view_refs)
-        self._move(BucketState.REDUCED, BucketState.IDLE)
         self.reset()
         self._version = self.wire.tensor._version
 
@@ -196,15 +196,15 @@ class Bucket:
             grad = parameter.grad
             if grad is None or not self._is_settled(slot, grad):
                 continue
-            then = self._version if self._gradients_live_here else self._settled_versions[slot]
-            if grad._version == then:
+            if grad._version == self._settled_version(slot):
                 continue
             if self._is_sum:
                 raise GradientError(
-                    f"the gradient of {self.names[slot]} was written to after it was summed over ranks; with op='sum', "
-                    "synchronize() would count it once per rank. Call optimizer.zero_grad() before writing to it",
+                    f"a gradient of bucket {self.index} ({self.names[0]} .. {self.names[-1]}) was written to after it "
+                    "was summed over ranks; with op='sum', synchronize() would count it once per rank. Call "
+                    "optimizer.zero_grad() before writing to it",
                     bucket=self.index,
-                    parameters=(self.names[slot],),
+                    parameters=self.names,
                 )
             self.status[slot] = _LOCAL
 
@@ -230,7 +230,7 @@ class Bucket:
         """Take over what `other`, which this bucket replaces, knew about a parameter."""
         self.status[slot] = other.status[other_slot]
         self._settled[slot] = other._settled[other_slot]
-        self._settled_versions[slot] = other._settled_versions[other_slot]
+        self._settled_versions[slot] = other._settled_version(other_slot)
 
     def name_at(self, element: int) -> str:
         """The parameter whose gradient holds that element of the wire buffer."""
@@ -247,6 +247,12 @@ class Bucket:
         """Whether `grad` is known to be the same on all ranks."""
         status, settled = self.status[slot], self._settled[slot]
         return (status is _REDUCED or status is _ZEROED) and settled is not None and settled() is grad
+
+    def _settled_version(self, slot: int) -> int:
+        """Of a settled gradient: what its version was when it was. Those that live here share the wire's."""
+        settled = self._settled[slot]
+        lives_here = settled is not None and settled() is self._views[slot]
+        return self._version if lives_here else self._settled_versions[slot]
 
     def _settle(self, slot: int, grad: torch.Tensor) -> None:
         self._settled[slot] = weakref.ref(grad)
@@ -290,12 +296,15 @@ class Bucket:
             )
 
     def _move(self, expected: BucketState, new: BucketState) -> None:
+        self._require(expected, new)
+        self.state = new
+
+    def _require(self, expected: BucketState, new: BucketState) -> None:
         if self.state is not expected:
             raise AssertionError(
                 f"bucket {self.index} ({self.names[0]} .. {self.names[-1]}) is {self.state.name}, "
                 f"so it cannot become {new.name}: that takes {expected.name}"
             )
-        self.state = new
 
     def _pack_rest(self) -> None:
         """Copy in what was only counted on arrival."""

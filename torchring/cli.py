@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(arguments)
     # argparse drops a leading "--" from what belongs to the script.
-    if options.arguments and arguments[-len(options.arguments) - 1] == "--":
+    if arguments[-len(options.arguments) - 1] == "--":
         options.arguments.insert(0, "--")
     return _run(options.num_proc, options.script, options.arguments)
 
@@ -43,7 +43,7 @@ def _run(num_proc: int, script: str, arguments: Sequence[str]) -> int:
     # torchrun would set 1, and warn. The cores are shared out evenly instead.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_proc)))
     options = torchrun.parse_args(  # type: ignore[no-untyped-call]
-        ["--standalone", f"--nproc-per-node={num_proc}", script, *arguments]
+        ["--standalone", f"--nproc-per-node={num_proc}", "--", script, *arguments]
     )
     try:
         torchrun.run(options)  # type: ignore[no-untyped-call]

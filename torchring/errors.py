@@ -100,7 +100,13 @@ def decode_error(data: bytes, reporter: int) -> RingError:
         words = json.loads(data)
         kind = _KINDS[words["error"]]
         message, peers = str(words["message"]), [int(peer) for peer in words["peers"]]
-    except (ValueError, KeyError, TypeError):  # caught half-written; the reporter is failing all the same
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+    ):  # caught half-written; the reporter is failing all the same
         kind, message, peers = RingError, "it reported a failure", [reporter]
     if not message.startswith("rank ") or " stopped: " not in message:
         message = f"rank {reporter} stopped: {message}"

@@ -51,6 +51,7 @@ class GradientHooks:
     ) -> None:
         self.failure: BaseException | None = None
         self.num_steps = 0
+        self.is_closed = False
         self.reduction = reduction
         self._replicas = replicas
         self.owner = weakref.ref(owner)
@@ -108,12 +109,22 @@ class GradientHooks:
         collectives = collectives_of(self.reduction.world)
         if collectives.any_rank(self._has_thawed()):
             self._adopt_thawed()
-        if collectives.any_rank(self.reduction.needs_synchronize()):
+        problem: GradientError | None = None
+        needs = False
+        try:
+            needs = self.reduction.needs_synchronize()
+        except GradientError as error:
+            problem = error
+        wants = collectives.all_reduce(torch.tensor([int(needs), int(problem is not None)]), "max").tolist()
+        if wants[1]:
+            raise problem or GradientError("synchronize() was refused on another rank; its error says why")
+        if wants[0]:
             self._guard(self._reduce_now)
             self._num_backwards = 0
 
     def close(self) -> None:
         """Remove the hooks."""
+        self.is_closed = True
         for handle in self._handles:
             handle.remove()
         self._handles = []

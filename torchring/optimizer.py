@@ -194,9 +194,9 @@ class DistributedOptimizer(Optimizer):
         hooks = self._live_hooks()
         if hooks is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self._replicas.has_changed()  # remembered, before the step writes to them, too
         if closure is None:
             self._refuse_bad_gradients(hooks)
-            self._replicas.has_changed()  # asked before the step writes to them, too
             result = self.optimizer.step()
         else:
             result = self.optimizer.step(lambda: self._evaluate(closure, hooks))
@@ -262,15 +262,19 @@ class DistributedOptimizer(Optimizer):
     # Hooks on checkpoints belong to the optimizer whose state they see.
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As of the wrapped optimizer, which the hook is called with."""
         return self.optimizer.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As of the wrapped optimizer, which the hook is called with."""
         return self.optimizer.register_state_dict_post_hook(hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As of the wrapped optimizer, which the hook is called with."""
         return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As of the wrapped optimizer, which the hook is called with."""
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def state_dict(self) -> dict[str, Any]:
@@ -387,6 +391,11 @@ class DistributedOptimizer(Optimizer):
         if self._hooks is not None:
             if not self._hooks.reduction.world.is_open:
                 raise ValueError("this DistributedOptimizer belongs to a world that was shut down; wrap again")
+            if self._hooks.is_closed:
+                raise ValueError(
+                    "this DistributedOptimizer was closed because another rank had dropped its own; wrap again, on all "
+                    "ranks"
+                )
             return self._hooks
         world = default_world()
         if world.size == 1:

@@ -50,7 +50,7 @@ class ParameterSpec:
 
     def describe(self) -> str:
         order = _order_of(self.shape, self.stride)
-        layout = f" strides {self.stride}" if self.is_dense and order != sorted(order) else ""
+        layout = f" dimensions in memory {order}" if self.is_dense and order != sorted(order) else ""
         sparse = " sparse" if self.is_sparse else ""
         return f"{self.name} {self.shape} {_short(self.dtype)}{layout}{sparse}"
 

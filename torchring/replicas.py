@@ -49,7 +49,6 @@ class ReplicaCheck:
 
     def accept(self) -> None:
         """The optimizer has stepped, or is stepping: what parameters are now is as it should be."""
-        self.has_changed()  # what was written to since the last round is still to be told to the others
         parameters = list(self._names)
         start = self._num_accepted * _WATCHED % len(parameters)
         self._num_accepted += 1
