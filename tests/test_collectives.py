@@ -28,7 +28,7 @@ OPS = ("mean", "sum", "min", "max", "product")
 on_both_exchanges = pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "gloo"])
 in_worlds = pytest.mark.parametrize(
     ("size", "shares_memory"),
-    [(1, True), *itertools.product([2, 3, 4], [True, False])],
+    [(1, True), (4, True), *itertools.product([2, 3], [True, False])],
     ids=lambda value: {True: "memory", False: "gloo"}[value] if isinstance(value, bool) else str(value),
 )
 
@@ -110,7 +110,7 @@ def _all_reduce_sizes(rank: int, size: int) -> None:
 
 
 @on_both_exchanges
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_all_reduce_of_sizes_around_the_stage(size: int, shares_memory: bool) -> None:
     run(_all_reduce_sizes, size, shares_memory)
 
@@ -124,7 +124,7 @@ def _random(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @on_both_exchanges
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_all_reduce_of_random_values_rounds_once_and_gives_all_ranks_the_same_bits(
     size: int, shares_memory: bool
 ) -> None:

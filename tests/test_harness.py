@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -369,7 +370,8 @@ def test_script_that_hangs_is_killed_and_shows_its_stack(tmp_path: Path, nproc: 
     with pytest.raises(RanksFailed, match="still running after") as failure:
         run_script([script], nproc, deadline=deadline)
     assert "begin" in str(failure.value)
-    assert "in hang_here" in str(failure.value)
+    # Two ranks may write their stacks into each other's lines.
+    assert re.search(r"hang_here|hang\.py\", line 3", str(failure.value))
 
 
 def test_script_that_leaves_a_process_fails(tmp_path: Path) -> None:

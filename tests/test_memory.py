@@ -337,7 +337,10 @@ def test_the_right_token_of_another_user_is_refused() -> None:
             code = 1
             try:
                 os.setuid(_NOBODY)
-                answer = _try_hello(card, json.dumps({"rank": 1, "token": card["token"]}).encode())
+                try:
+                    answer = _try_hello(card, json.dumps({"rank": 1, "token": card["token"]}).encode())
+                except ConnectionResetError:  # turned away before a word was heard
+                    answer = b""
                 code = 0 if answer in (b"no", b"") else 2
             finally:
                 os._exit(code)

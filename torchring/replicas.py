@@ -9,6 +9,7 @@ The first two travel with a bucket, as signals, so they cost no message.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Final
@@ -50,7 +51,8 @@ class ReplicaCheck:
     def accept(self) -> None:
         """The optimizer has stepped, or is stepping: what parameters are now is as it should be."""
         parameters = list(self._names)
-        start = self._num_accepted * _WATCHED % len(parameters)
+        num_windows = math.ceil(len(parameters) / _WATCHED)
+        start = self._num_accepted % num_windows * _WATCHED
         self._num_accepted += 1
         self._watched = [(p, p._version) for p in parameters[start : start + _WATCHED]]
 
