@@ -63,7 +63,7 @@ class GradientHooks:
         self._in_backward = False
         self._reduces = False
         self._accept = reduction.accumulated
-        self._watch = BackwardWatch(self._end, self._abort)
+        self._watch = BackwardWatch(self._end, self.forget)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._neighbours = neighbours_of(reduction.world)
         self._neighbours.join(self)
@@ -185,8 +185,11 @@ class GradientHooks:
             self._replicas.after_round(changed > 0 or some_but_not_all < odd < 1 - some_but_not_all)
 
     def forget(self) -> None:
-        """The backward under way is lost."""
-        self._in_backward = False
+        """A backward under way has raised (out of memory, an error in a custom function): drop its round."""
+        if self._in_backward:
+            self._in_backward = False
+            if self._reduces:
+                self.reduction.abandon()
 
     @property
     def wants_reduction(self) -> bool:
@@ -231,13 +234,6 @@ class GradientHooks:
         if not isinstance(error, RingError):
             error = RingError(f"{type(error).__name__}: {error}", peers=(self.reduction.world.rank,))
         self.reduction.world.report_failure(error)
-
-    def _abort(self) -> None:
-        """Backward raised (out of memory, an error in a custom function): forget the round."""
-        if self._in_backward:
-            self._in_backward = False
-            if self._reduces:
-                self.reduction.abandon()
 
 
 class Neighbours:

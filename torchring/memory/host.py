@@ -113,7 +113,7 @@ class HostGroup:
         length = max(num_bytes, 1)  # a mapping of 0 bytes does not exist
         descriptor = os.memfd_create(f"torchring-{serial}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Reserve now: running out of memory is an error here, and would be a SIGBUS in the middle of a step.
+            # Reserve now, so that running out of memory shows here and not as a SIGBUS in the middle of a step.
             os.posix_fallocate(descriptor, 0, length)
             # No peer can shrink the file under a mapping and so crash the others.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
