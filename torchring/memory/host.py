@@ -376,7 +376,7 @@ def _accept(
 
 def _admit(link: socket.socket, token: str, expected: set[int]) -> int | None:
     """The rank behind `link` if it is one that we expect, runs as our user and knows our token; else None."""
-    link.settimeout(5.0)
+    link.settimeout(2.0)
     try:
         if not _same_user(link):
             return None
