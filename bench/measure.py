@@ -88,8 +88,6 @@ def start_ranks(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool,
     """
     environment = dict(os.environ)
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous), "OMP_NUM_THREADS": "1"}
-    # Rank i belongs to the core i modulo their number, for every rival alike: without it the scheduler moves ranks
-    # about, and the medians with them.
     command = [sys.executable, script, *arguments]
     if mpi:
         options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]

@@ -84,9 +84,7 @@ class C10dTransport:
         except RingError:
             raise
         except RuntimeError as failure:
-            error = self._explain(failure, peer, time.monotonic() - started)
-            self.close()
-            raise error from failure
+            raise self.fail(self._explain(failure, peer, time.monotonic() - started)) from failure
 
     def interruptible(self, wait: Callable[[], object]) -> None:
         """Wait so that Ctrl-C gets through: Gloo waits in C++, where the main thread would not hear it."""
@@ -128,9 +126,6 @@ class C10dTransport:
         except RingError as found:  # somebody's last words, or the end of the store with the rank that hosted it
             error = found
         error.rank, error.seconds = self.rank, seconds
-        self._leave("last_words", encode_error(error))
-        if self._host is not None:
-            self._host.report_failure(error)
         return error
 
     def _seen_by_the_host(self, suspects: Sequence[int]) -> RingError | None:
