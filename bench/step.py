@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
-from measure import Spread
-from models import MODELS, Workload
 
 import torchring
+from torchring.bench import measure
+from torchring.bench.measure import Spread
+from torchring.bench.models import MODELS, Workload
 
 
 @dataclass
@@ -81,7 +81,7 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
         num_steps[rival] += 1
         contestant.optimizer.zero_grad()
         loss = workload.loss(contestant.model, batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         contestant.optimizer.step()
         contestant.losses.append(loss.item())
 

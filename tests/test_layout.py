@@ -15,6 +15,7 @@ PACKAGE = ROOT / "torchring"
 # right. `collectives` stands below what a gradient passes through, because ranks agree by means of it.
 # fmt: off
 ORDER = [
+    "bench.allreduce", "bench.step", "bench", "bench.measure", "bench.models",
     "torchring", "cli",
     "optimizer",
     "state", "hooks",
@@ -47,8 +48,9 @@ def modules() -> dict[str, Path]:
         parts = file.relative_to(PACKAGE).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found[name or "torchring"] = file
-    for file in (PACKAGE / "kernels").glob("*.py"):  # rglob does not follow the link
-        found["kernels" if file.stem == "__init__" else f"kernels.{file.stem}"] = file
+    for link in ("kernels", "bench"):  # rglob does not follow links
+        for file in (PACKAGE / link).glob("*.py"):
+            found[link if file.stem == "__init__" else f"{link}.{file.stem}"] = file
     return found
 
 
@@ -176,10 +178,11 @@ def test_no_room_is_called_by_what_it_is_not() -> None:
     assert stems.isdisjoint({"utils", "util", "common", "helpers", "helper", "config", "misc"})
 
 
-def test_kernels_are_linked_not_copied() -> None:
-    link = PACKAGE / "kernels"
+@pytest.mark.parametrize("folder", ["kernels", "bench"])
+def test_folders_of_the_package_at_the_top_are_linked_not_copied(folder: str) -> None:
+    link = PACKAGE / folder
     assert link.is_symlink()
-    assert link.readlink() == Path("../kernels")
+    assert link.readlink() == Path("..") / folder
 
 
 def ignored(names: list[str]) -> set[str]:

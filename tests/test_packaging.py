@@ -18,7 +18,8 @@ import pytest
 import torchring
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = sorted(file.name for file in (ROOT / "kernels").glob("*.py"))
+LINKED = ("kernels", "bench")  # folders at the top that are sub-packages of the distribution
+LINKED_FILES = sorted(f"{file.parent.name}/{file.name}" for name in LINKED for file in (ROOT / name).glob("*.py"))
 NOT_INSTALLED = {"kernels", "tests", "bench", "examples", "build"}
 
 
@@ -52,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source") / "torchring"
     skip = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=skip)
-    assert (copy / "torchring" / "kernels").is_symlink()
+    assert all((copy / "torchring" / name).is_symlink() for name in LINKED)
     return copy
 
 
@@ -70,11 +71,11 @@ def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_contents(names: list[str]) -> None:
-    assert KERNELS
-    for kernel in KERNELS:
-        assert f"torchring/kernels/{kernel}" in names
+    assert len(LINKED_FILES) > 8
+    for file in LINKED_FILES:
+        assert f"torchring/{file}" in names
     assert "torchring/py.typed" in names
-    modules = {str(f.relative_to(ROOT)) for f in (ROOT / "torchring").rglob("*.py") if f.parent.name != "kernels"}
+    modules = {str(f.relative_to(ROOT)) for f in (ROOT / "torchring").rglob("*.py") if f.parent.name not in LINKED}
     assert modules <= set(names)
     tops = {name.split("/")[0] for name in names}
     assert tops.isdisjoint(NOT_INSTALLED)
@@ -193,5 +194,7 @@ def test_every_folder_of_the_package_is_declared() -> None:
     """The list in pyproject.toml is written by hand."""
     text = (ROOT / "pyproject.toml").read_text()
     (block,) = re.findall(r"^packages = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
-    folders = {file.parent for file in (ROOT / "torchring").rglob("__init__.py")} | {ROOT / "torchring" / "kernels"}
+    folders = {file.parent for file in (ROOT / "torchring").rglob("__init__.py")} | {
+        ROOT / "torchring" / name for name in LINKED
+    }
     assert sorted(re.findall(r'"(.*?)"', block)) == sorted(str(f.relative_to(ROOT)).replace("/", ".") for f in folders)
