@@ -58,7 +58,7 @@ def run_movers(
 def _open(kind: str, world: World, fake: Any) -> Mover:
     if kind == "direct":
         assert world.host is not None
-        return DirectAllReduce(world.host, spin_seconds=0.0)
+        return DirectAllReduce(world.host, poll_seconds=0.0)
     if kind == "ring-fake":
         return RingAllReduce(fake)
     assert world.rendezvous is not None

@@ -109,7 +109,7 @@ def test_ranks_of_two_hosts_form_two_groups(monkeypatch: pytest.MonkeyPatch) -> 
     def body(group: HostGroup) -> tuple[tuple[int, ...], int, torch.Tensor]:
         block = group.allocate(8)
         block.own.fill_(group.rank + 1)
-        Channel(group, spin_seconds=0.0).barrier()
+        Channel(group, poll_seconds=0.0).barrier()
         return group.ranks, group.index, torch.stack(block.parts)[:, 0]
 
     results = run_groups(5, body)
@@ -238,7 +238,7 @@ def run_with_intruder(intrude: Callable[[dict[str, str]], Any]) -> tuple[Any, An
             assert intruded.is_set()
         block = group.allocate(16)
         block.own.fill_(rank + 1)
-        Channel(group, spin_seconds=0.0).barrier()
+        Channel(group, poll_seconds=0.0).barrier()
         seen = tuple(int(part[0]) for part in block.parts)
         group.close()
         return seen
@@ -373,7 +373,7 @@ def test_what_one_writes_all_read(num_bytes: int) -> None:
         block = group.allocate(num_bytes)
         assert all(part.shape == (num_bytes,) and part.dtype == torch.uint8 for part in block.parts)
         assert not any(part.any() for part in block.parts), "fresh memory is zero"
-        channel = Channel(group, spin_seconds=0.0)
+        channel = Channel(group, poll_seconds=0.0)
         channel.barrier()  # everybody has looked
         block.own.fill_(group.rank + 1)
         channel.barrier()
@@ -388,7 +388,7 @@ def test_own_is_the_part_of_this_rank_and_peers_may_write_it() -> None:
     def body(group: HostGroup) -> int:
         block = group.allocate(8)
         assert block.own.data_ptr() == block.parts[group.index].data_ptr()
-        channel = Channel(group, spin_seconds=0.0)
+        channel = Channel(group, poll_seconds=0.0)
         channel.barrier()
         block.parts[(group.index + 1) % 3].fill_(10 + group.rank)
         channel.barrier()
@@ -470,7 +470,7 @@ def _leave_nothing(rank: int, size: int) -> Any:
         assert shared_mappings()
         block = world.host.allocate(2**20)
         block.own.fill_(1)
-        Channel(world.host, spin_seconds=0.0).barrier()
+        Channel(world.host, poll_seconds=0.0).barrier()
         collectives = Collectives(world)
         collectives.all_reduce(torch.ones(10), "sum")
         world.close()
@@ -502,7 +502,7 @@ def test_a_block_lives_as_long_as_a_tensor_that_views_it() -> None:
     def body(group: HostGroup) -> torch.Tensor:
         block = group.allocate(4096)
         block.own.fill_(group.rank + 1)
-        Channel(group, spin_seconds=0.0).barrier()
+        Channel(group, poll_seconds=0.0).barrier()
         return block.parts[1 - group.rank][100:164].view(torch.int32)
 
     views = run_groups(2, body)
@@ -519,7 +519,7 @@ def test_descriptors_of_blocks_are_closed_at_once() -> None:
     def body(group: HostGroup) -> int:
         before = count_open_fds_of_memfds()
         kept = [group.allocate(100) for _ in range(10)]
-        Channel(group, spin_seconds=0.0).barrier()
+        Channel(group, poll_seconds=0.0).barrier()
         return count_open_fds_of_memfds() - before if kept else -1
 
     assert run_groups(1, body) == [0]
@@ -539,7 +539,7 @@ def _hold_memory_and_die(rank: int, size: int) -> Any:
     world = World(launcher_store(), rank, size, timeout_seconds=10.0)
     assert world.host is not None
     block = world.host.allocate(2**20)
-    channel = Channel(world.host, spin_seconds=0.0)
+    channel = Channel(world.host, poll_seconds=0.0)
     channel.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -560,14 +560,14 @@ def test_a_killed_rank_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("spin_seconds", [0.0, 1e-4])
-def test_nobody_leaves_a_barrier_before_all_have_come(size: int, spin_seconds: float) -> None:
+@pytest.mark.parametrize("poll_seconds", [0.0, 1e-4])
+def test_nobody_leaves_a_barrier_before_all_have_come(size: int, poll_seconds: float) -> None:
     num_rounds = 60
 
     def body(group: HostGroup) -> None:
         counters = group.allocate(8)
         words = [part.view(torch.int64) for part in counters.parts]
-        channel = Channel(group, spin_seconds=spin_seconds)
+        channel = Channel(group, poll_seconds=poll_seconds)
         for turn in range(1, num_rounds + 1):
             if turn % 20 == group.rank:
                 time.sleep(0.01)
@@ -582,7 +582,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(size: int, spin_seconds: f
 def test_a_missing_barrier_is_noticed_by_the_test_above() -> None:
     def body(group: HostGroup) -> None:
         counters = group.allocate(8)
-        channel = Channel(group, spin_seconds=0.0)
+        channel = Channel(group, poll_seconds=0.0)
         channel.barrier()
         if group.rank == 1:
             time.sleep(0.1)
@@ -595,7 +595,7 @@ def test_a_missing_barrier_is_noticed_by_the_test_above() -> None:
 
 def test_two_channels_count_for_themselves() -> None:
     def body(group: HostGroup) -> None:
-        first, second = Channel(group, spin_seconds=0.0), Channel(group, spin_seconds=0.0)
+        first, second = Channel(group, poll_seconds=0.0), Channel(group, poll_seconds=0.0)
         if group.rank == 0:
             thread = threading.Thread(target=first.barrier)
             thread.start()  # waits in the first while both pass the second
@@ -633,7 +633,7 @@ def test_several_threads_of_a_rank_may_look_after_its_peers() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        Channel(group, spin_seconds=0.0).barrier()
+        Channel(group, poll_seconds=0.0).barrier()
         if failures:
             raise failures[0]
 
@@ -644,7 +644,7 @@ def test_a_barrier_times_out_and_names_who_is_missing() -> None:
     has_failed = threading.Event()
 
     def body(group: HostGroup) -> Any:
-        channel = Channel(group, spin_seconds=0.0)
+        channel = Channel(group, poll_seconds=0.0)
         if group.rank == 2:
             assert has_failed.wait(10.0)
             return None
@@ -661,7 +661,7 @@ def test_a_barrier_times_out_and_names_who_is_missing() -> None:
 
 def test_a_reported_failure_stops_those_who_wait_and_names_its_cause() -> None:
     def body(group: HostGroup) -> Any:
-        channel = Channel(group, spin_seconds=0.0)
+        channel = Channel(group, poll_seconds=0.0)
         if group.rank == 1:
             group.report_failure(PlanMismatchError("no such plan", rank=1, peers=(2,)))
             group.report_failure(PeerLostError("an echo of it", rank=1, peers=(0,)))
@@ -681,13 +681,13 @@ def test_last_words_of_any_length_and_alphabet(text: str) -> None:
     def body(group: HostGroup) -> Any:
         if group.rank == 1:
             group.report_failure(PeerTimeoutError(text, peers=(1,)))
-        Channel(group, spin_seconds=0.0).barrier()
+        Channel(group, poll_seconds=0.0).barrier()
         if group.rank == 0:
             with pytest.raises(PeerTimeoutError) as caught:
                 group.check_peers([1])
-            Channel(group, spin_seconds=0.0)
+            Channel(group, poll_seconds=0.0)
             return caught.value.peers
-        return Channel(group, spin_seconds=0.0) and None
+        return Channel(group, poll_seconds=0.0) and None
 
     assert run_groups(2, body)[0] == (1,)
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from harness import count_open_fds, run_ranks, run_threads
 
 import torchring
-from torchring import world as world_module
 from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.memory import host as host_module
 from torchring.world import World, default_world
@@ -340,13 +339,3 @@ def test_stream_names_are_new_every_time() -> None:
     names = [world.next_stream_name() for _ in range(3)]
     assert len(set(names)) == 3
     assert names == [World(None, 0, 1).next_stream_name(), *names[1:]], "and the same on every rank"
-
-
-def test_polling_is_for_ranks_that_have_a_core_each() -> None:
-    world = World(None, 0, 1)
-    world.num_cores = 2
-    seconds = []
-    for world.local_size in (1, 2, 3):
-        seconds.append(world_module.spin_seconds(world))
-    assert seconds[0] == seconds[1] > 0.0
-    assert seconds[2] == 0.0

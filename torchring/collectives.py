@@ -26,7 +26,7 @@ from torchring.plan import fingerprint, first_difference
 from torchring.transport.c10d import C10dTransport
 from torchring.transport.exchange import GroupExchange
 from torchring.worker import Worker
-from torchring.world import World, default_world, spin_seconds
+from torchring.world import World, default_world
 
 _T = TypeVar("_T")
 _REDUCIBLE = (
@@ -90,7 +90,7 @@ class Collectives:
         if world.size == 1:
             self._exchange = _Alone()
         elif world.shares_memory and world.host is not None:
-            self._exchange = HostExchange(world.host, spin_seconds=spin_seconds(world))
+            self._exchange = HostExchange(world.host)
         else:
             assert world.rendezvous is not None
             self._exchange = GroupExchange(C10dTransport(world.rendezvous, world.next_stream_name(), world.host))

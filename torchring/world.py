@@ -19,7 +19,6 @@ from torchring.memory.host import HostGroup, connect
 from torchring.rendezvous import Rendezvous
 
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
-_SPIN_SECONDS: Final = 200e-6  # somewhat more than waking an idle virtual processor takes
 BACKENDS: Final = ("auto", "gloo")
 
 
@@ -183,15 +182,6 @@ class World:
         if self.host is not None:
             self.host.close()
             self.host = None
-
-
-def spin_seconds(world: World) -> float:
-    """How long a rank of this world should poll for its peers before it sleeps; see `Channel`.
-
-    Zero where ranks outnumber cores: the peer that is waited for needs the core (4 ranks on 2 cores, 1 KiB: 159 us
-    asleep against 594 us polling).
-    """
-    return _SPIN_SECONDS if world.local_size <= world.num_cores else 0.0
 
 
 _default: World | None = None

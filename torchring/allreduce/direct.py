@@ -71,15 +71,15 @@ class DirectAllReduce:
 
     Args:
         group: the ranks of this host.
-        spin_seconds: see `Channel`.
+        poll_seconds: see `Channel`.
     """
 
     algorithm = "direct"
     sleeps_while_waiting = False
 
-    def __init__(self, group: HostGroup, *, spin_seconds: float) -> None:
+    def __init__(self, group: HostGroup, *, poll_seconds: float) -> None:
         self._group = group
-        self._channel = Channel(group, spin_seconds=spin_seconds)
+        self._channel = Channel(group, poll_seconds=poll_seconds)
         # One record per rank: the tag; 1 + the rank that a non-finite value came from (0: none), and its element.
         notes = group.allocate(24)
         self._notes = [as_words(part) for part in notes.parts]

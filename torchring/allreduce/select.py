@@ -11,8 +11,9 @@ from torchring.allreduce.mover import Mover
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.ring import RingAllReduce
 from torchring.errors import TopologyError
+from torchring.memory.channel import POLL_SECONDS
 from torchring.transport.c10d import C10dTransport
-from torchring.world import World, spin_seconds
+from torchring.world import World
 
 ALGORITHMS: Final = ("auto", "direct", "ring", "native")
 OVERLAPS: Final = ("auto", "inline", "thread")
@@ -35,8 +36,8 @@ def open_mover(world: World, algorithm: str, overlap: str) -> tuple[Mover, bool]
                 "use algorithm='auto' or 'ring'",
                 rank=world.rank,
             )
-        # Polling keeps the GIL, so a worker thread must not.
-        return DirectAllReduce(world.host, spin_seconds=0.0 if threaded else spin_seconds(world)), threaded
+        # A worker thread that polled would take turns with the one that computes.
+        return DirectAllReduce(world.host, poll_seconds=0.0 if threaded else POLL_SECONDS), threaded
     assert world.rendezvous is not None
     transport = C10dTransport(world.rendezvous, world.next_stream_name(), world.host)
     return (RingAllReduce(transport) if algorithm == "ring" else NativeAllReduce(transport)), threaded

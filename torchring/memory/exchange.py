@@ -37,9 +37,9 @@ class HostExchange:
     Every method takes the `Call` that ranks compare, and raises PlanMismatchError on all of them if they differ.
     """
 
-    def __init__(self, group: HostGroup, *, spin_seconds: float) -> None:
+    def __init__(self, group: HostGroup) -> None:
         self._group = group
-        self._channel = Channel(group, spin_seconds=spin_seconds)
+        self._channel = Channel(group)
         self._stages = group.allocate(2 * STAGE_BYTES)
         # Per rank and half: the call's checksum, up to `size` sizes, and the call in words, for a mismatch.
         self._num_words = 1 + group.size

@@ -44,6 +44,10 @@ try_wait.argtypes = (ctypes.c_void_p,)
 _sem_getvalue = _quick.sem_getvalue
 _sem_getvalue.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 
+give_way = _blocking.sched_yield
+"""give_way(): let another thread or process run, if one wants this core. Releases the GIL."""
+give_way.argtypes = ()
+
 # sem_clockwait (glibc 2.30) is immune to clock steps. sem_timedwait is not, but callers sleep in short slices and keep
 # their own monotonic deadline, so a step can only lengthen or shorten one slice.
 _clock_wait = getattr(_blocking, "sem_clockwait", None)
