@@ -1,7 +1,7 @@
 """All-reduce by size: torchring against Gloo, and Open MPI and Horovod where they are installed, in one run.
 
-    python bench/allreduce.py                      2 ranks, 1 KiB to 256 MiB
-    python bench/allreduce.py --ranks 4 --json results.json
+    python bench/allreduce.py                      2 ranks, then 4, 1 KiB to 256 MiB
+    python bench/allreduce.py --ranks 4 --sizes 1024 1048576 --json results.json
 
 Rivals, each at its best settings on one machine:
     direct     torchring, a gradient bucket: the buffer is in shared memory already, as in training
@@ -9,7 +9,8 @@ Rivals, each at its best settings on one machine:
     ring       torchring's ring over Gloo point-to-point, the algorithm between hosts
     gloo       torch.distributed.all_reduce, what DistributedDataParallel uses on CPUs
     open mpi   Allreduce in place through mpi4py, buffer protocol (if mpirun is found)
-    horovod    hvd.allreduce_ in place, cycle time 0.1 ms (if it can be imported)
+    horovod    hvd.allreduce_ in place over MPI, cycle time 0.1 ms (if it can be imported); after the others, because
+               its background thread would slow them
     copy       not a rival: every rank copies a buffer of that size at the same time. The all-reduce of S bytes on two
                ranks has to read S and write S per rank, which is what a copy does: the memory bus's floor.
 Every result is checked.
@@ -19,12 +20,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import os
-import shutil
 import sys
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -41,32 +38,29 @@ SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="one table for each")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
     parser.add_argument("--seconds", type=float, default=4.0, help="per size")
     parser.add_argument("--most", type=int, default=300, help="repetitions at the most")
-    parser.add_argument("--no-mpi", action="store_true", help="leave Open MPI out even if it is there")
+    parser.add_argument("--no-mpi", action="store_true", help="leave Open MPI and Horovod out even if they are there")
     parser.add_argument("--json", help="also write the rows to this file")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         compare(options)
         return 0
-    mpi = not options.no_mpi and shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
-    arguments = [*sys.argv[1:], "--worker"]
-    return measure.start_ranks(__file__, options.ranks, arguments, mpi=mpi, rendezvous=measure.free_port())
+    mpi = measure.has_mpi() and not options.no_mpi
+    return measure.run_worlds(__file__, options.ranks, mpi=mpi, json_file=options.json)
 
 
 def compare(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torchring.init()
-    rows = []
-    for num_bytes in options.sizes:
-        rows.append(row_for(num_bytes // 4, options))
+    measure.open_gloo()
+    rows = [row_for(num_bytes // 4, options) for num_bytes in options.sizes]
     if torchring.rank() == 0:
-        about = measure.provenance() | {"ranks": torchring.size(), "script": Path(__file__).name}
-        measure.write_json(options.json, rows, about)
-        report(rows, about)
+        measure.hand_over(rows, options.worker)
+        report(rows, measure.provenance() | {"ranks": torchring.size()})
     torchring.barrier()
 
 
@@ -91,13 +85,6 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
     buffers["tensor"] = torch.empty(numel)
     rivals["tensor"] = lambda: torchring.all_reduce(buffers["tensor"], op="sum")
 
-    if not dist.is_initialized():
-        rendezvous = world.rendezvous
-        assert rendezvous is not None
-        store = dist.PrefixStore("bench/gloo", rendezvous.store)
-        dist.init_process_group(
-            "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=60)
-        )
     buffers["gloo"] = torch.empty(numel)
     rivals["gloo"] = lambda: dist.all_reduce(buffers["gloo"])
 
@@ -108,31 +95,36 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
         array = buffers["open mpi"].numpy()
         rivals["open mpi"] = lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array)
 
-    if importlib.util.find_spec("horovod") is not None:
-        import horovod.torch as hvd
-
-        if not hvd.is_initialized():
-            os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")
-            hvd.init()
-        buffers["horovod"] = torch.empty(numel)
-        rivals["horovod"] = lambda: hvd.allreduce_(buffers["horovod"], op=hvd.Sum, name="bench")
-
     target = torch.empty(numel)
     buffers["copy"] = torch.empty(numel)
     rivals["copy"] = lambda: target.copy_(buffers["copy"])
 
-    for name, turn in rivals.items():  # the results, before the times
+    def check(name: str, turn: Turn) -> None:
         buffers[name].copy_(source)
         turn()
         if name != "copy" and not torch.equal(buffers[name], expected):
             raise SystemExit(f"{name} reduced {numel} elements wrongly on rank {world.rank}")
-    spreads = measure.take_turns(
-        rivals,
-        prepare=lambda name: buffers[name].copy_(source),
-        warmups=3,
-        seconds=options.seconds,
-        most=options.most,
-    )
+
+    def take_turns(rivals: dict[str, Turn], seconds: float) -> dict[str, Spread]:
+        for name, turn in rivals.items():  # the results, before the times
+            check(name, turn)
+        return measure.take_turns(
+            rivals,
+            prepare=lambda name: buffers[name].copy_(source),
+            warmups=3,
+            seconds=seconds,
+            most=options.most,
+        )
+
+    spreads = take_turns(rivals, options.seconds)
+    if measure.has_horovod() and not options.no_mpi:
+        with measure.horovod() as hvd:
+            buffers["horovod"] = torch.empty(numel)
+
+            def reduce() -> None:
+                hvd.allreduce_(buffers["horovod"], op=hvd.Sum, name=f"bench{numel}")
+
+            spreads |= take_turns({"horovod": reduce}, options.seconds / len(rivals))
     for close in closers:
         close()
     return {"bytes": 4 * numel, "ranks": world.size, "ms": {name: vars(spread) for name, spread in spreads.items()}}

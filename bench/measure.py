@@ -7,23 +7,29 @@ neighbour hits all alike. A repetition's time is the slowest rank's.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import torchring
+from torchring.world import default_world
 
 Turn = Callable[[], object]
 
@@ -103,6 +109,69 @@ def start_ranks(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool,
     return max(abs(process.wait()) for process in processes)
 
 
+def run_worlds(script: str, worlds: Sequence[int], *, mpi: bool, json_file: str | None) -> int:
+    """Run `script --worker` with this command's arguments in each number of ranks, and collect the rows in one file.
+
+    Rank 0 of each world passes its rows to `hand_over`. Returns the first exit code that is not 0.
+    """
+    rows: list[dict[str, Any]] = []
+    for ranks in worlds:
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            arguments = [*sys.argv[1:], "--worker", file.name]
+            code = start_ranks(script, ranks, arguments, mpi=mpi, rendezvous=free_port())
+            if code:
+                return code
+            rows += json.loads(Path(file.name).read_text())
+    if json_file is not None:
+        write_json(json_file, rows, provenance() | {"script": Path(script).name})
+    return 0
+
+
+def hand_over(rows: Sequence[dict[str, Any]], file: str) -> None:
+    """From rank 0 to `run_worlds`."""
+    Path(file).write_text(json.dumps(list(rows)))
+
+
+def has_mpi() -> bool:
+    return shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
+
+
+def has_horovod() -> bool:
+    """Horovod over MPI, where it is faster than over Gloo."""
+    return has_mpi() and importlib.util.find_spec("horovod") is not None
+
+
+@contextmanager
+def horovod() -> Iterator[Any]:
+    """`horovod.torch`, running while its turns last; collective.
+
+    Nobody else is measured meanwhile: its background thread takes half a core even where nothing is to be done.
+    """
+    from mpi4py import MPI  # noqa: F401 - before hvd.init(), or hvd.shutdown() would end MPI for good
+
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")  # ms; with the default of 1 small messages take 1 ms
+    import horovod.torch as hvd
+
+    hvd.init()
+    if hvd.size() != torchring.size():
+        raise SystemExit(f"Horovod sees {hvd.size()} ranks, not {torchring.size()}; start it under mpirun")
+    try:
+        yield hvd
+    finally:
+        torchring.barrier()
+        hvd.shutdown()
+
+
+def open_gloo() -> None:
+    """A default process group over Gloo, through torchring's rendezvous, whatever launcher it was."""
+    if not dist.is_initialized():
+        world = default_world()
+        assert world.rendezvous is not None
+        store = dist.PrefixStore("bench/gloo", world.rendezvous.store)
+        limit = timedelta(seconds=60)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -136,9 +205,11 @@ def provenance() -> dict[str, Any]:
 
 
 def write_json(path: str | None, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
-    """One file with the provenance and all rows; nothing if there is no path."""
+    """One file with the provenance and all rows, each of which carries what it takes to compare it with others."""
     if path is not None:
-        Path(path).write_text(json.dumps({"about": about, "rows": list(rows)}, indent=1) + "\n")
+        where = {key: about[key] for key in ("cores", "processor", "versions", "commit", "date") if key in about}
+        content = {"about": about, "rows": [row | where for row in rows]}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -71,30 +71,45 @@ def accumulate(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, scra
     rounding to out's dtype.
     Raises ValueError for shapes, scratch or overlap that do not fit, TypeError for dtypes.
     """
-    dtype = check_parts(parts, out, scale)
-    if len(parts) == 2 and scale == 1.0 and out.dtype == dtype:
-        # torch adds 16-bit values in fp32 and rounds once, so this is the whole rule in one call instead of four.
-        torch.add(parts[0], parts[1], out=out)
-        return
-    check_overlap(parts, out)
-    running = compute_dtype(dtype, out.dtype)
-    # The first two parts are read before anything is written; a later one would be overwritten before its turn.
-    later = parts[2:]
-    if out.dtype == running and not (later and out.data_ptr() in map(Tensor.data_ptr, later)):
-        total = out
-    else:
-        total = _running_sum(scratch, out, running)
-    if dtype == running and len(parts) > 1:
-        torch.add(parts[0], parts[1], out=total)
-    else:
-        total.copy_(parts[0])
-        later = parts[1:]
-    for part in later:
-        total.add_(part)  # of two dtypes torch takes the wider, so a 16-bit part is added in fp32
-    if scale != 1.0:
-        total.mul_(scale)
-    if total is not out:
-        out.copy_(total)
+    Accumulation(parts, out, scratch).run(scale)
+
+
+class Accumulation:
+    """`accumulate` of the same tensors again and again: they are looked at once. Arguments and errors are the same."""
+
+    def __init__(self, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None = None) -> None:
+        self._dtype = check_parts(parts, out, 1.0)
+        check_overlap(parts, out)
+        running = compute_dtype(self._dtype, out.dtype)
+        # The first two parts are read before anything is written; a later one would be overwritten before its turn.
+        sums_in_out = out.dtype == running and out.data_ptr() not in map(Tensor.data_ptr, parts[2:])
+        # torch adds 16-bit values in fp32 and rounds once, so without a scale a pair takes one call instead of four.
+        self._is_pair = len(parts) == 2 and out.dtype == self._dtype
+        self._running = running
+        self._parts, self._out = list(parts), out
+        self._total = out if sums_in_out else None if scratch is None else _running_sum(scratch, out, running)
+
+    def run(self, scale: float = 1.0) -> None:
+        """Add up what the tensors hold now."""
+        parts, out = self._parts, self._out
+        if scale == 1.0 and self._is_pair:
+            torch.add(parts[0], parts[1], out=out)
+            return
+        if scale != 1.0:
+            _check_scale(self._dtype, scale)
+        total = _running_sum(None, out, self._running) if self._total is None else self._total
+        if self._dtype == self._running and len(parts) > 1:
+            torch.add(parts[0], parts[1], out=total)
+            later = parts[2:]
+        else:
+            total.copy_(parts[0])
+            later = parts[1:]
+        for part in later:
+            total.add_(part)  # of two dtypes torch takes the wider, so a 16-bit part is added in fp32
+        if scale != 1.0:
+            total.mul_(scale)
+        if total is not out:
+            out.copy_(total)
 
 
 def check_parts(parts: Sequence[Tensor], out: Tensor, scale: float) -> torch.dtype:
@@ -110,9 +125,13 @@ def check_parts(parts: Sequence[Tensor], out: Tensor, scale: float) -> torch.dty
     if not (dtype.is_floating_point and out.dtype.is_floating_point):
         if out.dtype != dtype:
             raise TypeError(f"only floating point sums are converted: parts have dtype {dtype}, out has {out.dtype}")
-        if scale != 1.0:
-            raise TypeError(f"a sum of dtype {dtype} takes scale 1 only, got {scale}")
+        _check_scale(dtype, scale)
     return dtype
+
+
+def _check_scale(dtype: torch.dtype, scale: float) -> None:
+    if scale != 1.0 and not dtype.is_floating_point:
+        raise TypeError(f"a sum of dtype {dtype} takes scale 1 only, got {scale}")
 
 
 def check_overlap(parts: Sequence[Tensor], out: Tensor) -> None:

@@ -17,11 +17,11 @@ from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_round
 from fakes import FakeNetwork
 from harness import RanksFailed, run_threads
 
-from torchring.allreduce.direct import ALIGNMENT_BYTES, BLOCK_BYTES, DirectAllReduce, slice_bounds
-from torchring.allreduce.mover import Mover, NonFinite, is_finite
+from torchring.allreduce.direct import ALIGNMENT_BYTES, BLOCK_BYTES, MAX_IN_FLIGHT, DirectAllReduce, slice_bounds
+from torchring.allreduce.mover import Mover, NonFinite, StagedMover, is_finite
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.ring import RingAllReduce, RingStep, ring_steps
-from torchring.errors import PeerLostError, PeerTimeoutError
+from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
 
@@ -465,6 +465,115 @@ def test_direct_adds_in_rank_order_whatever_the_layout(size: int, dtype: torch.d
     for results in run_movers("direct", size, body):
         for result in results:
             assert_bitwise(result, expected)
+
+
+# ---- flights: reductions that nobody stands by for
+
+
+@every_world
+def test_a_rank_may_run_ahead_of_its_peers(size: int) -> None:
+    """The last rank starts everything before any other starts anything, and has its part done when they come."""
+    numels = [5, 3000, 200_000, 70]
+    is_ahead = threading.Event()
+
+    def body(rank: int, mover: DirectAllReduce) -> list[torch.Tensor]:
+        wires = mover.open_wires([(numel, torch.float32) for numel in numels])
+        for wire in wires:
+            wire.tensor.copy_(part_of(rank, wire.tensor.numel(), torch.float32))
+        if rank != size - 1:
+            assert is_ahead.wait(15.0)
+        flights = [mover.start(wire, scale=0.5, tag=tag) for tag, wire in enumerate(wires)]
+        if rank == size - 1:
+            assert [flight.advance() for flight in flights[:1]] == [False], "its peers have not started"
+            for wire in wires:
+                assert_bitwise(wire.tensor, part_of(rank, wire.tensor.numel(), torch.float32))
+            is_ahead.set()
+        for flight in flights:
+            assert flight.land() is None
+        return [wire.tensor.clone() for wire in wires]
+
+    for results in run_movers("direct", size, body):
+        for result in results:
+            assert_bitwise(result, exact_sum(result.numel(), torch.float32, size, 0.5))
+
+
+def test_a_late_rank_finds_its_peers_part_done() -> None:
+    """Nobody waits: after rank 0 has looked in, rank 1 lands at once though rank 0 is elsewhere."""
+    has_started, has_looked, has_landed = threading.Event(), threading.Event(), threading.Event()
+
+    def body(rank: int, mover: DirectAllReduce) -> None:
+        (wire,) = mover.open_wires([(1000, torch.float32)])
+        wire.tensor.copy_(part_of(rank, 1000, torch.float32))
+        flight = mover.start(wire)
+        if rank == 0:
+            assert has_started.wait(15.0)
+            assert flight.advance()
+            assert flight.advance(), "asking again does no harm"
+            has_looked.set()
+            assert has_landed.wait(15.0)
+            assert flight.land() is None
+        else:
+            has_started.set()
+            assert has_looked.wait(15.0)
+            assert flight.land() is None
+            has_landed.set()
+        assert_bitwise(wire.tensor, exact_sum(1000, torch.float32, 2, 1.0))
+
+    run_movers("direct", 2, body)
+
+
+@pytest.mark.parametrize("count", [MAX_IN_FLIGHT, MAX_IN_FLIGHT + 1, 3 * MAX_IN_FLIGHT + 5])
+def test_more_flights_than_there_are_records(count: int) -> None:
+    def body(rank: int, mover: DirectAllReduce) -> list[NonFinite | None]:
+        wires = mover.open_wires([(40 + i, torch.float32) for i in range(count)])
+        for i, wire in enumerate(wires):
+            wire.tensor.copy_(part_of(rank, 40 + i, torch.float32))
+            if i % 50 == 7 and rank == i % 2:
+                wire.tensor[i % 40] = math.nan
+        flights = [mover.start(wire, tag=tag) for tag, wire in enumerate(wires)]
+        found = [flight.land() for flight in flights]
+        for i, wire in enumerate(wires):
+            if i % 50 != 7:
+                assert_bitwise(wire.tensor, exact_sum(40 + i, torch.float32, 2, 1.0))
+        return found
+
+    expected = [NonFinite(i % 2, i % 40) if i % 50 == 7 else None for i in range(count)]
+    assert run_movers("direct", 2, body) == [expected] * 2
+
+
+def test_landing_the_last_lands_all() -> None:
+    def body(rank: int, mover: DirectAllReduce) -> None:
+        wires = mover.open_wires([(100, torch.float32)] * 3)
+        for wire in wires:
+            wire.tensor.fill_(rank + 1.0)
+        flights = [mover.start(wire) for wire in wires]
+        if rank == 0:
+            flights[2].land()
+        for flight in flights:
+            flight.land()
+        assert [wire.tensor.unique().tolist() for wire in wires] == [[3.0]] * 3
+
+    run_movers("direct", 2, body)
+
+
+def test_ranks_whose_nth_flights_differ_are_told_which() -> None:
+    """Rank 1 has left out the second of three: what is compared is what was started n-th, not what lies in a wire."""
+
+    def body(rank: int, mover: DirectAllReduce) -> str:
+        wires = mover.open_wires([(100, torch.float32)] * 3)
+        tags = (0, 1, 2) if rank == 0 else (0, 2)
+        flights = [mover.start(wires[tag], tag=tag) for tag in tags]
+        with pytest.raises(PlanMismatchError) as caught:
+            flights[-1].land()
+        return str(caught.value)
+
+    for text in run_movers("direct", 2, body):
+        assert "rank 1 reduces bucket 2 of reduction 0 while rank 0 reduces bucket 1 of reduction 0" in text
+
+
+@every_mover
+def test_which_movers_are_staged(kind: str) -> None:
+    assert run_movers(kind, 2, lambda _, mover: isinstance(mover, StagedMover)) == [kind == "direct"] * 2
 
 
 # ---- schedules

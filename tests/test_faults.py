@@ -73,18 +73,18 @@ def _start(rank: int, topology: str, timeout_seconds: float = 20.0) -> None:
 
 
 def _in_a_reduction(die: Callable[[], None]) -> None:
-    """Between the two barriers of direct, in the reduce-scatter of ring: some chunks are there, some are not."""
+    """Between the two signals of direct, in the reduce-scatter of ring: some chunks are there, some are not."""
     count = 0
-    add = reference.accumulate
+    add = reference.Accumulation.run
 
-    def fatal(*args: Any, **kwargs: Any) -> None:
+    def fatal(self: reference.Accumulation, scale: float = 1.0) -> None:
         nonlocal count
         count += 1
         if count == 40:
             die()
-        add(*args, **kwargs)
+        add(self, scale)
 
-    reference.accumulate = fatal  # type: ignore[assignment]
+    reference.Accumulation.run = fatal  # type: ignore[method-assign]
 
 
 def _kill_in_reduction(rank: int, algorithm: str) -> None:

@@ -60,6 +60,45 @@ class RecordingMover:
     def close(self) -> None: ...
 
 
+@dataclass
+class StagedRecorder(RecordingMover):
+    """The same, staged: a flight's peers come when the test says so, and it lands only after it has advanced."""
+
+    events: list[tuple[str, int]] = field(default_factory=list)
+    ready: set[int] = field(default_factory=set)
+
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> RecordedFlight:
+        index = tag % TAGS_PER_ROUND
+        self.events.append(("start", index))
+        return RecordedFlight(self, wire, scale, tag)
+
+    def take_events(self) -> list[tuple[str, int]]:
+        events, self.events = self.events, []
+        return events
+
+
+@dataclass
+class RecordedFlight:
+    mover: StagedRecorder
+    wire: Wire
+    scale: float
+    tag: int
+    has_advanced: bool = False
+
+    def advance(self) -> bool:
+        index = self.tag % TAGS_PER_ROUND
+        if index in self.mover.fail_at and index not in self.mover.ready:
+            raise self.mover.fail_at[index]
+        if not self.has_advanced and index in self.mover.ready:
+            self.has_advanced = True
+            self.mover.events.append(("reduce", index))
+        return self.has_advanced
+
+    def land(self) -> NonFinite | None:
+        self.mover.events.append(("land", self.tag % TAGS_PER_ROUND))
+        return self.mover.all_reduce(self.wire, scale=self.scale, tag=self.tag)
+
+
 def open_buckets(mover: RecordingMover, count: int, per_bucket: int = 1, *, scale: float = 1.0) -> list[Bucket]:
     """`count` buckets; bucket i holds the parameters b{i}.p0, b{i}.p1, ..."""
     names = [f"b{i}.p{j}" for i in range(count) for j in range(per_bucket)]
@@ -480,3 +519,109 @@ def test_inline_needs_no_thread_and_threaded_one_that_ends_on_close() -> None:
     assert not thread.is_alive()
     scheduler.close()  # a second time does no harm
     assert reduce_threads() - before == set()
+
+
+# ---- movers that nobody has to stand by for
+
+
+def test_a_staged_mover_is_started_and_looked_in_on_and_waited_for_at_the_end() -> None:
+    mover = StagedRecorder()
+    with opened(3, threaded=False, mover=mover) as (scheduler, _):
+        for _ in range(2):
+            mover.ready.clear()
+            scheduler.begin(round_number=0, step=0, hold=False)
+            pack(scheduler.buckets[0])
+            scheduler.bucket_is_packed()
+            assert mover.take_events() == [("start", 0)]
+            assert scheduler.is_waiting
+            scheduler.look_in()
+            assert mover.take_events() == []
+            pack(scheduler.buckets[1])
+            scheduler.bucket_is_packed()
+            assert mover.take_events() == [("start", 1)]
+            mover.ready.add(1)
+            scheduler.look_in()
+            assert mover.take_events() == [], "bucket 1 may not go before bucket 0"
+            mover.ready.add(0)
+            scheduler.look_in()
+            assert mover.take_events() == [("reduce", 0), ("reduce", 1)]
+            assert not scheduler.is_waiting
+            assert [b.state for b in scheduler.buckets[:2]] == [BucketState.REDUCING] * 2
+            pack(scheduler.buckets[2])
+            scheduler.finish()
+            assert mover.take_events() == [("start", 2), ("land", 0), ("land", 1), ("land", 2)]
+            assert [b.state for b in scheduler.buckets] == [BucketState.REDUCED] * 3
+            assert not scheduler.is_waiting
+            for bucket in scheduler.buckets:
+                bucket.close_round()
+
+
+def test_a_peer_that_is_there_already_is_not_kept_waiting() -> None:
+    mover = StagedRecorder(ready={0, 1})
+    with opened(2, threaded=False, mover=mover) as (scheduler, _):
+        scheduler.begin(round_number=0, step=0, hold=False)
+        pack(scheduler.buckets[0])
+        scheduler.bucket_is_packed()
+        assert mover.take_events() == [("start", 0), ("reduce", 0)]
+        assert not scheduler.is_waiting
+
+
+def test_held_buckets_all_start_before_one_is_waited_for() -> None:
+    mover = StagedRecorder()
+    with opened(2, threaded=False, mover=mover) as (scheduler, _):
+        scheduler.begin(round_number=0, step=0, hold=True)
+        for bucket in scheduler.buckets:
+            pack(bucket)
+            scheduler.bucket_is_packed()
+        assert mover.take_events() == []
+        scheduler.finish()
+        assert mover.take_events() == [("start", 0), ("start", 1), ("land", 0), ("land", 1)]
+
+
+def test_a_round_that_was_broken_off_lands_before_the_next_begins() -> None:
+    mover = StagedRecorder()
+    with opened(2, threaded=False, mover=mover) as (scheduler, _):
+        scheduler.begin(round_number=0, step=0, hold=False)
+        pack(scheduler.buckets[0])
+        scheduler.bucket_is_packed()
+        mover.take_events()
+        scheduler.begin(round_number=1, step=0, hold=False)
+        assert mover.take_events() == [("land", 0)]
+        assert scheduler.buckets[0].state is BucketState.REDUCED
+        assert not scheduler.is_waiting
+        assert not scheduler.has_launched
+
+
+def test_a_thread_does_not_need_stages() -> None:
+    mover = StagedRecorder()
+    with opened(2, threaded=True, mover=mover) as (scheduler, _):
+        scheduler.begin(round_number=0, step=0, hold=False)
+        for bucket in scheduler.buckets:
+            pack(bucket)
+            scheduler.bucket_is_packed()
+        scheduler.finish()
+        assert mover.order == [0, 1]
+        assert mover.take_events() == []
+
+
+@pytest.mark.parametrize("where", ["advance", "land"])
+def test_a_flight_that_fails_says_which_bucket_it_was(where: str) -> None:
+    mover = StagedRecorder(fail_at={1: PeerLostError("rank 3 died", peers=(3,))})
+    if where == "land":
+        mover.ready = {0, 1}
+    with opened(2, threaded=False, per_bucket=2, mover=mover) as (scheduler, _):
+        scheduler.begin(round_number=0, step=7, hold=False)
+        pack(scheduler.buckets[0])
+        scheduler.bucket_is_packed()
+        pack(scheduler.buckets[1])
+        if where == "advance":
+            mover.ready = {0}
+
+        def reduce() -> None:
+            scheduler.bucket_is_packed()
+            scheduler.finish()
+
+        with pytest.raises(PeerLostError) as caught:
+            reduce()
+        assert (caught.value.bucket, caught.value.step) == (1, 7)
+        assert caught.value.parameters == ("b1.p0", "b1.p1")

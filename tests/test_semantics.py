@@ -718,9 +718,10 @@ def test_gradients_may_come_in_any_order(order: str, options: dict[str, Any]) ->
 
 
 def _first_launched(rank: int, world_size: int) -> list[list[str]]:
-    """Which parameters are reduced already when the last layer's gradient arrives, by round. Inline, so it is seen."""
+    """Which parameters are reduced already when the last layer's gradient arrives, by round. Inline, so it is seen; and
+    by the ring, which waits for its peers at once."""
     model = _Backwards()
-    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, overlap="inline", algorithm="direct")
+    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, overlap="inline", algorithm="ring")
     rounds: list[list[str]] = []
     expected: dict[str, Tensor] = {}
 

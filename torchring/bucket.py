@@ -85,7 +85,7 @@ class Bucket:
         self._views = [_view(wire.tensor, slot.offset, specs[slot.parameter]) for slot in plan.slots]
         self._flags = wire.tensor[plan.flags_offset :]
         element_bytes = plan.dtype.itemsize
-        self._copies_on_arrival = [slot.numel * element_bytes >= COPY_ON_ARRIVAL_BYTES for slot in plan.slots]
+        self.copies_on_arrival = [slot.numel * element_bytes >= COPY_ON_ARRIVAL_BYTES for slot in plan.slots]
         self._has_arrived = [False] * len(plan.slots)
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []
@@ -102,13 +102,15 @@ class Bucket:
 
     def arrive(self, slot: int) -> bool:
         """A gradient was accumulated, in a backward that reduces. True if it was the last one: the bucket is PACKED."""
-        if self.state is not BucketState.FILLING:
+        if self.state is not _FILLING:
             self._open(slot)
-        self.accumulate(slot)
+        if self._is_sum:
+            self._refuse_sum_of_sums(slot)
+        self.status[slot] = _LOCAL
         if not self._has_arrived[slot]:
             self._has_arrived[slot] = True
             self._num_missing -= 1
-        if self._copies_on_arrival[slot]:
+        if self.copies_on_arrival[slot]:
             self._pack((slot,))
         if self._num_missing:
             return False
@@ -118,7 +120,7 @@ class Bucket:
 
     def accumulate(self, slot: int) -> None:
         """A gradient was accumulated, in whatever backward."""
-        if self._is_sum and self.status[slot] is _REDUCED:
+        if self._is_sum:
             self._refuse_sum_of_sums(slot)
         self.status[slot] = _LOCAL
 
@@ -210,9 +212,11 @@ class Bucket:
 
     def unsettled(self) -> tuple[str, str] | None:
         """The first parameter whose `.grad` must not be stepped on, and what it is; None if all are fine."""
-        for slot, parameter in enumerate(self.parameters):
+        for slot, (parameter, settled) in enumerate(zip(self.parameters, self._settled, strict=True)):
             grad = parameter.grad
-            if grad is not None and not self._is_settled(slot, grad):
+            if grad is None or (settled is not None and settled() is grad and self.status[slot] is _REDUCED):
+                continue
+            if not self._is_settled(slot, grad):
                 status = self.status[slot]
                 was_fine = status is _REDUCED or status is _ZEROED
                 return self.names[slot], "was replaced by another tensor" if was_fine else status.value
@@ -286,7 +290,7 @@ class Bucket:
 
     def _refuse_sum_of_sums(self, slot: int) -> None:
         grad = self.parameters[slot].grad
-        if grad is not None and self._is_settled(slot, grad):
+        if self.status[slot] is _REDUCED and grad is not None and self._is_settled(slot, grad):
             raise GradientError(
                 f"backward added to the gradient of {self.names[slot]}, which was summed over ranks before; with "
                 "op='sum' it would be counted once per rank. Call optimizer.zero_grad() first, pass accumulate=n, or "
@@ -309,7 +313,7 @@ class Bucket:
     def _pack_rest(self) -> None:
         """Copy in what was only counted on arrival."""
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
-        self._pack([slot for slot in arrived if not self._copies_on_arrival[slot]])
+        self._pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
         for i, signal in enumerate(self.signals, start=len(self.names)):
             self._flags[i] = signal
         self._move(BucketState.FILLING, BucketState.PACKED)
@@ -333,19 +337,17 @@ class Bucket:
             packed.append(slot)
         if not grads:
             return
-        reference.pack(grads, views, scale=self._pack_scale)
         if not self._gradients_live_here:
+            reference.pack(grads, views, scale=self._pack_scale)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(packed, grads, strict=True)}
             return
-        for slot in packed:
-            try:
-                self.parameters[slot].grad = self._views[slot]
-            except RuntimeError as error:  # model.half() and the like, since
-                raise GradientError(
-                    f"{self.names[slot]} is not what it was when it was wrapped ({error}); convert or reshape a model "
-                    "first, then call torchring.wrap",
-                    parameters=(self.names[slot],),
-                ) from error
+        try:
+            # Nothing is scaled here, and shapes need no look of ours: torch refuses a .grad that does not fit.
+            torch._foreach_copy_(views, grads)
+            for slot, view in zip(packed, views, strict=True):
+                self.parameters[slot].grad = view
+        except RuntimeError as error:  # model.half() and the like, since
+            raise self._misfit(packed, error) from error
 
     def _unpack(self, slots: Sequence[int]) -> None:
         grads = []
@@ -370,6 +372,20 @@ class Bucket:
         if not self._gradients_live_here:
             self._unpack(slots)
 
+    def _misfit(self, slots: Sequence[int], error: RuntimeError) -> GradientError:
+        """One of these parameters is not what it was when it was wrapped."""
+
+        def fits(slot: int) -> bool:
+            parameter, view = self.parameters[slot], self._views[slot]
+            return (parameter.shape, parameter.dtype, parameter.device) == (view.shape, view.dtype, view.device)
+
+        name = self.names[next((slot for slot in slots if not fits(slot)), slots[0])]
+        return GradientError(
+            f"{name} is not what it was when it was wrapped ({error}); convert or reshape a model first, then call "
+            "torchring.wrap",
+            parameters=(name,),
+        )
+
     def _taken(self, slot: int) -> GradientError:
         return GradientError(
             f"the gradient of {self.names[slot]} was taken away or replaced between its accumulation and its "
@@ -380,6 +396,8 @@ class Bucket:
         )
 
 
+# Members of an enum take 0.1 us to look up, which counts where it is done for every parameter.
+_FILLING = BucketState.FILLING
 _LOCAL, _REDUCED, _ZEROED = GradientStatus.LOCAL, GradientStatus.REDUCED, GradientStatus.ZEROED
 
 

@@ -128,6 +128,8 @@ class Reduction:
             self._sparse.accumulated(index, self.parameters[index])
         elif home[0].arrive(home[1]):
             self.scheduler.bucket_is_packed()
+        elif self.scheduler.is_waiting and home[0].copies_on_arrival[home[1]]:  # some time has gone by
+            self.scheduler.look_in()
 
     def accumulated(self, index: int) -> None:
         """Parameter `index` has its gradient, in a backward that does not reduce. From its hook."""

@@ -1,13 +1,15 @@
 """Direct all-reduce: every rank reduces one slice of the buffer, straight in its peers' memory.
 
-Rank r owns slice r of everybody's buffer between the two barriers: it reads the N inputs of that slice, adds them in
-rank order, scales, and writes the result to all N buffers. Two barriers, no copy, each input read once.
+Rank r owns slice r of everybody's buffer between two signals: it reads the N inputs of that slice, adds them in rank
+order, scales, and writes the result to all N buffers. Two signals, no copy, each input read once.
 
-      time    rank 0                          rank 1
-      0       barrier: all inputs are packed  barrier
-      1       slice 0 of buffers 0, 1 summed  slice 1 of buffers 0, 1 summed
-              and written to buffers 0, 1     and written to buffers 0, 1
-      2       barrier: all slices are written barrier
+      rank 0                                         rank 1
+      says "packed", goes on with backward           ...
+      ...                                            says "packed", finds that rank 0 has said so:
+      looks in, finds that rank 1 has said so:       slice 1 of both buffers summed and written to both,
+      slice 0 of both buffers summed and written     says "done", goes on with backward
+      to both, says "done"                           ...
+      at the end of backward: both wait for each other's "done"
 
 Work goes in blocks that fit the L2 cache, so that the sum is still there when it is scaled, checked and spread (64 MiB,
 2 ranks: 4.1 ms in 256 KiB blocks, 7.1 ms in one piece). Because every element is summed in rank order, the result does
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -34,6 +37,7 @@ from torchring.memory.host import HostGroup, as_words
 
 BLOCK_BYTES: Final = 256 * 1024
 ALIGNMENT_BYTES: Final = 64
+MAX_IN_FLIGHT: Final = 64
 _NOBODY: Final = -1  # in a note: the sum overflowed, no input is to blame
 
 
@@ -55,6 +59,7 @@ class _Block:
     start: int  # element index in the buffer
     inputs: list[torch.Tensor]  # in rank order
     own: torch.Tensor  # this rank's input, and where the sum is formed
+    sum: reference.Accumulation  # of inputs into own
     others: list[torch.Tensor]  # where the result is spread
 
 
@@ -66,8 +71,28 @@ class DirectWire:
     blocks: tuple[_Block, ...]
 
 
+class DirectFlight:
+    """One reduction from "packed" to everybody's "done". See `Flight`."""
+
+    def __init__(self, mover: DirectAllReduce, number: int, wire: DirectWire, scale: float, tag: int) -> None:
+        self._mover = mover
+        self.number = number
+        self.wire = wire
+        self.scale = scale
+        self.tag = tag
+        self.is_reduced = False
+        self.result: NonFinite | None = None
+
+    def advance(self) -> bool:
+        return self.is_reduced or self._mover.advance(self)
+
+    def land(self) -> NonFinite | None:
+        self._mover.land(self)
+        return self.result
+
+
 class DirectAllReduce:
-    """Mover over shared memory; all ranks of `group` open it together. See `Mover`.
+    """Mover over shared memory; all ranks of `group` open it together. See `StagedMover`.
 
     Args:
         group: the ranks of this host.
@@ -79,11 +104,15 @@ class DirectAllReduce:
 
     def __init__(self, group: HostGroup, *, poll_seconds: float) -> None:
         self._group = group
-        self._channel = Channel(group, poll_seconds=poll_seconds)
-        # One record per rank: the tag; 1 + the rank that a non-finite value came from (0: none), and its element.
-        notes = group.allocate(24)
+        self._packed = Channel(group, poll_seconds=poll_seconds)
+        self._done = Channel(group, poll_seconds=poll_seconds)
+        # A record per rank and flight: the tag; 1 + the rank that a non-finite value came from (0: none), its element.
+        # A rank starts a flight when it has landed the one that had the same record, which no peer needs by then.
+        notes = group.allocate(MAX_IN_FLIGHT * 24)
         self._notes = [as_words(part) for part in notes.parts]
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._num_started = 0
+        self._in_flight: deque[DirectFlight] = deque()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DirectWire]:
         lengths = [_aligned(numel * dtype.itemsize) for numel, dtype in specs]
@@ -91,46 +120,81 @@ class DirectAllReduce:
         wires, start = [], 0
         for (numel, dtype), length in zip(specs, lengths, strict=True):
             parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in shared.parts]
-            if dtype not in self._scratch:
-                wide = reference.compute_dtype(dtype, dtype)
-                self._scratch[dtype] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=wide)
             wires.append(self._wire(parts))
             start += length
         return wires
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+        return self.start(wire, scale=scale, tag=tag).land()
+
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> DirectFlight:
         assert isinstance(wire, DirectWire)
-        group, channel = self._group, self._channel
-        own_note = self._notes[group.index]
-        own_note[0] = tag
-        channel.barrier()
-        for rank, note in zip(group.ranks, self._notes, strict=True):
-            if note[0] != tag:
-                error = tag_mismatch(group.rank, tag, rank, note[0])
-                group.report_failure(error)
-                raise error
-        scratch = self._scratch.get(wire.tensor.dtype)
+        if len(self._in_flight) == MAX_IN_FLIGHT:
+            self.land(self._in_flight[0])
+        flight = DirectFlight(self, self._num_started, wire, scale, tag)
+        self._num_started += 1
+        self._notes[self._group.index][_record(flight)] = tag
+        self._in_flight.append(flight)
+        self._packed.announce()
+        return flight
+
+    def advance(self, flight: DirectFlight) -> bool:
+        """Reduce this rank's slice if all inputs are packed. Those started earlier have been reduced."""
+        if not self._packed.has_gathered():
+            return False
+        self._reduce(flight)
+        return True
+
+    def land(self, last: DirectFlight) -> None:
+        """Wait for all flights up to `last`. Peers wait for this rank's slices of all of them, so those come first."""
+        for flight in self._in_flight:
+            if not flight.is_reduced:
+                self._packed.gather()
+                self._reduce(flight)
+        while self._in_flight and self._in_flight[0].number <= last.number:
+            flight = self._in_flight.popleft()
+            self._done.gather()
+            record = _record(flight)
+            for note in self._notes:
+                if note[record + 1]:
+                    rank = None if note[record + 1] == _NOBODY else note[record + 1] - 1
+                    flight.result = NonFinite(rank, note[record + 2])
+                    break
+
+    def _reduce(self, flight: DirectFlight) -> None:
+        record = _record(flight)
+        self._check_tags(flight.tag, record)
         found: NonFinite | None = None
-        for block in wire.blocks:
-            reference.accumulate(block.inputs, block.own, scale=scale, scratch=scratch)
+        for block in flight.wire.blocks:
+            block.sum.run(flight.scale)
             # A sum over the block while it is in cache costs 3%; torch.isfinite would triple the whole reduction.
             if found is None and not is_finite(block.own):
                 found = self._blame(block)
             for other in block.others:
                 other.copy_(block.own)
-        own_note[1] = 0 if found is None else _NOBODY if found.rank is None else found.rank + 1
-        own_note[2] = 0 if found is None else found.element
-        channel.barrier()
-        for note in self._notes:
-            if note[1]:
-                return NonFinite(None if note[1] == _NOBODY else note[1] - 1, note[2])
-        return None
+        own_note = self._notes[self._group.index]
+        own_note[record + 1] = 0 if found is None else _NOBODY if found.rank is None else found.rank + 1
+        own_note[record + 2] = 0 if found is None else found.element
+        flight.is_reduced = True
+        self._done.announce()
+
+    def _check_tags(self, tag: int, record: int) -> None:
+        group = self._group
+        for rank, note in zip(group.ranks, self._notes, strict=True):
+            if note[record] != tag:
+                error = tag_mismatch(group.rank, tag, rank, note[record])
+                group.report_failure(error)
+                raise error
 
     def close(self) -> None:
         """Nothing to do: the memory goes when the last tensor that views it does."""
 
     def _wire(self, parts: Sequence[torch.Tensor]) -> DirectWire:
-        me = self._group.index
+        me, dtype = self._group.index, parts[0].dtype
+        if dtype not in self._scratch:
+            wide = reference.compute_dtype(dtype, dtype)
+            self._scratch[dtype] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=wide)
+        scratch = self._scratch[dtype]
         element_bytes = parts[0].element_size()
         start, stop = slice_bounds(parts[0].numel(), self._group.size, element_bytes)[me]
         step = BLOCK_BYTES // element_bytes
@@ -138,7 +202,8 @@ class DirectAllReduce:
         for first in range(start, stop, step):
             inputs = [part[first : min(first + step, stop)] for part in parts]
             others = [view for rank, view in enumerate(inputs) if rank != me]
-            blocks.append(_Block(first, inputs, inputs[me], others))
+            accumulation = reference.Accumulation(inputs, inputs[me], scratch)
+            blocks.append(_Block(first, inputs, inputs[me], accumulation, others))
         return DirectWire(parts[me].data, tuple(blocks))
 
     def _blame(self, block: _Block) -> NonFinite:
@@ -157,6 +222,11 @@ class DirectAllReduce:
         limits = torch.finfo(block.own.dtype)
         could_overflow = others >= limits.max * limits.eps / 4
         return NonFinite(None if could_overflow else self._group.rank, block.start + element)
+
+
+def _record(flight: DirectFlight) -> int:
+    """Where a flight's record begins in the notes, in words."""
+    return flight.number % MAX_IN_FLIGHT * 3
 
 
 def _aligned(num_bytes: int) -> int:

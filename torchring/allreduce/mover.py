@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 
@@ -65,6 +65,27 @@ class Mover(Protocol):
 
     def close(self) -> None:
         """Release links and threads. Wires that tensors still view stay mapped."""
+
+
+class Flight(Protocol):
+    """A reduction that has been started. Between `start` and `land` the wire belongs to the mover."""
+
+    def advance(self) -> bool:
+        """Do this rank's part if it can be done without waiting for anybody; whether it is done."""
+
+    def land(self) -> NonFinite | None:
+        """Wait for the result; lands everything started before it, too. Returns and raises as `Mover.all_reduce`."""
+
+
+@runtime_checkable
+class StagedMover(Mover, Protocol):
+    """A mover whose caller need not stand by: it starts reductions, looks in now and then, and waits at the end.
+
+    So no rank waits in the middle of a backward for one that happens to be late there.
+    """
+
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> Flight:
+        """Begin `all_reduce`. Flights advance and land in the order in which they were started."""
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
