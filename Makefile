@@ -4,13 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check lint types clean
+.PHONY: demo test bench check lint types clean
 
 demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
 	$(BIN)/torchring run -np 2 examples/train_digits.py
 
 test: lint types $(INSTALLED)  ## everything that CI checks
 	$(BIN)/pytest
+
+bench: $(INSTALLED)  ## all-reduce and training steps against their rivals, then the microbenchmarks: 10 minutes
+	$(BIN)/torchring bench allreduce
+	$(BIN)/torchring bench step
+	$(BIN)/torchring bench micro
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

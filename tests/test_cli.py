@@ -1,13 +1,16 @@
-"""`torchring run`: what ranks are told, what becomes of their exit codes, and that none survives the launcher."""
+"""`torchring run`: what ranks are told, what becomes of their exit codes, and that none survives the launcher; and
+`torchring bench`, which has the same duties towards a benchmark."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -257,6 +260,8 @@ def test_not_a_number_of_processes(text: str, capsys: pytest.CaptureFixture[str]
         ["run", "-np", "2"],
         ["run", "-np"],
         ["run", "--wrong", "-np", "2", "x"],
+        ["bench"],
+        ["bench", "--wrong"],
     ],
     ids=" ".join,
 )
@@ -285,3 +290,180 @@ def test_the_command_is_installed() -> None:
     command = Path(sys.executable).with_name("torchring")
     ran = subprocess.run([command, "run", "-np", "1", "nowhere.py"], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (2, "torchring run: there is no script 'nowhere.py'\n")
+
+
+# Benchmarks: `torchring bench` with a folder of our own, in this process
+
+ONE = '''"""One: prints what it was given.
+
+Not in the summary."""
+import json, sys
+if __name__ == "__main__":
+    print(json.dumps(sys.argv))
+'''
+ENDS = '''"""Ends as it is told."""
+import os, sys
+if __name__ == "__main__":
+    os.kill(os.getpid(), int(sys.argv[2])) if sys.argv[1] == "signal" else sys.exit(int(sys.argv[2]))
+'''
+WAITS = '''"""Waits, and so does its child; argv: a file for both pids, and signals to ignore."""
+import os, signal, subprocess, sys, time
+if __name__ == "__main__":
+    for number in sys.argv[2:]:
+        signal.signal(int(number), signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "60"])
+    with open(sys.argv[1] + ".new", "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+    time.sleep(60)
+'''
+
+
+@pytest.fixture
+def benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that `torchring bench` looks into."""
+    folder = tmp_path / "bench"
+    (folder / "micro").mkdir(parents=True)
+    sources = {"one": ONE, "ends": ENDS, "waits": WAITS, "tool": "def main(): ...", "__init__": ""}
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source)
+    (folder / "micro" / "__init__.py").write_text('"""Small ones."""')
+    monkeypatch.setattr(cli, "_BENCH", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["--help"],
+        ["-h", "--version", "-np", "2"],
+        ["--", "-a"],
+        ["--", "--"],
+        ["--"],
+        ["a", "--", "b c", ""],
+        ["one"],
+        ["--sizes", "1024", "-5"],
+    ],
+    ids=str,
+)
+def test_arguments_of_a_benchmark_are_taken_apart_by_nobody(
+    given: list[str], benchmarks: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "one", *given]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out) == [str(benchmarks / "one.py"), *given]
+    assert err == ""
+
+
+@pytest.mark.parametrize("code", [0, 1, 5])
+def test_exit_code_of_a_benchmark(code: int, benchmarks: Path) -> None:
+    assert cli.main(["bench", "ends", "code", str(code)]) == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_benchmark_killed_by_a_signal_is_128_more(number: signal.Signals, benchmarks: Path) -> None:
+    assert cli.main(["bench", "ends", "signal", str(int(number))]) == 128 + number
+
+
+def test_an_unknown_benchmark_is_an_error_that_lists_those_that_are_there(
+    benchmarks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for unknown in ("two", "tool", "__init__", "one.py", ""):
+        code, out, err = called(["bench", unknown], capsys)
+        assert (code, out) == (2, "")
+        assert err.startswith("usage: torchring bench")
+        assert f"argument NAME: invalid choice: {unknown!r}" in err
+        assert all(name in err.rpartition("choose from")[2] for name in ("ends", "micro", "one", "waits"))
+        assert "tool" not in err.rpartition("choose from")[2]
+
+
+def test_help_lists_benchmarks_with_the_first_line_of_their_own(
+    benchmarks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = called(["bench", "--help"], capsys)
+    assert (code, err) == (0, "")
+    listed = out.partition("benchmarks:\n")[2].splitlines()
+    assert [line.split(maxsplit=1) for line in listed] == [
+        ["ends", "Ends as it is told."],
+        ["micro", "Small ones."],
+        ["one", "One: prints what it was given."],
+        ["waits", "Waits, and so does its child; argv: a file for both pids, and signals to ignore."],
+    ]
+
+
+def test_the_benchmarks_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = called(["bench", "--help"], capsys)
+    listed = [line.split(maxsplit=1) for line in out.partition("benchmarks:\n")[2].splitlines()]
+    assert code == 0
+    assert {"allreduce", "micro", "step"} <= {name for name, _ in listed}
+    assert all(len(summary) > 20 for _, summary in listed)
+
+
+def test_microbenchmarks_are_run_by_pytest(benchmarks: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pytest_benchmark")
+    (benchmarks / "micro" / "pytest.ini").write_text("[pytest]\n")
+    (benchmarks / "micro" / "test_it.py").write_text("def test_good(): ...\ndef test_bad(): assert False\n")
+    storage = f"--benchmark-storage=file://{benchmarks / 'storage'}"
+    assert cli.main(["bench", "micro", "-q", storage, "-k", "good"]) == 0
+    assert "1 passed, 1 deselected" in capfd.readouterr().out
+    assert cli.main(["bench", "micro", "-q", storage]) == 1
+    assert "1 failed, 1 passed" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "missing", [["pytest"], ["pytest-benchmark"], ["pytest", "pytest-benchmark"]], ids=" and ".join
+)
+def test_what_microbenchmarks_need_is_named(
+    missing: list[str], benchmarks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name.replace("_", "-") in missing else object()
+    )
+    code, out, err = called(["bench", "micro"], capsys)
+    assert (code, out) == (2, "")
+    assert err == f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'\n"
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True], ids=["willing", "stubborn"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_benchmark_and_what_it_has_started(
+    number: signal.Signals, is_stubborn: bool, benchmarks: Path, tmp_path: Path
+) -> None:
+    """Those that do not hear have ended after a second one."""
+    pids_file = tmp_path / "pids"
+
+    def interrupt() -> None:
+        wait_until(pids_file.exists, "the benchmark")
+        for _ in range(1 + is_stubborn):
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            time.sleep(0.5)
+
+    def handler(*_: object) -> None: ...
+
+    before = signal.signal(number, handler)
+    killer = threading.Thread(target=interrupt)
+    killer.start()
+    try:
+        started = time.monotonic()
+        code = cli.main(["bench", "waits", str(pids_file), *([str(int(number))] if is_stubborn else [])])
+        assert time.monotonic() - started < 8
+        assert signal.getsignal(number) is handler
+    finally:
+        killer.join()
+        signal.signal(number, before)
+    assert code == 128 + number
+    assert not any(is_running(int(pid)) for pid in pids_file.read_text().split())
+
+
+def test_a_signal_that_was_ignored_stays_ignored(benchmarks: Path) -> None:
+    """As `nohup` has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident or 0, signal.SIGHUP))
+        timer.start()
+        (benchmarks / "naps.py").write_text('import time\nif __name__ == "__main__":\n    time.sleep(0.6)\n')
+        assert cli.main(["bench", "naps"]) == 0
+        timer.join()
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -15,7 +15,11 @@ PACKAGE = ROOT / "torchring"
 # right. `collectives` stands below what a gradient passes through, because ranks agree by means of it.
 # fmt: off
 ORDER = [
+    "bench.network", "bench.memory",
+    "bench.micro.bench_allreduce", "bench.micro.bench_hooks", "bench.micro.bench_kernels", "bench.micro.bench_plan",
+    "bench.micro.peer", "bench.micro", "bench.micro.conftest",
     "bench.allreduce", "bench.step", "bench", "bench.measure", "bench.models",
+    "bench.netns",
     "torchring", "cli",
     "optimizer",
     "state", "hooks",
@@ -48,9 +52,10 @@ def modules() -> dict[str, Path]:
         parts = file.relative_to(PACKAGE).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found[name or "torchring"] = file
-    for link in ("kernels", "bench"):  # rglob does not follow links
-        for file in (PACKAGE / link).glob("*.py"):
-            found[link if file.stem == "__init__" else f"{link}.{file.stem}"] = file
+    for link in ("kernels", "bench"):  # rglob does not follow links, except the one that it starts from
+        for file in (PACKAGE / link).rglob("*.py"):
+            parts = file.relative_to(PACKAGE).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -759,6 +760,33 @@ def test_after_the_first_step_buckets_leave_in_the_order_of_gradients() -> None:
         assert first == []
         assert {"layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.3.weight"} <= set(second)
         assert second == third
+
+
+def _buffers_when_new_ones_are_opened(_: int, world_size: int) -> list[tuple[int, int]]:
+    """(round, old buffers still held by the reduction), each time that buffers are opened after wrap."""
+    model = _Backwards()
+    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB)
+    assert optimizer._hooks is not None
+    reduction = optimizer._hooks.reduction
+    old = [weakref.ref(bucket.wire) for bucket in reduction.buckets]
+    open_wires = reduction.mover.open_wires
+    seen: list[tuple[int, int]] = []
+
+    def watched(specs: Any) -> Any:
+        seen.append((reduction.num_rounds, sum(wire() is not None for wire in old)))
+        return open_wires(specs)
+
+    reduction.mover.open_wires = watched  # type: ignore[method-assign]
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(torchring.rank(), step)[0], [5, 4, 3, 2, 1, 0]).square().mean().backward()
+        optimizer.step()
+    return seen
+
+
+def test_a_new_plan_does_not_take_a_second_set_of_buffers() -> None:
+    """The plan that follows the first round's order is laid out when zero_grad() has let go of the old buffers."""
+    assert run_ranks(_buffers_when_new_ones_are_opened, 2) == [[(1, 0)]] * 2
 
 
 # Company

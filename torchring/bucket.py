@@ -236,6 +236,12 @@ class Bucket:
         self._settled[slot] = other._settled[other_slot]
         self._settled_versions[slot] = other._settled_version(other_slot)
 
+    def release(self) -> None:
+        """This bucket is about to be replaced: let go of the buffer. It is still known what gradients there are."""
+        self._settled_versions = [self._settled_version(slot) for slot in range(len(self.names))]
+        self._views, self._view_refs = [], []
+        del self.wire, self._flags
+
     def name_at(self, element: int) -> str:
         """The parameter whose gradient holds that element of the wire buffer."""
         return next(
@@ -255,7 +261,7 @@ class Bucket:
     def _settled_version(self, slot: int) -> int:
         """Of a settled gradient: what its version was when it was. Those that live here share the wire's."""
         settled = self._settled[slot]
-        lives_here = settled is not None and settled() is self._views[slot]
+        lives_here = bool(self._views) and settled is not None and settled() is self._views[slot]
         return self._version if lives_here else self._settled_versions[slot]
 
     def _settle(self, slot: int, grad: torch.Tensor) -> None:

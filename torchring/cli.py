@@ -1,13 +1,25 @@
-"""The `torchring` command. `torchring run` starts a script on several processes of this machine."""
+"""The `torchring` command. `torchring run` starts a script on several processes of this machine; `torchring bench` runs
+one of the benchmarks that are installed with the package."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+_BENCH: Final = Path(__file__).with_name("bench")
+_STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have a network to take down
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,11 +35,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("-np", "--num-proc", type=_positive, required=True, metavar="N", help="number of processes")
     run.add_argument("script", help="the Python script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
+    benchmarks = _benchmarks()
+    bench = commands.add_parser(
+        "bench",
+        help="run a benchmark",
+        description="Run a benchmark. `torchring bench NAME --help` shows its options.",
+        epilog="benchmarks:\n" + "\n".join(f"  {name:10} {summary}" for name, summary in benchmarks.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument("name", choices=list(benchmarks), metavar="NAME", help=", ".join(benchmarks))
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the benchmark")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(arguments)
     # argparse drops a leading "--" from what belongs to the script.
     if arguments[-len(options.arguments) - 1] == "--":
         options.arguments.insert(0, "--")
+    if options.command == "bench":
+        return _bench(options.name, options.arguments)
     return _run(options.num_proc, options.script, options.arguments)
 
 
@@ -60,6 +84,89 @@ def _run(num_proc: int, script: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
+
+
+def _benchmarks() -> dict[str, str]:
+    """What can be run in bench/, with the first line of what it says about itself."""
+    sources = {file.stem: file.read_text() for file in _BENCH.glob("*.py")}
+    found = {name: source for name, source in sources.items() if 'if __name__ == "__main__":' in source}
+    if (micro := _BENCH / "micro" / "__init__.py").exists():
+        found["micro"] = micro.read_text()
+    return {name: (ast.get_docstring(ast.parse(found[name])) or "").partition("\n")[0] for name in sorted(found)}
+
+
+def _bench(name: str, arguments: Sequence[str]) -> int:
+    """Returns the benchmark's exit code: as the shell has it, 128 + n for signal n."""
+    if name != "micro":
+        return _run_alone([sys.executable, str(_BENCH / f"{name}.py"), *arguments])
+    missing = [tool for tool in ("pytest", "pytest-benchmark") if not importlib.util.find_spec(tool.replace("-", "_"))]
+    if missing:
+        print(f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'", file=sys.stderr)
+        return 2
+    return _run_alone([sys.executable, "-m", "pytest", str(_BENCH / "micro"), *arguments])
+
+
+def _run_alone(command: Sequence[str]) -> int:
+    """Run `command` in a process group of its own, of which nothing is left when this returns, by a signal or not."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        with _signals_raise():
+            try:
+                code = process.wait()
+            except _Signal as stop:
+                code = -stop.number
+                with contextlib.suppress(_Signal):  # a second one ends the wait
+                    _stop(process, stop.number)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _stop(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to the process's whole group, and wait until all have tidied up and ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while _is_running(process.pid) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _is_running(group: int) -> bool:
+    """Whether the process group has a member that has not ended."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False
+
+
+class _Signal(BaseException):
+    """This process was told to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Inside, those that stop a process raise _Signal, except where whoever started this one had them ignored."""
+
+    def stop(number: int, _: object) -> None:
+        raise _Signal(number)
+
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _ending(code: int) -> str:

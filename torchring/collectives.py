@@ -152,6 +152,10 @@ class Collectives:
         others = [rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]]
         raise PlanMismatchError(first_difference(everybody), rank=self.world.rank, peers=others)
 
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self.run(lambda exchange: exchange.barrier(Call("barrier")))
+
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
         return bool(self.all_reduce(torch.tensor([int(flag)]), "max"))
@@ -266,7 +270,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
 
 def barrier() -> None:
     """Return when every rank has called it."""
-    collectives_of(default_world()).run(lambda exchange: exchange.barrier(Call("barrier")))
+    collectives_of(default_world()).barrier()
 
 
 def broadcast_object(obj: Any, src: int = 0) -> Any:

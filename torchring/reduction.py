@@ -88,7 +88,9 @@ class Reduction:
         self.mover, threaded = open_mover(world, options.algorithm, options.overlap)
         self.scheduler = Scheduler((), self.mover, threaded=threaded)
         self._sparse = SparseReduction(world, options.scale(world.size), is_sum=options.op == "sum")
-        self._ready_order: list[int] | None = []
+        self._holds = False
+        self._ready_order: list[int] | None = []  # of the first round, while it lasts
+        self._seen_order: list[int] | None = None  # of the first round, until the plan follows it
         self._home: list[tuple[Bucket, int] | None] = []
         self._add(specs, parameters)
 
@@ -104,17 +106,25 @@ class Reduction:
     def extend(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective, between rounds: more parameters, in buckets of their own."""
         self._check_agreement(specs)
-        self._ready_order = None  # the recorded order knows nothing of them; the plan stays as it is
+        self._ready_order = self._seen_order = None  # which knows nothing of them; the plan stays as it is
         self._add(specs, parameters)
 
     def begin(self, *, step: int, hold: bool, signals: Sequence[bool]) -> None:
-        """A round begins: its first gradient is about to arrive, or `finish` to be called. Sends nothing."""
+        """A round begins: its first gradient is about to arrive, or `finish` to be called.
+
+        Sends nothing, but before the second round, the first of which has shown in what order gradients become ready.
+        Then zero_grad() has usually dropped the old buffers, so that old and new ones need not exist side by side. Not
+        with `hold`: ranks whose optimizers take turns begin rounds in an order of their own.
+        """
+        if self._seen_order is not None and not hold:
+            self._rebuild()
         self.scheduler.begin(round_number=self._round_number, step=step, hold=hold)
         if self._is_broken_off:
             self._is_broken_off = False
             for bucket in self.buckets:
                 bucket.reset()
         self.non_finite = None
+        self._holds = hold
         self._signals = [float(signal) for signal in signals]
         if self.buckets:
             self.buckets[0].signals = self._signals
@@ -142,8 +152,7 @@ class Reduction:
     def finish(self) -> None:
         """Backward is over: reduce what is left and return when every gradient holds the result.
 
-        Collective, as every finish is, so the plan is rebuilt here, after the first one: ranks whose optimizers take
-        turns begin rounds in an order of their own, but finish them in the same.
+        Collective, and in the same order on all ranks.
         """
         for bucket in self.buckets:
             if bucket.state in (BucketState.IDLE, BucketState.FILLING):
@@ -161,8 +170,9 @@ class Reduction:
         self.num_rounds += 1
         self._round_number += 1
         if self._ready_order is not None:
-            self._rebuild(self._ready_order)
-            self._ready_order = None
+            self._seen_order, self._ready_order = self._ready_order, None
+        if self._seen_order is not None and self._holds:
+            self._rebuild()
 
     def abandon(self) -> None:
         """A backward was broken off. What had arrived stays marked as local.
@@ -245,16 +255,22 @@ class Reduction:
         collectives_of(self.world).all_reduce(sums, "sum")
         return [value / size for value in sums.tolist()]
 
-    def _rebuild(self, ready: Sequence[int]) -> None:
+    def _rebuild(self) -> None:
         """Collective: lay the buckets out in the order in which rank 0's gradients became ready.
 
         Gradients that lie in the old buckets stay valid there, and move when they next change.
         """
-        order = list(dict.fromkeys(ready))
+        assert self._seen_order is not None
+        order = list(dict.fromkeys(self._seen_order))
+        self._seen_order = None
         order += sorted(set(range(len(self.specs))).difference(order), reverse=True)
-        agreed = collectives_of(self.world).broadcast(torch.tensor(order, dtype=torch.int64), 0).tolist()
+        collectives = collectives_of(self.world)
+        agreed = collectives.broadcast(torch.tensor(order, dtype=torch.int64), 0).tolist()
         plan = build_plan(
             self.specs, bucket_bytes=self._bucket_bytes, compression=self._options.compression, order=agreed
         )
         if plan.buckets != tuple(bucket.plan for bucket in self.buckets):
+            for bucket in self.buckets:
+                bucket.release()
+            collectives.barrier()  # memory is free when all ranks have let go of it
             self._install(self._open(plan))

@@ -47,3 +47,5 @@ class Worker:
                 future.set_result(function())
             except BaseException as error:  # belongs to whoever waits for the future
                 future.set_exception(error)
+            # What a waiting thread refers to would be torn down by it, in the middle of the interpreter's exit.
+            del task, future, function

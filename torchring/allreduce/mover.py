@@ -90,8 +90,10 @@ class StagedMover(Mover, Protocol):
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all values are finite: one pass for a yes, a second one only if their sum overflows."""
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return math.isfinite(tensor.sum(dtype=wide)) or bool(torch.isfinite(tensor).all())
+    if tensor.dtype.itemsize > 2:
+        return math.isfinite(tensor.sum()) or bool(torch.isfinite(tensor).all())
+    # A sum of 16-bit values in fp32 takes 28 ms for 25 MiB, their extremes 1.5; of fp32 values, 0.7 and 1.0.
+    return not tensor.numel() or all(map(math.isfinite, tensor.aminmax()))  # a NaN is both extremes
 
 
 def first_non_finite(tensor: torch.Tensor) -> int | None:

@@ -1,0 +1,226 @@
+"""Peak memory of training: torchring against DistributedDataParallel, each rival in processes of its own.
+
+    python bench/memory.py                                 mlp, vgg and gpt, 2 ranks
+    python bench/memory.py --models gpt --ranks 4 --json results.json
+
+Rivals, one after the other, with plain SGD, which keeps nothing per parameter:
+    torchring      torchring.wrap(optimizer, model)
+    ddp            DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
+    ddp, no views  DistributedDataParallel(model): gradients and buckets are separate
+    alone          no communication at all; its processes import and connect the same things
+
+Two measures, from when model and optimizer exist:
+    RSS   every page that a rank's process has touched; the peak as the kernel keeps it. A page that two ranks share
+          counts in both, so the ranks' sum is more than the machine spends.
+    PSS   the same with a page of n processes counted 1/n in each: what the ranks add up to is what the machine spends.
+          Looked at about 40 times a second, at the end of each backward and after each step.
+"steady" leaves out the first two steps, in which torchring and DDP build their buckets and rebuild them once in the
+order in which gradients became ready. A rival's cost is its worst rank's memory minus that of "alone". The claim:
+torchring costs at most one more copy of the gradients, which is what DDP needs without bucket views. (What the
+allocator keeps for later differs from run to run, and between rivals, by a tenth of a copy or two.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import torchring
+from torchring.bench import measure, step
+from torchring.bench.models import MODELS
+from torchring.bench.step import Contestant
+
+NUM_BUILDING_STEPS = 2
+PAUSE_SECONDS = 0.02  # a look takes 5 ms where there are 800 MiB
+MEASURES = {"peak_rss": "peak RSS", "peak_pss": "peak PSS", "steady_rss": "steady RSS", "steady_pss": "steady PSS"}
+
+
+class Watch(threading.Thread):
+    """Looks at this process's PSS every now and then, and whenever it is asked to; `seen` is in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.seen: list[int] = []
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        while not self._is_over.wait(PAUSE_SECONDS):
+            self.look()
+
+    def look(self) -> None:
+        self.seen.append(pss_bytes())
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["mlp", "vgg", "gpt"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6, help=f"more than {NUM_BUILDING_STEPS}")
+    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--rival", choices=list(RIVALS), help=argparse.SUPPRESS)  # of a worker
+    parser.add_argument("--row", help=argparse.SUPPRESS)  # file for rank 0's row
+    options = parser.parse_args()
+    if options.steps <= NUM_BUILDING_STEPS:
+        parser.error(f"--steps must be more than {NUM_BUILDING_STEPS}, got {options.steps}")
+    if options.rival is not None:
+        return work(options)
+    rows = []
+    for model in options.models:
+        for rival in RIVALS:
+            rows.append(measure_rival(model, rival, options))
+    about = measure.provenance() | {"ranks": options.ranks, "steps": options.steps, "script": Path(__file__).name}
+    measure.write_json(options.json, rows, about)
+    report(rows, about)
+    return 0
+
+
+def measure_rival(model: str, rival: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train in fresh processes; the row that rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "row.json")
+        arguments = ["--models", model, "--rival", rival, "--steps", str(options.steps), "--row", str(file)]
+        code = measure.start_ranks(__file__, options.ranks, arguments, mpi=False, rendezvous=measure.free_port())
+        if code != 0:
+            raise SystemExit(f"{rival} on {model} ended with exit code {code}")
+        row: dict[str, Any] = json.loads(file.read_text())
+        return row
+
+
+def work(options: argparse.Namespace) -> int:
+    """One rank of one rival."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torchring.barrier()
+    name = options.models[0]
+    torch.manual_seed(0)
+    workload = MODELS[name]()
+    parameters = list(workload.model.parameters())
+    batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(options.steps)]
+    peak_is_exact = forget_peak()
+    watch = Watch()
+    watch.start()
+    contestant = RIVALS[options.rival](workload.model)
+    building_rss, num_building_looks = 0, 0
+    for i, batch in enumerate(batches):
+        if i == NUM_BUILDING_STEPS:
+            building_rss, num_building_looks = peak_rss_bytes(), len(watch.seen)
+            forget_peak()
+        contestant.optimizer.zero_grad()
+        workload.loss(contestant.model, batch).backward()  # type: ignore[no-untyped-call]
+        watch.look()
+        contestant.optimizer.step()
+        watch.look()
+        torchring.barrier()  # so that no rank is through while another has not touched its share yet
+    watch.stop()
+    steady_rss = peak_rss_bytes()
+    mine = {
+        "peak_rss": max(building_rss, steady_rss),
+        "peak_pss": max(watch.seen),
+        "steady_rss": steady_rss,
+        "steady_pss": max(watch.seen[num_building_looks:]),
+        "last_pss": watch.seen[-1],
+    }
+    of_all = torchring.all_gather_object(mine)
+    if torchring.rank() == 0:
+        row = {
+            "model": name,
+            "rival": options.rival,
+            "ranks": torchring.size(),
+            "bytes": sum(p.numel() * p.element_size() for p in parameters),
+            "peak_is_exact": peak_is_exact,
+            "memory_bytes": {key: [of_rank[key] for of_rank in of_all] for key in mine},
+        }
+        Path(options.row).write_text(json.dumps(row))
+    torchring.barrier()
+    return 0
+
+
+def with_ddp_without_views(model: torch.nn.Module) -> Contestant:
+    ddp = DistributedDataParallel(model)
+    return Contestant(ddp, step.sgd(ddp), [])
+
+
+RIVALS: dict[str, Callable[[torch.nn.Module], Contestant]] = {
+    "torchring": step.with_torchring,
+    "ddp": step.with_ddp,
+    "ddp, no views": with_ddp_without_views,
+    "alone": step.without_communication,
+}
+
+
+def pss_bytes() -> int:
+    """This process's pages now, shared ones in proportion."""
+    return _kilobytes("/proc/self/smaps_rollup", "Pss:") * 1024
+
+
+def peak_rss_bytes() -> int:
+    """The most that this process had in memory since `forget_peak`."""
+    return _kilobytes("/proc/self/status", "VmHWM:") * 1024
+
+
+def forget_peak() -> bool:
+    """Let the kernel's peak begin again. False where it does not allow that: then it includes building the model."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _kilobytes(file: str, field: str) -> int:
+    return next(int(line.split()[1]) for line in Path(file).read_text().splitlines() if line.startswith(field))
+
+
+def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    alone = {row["model"]: row["memory_bytes"] for row in rows if row["rival"] == "alone"}
+
+    def above(row: dict[str, Any], key: str) -> int:
+        return int(max(row["memory_bytes"][key]) - max(alone[row["model"]][key]))
+
+    table = []
+    for row in rows:
+        cells = [row["model"], _mib(row["bytes"]), row["rival"]]
+        for key in MEASURES:
+            cells.append(_mib(max(row["memory_bytes"][key])))
+            if row["rival"] != "alone":
+                cells[-1] += f" ({above(row, key) / 2**20:+.1f}, {above(row, key) / row['bytes']:+.2f}x)"
+        table.append([*cells, _mib(max(row["memory_bytes"]["last_pss"]))])
+    columns = ["model", "gradients", "rival", *MEASURES.values(), "PSS at the end"]
+    title = f"Memory of training, MiB of the worst of {about['ranks']} ranks (above alone: MiB, gradients), "
+    title += f"{about['steps']} steps"
+    measure.print_table(f"{title} ({about['processor']}, {about['date']}, commit {about['commit']})", columns, table)
+    if not all(row["peak_is_exact"] for row in rows):
+        print("\nThe kernel did not let its peak begin again: RSS includes building the model, and is never steady.")
+    print(
+        "\ntorchring's claim, at most one more copy of the gradients, or what DDP without views needs here; by PSS:\n"
+    )
+    for row in rows:
+        if row["rival"] != "torchring":
+            continue
+        other = next(r for r in rows if (r["model"], r["rival"]) == (row["model"], "ddp, no views"))
+        for key in ("peak_pss", "steady_pss"):
+            ours, theirs = above(row, key) / row["bytes"], above(other, key) / other["bytes"]
+            verdict = "kept" if ours <= max(1.0, theirs) else "BROKEN"
+            print(f"- {row['model']}, {MEASURES[key]}: {verdict}; {ours:.2f} copies, DDP without views {theirs:.2f}")
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

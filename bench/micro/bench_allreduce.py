@@ -1,0 +1,61 @@
+"""One all-reduce by size, two ranks: a gradient bucket, a tensor of the script's own, and Gloo.
+
+This process is rank 0, and its time counts; both ranks start from a barrier. The real comparison is
+`bench/allreduce.py`: rivals that take turns, more of them, more sizes, and the slowest rank's time.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from pytest_benchmark.fixture import BenchmarkFixture
+
+import torchring
+from torchring.bench.measure import human_bytes
+from torchring.bench.micro.conftest import Remark
+from torchring.bench.micro.peer import DEADLINE_SECONDS, RIVALS, SIZE, Case, Match, join, leave
+
+ROUNDS = {1 << 10: 500, 64 << 10: 500, 1 << 20: 200, 25 << 20: 30}
+
+
+@pytest.fixture(scope="module")
+def _peer() -> Iterator[None]:
+    """Rank 1: a process that follows this one, and ends with it or after the last benchmark here."""
+    timeout = timedelta(seconds=DEADLINE_SECONDS)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    command = [sys.executable, "-m", "torchring.bench.micro.peer", str(store.port)]
+    peer = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        join(store, 0)
+        yield
+    finally:  # wherever the ranks are: a benchmark may have been interrupted
+        peer.kill()
+        peer.communicate()
+        leave()
+
+
+@pytest.mark.usefixtures("_peer")
+@pytest.mark.parametrize("rival", RIVALS)
+@pytest.mark.parametrize("num_bytes", list(ROUNDS), ids=human_bytes)
+def bench_allreduce(benchmark: BenchmarkFixture, remark: Remark, num_bytes: int, rival: str) -> None:
+    benchmark.group = f"all-reduce of {human_bytes(num_bytes)}, {SIZE} ranks"
+    case = Case(rival, num_bytes)
+    torchring.broadcast_object(case)
+    with closing(Match(case)) as match:
+
+        def setup() -> None:
+            torchring.broadcast_object(True)
+            match.prepare()
+
+        rounds = ROUNDS[num_bytes] if benchmark.enabled else 1
+        benchmark.pedantic(match.reduce, setup=setup, rounds=rounds, warmup_rounds=3)
+        torchring.broadcast_object(False)
+        assert match.is_right()
+    if benchmark.stats is not None:
+        remark("GB/s", round(num_bytes / benchmark.stats.stats.median / 1e9, 3))

@@ -1,0 +1,153 @@
+"""What hooks cost a backward, per parameter: 802 tensors of at most 16 KiB, a world of one, a mover that moves nothing.
+
+Rivals: no hooks; hooks that do nothing, which is what Python and autograd ask for; torchring's, which count, pack and
+hand out views of the wire. In one table the parameters are fed with gradients, so that there is little but hooks; in
+the other, the model runs its own backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from torchring import reduction
+from torchring.allreduce import NonFinite, Wire
+from torchring.bench.micro.conftest import Remark
+from torchring.bench.models import small
+from torchring.hooks import GradientHooks
+from torchring.optimizer import spec_of
+from torchring.replicas import ReplicaCheck
+from torchring.world import World
+
+ROUNDS = 60
+HOOKS = ["none", "empty", "torchring"]
+
+
+@dataclass
+class StillWire:
+    tensor: torch.Tensor
+
+
+class StillMover:
+    """Gives out buffers, and leaves them as they are: right for a world of one."""
+
+    algorithm = "none"
+    sleeps_while_waiting = False
+
+    def __init__(self) -> None:
+        self.wires: list[StillWire] = []
+        self.num_calls = 0
+
+    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[Wire]:
+        self.wires = [StillWire(torch.zeros(numel, dtype=dtype)) for numel, dtype in specs]
+        return self.wires
+
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+        self.num_calls += 1
+        return None
+
+    def close(self) -> None: ...
+
+
+class Owner:
+    """Stands for the optimizer, which hooks refer to weakly."""
+
+
+@contextmanager
+def hooked(model: torch.nn.Module, mover: StillMover) -> Iterator[GradientHooks]:
+    """torchring's hooks on all parameters, as `wrap` makes them."""
+    world, owner = World(None, 0, 1), Owner()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    specs = [spec_of(names, set(), parameter) for parameter in names]
+    options = reduction.Options("mean", None, 25.0, 1, "direct", "inline")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction, "open_mover", lambda *_: (mover, False))
+        reduces = reduction.Reduction(world, specs, list(names), options)
+    hooks = GradientHooks(
+        reduces,
+        ReplicaCheck(world, names),
+        accumulate=1,
+        frozen=[],
+        spec_of=lambda parameter: spec_of(names, set(), parameter),
+        owner=owner,
+    )
+    try:
+        yield hooks
+    finally:
+        world.close()
+
+
+@contextmanager
+def hooks_of(kind: str, model: torch.nn.Module, mover: StillMover) -> Iterator[None]:
+    if kind == "torchring":
+        with hooked(model, mover):
+            yield
+        return
+    handles = []
+    if kind == "empty":
+        for parameter in model.parameters():
+            handles.append(parameter.register_post_accumulate_grad_hook(lambda _: None))  # type: ignore[no-untyped-call]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def timed_backward(
+    benchmark: BenchmarkFixture,
+    remark: Remark,
+    kind: str,
+    model: torch.nn.Module,
+    backward: Callable[[], Callable[[], object]],
+) -> None:
+    """Time what `backward()` returns, and check that gradients are those that a backward without hooks leaves."""
+    parameters = list(model.parameters())
+    backward()()
+    expected = [parameter.grad for parameter in parameters]
+    mover = StillMover()
+
+    def setup() -> tuple[tuple[Callable[[], object]], dict[str, object]]:
+        model.zero_grad()
+        return (backward(),), {}
+
+    with hooks_of(kind, model, mover):
+        for _ in range(2):  # the first round ends with a new plan
+            (run,), _ = setup()
+            run()
+        before = mover.num_calls
+        rounds = ROUNDS if benchmark.enabled else 1
+        benchmark.pedantic(lambda run: run(), setup=setup, rounds=rounds)
+        if kind == "torchring":
+            assert mover.num_calls - before == rounds * len(mover.wires)
+            memory = {wire.tensor.untyped_storage().data_ptr() for wire in mover.wires}
+            for parameter in parameters:
+                assert parameter.grad is not None
+                assert parameter.grad.untyped_storage().data_ptr() in memory
+    for parameter, right in zip(parameters, expected, strict=True):
+        assert parameter.grad is not None
+        assert right is not None
+        assert torch.equal(parameter.grad, right)
+    if benchmark.stats is not None:
+        remark("us per parameter", round(1e6 * benchmark.stats.stats.median / len(parameters), 2))
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.benchmark(group="backward of 802 gradients that are there already", disable_gc=True)
+def bench_gradients(benchmark: BenchmarkFixture, remark: Remark, hooks: str) -> None:
+    model = small().model
+    parameters = list(model.parameters())
+    gradients = [torch.full_like(parameter, i) for i, parameter in enumerate(parameters)]
+    timed_backward(benchmark, remark, hooks, model, lambda: lambda: torch.autograd.backward(parameters, gradients))
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.benchmark(group="backward of the model of 802 tensors", disable_gc=True)
+def bench_model(benchmark: BenchmarkFixture, remark: Remark, hooks: str) -> None:
+    torch.manual_seed(0)
+    workload = small()
+    batch = workload.batch(seed=0)
+    timed_backward(benchmark, remark, hooks, workload.model, lambda: workload.loss(workload.model, batch).backward)

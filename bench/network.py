@@ -1,0 +1,334 @@
+"""Training steps between hosts: torchring against DistributedDataParallel, over links of a given rate, in one run.
+
+    python bench/network.py                              GPT; 1 and 10 Gbit/s; 2 hosts x 1 rank and 2 hosts x 2 ranks
+    python bench/network.py --rates 1gbit --layouts 4x1 --seconds 60 --json results.json
+
+Network namespaces of this machine stand in for hosts (`netns.py`; takes root and iproute2): all ranks share its cores,
+and what is real is the rate of the links between them. One thread per rank. Rivals, each with its own copy of the
+model, take turns as in `step.py`:
+    torchring        torchring.wrap(optimizer, model)
+    torchring bf16   the same with compression="bf16"
+    ddp              DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
+    ddp fp16         the same with fp16_compress_hook
+    alone            no communication at all
+
+The wire floor is the time that one link needs, at its nominal rate, for what has to cross it in either direction: in a
+ring of H hosts 2(H-1)/H of the gradients' bytes, half of that in 16 bits. No step is faster, whatever it hides.
+
+All rivals must train alike. Losses of torchring and ddp agree to within rounding, as in `step.py`, those of the 16-bit
+rivals to 1e-3. A few steps change a loss by little, so weights are compared, too: how far a rival's are from
+torchring's at the end, relative to how far these have come. Gradients rounded to bf16 are off by 0.4 % per rank and hop
+at most, and the bound is 2 %; for ddp it is 0.1 %. "alone" shows what a rival that reduced nothing would get.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import torchring
+from torchring.bench import measure, netns, step
+from torchring.bench.measure import Spread
+from torchring.bench.models import MODELS, Workload
+from torchring.bench.netns import Network
+from torchring.bench.step import Contestant
+from torchring.hooks import neighbours_of
+from torchring.world import default_world
+
+EXACT = ("torchring", "ddp")
+ROUNDED = ("torchring bf16", "ddp fp16")
+LARGEST_ROUNDED_LOSS_DIFFERENCE = 1e-3
+LARGEST_WEIGHT_DIFFERENCE = {"ddp": 1e-3, "torchring bf16": 2e-2, "ddp fp16": 2e-2, "alone": float("inf")}
+PORT = 29500  # free: the namespaces are new
+PROBE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many hosts, and ranks on each. Ranks are numbered host by host."""
+
+    hosts: int
+    ranks_per_host: int
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """ "2x1" -> Layout(hosts=2, ranks_per_host=1)."""
+        hosts, times, ranks = text.partition("x")
+        if not (times and hosts.isdecimal() and ranks.isdecimal() and int(hosts) >= 2 and int(ranks) >= 1):
+            raise argparse.ArgumentTypeError(f"a layout is HOSTSxRANKS with 2 hosts or more, such as 2x1, got {text!r}")
+        return Layout(int(hosts), int(ranks))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    def __str__(self) -> str:
+        return f"{self.hosts}x{self.ranks_per_host}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=_rate, nargs="+", default=["1gbit", "10gbit"], help="as tc writes them")
+    parser.add_argument("--layouts", type=Layout.parse, nargs="+", default=[Layout(2, 1), Layout(2, 2)])
+    parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
+    parser.add_argument("--seconds", type=float, default=40.0, help="per rate and layout")
+    parser.add_argument("--most", type=int, default=30, help="steps of each rival at the most")
+    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # the file for rank 0's row
+    options = parser.parse_args()
+    if options.worker is not None:
+        return work(options)
+    if (reason := netns.why_unavailable()) is not None:
+        print(f"bench/network.py needs network namespaces: {reason}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    rows = []
+    try:
+        for layout in options.layouts:
+            for rate in options.rates:
+                rows.append(measure_link(layout, rate, options))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    about = measure.provenance() | {"script": Path(__file__).name}
+    measure.write_json(options.json, rows, about)
+    report(rows, about)
+    return 0
+
+
+def measure_link(layout: Layout, rate: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Start the ranks on hosts joined by such links; the row that rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as folder, Network(layout.hosts, rate=rate) as network:
+        file = Path(folder, "row.json")
+        worker = [sys.executable, __file__, "--model", options.model, "--worker", str(file)]
+        worker += ["--seconds", str(options.seconds), "--most", str(options.most)]
+        shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(layout.num_ranks)}
+        shared |= {"LOCAL_WORLD_SIZE": str(layout.ranks_per_host), "GROUP_WORLD_SIZE": str(layout.hosts)}
+        shared |= {"GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
+        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # no warnings that the addresses have no names
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(layout.num_ranks):
+                host, local_rank = divmod(rank, layout.ranks_per_host)
+                own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
+                command, environment = network.command(host, worker), {**os.environ, **shared, **own}
+                # A session of its own: Ctrl-C is for this process, which ends the ranks.
+                processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            _wait_for(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        row: dict[str, Any] = json.loads(file.read_text())
+    bytes_on_the_link = 2 * (layout.hosts - 1) / layout.hosts * row["bytes"]
+    floor_ms = bytes_on_the_link * 8 / netns.bits_per_second(rate) * 1e3
+    return {"layout": str(layout), "rate": rate, "wire_floor_ms": floor_ms, **row}
+
+
+def work(options: argparse.Namespace) -> int:
+    """One rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    gigabytes_per_second = probe_link()
+    row = compare(options.model, MODELS[options.model], options)
+    if torchring.rank() == 0:
+        Path(options.worker).write_text(json.dumps({**row, "link_gigabytes_per_second": gigabytes_per_second}))
+    torchring.barrier()
+    return 0
+
+
+def probe_link() -> float:
+    """What raw Gloo moves between the first ranks of the first two hosts, both ways at once: GB/s in each direction."""
+    partner = {0: torchring.local_size(), torchring.local_size(): 0}.get(torchring.rank())
+    seconds = []
+    outgoing, incoming = torch.ones(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    for _ in range(4):
+        torchring.barrier()
+        if partner is not None:
+            started = time.perf_counter()
+            transfers = [dist.irecv(incoming, partner), dist.isend(outgoing, partner)]
+            for transfer in transfers:
+                assert transfer is not None
+                transfer.wait()
+            seconds.append(time.perf_counter() - started)
+            assert bool(incoming.all())
+    torchring.barrier()
+    return PROBE_BYTES / statistics.median(seconds[1:]) / 1e9 if seconds else 0.0
+
+
+def compare(name: str, build: Callable[[], Workload], options: argparse.Namespace) -> dict[str, Any]:
+    """Time all rivals on one model."""
+    contestants: dict[str, Contestant] = {}
+    for rival, wrap in RIVALS.items():
+        torch.manual_seed(0)
+        workload = build()
+        contestants[rival] = wrap(workload.model)
+    batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
+
+    def turn(rival: str) -> None:
+        contestant = contestants[rival]
+        batch = batches[len(contestant.losses) % len(batches)]
+        contestant.optimizer.zero_grad()
+        loss = workload.loss(contestant.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        contestant.optimizer.step()
+        contestant.losses.append(loss.item())
+
+    # As long as a process has several distributed optimizers, none of them overlaps, since one backward may reach the
+    # parameters of any. Here none does: each is by itself in its turn, as it would be in a process of its own.
+    neighbours = neighbours_of(default_world())
+    members = {rival: neighbours.owners_of(c.model.parameters()) for rival, c in contestants.items()}
+
+    def prepare(rival: str) -> None:
+        for others in members.values():
+            for member in others:
+                neighbours.leave(member)
+        for member in members[rival]:
+            neighbours.join(member)
+
+    spreads = measure.take_turns(
+        {rival: lambda rival=rival: turn(rival) for rival in contestants},  # type: ignore[misc]
+        prepare=prepare,
+        warmups=2,
+        seconds=options.seconds,
+        most=options.most,
+    )
+    loss_differences = check_losses(contestants)
+    torch.manual_seed(0)
+    weight_differences = check_weights(contestants, build().model)
+    stats = {rival: vars(contestants[rival].optimizer.stats()) for rival, found in members.items() if found}
+    for rival in stats:
+        contestants[rival].optimizer.close()
+    parameters = list(workload.model.parameters())
+    return {
+        "model": name,
+        "parameters": sum(p.numel() for p in parameters),
+        "tensors": len(parameters),
+        "bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "ranks": torchring.size(),
+        "loss_difference": loss_differences,
+        "weight_difference": weight_differences,
+        "ms": {rival: vars(spread) for rival, spread in spreads.items()},
+        "stats": stats,
+    }
+
+
+def with_torchring_bf16(model: torch.nn.Module) -> Contestant:
+    return Contestant(model, torchring.wrap(step.sgd(model), model, compression="bf16"), [])
+
+
+def with_ddp_fp16(model: torch.nn.Module) -> Contestant:
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp.register_comm_hook(None, fp16_compress_hook)
+    return Contestant(ddp, step.sgd(ddp), [])
+
+
+RIVALS: dict[str, Callable[[torch.nn.Module], Contestant]] = {
+    "torchring": step.with_torchring,
+    "torchring bf16": with_torchring_bf16,
+    "ddp": step.with_ddp,
+    "ddp fp16": with_ddp_fp16,
+    "alone": step.without_communication,
+}
+
+
+def check_losses(contestants: dict[str, Contestant]) -> dict[str, float]:
+    """Every rival's largest relative difference to torchring's losses; stops the run if one is too large."""
+    found = {"ddp": step.loss_difference({rival: contestants[rival] for rival in EXACT})}
+    ours = contestants["torchring"].losses
+    for rival in ROUNDED:
+        pairs = zip(ours, contestants[rival].losses, strict=True)
+        found[rival] = max(abs(a - b) / max(abs(a), 1e-12) for a, b in pairs)
+        if found[rival] > LARGEST_ROUNDED_LOSS_DIFFERENCE:
+            raise SystemExit(f"the losses of {rival} differ from torchring's by {found[rival]:.2e}")
+    return found
+
+
+def check_weights(contestants: dict[str, Contestant], start: torch.nn.Module) -> dict[str, float]:
+    """Distances from torchring's weights, over how far those are from `start`; stops the run if one is too large."""
+
+    def distance(model: torch.nn.Module) -> float:
+        pairs = zip(model.parameters(), contestants["torchring"].model.parameters(), strict=True)
+        return math.sqrt(sum(float((a.detach() - b.detach()).double().square().sum()) for a, b in pairs))
+
+    moved = distance(start)
+    found = {rival: distance(contestants[rival].model) / moved for rival in LARGEST_WEIGHT_DIFFERENCE}
+    for rival, difference in found.items():
+        if not difference <= LARGEST_WEIGHT_DIFFERENCE[rival]:
+            raise SystemExit(f"the weights of {rival} differ from torchring's by {difference:.2e} of what was trained")
+    return found
+
+
+def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    columns = ["rate", "layout", "rival", "step ms", "overhead ms", "ratio to ddp", "wire floor ms", "speed-up"]
+    columns += ["weights differ"]
+    table = []
+    for row in rows:
+        spreads = {name: Spread(**values) for name, values in row["ms"].items()}
+        alone, ddp = spreads["alone"].p50, spreads["ddp"].p50
+        for name, spread in spreads.items():
+            cells = [row["rate"], row["layout"], name, f"{spread.p50:.0f} ({spread.p20:.0f}-{spread.p80:.0f})"]
+            differ = f"{row['weight_difference'].get(name, 0.0):.0e}"
+            if name == "alone":
+                table.append([*cells, "", "", "", "", differ])
+                continue
+            ratio = (spread.p50 - alone) / (ddp - alone) if ddp > alone else float("nan")
+            floor = row["wire_floor_ms"] / (2 if name in ROUNDED else 1)
+            cells += [f"{spread.p50 - alone:.0f}", f"{ratio:.2f}", f"{floor:.0f}", f"{ddp / spread.p50:.2f}x", differ]
+            table.append(cells)
+    first = rows[0]
+    title = f"Training step of {first['model']} between hosts, {first['bytes'] / 2**20:.1f} MiB of gradients, "
+    title += f"1 thread per rank on {about['cores']} cores, p50 (p20-p80)"
+    measure.print_table(f"{title} ({about['processor']}, {about['date']}, commit {about['commit']})", columns, table)
+    print("\nspeed-up: over ddp. What raw Gloo moves both ways at once, and what torchring's own clock says:\n")
+    for row in rows:
+        nominal = netns.bits_per_second(row["rate"]) / 8e9
+        print(f"- {row['rate']}, {row['layout']}: {row['link_gigabytes_per_second']:.3f} GB/s of {nominal:g}")
+        for rival, stats in row["stats"].items():
+            busy, exposed = stats["mean_communication_ms"], stats["mean_exposed_ms"]
+            how = f"{stats['algorithm']}, {stats['overlap']}"
+            print(f"  - {rival} ({how}): communication {busy:.0f} ms, of which {exposed:.0f} exposed")
+
+
+def _wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended well. Raises SystemExit as soon as one has not."""
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                raise SystemExit(f"rank {rank} ended with exit code {code}")
+        if all(code == 0 for code in codes):
+            return
+        time.sleep(0.05)
+
+
+def _rate(text: str) -> str:
+    try:
+        netns.bits_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _exit_on_signal(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
