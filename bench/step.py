@@ -3,32 +3,33 @@
     python bench/step.py                           all models, 2 ranks, one thread each
     python bench/step.py --models mlp gpt --json results.json
 
-Every rival has its own copy of the model, started from the same weights and fed the same batches, and takes its turn:
-zero_grad, forward, backward, step. So does "alone", the same processes without communication; a rival's *overhead* is
-its median step minus that of "alone". Rivals at their best settings:
+Every rival trains its own copy of the model in processes of its own, from the same weights and on the same batches, and
+takes its turn: zero_grad, forward, backward, step (see turns.py). So does "alone", the same without communication; a
+rival's *overhead* is its median step minus that of "alone". Rivals at their best settings:
     torchring  torchring.wrap(optimizer, model)
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
-    horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms, if it can be imported; after the others, because
-               its background thread would slow them
+    horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms (if it can be imported)
     alone      no communication at all
-The losses of all rivals but "alone" must agree to within rounding.
+The weights of all rivals must be the same in the end to within rounding, and those of "alone" must not.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import torchring
-from torchring.bench import measure
+from torchring.bench import measure, turns
 from torchring.bench.measure import Spread
-from torchring.bench.models import MODELS, Workload
+from torchring.bench.models import MODELS
 
 
 @dataclass
@@ -48,35 +49,61 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="one table for each")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=30.0, help="per model")
-    parser.add_argument("--most", type=int, default=60, help="steps of each rival at the most")
+    parser.add_argument("--most", type=int, default=60, help="counted steps of each rival at the most")
     parser.add_argument("--json", help="also write the rows to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        train(options)
+        torch.set_num_threads(1)
+        torchring.init()
+        turns.play(options.worker, functools.partial(prepare, options.models[0]))
         return 0
-    return measure.run_worlds(__file__, options.ranks, mpi=measure.has_horovod(), json_file=options.json)
+    about = measure.provenance() | {"script": Path(__file__).name}
+    rows = []
+    for ranks in options.ranks:
+        table = [compare(name, ranks, options.seconds, options.most) for name in options.models]
+        report(table, about | {"ranks": ranks})
+        rows += table
+    measure.write_json(options.json, rows, about)
+    return 0
 
 
-def train(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    torchring.init()
-    measure.open_gloo()
-    rows = [compare(name, MODELS[name], options) for name in options.models]
-    if torchring.rank() == 0:
-        measure.hand_over(rows, options.worker)
-        report(rows, measure.provenance() | {"ranks": torchring.size()})
-    torchring.barrier()
-
-
-def compare(name: str, build: Callable[[], Workload], options: argparse.Namespace) -> dict[str, Any]:
+def compare(name: str, ranks: int, seconds: float, most: int) -> dict[str, Any]:
     """Time all rivals on one model."""
-    contestants: dict[str, Contestant] = {}
-    workload = build()  # for its batches and its loss; contestants have a model each
-    batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
+    rivals = [*RIVALS, *(["horovod"] if measure.has_horovod() else [])]
+    with turns.referee(__file__, rivals, ranks, ["--models", name], mpi=["horovod"]) as referee:
+        referee.take_turns(warmups=1, seconds=seconds, most=-(-most // (turns.STEPS_PER_TURN - 1)))
+        results = referee.end()
+        distances = {rival: check_weights(rival, referee.folder) for rival in rivals if rival != "torchring"}
+    for rival, per_rank in results.items():
+        if rival != "alone" and len({rank["digest"] for rank in per_rank}) > 1:
+            raise SystemExit(f"{rival} left its ranks with different weights")
+    model = MODELS[name]().model
+    parameters = list(model.parameters())
+    return {
+        "model": name,
+        "parameters": sum(p.numel() for p in parameters),
+        "tensors": len(parameters),
+        "bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "ranks": ranks,
+        "distance": distances,
+        "losses": {rival: per_rank[0]["losses"][-1] for rival, per_rank in results.items()},
+        "ms": {rival: vars(Spread.of(team.seconds)) for rival, team in referee.teams.items()},
+        "stats": results["torchring"][0]["stats"],
+    }
 
-    def turn(rival: str) -> None:
-        contestant = contestants[rival]
+
+def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[], None], Callable[[], dict[str, Any]]]:
+    """On a rank: what makes a step of `rival`, and what is to be known of it in the end. See `turns.play`."""
+    workload = MODELS[name]()
+    batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
+    torch.manual_seed(0)
+    model = MODELS[name]().model
+    start = flat_weights(model)
+    wrap = RIVALS[rival] if rival != "horovod" else functools.partial(with_horovod, start_horovod())
+    contestant = wrap(model)
+
+    def step() -> None:
         batch = batches[len(contestant.losses) % len(batches)]
         contestant.optimizer.zero_grad()
         loss = workload.loss(contestant.model, batch)
@@ -84,37 +111,47 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
         contestant.optimizer.step()
         contestant.losses.append(loss.item())
 
-    def take_turns(rivals: dict[str, Wrap], seconds: float) -> dict[str, Spread]:
-        for rival, wrap in rivals.items():
-            torch.manual_seed(0)
-            contestants[rival] = wrap(build().model)
-        return measure.take_turns(
-            {rival: functools.partial(turn, rival) for rival in rivals},
-            prepare=lambda _: None,
-            warmups=3,
-            seconds=seconds,
-            most=options.most,
-        )
+    def result() -> dict[str, Any]:
+        weights = flat_weights(model)
+        if torchring.rank() == 0:
+            torch.save((start, weights), folder / f"{rival}.pt")
+        stats = vars(contestant.optimizer.stats()) if rival == "torchring" else None
+        digest = weights.view(torch.int32).sum(dtype=torch.int64).item()
+        return {"losses": contestant.losses, "digest": digest, "stats": stats}
 
-    spreads = take_turns(RIVALS, options.seconds)
-    if measure.has_horovod():
-        with measure.horovod() as hvd:
-            spreads |= take_turns({"horovod": functools.partial(with_horovod, hvd)}, options.seconds / len(RIVALS))
-    difference = loss_difference(contestants)
-    optimizer = contestants["torchring"].optimizer
-    stats = vars(optimizer.stats())
-    optimizer.close()
-    parameters = list(workload.model.parameters())
-    return {
-        "model": name,
-        "parameters": sum(p.numel() for p in parameters),
-        "tensors": len(parameters),
-        "bytes": sum(p.numel() * p.element_size() for p in parameters),
-        "ranks": torchring.size(),
-        "loss_difference": difference,
-        "ms": {rival: vars(spread) for rival, spread in spreads.items()},
-        "stats": stats,
-    }
+    return step, result
+
+
+def flat_weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def check_weights(rival: str, folder: Path) -> float:
+    """How far a rival's weights ended from torchring's, over how far training moved them. Stops the run if it is wrong.
+
+    All made the same number of steps. "alone" saw half of the data, so if its weights were as near, the check would be
+    worth nothing.
+    """
+    start, ours = torch.load(folder / "torchring.pt")
+    _, theirs = torch.load(folder / f"{rival}.pt")
+    distance = float((theirs - ours).norm() / (ours - start).norm())
+    if (distance < MOST_DISTANCE) == (rival == "alone"):
+        raise SystemExit(f"the weights of {rival} are {distance:.1e} of their way from those of torchring")
+    return distance
+
+
+MOST_DISTANCE = 1e-3
+
+
+def start_horovod() -> Any:
+    """`horovod.torch`, initialised under mpirun."""
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")  # ms; with the default of 1 small messages take 1 ms
+    import horovod.torch as hvd
+
+    hvd.init()
+    if hvd.size() != torchring.size():
+        raise SystemExit(f"Horovod sees {hvd.size()} ranks, not {torchring.size()}")
+    return hvd
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -127,6 +164,7 @@ def with_torchring(model: torch.nn.Module) -> Contestant:
 
 
 def with_ddp(model: torch.nn.Module) -> Contestant:
+    measure.open_gloo()
     ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     return Contestant(ddp, sgd(ddp), [])
 
@@ -143,24 +181,6 @@ def without_communication(model: torch.nn.Module) -> Contestant:
 RIVALS: dict[str, Wrap] = {"torchring": with_torchring, "ddp": with_ddp, "alone": without_communication}
 
 
-def rivals() -> dict[str, Wrap]:
-    return RIVALS
-
-
-def loss_difference(contestants: dict[str, Contestant]) -> float:
-    """The largest relative difference between the rivals' losses; stops the run if it is more than rounding."""
-    distributed = {rival: c.losses for rival, c in contestants.items() if rival != "alone"}
-    reference = distributed["torchring"]
-    worst = max(
-        abs(a - b) / max(abs(a), 1e-12)
-        for losses in distributed.values()
-        for a, b in zip(reference, losses, strict=False)  # those of Horovod are fewer or more
-    )
-    if worst > 1e-3:
-        raise SystemExit(f"the losses differ by {worst:.2e}: {distributed}")
-    return worst
-
-
 def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     names = list(rows[0]["ms"])
     others = [name for name in names if name not in ("torchring", "alone")]
@@ -168,7 +188,7 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     columns += [
         part for name in others for part in (f"{name} overhead ms", f"ratio to {name}", f"step {name}/torchring")
     ]
-    columns += ["efficiency", "loss difference"]
+    columns += ["efficiency"]
     table = []
     for row in rows:
         spreads = {name: Spread(**values) for name, values in row["ms"].items()}
@@ -180,7 +200,7 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
             theirs = spreads[name].p50
             ratio = (ours - alone) / (theirs - alone) if theirs > alone else float("nan")
             cells += [f"{theirs - alone:.1f}", f"{ratio:.2f}", f"{theirs / ours:.2f}x"]
-        cells += [f"{alone / ours:.0%}", f"{row['loss_difference']:.0e}"]
+        cells.append(f"{alone / ours:.0%}")
         table.append(cells)
     title = f"Training step, {about['ranks']} ranks x 1 thread on {about['cores']} cores, p50 (p20-p80)"
     measure.print_table(f"{title} ({about['processor']}, {about['date']}, commit {about['commit']})", columns, table)

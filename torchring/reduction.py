@@ -14,6 +14,7 @@ import torch
 from torchring.allreduce.select import open_mover
 from torchring.bucket import Bucket, BucketState, GradientStatus
 from torchring.collectives import collectives_of
+from torchring.memory.heap import keep_freed
 from torchring.plan import NUM_SIGNALS, ParameterSpec, Plan, build_plan, describe, shifted
 from torchring.scheduler import Scheduler
 from torchring.sparse import SparseReduction
@@ -219,6 +220,8 @@ class Reduction:
         self._home += [None] * len(specs)
         plan = build_plan(specs, bucket_bytes=self._bucket_bytes, compression=self._options.compression)
         plan = shifted(plan, buckets=len(self.buckets), parameters=first)
+        gradient_bytes = [spec.numel * spec.dtype.itemsize for spec in self.specs if not spec.is_sparse]
+        keep_freed(sum(gradient_bytes), max(gradient_bytes, default=0))
         self._install([*self.buckets, *self._open(plan)])
 
     @property

@@ -1,0 +1,80 @@
+"""Freed gradients stay with the process: counted in page faults, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+MIB = 2**20
+PAGE = os.sysconf("SC_PAGE_SIZE")
+NUM_PAGES = 48 * MIB // PAGE
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is tuned through glibc's mallopt")
+
+PROGRAM = """
+import resource, sys
+import torch
+from torchring.memory import heap
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step(num_bytes):
+    before = faults()
+    torch.zeros(num_bytes, dtype=torch.uint8)
+    return faults() - before
+
+for call in eval(sys.argv[1]):
+    heap.keep_freed(*call)
+print(*(step(int(sys.argv[2])) for _ in range(4)))
+"""
+
+
+def faults(calls: list[tuple[int, int]], num_bytes: int, **environ: str) -> list[int]:
+    """Page faults of taking, touching and freeing a block, four times."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, repr(calls), str(num_bytes)],
+        env=clean | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return [int(word) for word in ran.stdout.split()]
+
+
+def test_a_block_is_faulted_in_once() -> None:
+    first, *later = faults([(48 * MIB, 48 * MIB)], 48 * MIB)
+    assert first > 0.9 * NUM_PAGES
+    assert max(later) < 0.1 * NUM_PAGES
+
+
+def test_without_it_a_block_is_faulted_in_every_time() -> None:
+    """Else the test above says nothing."""
+    assert min(faults([], 48 * MIB)) > 0.9 * NUM_PAGES
+
+
+def test_what_is_larger_than_a_gradient_still_goes_back() -> None:
+    assert min(faults([(48 * MIB, 40 * MIB)], 48 * MIB)) > 0.9 * NUM_PAGES
+
+
+def test_a_second_optimizer_of_small_gradients_changes_nothing() -> None:
+    assert max(faults([(48 * MIB, 48 * MIB), (100, 10)], 48 * MIB)[1:]) < 0.1 * NUM_PAGES
+
+
+def test_sizes_beyond_an_int() -> None:
+    assert max(faults([(2**40, 2**35)], 48 * MIB)[1:]) < 0.1 * NUM_PAGES
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"MALLOC_MMAP_THRESHOLD_": str(32 * MIB)}, {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={32 * MIB}"}],
+    ids=["variable", "tunable"],
+)
+def test_a_process_with_thresholds_of_its_own_keeps_them(environ: dict[str, str]) -> None:
+    assert min(faults([(48 * MIB, 48 * MIB)], 48 * MIB, **environ)) > 0.9 * NUM_PAGES
