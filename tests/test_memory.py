@@ -432,13 +432,13 @@ def test_no_peer_can_shrink_or_grow_a_block(monkeypatch: pytest.MonkeyPatch) -> 
     refused: list[int] = []
     map_it = host_module._map
 
-    def attack(descriptor: int, length: int) -> torch.Tensor:
+    def attack(descriptor: int, length: int, *, populate: bool) -> torch.Tensor:
         for target in (0, length * 2):
             try:
                 os.ftruncate(descriptor, target)
             except PermissionError:
                 refused.append(target)
-        return map_it(descriptor, length)
+        return map_it(descriptor, length, populate=populate)
 
     monkeypatch.setattr(host_module, "_map", attack)
 

@@ -74,9 +74,12 @@ class DirectWire:
 class DirectFlight:
     """One reduction from "packed" to everybody's "done". See `Flight`."""
 
+    __slots__ = ("_mover", "is_reduced", "number", "record", "result", "scale", "tag", "wire")
+
     def __init__(self, mover: DirectAllReduce, number: int, wire: DirectWire, scale: float, tag: int) -> None:
         self._mover = mover
         self.number = number
+        self.record = number % MAX_IN_FLIGHT * 3  # where its record begins in the notes, in words
         self.wire = wire
         self.scale = scale
         self.tag = tag
@@ -133,7 +136,7 @@ class DirectAllReduce:
             self.land(self._in_flight[0])
         flight = DirectFlight(self, self._num_started, wire, scale, tag)
         self._num_started += 1
-        self._notes[self._group.index][_record(flight)] = tag
+        self._notes[self._group.index][flight.record] = tag
         self._in_flight.append(flight)
         self._packed.announce()
         return flight
@@ -154,7 +157,7 @@ class DirectAllReduce:
         while self._in_flight and self._in_flight[0].number <= last.number:
             flight = self._in_flight.popleft()
             self._done.gather()
-            record = _record(flight)
+            record = flight.record
             for note in self._notes:
                 if note[record + 1]:
                     rank = None if note[record + 1] == _NOBODY else note[record + 1] - 1
@@ -162,7 +165,7 @@ class DirectAllReduce:
                     break
 
     def _reduce(self, flight: DirectFlight) -> None:
-        record = _record(flight)
+        record = flight.record
         self._check_tags(flight.tag, record)
         found: NonFinite | None = None
         for block in flight.wire.blocks:
@@ -222,11 +225,6 @@ class DirectAllReduce:
         limits = torch.finfo(block.own.dtype)
         could_overflow = others >= limits.max * limits.eps / 4
         return NonFinite(None if could_overflow else self._group.rank, block.start + element)
-
-
-def _record(flight: DirectFlight) -> int:
-    """Where a flight's record begins in the notes, in words."""
-    return flight.number % MAX_IN_FLIGHT * 3
 
 
 def _aligned(num_bytes: int) -> int:

@@ -62,8 +62,9 @@ class Channel:
 
     def has_gathered(self) -> bool:
         """Gather without waiting: whether every peer has announced the phase at hand; if so, the next one begins."""
-        for address, _ in self._incoming[self._num_gathered :]:
-            if semaphore.try_wait(address):
+        incoming = self._incoming
+        while self._num_gathered < len(incoming):
+            if semaphore.try_wait(incoming[self._num_gathered][0]):
                 return False
             self._num_gathered += 1
         self._num_gathered = 0
