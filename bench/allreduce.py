@@ -99,15 +99,12 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
     buffers["copy"] = torch.empty(numel)
     rivals["copy"] = lambda: target.copy_(buffers["copy"])
 
-    def check(name: str, turn: Turn) -> None:
-        buffers[name].copy_(source)
-        turn()
-        if name != "copy" and not torch.equal(buffers[name], expected):
-            raise SystemExit(f"{name} reduced {numel} elements wrongly on rank {world.rank}")
-
     def take_turns(rivals: dict[str, Turn], seconds: float) -> dict[str, Spread]:
         for name, turn in rivals.items():  # the results, before the times
-            check(name, turn)
+            buffers[name].copy_(source)
+            turn()
+            if name != "copy":
+                check(name, buffers[name], expected, rank=world.rank)
         return measure.take_turns(
             rivals,
             prepare=lambda name: buffers[name].copy_(source),
@@ -128,6 +125,12 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
     for close in closers:
         close()
     return {"bytes": 4 * numel, "ranks": world.size, "ms": {name: vars(spread) for name, spread in spreads.items()}}
+
+
+def check(name: str, result: torch.Tensor, expected: torch.Tensor, *, rank: int) -> None:
+    """Stop the run if a rival's result is wrong."""
+    if not torch.equal(result, expected):
+        raise SystemExit(f"{name} reduced {expected.numel()} elements wrongly on rank {rank}")
 
 
 def report(rows: list[dict[str, object]], about: dict[str, object]) -> None:
@@ -151,7 +154,7 @@ def report(rows: list[dict[str, object]], about: dict[str, object]) -> None:
             ]
         )
     title = f"All-reduce, fp32, {about['ranks']} ranks on {about['cores']} cores, p50 (p20-p80) of the slowest rank"
-    measure.print_table(f"{title} ({about['processor']}, {about['date']}, commit {about['commit']})", columns, table)
+    measure.print_table(f"{title} {measure.origin(about)}", columns, table)
 
 
 if __name__ == "__main__":

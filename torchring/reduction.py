@@ -176,11 +176,13 @@ class Reduction:
             self._rebuild()
 
     def abandon(self) -> None:
-        """A backward was broken off. What had arrived stays marked as local.
+        """A backward was broken off. What had arrived stays marked as local, outside of buffers that are under way.
 
         If a bucket has left, peers are further on than this rank's next round will be; the round number tells them.
         """
         self._is_broken_off = True
+        for bucket in self.buckets:
+            bucket.abandon()
         if self.scheduler.has_launched:
             self._round_number += 1
         if self._ready_order is not None:
@@ -265,13 +267,13 @@ class Reduction:
         """
         assert self._seen_order is not None
         order = list(dict.fromkeys(self._seen_order))
-        self._seen_order = None
         order += sorted(set(range(len(self.specs))).difference(order), reverse=True)
         collectives = collectives_of(self.world)
         agreed = collectives.broadcast(torch.tensor(order, dtype=torch.int64), 0).tolist()
         plan = build_plan(
             self.specs, bucket_bytes=self._bucket_bytes, compression=self._options.compression, order=agreed
         )
+        self._seen_order = None
         if plan.buckets != tuple(bucket.plan for bucket in self.buckets):
             for bucket in self.buckets:
                 bucket.release()

@@ -11,6 +11,7 @@ network.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import TypeVar
 
 from torchring.allreduce import TAGS_PER_ROUND, Flight, Mover, NonFinite, StagedMover
 from torchring.bucket import Bucket, BucketState
-from torchring.errors import RingError
+from torchring.errors import GradientError, RingError
 
 _T = TypeVar("_T")
 
@@ -34,7 +35,7 @@ class Scheduler:
 
     Attributes:
         has_launched: whether a bucket has left in this round.
-        is_waiting: whether a bucket has left whose part of this rank is not done: `look_in` may do it.
+        is_waiting: whether this rank's part of some bucket that has left is still to be done; `look_in` may do it.
         busy_seconds: time spent reducing in the round so far, waiting for peers included.
         exposed_seconds: the part of it during which backward stood still.
     """
@@ -46,6 +47,7 @@ class Scheduler:
         self.exposed_seconds = 0.0
         self.is_waiting = False
         self._mover = mover
+        self._staged = mover if not threaded and isinstance(mover, StagedMover) else None
         self._in_flight: list[tuple[Bucket, Flight]] = []
         self._num_advanced = 0  # of those
         self._next = 0
@@ -66,14 +68,15 @@ class Scheduler:
         return self._next > 0
 
     def begin(self, *, round_number: int, step: int, hold: bool) -> None:
-        """A round begins. Waits for what the last one, if it was broken off, has left with the worker.
+        """A round begins. Waits for what the last one, if it was broken off, has left under way.
 
         Args:
             round_number: ranks compare it before they add up.
             step: for error messages.
             hold: launch nothing before `finish`.
         """
-        self._drain()
+        with contextlib.suppress(GradientError):  # about gradients of the round that was broken off: nobody uses them
+            self._drain(discard=True)
         self._next, self._round, self._step, self._holding = 0, round_number, step, hold
         self.busy_seconds = self.exposed_seconds = 0.0
 
@@ -120,9 +123,10 @@ class Scheduler:
             self._todo.put(None)
             self._worker = None
 
-    def _drain(self) -> None:
+    def _drain(self, *, discard: bool = False) -> None:
         """Wait for everything that was launched to be reduced, and raise what went wrong."""
-        self._land()
+        if self._in_flight:
+            self._land(discard=discard)
         while self._num_outstanding:
             self._num_done.acquire()
             self._num_outstanding -= 1
@@ -132,25 +136,32 @@ class Scheduler:
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.begin_reduce()
+        started = time.perf_counter()
         if self.threaded:
             self._num_outstanding += 1
             self._todo.put(bucket)
-        elif isinstance(self._mover, StagedMover):
-            flight = self._mover.start(bucket.wire, scale=bucket.reduce_scale, tag=self._tag(bucket))
+        elif self._staged is not None:
+            start, scale, tag = self._staged.start, bucket.reduce_scale, self._tag(bucket)
+            flight = self._locating(bucket, lambda: start(bucket.wire, scale=scale, tag=tag))
             self._in_flight.append((bucket, flight))
+            self.busy_seconds += time.perf_counter() - started
+            self.exposed_seconds += time.perf_counter() - started
             self.look_in()
         else:
-            started = time.perf_counter()
             self._reduce(bucket)
             self.exposed_seconds += time.perf_counter() - started
 
-    def _land(self) -> None:
-        """Wait for what a staged mover has in flight."""
+    def _land(self, *, discard: bool) -> None:
+        """Wait for what a staged mover has in flight. Peers wait for this rank's parts, so those come first."""
         started = time.perf_counter()
         in_flight, self._in_flight = self._in_flight, []
         self._num_advanced, self.is_waiting = 0, False
         for bucket, flight in in_flight:
-            bucket.end_reduce(self._locating(bucket, flight.land))
+            self._locating(bucket, flight.contribute)
+        for bucket, flight in in_flight:
+            non_finite = self._locating(bucket, flight.land)
+            if not discard:
+                bucket.end_reduce(non_finite)
         self.busy_seconds += time.perf_counter() - started
 
     def _reduce(self, bucket: Bucket) -> None:

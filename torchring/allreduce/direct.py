@@ -37,7 +37,7 @@ from torchring.memory.host import HostGroup, as_words
 
 BLOCK_BYTES: Final = 256 * 1024
 ALIGNMENT_BYTES: Final = 64
-MAX_IN_FLIGHT: Final = 64
+MAX_IN_FLIGHT: Final = 512
 _NOBODY: Final = -1  # in a note: the sum overflowed, no input is to blame
 
 
@@ -74,7 +74,18 @@ class DirectWire:
 class DirectFlight:
     """One reduction from "packed" to everybody's "done". See `Flight`."""
 
-    __slots__ = ("_mover", "is_reduced", "number", "record", "result", "scale", "tag", "wire")
+    __slots__ = (
+        "_mover",
+        "has_landed",
+        "is_gathered",
+        "is_reduced",
+        "number",
+        "record",
+        "result",
+        "scale",
+        "tag",
+        "wire",
+    )
 
     def __init__(self, mover: DirectAllReduce, number: int, wire: DirectWire, scale: float, tag: int) -> None:
         self._mover = mover
@@ -83,11 +94,16 @@ class DirectFlight:
         self.wire = wire
         self.scale = scale
         self.tag = tag
-        self.is_reduced = False
+        self.is_gathered = False  # all ranks have packed
+        self.is_reduced = False  # this rank's slice
+        self.has_landed = False
         self.result: NonFinite | None = None
 
     def advance(self) -> bool:
         return self.is_reduced or self._mover.advance(self)
+
+    def contribute(self) -> None:
+        self._mover.contribute(self)
 
     def land(self) -> NonFinite | None:
         self._mover.land(self)
@@ -114,7 +130,7 @@ class DirectAllReduce:
         notes = group.allocate(MAX_IN_FLIGHT * 24)
         self._notes = [as_words(part) for part in notes.parts]
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self._num_started = 0
+        self._num_started = self._num_gathered = 0  # flights
         self._in_flight: deque[DirectFlight] = deque()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DirectWire]:
@@ -142,27 +158,43 @@ class DirectAllReduce:
         return flight
 
     def advance(self, flight: DirectFlight) -> bool:
-        """Reduce this rank's slice if all inputs are packed. Those started earlier have been reduced."""
-        if not self._packed.has_gathered():
-            return False
+        """Reduce this rank's slice if all inputs are packed."""
+        if not flight.is_gathered:
+            assert flight.number == self._num_gathered, "flights advance in the order in which they were started"
+            if not self._packed.has_gathered():
+                return False
+            self._set_gathered(flight)
         self._reduce(flight)
         return True
 
-    def land(self, last: DirectFlight) -> None:
-        """Wait for all flights up to `last`. Peers wait for this rank's slices of all of them, so those come first."""
-        for flight in self._in_flight:
-            if not flight.is_reduced:
-                self._packed.gather()
-                self._reduce(flight)
-        while self._in_flight and self._in_flight[0].number <= last.number:
-            flight = self._in_flight.popleft()
-            self._done.gather()
-            record = flight.record
-            for note in self._notes:
-                if note[record + 1]:
-                    rank = None if note[record + 1] == _NOBODY else note[record + 1] - 1
-                    flight.result = NonFinite(rank, note[record + 2])
-                    break
+    def contribute(self, flight: DirectFlight) -> None:
+        """Wait until all inputs are packed, and reduce this rank's slice."""
+        if not flight.is_gathered:
+            assert flight.number == self._num_gathered, "flights advance in the order in which they were started"
+            self._packed.gather()
+            self._set_gathered(flight)
+        if not flight.is_reduced:
+            self._reduce(flight)
+
+    def land(self, flight: DirectFlight) -> None:
+        """Wait until all slices are written."""
+        if flight.has_landed:
+            return
+        assert flight is self._in_flight[0], "flights land in the order in which they were started"
+        self.contribute(flight)
+        self._done.gather()
+        self._in_flight.popleft()
+        flight.has_landed = True
+        record = flight.record
+        for note in self._notes:
+            if note[record + 1]:
+                rank = None if note[record + 1] == _NOBODY else note[record + 1] - 1
+                flight.result = NonFinite(rank, note[record + 2])
+                break
+
+    def _set_gathered(self, flight: DirectFlight) -> None:
+        flight.is_gathered = True
+        self._num_gathered += 1
 
     def _reduce(self, flight: DirectFlight) -> None:
         record = flight.record

@@ -27,7 +27,7 @@ class NonFinite:
 
 
 class Wire(Protocol):
-    """One wire buffer. Owned by the bucket that packs it, except while `Mover.all_reduce` runs."""
+    """One wire buffer. Owned by the bucket that packs it, except from `start` until it has landed."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -68,13 +68,16 @@ class Mover(Protocol):
 
 
 class Flight(Protocol):
-    """A reduction that has been started. Between `start` and `land` the wire belongs to the mover."""
+    """A reduction that has been started. A mover's flights contribute and land in the order in which they started."""
 
     def advance(self) -> bool:
-        """Do this rank's part if it can be done without waiting for anybody; whether it is done."""
+        """`contribute` if that takes no waiting; whether this rank's part is done."""
+
+    def contribute(self) -> None:
+        """Wait until every rank has started this one, and do this rank's part."""
 
     def land(self) -> NonFinite | None:
-        """Wait for the result; lands everything started before it, too. Returns and raises as `Mover.all_reduce`."""
+        """Contribute, and wait for everybody's part. Returns and raises as `Mover.all_reduce`; again if asked again."""
 
 
 @runtime_checkable
@@ -85,7 +88,7 @@ class StagedMover(Mover, Protocol):
     """
 
     def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> Flight:
-        """Begin `all_reduce`. Flights advance and land in the order in which they were started."""
+        """Begin `all_reduce`. With a few hundred in flight it first lands the oldest."""
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -35,7 +35,7 @@ class Channel:
             where the processor had gone idle. A polling rank gives way to others between two looks, so it does no harm
             where ranks outnumber cores (all-reduce of 1 KiB, 4 ranks on 2 cores: 60 us; asleep 175, polling without
             giving way 580). Where it meets a program that takes its turn and does not give it back, it sleeps in the
-            next few waits. It should be 0 where another thread of the process computes meanwhile.
+            next few waits. It should be 0 where another thread of the process computes all the while.
     """
 
     def __init__(self, group: HostGroup, *, poll_seconds: float = POLL_SECONDS) -> None:

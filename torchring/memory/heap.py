@@ -24,7 +24,7 @@ _largest_bytes = 0
 
 
 def keep_freed(total_bytes: int, largest_bytes: int) -> None:
-    """Have malloc keep gradients that are freed, for the next ones. Thread-safe; does nothing without glibc.
+    """Have malloc keep gradients that are freed, for the next ones. Does nothing without glibc.
 
     Args:
         total_bytes: of all gradients that come and go. As much free memory may stay at the top of the heap.
@@ -43,7 +43,8 @@ def keep_freed(total_bytes: int, largest_bytes: int) -> None:
     # The block's header and alignment come on top, and what else is freed while the largest is free.
     largest = max(_LEAST_MMAP_BYTES, _largest_bytes + (1 << 20))
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(_M_MMAP_THRESHOLD, min(largest, _LARGEST))
+    if not mallopt(_M_MMAP_THRESHOLD, min(largest, _LARGEST)):
+        mallopt(_M_MMAP_THRESHOLD, _LEAST_MMAP_BYTES)  # the most that older versions take
     mallopt(_M_TRIM_THRESHOLD, min(_kept_bytes + 2 * largest, _LARGEST))
 
 
