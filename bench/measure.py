@@ -62,7 +62,13 @@ class Spread:
 
 
 def take_turns(
-    rivals: dict[str, Turn], *, prepare: Callable[[str], object], warmups: int, seconds: float, most: int
+    rivals: dict[str, Turn],
+    *,
+    prepare: Callable[[str], object],
+    warmups: int,
+    seconds: float,
+    most: int,
+    calls: int = 1,
 ) -> dict[str, Spread]:
     """Time every rival, one after the other, again and again. Collective: every rank calls it with the same rivals.
 
@@ -72,6 +78,8 @@ def take_turns(
         warmups: turns of each that are not counted.
         seconds: stop after about this long, on rank 0's clock.
         most: repetitions at the most.
+        calls: in a turn; their mean counts. With more than one, another goes before them, which does not count: what
+            takes microseconds is measured warm, as nobody finds his caches or his peers as he left them.
     """
     names = list(rivals)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -80,12 +88,16 @@ def take_turns(
         shift = repetition % len(names)
         for name in names[shift:] + names[:shift]:
             prepare(name)
+            turn = rivals[name]
             torchring.barrier()
+            if calls > 1:
+                turn()
             begin = time.perf_counter()
-            rivals[name]()
+            for _ in range(calls):
+                turn()
             elapsed = time.perf_counter() - begin
             if repetition >= 0:
-                times[name].append(elapsed)
+                times[name].append(elapsed / calls)
         if repetition >= 2 and torchring.broadcast_object(time.perf_counter() - started > seconds):
             break
     slowest = torch.tensor([times[name] for name in names], dtype=torch.float64)
@@ -181,15 +193,18 @@ def start_ranks(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool,
             environment.
         rendezvous: a free TCP port.
     """
+    return run_together(rank_commands(script, ranks, arguments, mpi=mpi, rendezvous=rendezvous))
+
+
+def rank_commands(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool, rendezvous: int) -> list[Command]:
+    """What `start_ranks` runs: one mpirun, or a command for each rank."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, script, *arguments]
     if mpi:
         options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
-        return run_together([Command("mpirun", [find_mpirun() or "mpirun", *options, *command], shared)])
+        return [Command("mpirun", [find_mpirun() or "mpirun", *options, *command], shared)]
     places = [{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return run_together(
-        [Command(f"rank {rank}", command, shared | place, is_quiet=rank > 0) for rank, place in enumerate(places)]
-    )
+    return [Command(f"rank {rank}", command, shared | place, is_quiet=rank > 0) for rank, place in enumerate(places)]
 
 
 def run_worlds(script: str, worlds: Sequence[int], *, mpi: bool, json_file: str | None) -> int:

@@ -203,7 +203,7 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
         cells.append(f"{alone / ours:.0%}")
         table.append(cells)
     title = f"Training step, {about['ranks']} ranks x 1 thread on {about['cores']} cores, p50 (p20-p80)"
-    measure.print_table(f"{title} ({about['processor']}, {about['date']}, commit {about['commit']})", columns, table)
+    measure.print_table(f"{title} {measure.origin(about)}", columns, table)
 
 
 if __name__ == "__main__":

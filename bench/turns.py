@@ -1,8 +1,9 @@
 """Rivals that train in processes of their own, as they would for a user, and take turns on one machine.
 
-In one process they would share an allocator, in which one's freed gradients spare another its page faults, and
-background threads. So every rival has its own ranks; while it is not its turn they are stopped (SIGSTOP). The referee,
-asleep itself, calls a turn by a message in a store that it hosts, and gets the times back in the same way.
+In one process they would share background threads, and an allocator in which one's freed gradients spare another its
+page faults. So every rival has its own ranks, which sleep while it is not their turn, or are stopped (SIGSTOP) where a
+background thread would go on. The referee, asleep itself, calls a turn by a message in a store that it hosts, and gets
+the times back in the same way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ class Team:
 
     name: str
     processes: list[subprocess.Popen[bytes]]
-    pids: list[int] = field(default_factory=list)
+    pids_to_stop: list[int] = field(default_factory=list)
     num_turns: int = 0
     seconds: list[float] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class Referee:
 
     Args:
         script: what each rank runs, with `arguments` and `--worker RIVAL,PORT,FOLDER`; it calls `play`.
-        mpi: rivals that have to be started by mpirun.
+        mpi: rivals that have to be started by mpirun, and whose background threads do not sleep (Horovod).
     """
 
     def __init__(
@@ -62,11 +62,18 @@ class Referee:
         self.teams: dict[str, Team] = {}
         try:
             for rival in rivals:
-                command = [sys.executable, script, *arguments, "--worker", f"{rival},{self._store.port},{self.folder}"]
-                self.teams[rival] = Team(rival, _start(command, ranks, mpi=rival in mpi))
-                # Imports and first steps of one at a time, or they would all be slow.
-                self.teams[rival].pids = [int(text) for text in self._answers(self.teams[rival], "pid")]
-                self._stop(self.teams[rival])
+                self.teams[rival] = team = Team(rival, [])
+                for command in measure.rank_commands(
+                    script,
+                    ranks,
+                    [*arguments, "--worker", f"{rival},{self._store.port},{self.folder}"],
+                    mpi=rival in mpi,
+                    rendezvous=measure.free_port(),
+                ):
+                    team.processes.append(command.start())
+                pids = self._answers(team, "pid")
+                team.pids_to_stop = [int(text) for text in pids] if rival in mpi else []
+                self._stop(team)
         except BaseException:
             self.close()
             raise
@@ -114,18 +121,9 @@ class Referee:
 
     def close(self) -> None:
         """End every process, and remove the folder."""
-        processes = [process for team in self.teams.values() for process in team.processes]
         for team in self.teams.values():
             self._continue(team)
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in processes:
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        measure.end([process for team in self.teams.values() for process in team.processes])
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _answers(self, team: Team, key: str) -> list[str]:
@@ -141,11 +139,11 @@ class Referee:
         return [self._store.get(key).decode() for key in keys]
 
     def _stop(self, team: Team) -> None:
-        for pid in team.pids:
+        for pid in team.pids_to_stop:
             os.kill(pid, signal.SIGSTOP)
 
     def _continue(self, team: Team) -> None:
-        for pid in team.pids:
+        for pid in team.pids_to_stop:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -155,11 +153,12 @@ def referee(
     script: str, rivals: Sequence[str], ranks: int, arguments: Sequence[str], *, mpi: Sequence[str] = ()
 ) -> Iterator[Referee]:
     """A `Referee` whose processes are gone afterwards, whatever happens."""
-    one = Referee(script, rivals, ranks, arguments, mpi=mpi)
-    try:
-        yield one
-    finally:
-        one.close()
+    with measure.stopped_by_signals():
+        one = Referee(script, rivals, ranks, arguments, mpi=mpi)
+        try:
+            yield one
+        finally:
+            one.close()
 
 
 def play(worker: str, prepare: Callable[[str, Path], tuple[Callable[[], None], Callable[[], Any]]]) -> None:
@@ -189,17 +188,3 @@ def play(worker: str, prepare: Callable[[str, Path], tuple[Callable[[], None], C
     answer = json.dumps(result())
     torchring.barrier()
     store.set(f"{rival}/result/{rank}", answer)
-
-
-def _start(command: Sequence[str], ranks: int, *, mpi: bool) -> list[subprocess.Popen[bytes]]:
-    port = str(measure.free_port())
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    if mpi:
-        options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
-        return [subprocess.Popen(["mpirun", *options, *command], env=environment)]
-    return [
-        subprocess.Popen(
-            command, env=environment | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(ranks)
-    ]
