@@ -5,7 +5,7 @@
 
 Every rival trains its own copy of the model in processes of its own, from the same weights and on the same batches, and
 takes its turn: zero_grad, forward, backward, step (see turns.py). So does "alone", the same without communication; a
-rival's *overhead* is its median step minus that of "alone". Rivals at their best settings:
+rival's *overhead* is the median, over all repetitions, of its step minus that of "alone". Rivals at their best:
     torchring  torchring.wrap(optimizer, model)
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms (if it can be imported)
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="one table for each")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=30.0, help="per model")
-    parser.add_argument("--most", type=int, default=60, help="counted steps of each rival at the most")
+    parser.add_argument("--most", type=int, default=120, help="counted steps of each rival at the most")
     parser.add_argument("--json", help="also write the rows to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -89,6 +89,11 @@ def compare(name: str, ranks: int, seconds: float, most: int) -> dict[str, Any]:
         "distance": distances,
         "losses": {rival: per_rank[0]["losses"][-1] for rival, per_rank in results.items()},
         "ms": {rival: vars(Spread.of(team.seconds)) for rival, team in referee.teams.items()},
+        "overhead_ms": {
+            rival: vars(Spread.of(team.seconds_more_than(referee.teams["alone"])))
+            for rival, team in referee.teams.items()
+            if rival != "alone"
+        },
         "stats": results["torchring"][0]["stats"],
     }
 
@@ -192,18 +197,23 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     table = []
     for row in rows:
         spreads = {name: Spread(**values) for name, values in row["ms"].items()}
-        alone, ours = spreads["alone"].p50, spreads["torchring"].p50
+        overheads = {name: Spread(**values) for name, values in row["overhead_ms"].items()}
+        ours = overheads["torchring"]
         cells = [row["model"], f"{row['bytes'] / 2**20:.1f}", str(row["tensors"])]
-        cells += [f"{spreads[n].p50:.1f} ({spreads[n].p20:.1f}-{spreads[n].p80:.1f})" for n in names]
-        cells.append(f"{ours - alone:.1f}")
+        cells += [_cell(spreads[name]) for name in names]
+        cells.append(_cell(ours))
         for name in others:
-            theirs = spreads[name].p50
-            ratio = (ours - alone) / (theirs - alone) if theirs > alone else float("nan")
-            cells += [f"{theirs - alone:.1f}", f"{ratio:.2f}", f"{theirs / ours:.2f}x"]
-        cells.append(f"{alone / ours:.0%}")
+            theirs = overheads[name]
+            ratio = ours.p50 / theirs.p50 if theirs.p50 > 0 else float("nan")
+            cells += [_cell(theirs), f"{ratio:.2f}", f"{spreads[name].p50 / spreads['torchring'].p50:.2f}x"]
+        cells.append(f"{spreads['alone'].p50 / spreads['torchring'].p50:.0%}")
         table.append(cells)
     title = f"Training step, {about['ranks']} ranks x 1 thread on {about['cores']} cores, p50 (p20-p80)"
     measure.print_table(f"{title} {measure.origin(about)}", columns, table)
+
+
+def _cell(spread: Spread) -> str:
+    return f"{spread.p50:.1f} ({spread.p20:.1f}-{spread.p80:.1f})"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import tempfile
 import time
@@ -28,7 +29,7 @@ import torch.distributed as dist
 import torchring
 from torchring.bench import measure
 
-STEPS_PER_TURN: Final = 3
+STEPS_PER_TURN: Final = 4
 """The first of which is not counted: it finds the caches full of what others left there."""
 
 _PATIENCE: Final = timedelta(seconds=600)
@@ -42,7 +43,17 @@ class Team:
     processes: list[subprocess.Popen[bytes]]
     pids_to_stop: list[int] = field(default_factory=list)
     num_turns: int = 0
-    seconds: list[float] = field(default_factory=list)
+    turns: list[list[float]] = field(default_factory=list)  # seconds of each counted step, of the slowest rank
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of all counted steps."""
+        return [seconds for turn in self.turns for seconds in turn]
+
+    def seconds_more_than(self, other: Team) -> list[float]:
+        """For each repetition, by how much its mean step was longer than the other's: what slows a machine down for a
+        while slows both."""
+        return [statistics.mean(a) - statistics.mean(b) for a, b in zip(self.turns, other.turns, strict=True)]
 
 
 class Referee:
@@ -106,7 +117,7 @@ class Referee:
         self._stop(team)
         slowest = [max(times) for times in zip(*rows, strict=True)]
         if counts:
-            team.seconds += slowest[1:]
+            team.turns.append(slowest[1:])
 
     def end(self) -> dict[str, list[Any]]:
         """The game is over: what each rank of each rival returns from `play`'s `result`."""

@@ -7,6 +7,7 @@ packed, and holds the mean as soon as the buffer does. Otherwise packing scales 
 from __future__ import annotations
 
 import enum
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Final
@@ -225,11 +226,12 @@ class Bucket:
 
     def unsettled(self) -> tuple[str, str] | None:
         """The first parameter whose `.grad` must not be stepped on, and what it is; None if all are fine."""
-        for slot, (parameter, settled) in enumerate(zip(self.parameters, self._settled, strict=True)):
+        all_reduced = self.status.count(_REDUCED) == len(self.status)
+        if all_reduced and all(map(operator.is_, map(_grad_of, self.parameters), self._views)):
+            return None  # as after every ordinary backward
+        for slot, parameter in enumerate(self.parameters):
             grad = parameter.grad
-            if grad is None or (settled is not None and settled() is grad and self.status[slot] is _REDUCED):
-                continue
-            if not self._is_settled(slot, grad):
+            if grad is not None and not self._is_settled(slot, grad):
                 status = self.status[slot]
                 was_fine = status is _REDUCED or status is _ZEROED
                 return self.names[slot], "was replaced by another tensor" if was_fine else status.value
@@ -283,9 +285,10 @@ class Bucket:
 
     def _check_untouched(self) -> None:
         """No hook of the script's may have had its hands on what was under way."""
-        for slot, arrived in enumerate(self._has_arrived):
-            if arrived and self.parameters[slot].grad is not self._views[slot]:
-                raise self._taken(slot)
+        if not all(map(operator.is_, map(_grad_of, self.parameters), self._views)):
+            for slot, arrived in enumerate(self._has_arrived):
+                if arrived and self.parameters[slot].grad is not self._views[slot]:
+                    raise self._taken(slot)
         if self.wire.tensor._version != self._version:
             raise GradientError(
                 f"a gradient of bucket {self.index} ({self.names[0]} .. {self.names[-1]}) was written to while it "
@@ -338,35 +341,36 @@ class Bucket:
         self._move(BucketState.FILLING, BucketState.PACKED)
 
     def _pack(self, slots: Sequence[int]) -> None:
-        grads, views, packed = [], [], []
-        for slot in slots:
-            grad, view = self.parameters[slot].grad, self._views[slot]
-            if grad is view:  # accumulated in place
-                continue
-            if grad is None:
-                raise self._taken(slot)
-            if grad.is_sparse:
-                raise GradientError(
-                    f"{self.names[slot]} has a sparse gradient; pass the model to torchring.wrap(optimizer, model), so "
-                    "that sparse embeddings are found beforehand, or build the layer with sparse=False",
-                    parameters=(self.names[slot],),
-                )
-            grads.append(grad)
-            views.append(view)
-            packed.append(slot)
-        if not grads:
+        """Copy these gradients to the wire."""
+        # Loops in C where there is one pass for each parameter: they are most of what a small gradient costs.
+        views = [self._views[slot] for slot in slots]
+        grads = [self.parameters[slot].grad for slot in slots]
+        if any(map(operator.is_, grads, views)):  # accumulated in place
+            self._pack([slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view])
+            return
+        packed: list[torch.Tensor] = [grad for grad in grads if grad is not None]
+        if len(packed) < len(slots):
+            raise self._taken(slots[next(i for i, grad in enumerate(grads) if grad is None)])
+        if any(map(_is_sparse, packed)):
+            name = self.names[slots[next(i for i, grad in enumerate(packed) if grad.is_sparse)]]
+            raise GradientError(
+                f"{name} has a sparse gradient; pass the model to torchring.wrap(optimizer, model), so that sparse "
+                "embeddings are found beforehand, or build the layer with sparse=False",
+                parameters=(name,),
+            )
+        if not packed:
             return
         if not self._gradients_live_here:
-            reference.pack(grads, views, scale=self._pack_scale)
-            self._packed |= {slot: (grad, grad._version) for slot, grad in zip(packed, grads, strict=True)}
+            reference.pack(packed, views, scale=self._pack_scale)
+            self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, packed, strict=True)}
             return
         try:
             # Nothing is scaled here, and shapes need no look of ours: torch refuses a .grad that does not fit.
-            torch._foreach_copy_(views, grads)
-            for slot, view in zip(packed, views, strict=True):
+            torch._foreach_copy_(views, packed)
+            for slot, view in zip(slots, views, strict=True):
                 self.parameters[slot].grad = view
         except RuntimeError as error:
-            misfit = self._first_misfit(packed)
+            misfit = self._first_misfit(slots)
             if misfit is None:
                 raise
             name = self.names[misfit]
@@ -420,6 +424,9 @@ class Bucket:
 # Members of an enum take 0.1 us to look up, which counts where it is done for every parameter.
 _FILLING = BucketState.FILLING
 _LOCAL, _REDUCED, _ZEROED = GradientStatus.LOCAL, GradientStatus.REDUCED, GradientStatus.ZEROED
+
+_grad_of = operator.attrgetter("grad")
+_is_sparse = operator.attrgetter("is_sparse")
 
 
 def _view(flat: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:
