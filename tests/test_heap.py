@@ -30,12 +30,14 @@ def step(num_bytes):
 
 for call in eval(sys.argv[1]):
     heap.keep_freed(*call)
+for _ in range(4):  # until the heap has grown to where blocks fit
+    step(int(sys.argv[2]))
 print(*(step(int(sys.argv[2])) for _ in range(4)))
 """
 
 
 def faults(calls: list[tuple[int, int]], num_bytes: int, **environ: str) -> list[int]:
-    """Page faults of taking, touching and freeing a block, four times."""
+    """Page faults of taking, touching and freeing a block, four times, after four that do not count."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, repr(calls), str(num_bytes)],
@@ -48,10 +50,8 @@ def faults(calls: list[tuple[int, int]], num_bytes: int, **environ: str) -> list
     return [int(word) for word in ran.stdout.split()]
 
 
-def test_a_block_is_faulted_in_once() -> None:
-    first, *later = faults([(48 * MIB, 48 * MIB)], 48 * MIB)
-    assert first > 0.9 * NUM_PAGES
-    assert max(later) < 0.1 * NUM_PAGES
+def test_a_block_that_comes_and_goes_is_not_faulted_in_again() -> None:
+    assert max(faults([(48 * MIB, 48 * MIB)], 48 * MIB)) < 0.1 * NUM_PAGES
 
 
 def test_without_it_a_block_is_faulted_in_every_time() -> None:
@@ -64,11 +64,11 @@ def test_what_is_larger_than_a_gradient_still_goes_back() -> None:
 
 
 def test_a_second_optimizer_of_small_gradients_changes_nothing() -> None:
-    assert max(faults([(48 * MIB, 48 * MIB), (100, 10)], 48 * MIB)[1:]) < 0.1 * NUM_PAGES
+    assert max(faults([(48 * MIB, 48 * MIB), (100, 10)], 48 * MIB)) < 0.1 * NUM_PAGES
 
 
 def test_sizes_beyond_an_int() -> None:
-    assert max(faults([(2**40, 2**35)], 48 * MIB)[1:]) < 0.1 * NUM_PAGES
+    assert max(faults([(2**40, 2**35)], 48 * MIB)) < 0.1 * NUM_PAGES
 
 
 @pytest.mark.parametrize(
