@@ -244,6 +244,17 @@ def has_horovod() -> bool:
     return has_mpi() and importlib.util.find_spec("horovod") is not None
 
 
+def start_horovod() -> Any:
+    """`horovod.torch`, initialised at its best settings; collective."""
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")  # ms; with the default of 1 small messages take 1 ms
+    import horovod.torch as hvd
+
+    hvd.init()
+    if hvd.size() != torchring.size():
+        raise SystemExit(f"Horovod sees {hvd.size()} ranks, not {torchring.size()}; start it under mpirun")
+    return hvd
+
+
 @contextmanager
 def horovod() -> Iterator[Any]:
     """`horovod.torch`, running while its turns last; collective.
@@ -252,12 +263,7 @@ def horovod() -> Iterator[Any]:
     """
     from mpi4py import MPI  # noqa: F401 - before hvd.init(), or hvd.shutdown() would end MPI for good
 
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")  # ms; with the default of 1 small messages take 1 ms
-    import horovod.torch as hvd
-
-    hvd.init()
-    if hvd.size() != torchring.size():
-        raise SystemExit(f"Horovod sees {hvd.size()} ranks, not {torchring.size()}; start it under mpirun")
+    hvd = start_horovod()
     try:
         yield hvd
     finally:

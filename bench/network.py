@@ -23,6 +23,7 @@ at most, and the bound is 2 %; for ddp it is 0.1 %. "alone" shows what a rival t
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -168,15 +169,6 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
         contestants[rival] = wrap(workload.model)
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
 
-    def turn(rival: str) -> None:
-        contestant = contestants[rival]
-        batch = batches[len(contestant.losses) % len(batches)]
-        contestant.optimizer.zero_grad()
-        loss = workload.loss(contestant.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        contestant.optimizer.step()
-        contestant.losses.append(loss.item())
-
     # As long as a process has several distributed optimizers, none of them overlaps, since one backward may reach the
     # parameters of any. Here none does: each is by itself in its turn, as it would be in a process of its own.
     neighbours = neighbours_of(default_world())
@@ -190,7 +182,7 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
             neighbours.join(member)
 
     spreads = measure.take_turns(
-        {rival: lambda rival=rival: turn(rival) for rival in contestants},  # type: ignore[misc]
+        {rival: functools.partial(c.step, workload, batches) for rival, c in contestants.items()},
         prepare=prepare,
         warmups=2,
         seconds=options.seconds,

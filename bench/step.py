@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import torch
 import torchring
 from torchring.bench import measure, turns
 from torchring.bench.measure import Spread
-from torchring.bench.models import MODELS
+from torchring.bench.models import MODELS, Batch, Workload
 
 
 @dataclass
@@ -39,6 +38,15 @@ class Contestant:
     model: torch.nn.Module
     optimizer: Any
     losses: list[float]
+
+    def step(self, workload: Workload, batches: Sequence[Batch]) -> None:
+        """One training step, on the batch whose turn it is."""
+        batch = batches[len(self.losses) % len(batches)]
+        self.optimizer.zero_grad()
+        loss = workload.loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.losses.append(loss.item())
 
 
 Wrap = Callable[[torch.nn.Module], Contestant]
@@ -105,16 +113,8 @@ def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[], None], Ca
     torch.manual_seed(0)
     model = MODELS[name]().model
     start = flat_weights(model)
-    wrap = RIVALS[rival] if rival != "horovod" else functools.partial(with_horovod, start_horovod())
+    wrap = RIVALS[rival] if rival != "horovod" else functools.partial(with_horovod, measure.start_horovod())
     contestant = wrap(model)
-
-    def step() -> None:
-        batch = batches[len(contestant.losses) % len(batches)]
-        contestant.optimizer.zero_grad()
-        loss = workload.loss(contestant.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        contestant.optimizer.step()
-        contestant.losses.append(loss.item())
 
     def result() -> dict[str, Any]:
         weights = flat_weights(model)
@@ -124,7 +124,7 @@ def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[], None], Ca
         digest = weights.view(torch.int32).sum(dtype=torch.int64).item()
         return {"losses": contestant.losses, "digest": digest, "stats": stats}
 
-    return step, result
+    return lambda: contestant.step(workload, batches), result
 
 
 def flat_weights(model: torch.nn.Module) -> torch.Tensor:
@@ -146,17 +146,6 @@ def check_weights(rival: str, folder: Path) -> float:
 
 
 MOST_DISTANCE = 1e-3
-
-
-def start_horovod() -> Any:
-    """`horovod.torch`, initialised under mpirun."""
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")  # ms; with the default of 1 small messages take 1 ms
-    import horovod.torch as hvd
-
-    hvd.init()
-    if hvd.size() != torchring.size():
-        raise SystemExit(f"Horovod sees {hvd.size()} ranks, not {torchring.size()}")
-    return hvd
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
