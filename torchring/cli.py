@@ -40,12 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bench",
         help="run a benchmark",
         description="Run a benchmark. `torchring bench NAME --help` shows its options.",
-        epilog="benchmarks:\n" + "\n".join(f"  {name:10} {summary}" for name, summary in benchmarks.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     bench.add_argument("name", choices=list(benchmarks), metavar="NAME", help=", ".join(benchmarks))
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the benchmark")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["bench"]:  # parsing them takes 0.1 s, for which `torchring run` need not wait
+        summaries = [f"  {name:10} {_summary(source)}" for name, source in benchmarks.items()]
+        bench.epilog = "\n".join(["benchmarks:", *summaries])
     options = parser.parse_args(arguments)
     # argparse drops a leading "--" from what belongs to the script.
     if arguments[-len(options.arguments) - 1] == "--":
@@ -87,12 +89,17 @@ def _run(num_proc: int, script: str, arguments: Sequence[str]) -> int:
 
 
 def _benchmarks() -> dict[str, str]:
-    """What can be run in bench/, with the first line of what it says about itself."""
+    """What can be run in bench/: {name: source}."""
     sources = {file.stem: file.read_text() for file in _BENCH.glob("*.py")}
     found = {name: source for name, source in sources.items() if 'if __name__ == "__main__":' in source}
     if (micro := _BENCH / "micro" / "__init__.py").exists():
         found["micro"] = micro.read_text()
-    return {name: (ast.get_docstring(ast.parse(found[name])) or "").partition("\n")[0] for name in sorted(found)}
+    return dict(sorted(found.items()))
+
+
+def _summary(source: str) -> str:
+    """The first line of what a module says about itself."""
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
 def _bench(name: str, arguments: Sequence[str]) -> int:
