@@ -149,7 +149,7 @@ def report(rows: list[dict[str, object]], about: dict[str, object]) -> None:
         table.append(
             [
                 human_bytes(num_bytes),
-                *(f"{spreads[n].p50:.3f} ({spreads[n].p20:.3f}-{spreads[n].p80:.3f})" for n in names),
+                *(spreads[n].text(3) for n in names),
                 f"{copy:.3f}",
                 *(f"{spreads[n].p50 / direct:.1f}x" for n in others),
                 f"{num_bytes / direct / 1e6:.2f}",

@@ -60,6 +60,16 @@ class Spread:
         cuts = statistics.quantiles(milliseconds, n=10, method="inclusive")
         return Spread(cuts[1], statistics.median(milliseconds), cuts[7], len(milliseconds))
 
+    def text(self, digits: int) -> str:
+        """For a table's cell: p50 (p20-p80)."""
+        return f"{self.p50:.{digits}f} ({self.p20:.{digits}f}-{self.p80:.{digits}f})"
+
+
+def in_turn(names: Sequence[str], repetition: int) -> list[str]:
+    """The order of a repetition: each begins with the next name."""
+    shift = repetition % len(names)
+    return [*names[shift:], *names[:shift]]
+
 
 def take_turns(
     rivals: dict[str, Turn],
@@ -85,8 +95,7 @@ def take_turns(
     times: dict[str, list[float]] = {name: [] for name in names}
     started = time.perf_counter()
     for repetition in range(-warmups, most):
-        shift = repetition % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in in_turn(names, repetition):
             prepare(name)
             turn = rivals[name]
             torchring.barrier()

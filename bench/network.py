@@ -254,7 +254,7 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
         spreads = {name: Spread(**values) for name, values in row["ms"].items()}
         alone, ddp = spreads["alone"].p50, spreads["ddp"].p50
         for name, spread in spreads.items():
-            cells = [row["rate"], row["layout"], name, f"{spread.p50:.0f} ({spread.p20:.0f}-{spread.p80:.0f})"]
+            cells = [row["rate"], row["layout"], name, spread.text(0)]
             differ = f"{row['weight_difference'].get(name, 0.0):.0e}"
             if name == "alone":
                 table.append([*cells, "", "", "", "", differ])

@@ -189,20 +189,16 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
         overheads = {name: Spread(**values) for name, values in row["overhead_ms"].items()}
         ours = overheads["torchring"]
         cells = [row["model"], f"{row['bytes'] / 2**20:.1f}", str(row["tensors"])]
-        cells += [_cell(spreads[name]) for name in names]
-        cells.append(_cell(ours))
+        cells += [spreads[name].text(1) for name in names]
+        cells.append(ours.text(1))
         for name in others:
             theirs = overheads[name]
             ratio = ours.p50 / theirs.p50 if theirs.p50 > 0 else float("nan")
-            cells += [_cell(theirs), f"{ratio:.2f}", f"{spreads[name].p50 / spreads['torchring'].p50:.2f}x"]
+            cells += [theirs.text(1), f"{ratio:.2f}", f"{spreads[name].p50 / spreads['torchring'].p50:.2f}x"]
         cells.append(f"{spreads['alone'].p50 / spreads['torchring'].p50:.0%}")
         table.append(cells)
     title = f"Training step, {about['ranks']} ranks x 1 thread on {about['cores']} cores, p50 (p20-p80)"
     measure.print_table(f"{title} {measure.origin(about)}", columns, table)
-
-
-def _cell(spread: Spread) -> str:
-    return f"{spread.p50:.1f} ({spread.p20:.1f}-{spread.p80:.1f})"
 
 
 if __name__ == "__main__":

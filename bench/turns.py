@@ -100,8 +100,7 @@ class Referee:
         names = list(self.teams)
         started = time.monotonic()
         for repetition in range(-warmups, most):
-            shift = repetition % len(names)
-            for name in names[shift:] + names[:shift]:
+            for name in measure.in_turn(names, repetition):
                 self.turn(name, counts=repetition >= 0)
             if repetition >= 1 and time.monotonic() - started > seconds:
                 break
