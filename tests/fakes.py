@@ -15,6 +15,9 @@ import torch
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError
 
 
+Link = tuple[str, int, int, int]  # stream, sender, receiver, tag
+
+
 class FakeNetwork:
     """Links between `size` ranks. `transport(rank, stream)` is one rank's end of one stream."""
 
@@ -24,8 +27,8 @@ class FakeNetwork:
         self.dead: set[int] = set()
         self.closed: set[tuple[str, int]] = set()
         self.changed = threading.Condition()
-        self.sends: defaultdict[tuple[str, int, int], deque[FakeTransfer]] = defaultdict(deque)
-        self.receives: defaultdict[tuple[str, int, int], deque[FakeTransfer]] = defaultdict(deque)
+        self.sends: defaultdict[Link, deque[FakeTransfer]] = defaultdict(deque)
+        self.receives: defaultdict[Link, deque[FakeTransfer]] = defaultdict(deque)
 
     def transport(self, rank: int, stream: str = "stream") -> FakeTransport:
         return FakeTransport(self, rank, stream)
@@ -46,11 +49,11 @@ class FakeTransport:
         self._network = network
         self._stream = stream
 
-    def send(self, tensor: torch.Tensor, peer: int) -> FakeTransfer:
-        return self._start(tensor, peer, (self._stream, self.rank, peer), sends=True)
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> FakeTransfer:
+        return self._start(tensor, peer, (self._stream, self.rank, peer, tag), sends=True)
 
-    def receive(self, tensor: torch.Tensor, peer: int) -> FakeTransfer:
-        return self._start(tensor, peer, (self._stream, peer, self.rank), sends=False)
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> FakeTransfer:
+        return self._start(tensor, peer, (self._stream, peer, self.rank, tag), sends=False)
 
     def fail(self, error: RingError) -> RingError:
         self.close()
@@ -61,7 +64,7 @@ class FakeTransport:
             self._network.closed.add((self._stream, self.rank))
             self._network.changed.notify_all()
 
-    def _start(self, tensor: torch.Tensor, peer: int, link: tuple[str, int, int], *, sends: bool) -> FakeTransfer:
+    def _start(self, tensor: torch.Tensor, peer: int, link: Link, *, sends: bool) -> FakeTransfer:
         if not tensor.is_contiguous():
             raise ValueError(f"a transport moves contiguous tensors, got strides {tensor.stride()}")
         network = self._network

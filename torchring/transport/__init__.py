@@ -19,8 +19,8 @@ class Transfer(Protocol):
 class Transport(Protocol):
     """Ordered point-to-point transfers between the ranks of one world.
 
-    Transfers between a pair of ranks match in the order in which they were started. A transport serves one stream of
-    operations; open another for another stream.
+    Transfers between a pair of ranks match if they have the same tag, in the order in which they were started. Several
+    threads may use a transport at once, each with tags of its own.
     """
 
     @property
@@ -29,10 +29,10 @@ class Transport(Protocol):
     @property
     def size(self) -> int: ...
 
-    def send(self, tensor: torch.Tensor, peer: int) -> Transfer:
-        """Start sending a contiguous tensor of any dtype and size, 0 elements included."""
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Transfer:
+        """Start sending a contiguous tensor of any dtype and size, 0 elements included. 0 <= tag < 2**15."""
 
-    def receive(self, tensor: torch.Tensor, peer: int) -> Transfer:
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Transfer:
         """Start receiving into a contiguous tensor with as many bytes as the peer sends."""
 
     def fail(self, error: RingError) -> RingError:

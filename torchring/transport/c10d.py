@@ -51,13 +51,13 @@ class C10dTransport:
         self._waiter = Worker(f"torchring-{name}-waiter")
         self._group: Backend | None = cast(Backend, ProcessGroupGloo(store, self.rank, self.size, timeout))
 
-    def send(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> C10dTransfer:
         data = _as_bytes(tensor)
-        return self._start(lambda group: group.send([data], peer, 0) if data.numel() else None, peer)
+        return self._start(lambda group: group.send([data], peer, tag) if data.numel() else None, peer)
 
-    def receive(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> C10dTransfer:
         data = _as_bytes(tensor)
-        return self._start(lambda group: group.recv([data], peer, 0) if data.numel() else None, peer)
+        return self._start(lambda group: group.recv([data], peer, tag) if data.numel() else None, peer)
 
     def collective(self, operation: Callable[[Backend], BackendWork]) -> None:
         """Run one of the group's own collectives to its end; failures as for transfers."""
