@@ -77,7 +77,7 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
     closers = []
 
     for name, algorithm in (("direct", "direct"), ("ring", "ring")):
-        mover, _ = open_mover(world, algorithm, "inline")
+        mover = open_mover(world, algorithm, "inline")
         assert algorithm != "direct" or isinstance(mover, DirectAllReduce)
         wire = mover.open_wires([(numel, torch.float32)])[0]
         buffers[name] = wire.tensor

@@ -14,7 +14,6 @@ import torch
 
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError
 
-
 Link = tuple[str, int, int, int]  # stream, sender, receiver, tag
 
 
@@ -29,6 +28,7 @@ class FakeNetwork:
         self.changed = threading.Condition()
         self.sends: defaultdict[Link, deque[FakeTransfer]] = defaultdict(deque)
         self.receives: defaultdict[Link, deque[FakeTransfer]] = defaultdict(deque)
+        self.gathered: defaultdict[tuple[str, int], dict[int, torch.Tensor]] = defaultdict(dict)  # (stream, turn)
 
     def transport(self, rank: int, stream: str = "stream") -> FakeTransport:
         return FakeTransport(self, rank, stream)
@@ -43,7 +43,10 @@ class FakeNetwork:
 class FakeTransport:
     """See `Transport`."""
 
+    engine = "fake"
+
     def __init__(self, network: FakeNetwork, rank: int, stream: str) -> None:
+        self._num_gathers = 0
         self.rank = rank
         self.size = network.size
         self._network = network
@@ -54,6 +57,41 @@ class FakeTransport:
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> FakeTransfer:
         return self._start(tensor, peer, (self._stream, peer, self.rank, tag), sends=False)
+
+    def sums(self, dtype: torch.dtype) -> bool:
+        return dtype in (torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_contiguous() or not self.sums(tensor.dtype):
+            raise ValueError(f"the fake does not add up {tensor.dtype} with strides {tensor.stride()}")
+        parts = self._gather(tensor)
+        tensor.copy_(torch.stack(parts).sum(0))
+
+    def all_gather(self, number: int) -> list[int]:
+        return [int(part) for part in self._gather(torch.tensor(number))]
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        network = self._network
+        started = time.monotonic()
+        with network.changed:
+            parts = network.gathered[self._stream, self._num_gathers]
+            self._num_gathers += 1
+            parts[self.rank] = tensor.clone()
+            network.changed.notify_all()
+
+            def missing() -> list[int]:
+                return [rank for rank in range(self.size) if rank not in parts]
+
+            def gone() -> list[int]:
+                return [r for r in missing() if r in network.dead or (self._stream, r) in network.closed]
+
+            network.changed.wait_for(lambda: not missing() or gone(), network.timeout_seconds)
+            seconds = time.monotonic() - started
+            if lost := gone():
+                raise PeerLostError("peers are gone", rank=self.rank, peers=lost, seconds=seconds)
+            if late := missing():
+                raise PeerTimeoutError("no answer", rank=self.rank, peers=late, seconds=seconds)
+            return [parts[rank] for rank in range(self.size)]
 
     def fail(self, error: RingError) -> RingError:
         self.close()

@@ -1,4 +1,5 @@
-"""One contract (`torchring/allreduce/mover.py`), four movers: direct, ring over the fake and over Gloo, native."""
+"""One contract (`torchring/allreduce/mover.py`), and all movers: direct, ring over the fake and over Gloo, in lanes and
+with the caller standing by, hierarchical with even and uneven hosts, native."""
 
 from __future__ import annotations
 
@@ -18,14 +19,20 @@ from fakes import FakeNetwork
 from harness import RanksFailed, run_threads
 
 from torchring.allreduce.direct import ALIGNMENT_BYTES, BLOCK_BYTES, MAX_IN_FLIGHT, DirectAllReduce, slice_bounds
-from torchring.allreduce.mover import Mover, NonFinite, StagedMover, is_finite
+from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
+from torchring.allreduce.lanes import Lanes, StandingBy
+from torchring.allreduce.mover import Mover, NonFinite, is_finite
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.ring import RingAllReduce, RingStep, ring_steps
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
+from torchring.memory import host as host_module
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
 
-KINDS = ("direct", "ring-fake", "ring-c10d", "native")
+KINDS = ("direct", "ring-fake", "ring-c10d", "ring-lanes", "hierarchical", "hierarchical-inline", "native",
+         "native-lanes")  # fmt: skip
+SHARED = ("direct", "hierarchical", "hierarchical-inline")  # sum in shared memory first
+HOSTS = {2: (0, 1), 3: (0, 0, 1), 5: (0, 1, 0, 1, 0)}  # of each rank, where there are several
 WORLDS = (2, 3, 5)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MIB = 2**20
@@ -44,7 +51,8 @@ def run_movers(
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
         # Only the fake does without a world.
         world = World(store, rank, 1 if kind == "ring-fake" else size, timeout_seconds=timeout_seconds)
-        movers = [_open(kind, world, network.transport(rank, f"stream{i}")) for i in range(num_movers)]
+        fakes = [[network.transport(rank, f"{i}/{lane}") for lane in range(2)] for i in range(num_movers)]
+        movers = [_open(kind, world, transports) for transports in fakes]
         try:
             return body(rank, *movers)
         finally:
@@ -52,18 +60,34 @@ def run_movers(
                 mover.close()
             world.close()
 
-    return run_threads(on_rank, size)
+    with pytest.MonkeyPatch.context() as patch:
+        if kind.startswith("hierarchical"):
+            patch.setattr(host_module, "_host_identity", lambda: _host_of(size))
+        return run_threads(on_rank, size)
 
 
 def _open(kind: str, world: World, fake: Any) -> Mover:
-    if kind == "direct":
-        assert world.host is not None
-        return DirectAllReduce(world.host, poll_seconds=0.0)
     if kind == "ring-fake":
-        return RingAllReduce(fake)
+        return Lanes(RingAllReduce(fake))
+    assert world.host is not None
+    if kind == "direct":
+        return DirectAllReduce(world.host, poll_seconds=0.0)
     assert world.rendezvous is not None
-    transport = C10dTransport(world.rendezvous, world.next_stream_name())
-    return RingAllReduce(transport) if kind == "ring-c10d" else NativeAllReduce(transport)
+    num_lanes = 2 if kind in ("ring-lanes", "native-lanes", "hierarchical") else 1
+    names = [world.next_stream_name() for _ in range(num_lanes)]
+    transports = [C10dTransport(world.rendezvous, name, world.host) for name in names]
+    if kind.startswith("hierarchical"):
+        members = column_members(world.hosts, world.rank)
+        ring = None if members is None else RingAllReduce(transports, members)
+        in_background = kind == "hierarchical"
+        return HierarchicalAllReduce(world.host, num_columns(world.hosts), ring, in_background=in_background)
+    mover = RingAllReduce(transports) if kind.startswith("ring") else NativeAllReduce(transports)
+    return Lanes(mover) if num_lanes > 1 else StandingBy(mover)
+
+
+def _host_of(size: int) -> str:
+    """Of the rank that this thread is."""
+    return f"host {HOSTS[size][int(threading.current_thread().name.split()[1])]}"
 
 
 def sizes_of(size: int, dtype: torch.dtype) -> list[int]:
@@ -97,9 +121,13 @@ def exact_sum(numel: int, dtype: torch.dtype, ranks: int, scale: float) -> torch
 def num_roundings(kind: str, dtype: torch.dtype, size: int) -> float:
     """Of the wire dtype, on the way of a sum of `size` parts, the last one not counted."""
     in_fp32 = size * 2.0**-24 / (torch.finfo(dtype).eps / 2)  # 16-bit wires: every fp32 rounding, in units of theirs
-    if dtype.itemsize > 2 or kind == "native":
+    if dtype.itemsize > 2 or kind.startswith("native"):
         return size - 1
-    return in_fp32 if kind == "direct" else size - 2 + in_fp32
+    if kind == "direct":
+        return in_fp32
+    # A ring rounds at every hop; one between hosts of several ranks also what they have summed.
+    num_hops = len(set(HOSTS[size])) if kind in SHARED and size > 2 else size - 2
+    return num_hops + in_fp32
 
 
 # ---- the contract
@@ -148,7 +176,11 @@ def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtyp
 
     per_rank = run_movers(kind, size, body)
     # Native rounds once more, when it scales, and so does a ring of 16-bit wires, which scales its inputs.
-    roundings: Any = num_roundings(kind, dtype, size) + (kind == "native" or (dtype.itemsize == 2 and kind != "direct"))
+    roundings: Any = num_roundings(kind, dtype, size) + (
+        kind.startswith("native")
+        or (dtype.itemsize == 2 and kind not in SHARED)
+        or (kind in SHARED and kind != "direct")
+    )
     for i, scale in enumerate(scales):
         assert_same_on_all_ranks([results[i] for results in per_rank])
         parts = torch.stack([inputs(rank).double() for rank in range(size)]) * scale
@@ -413,22 +445,23 @@ def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
 @every_mover
 def test_what_a_mover_says_of_itself(kind: str) -> None:
     def body(_: int, mover: Mover) -> tuple[str, bool]:
-        return mover.algorithm, mover.sleeps_while_waiting
+        return mover.algorithm, mover.in_background
 
-    assert run_movers(kind, 2, body) == [(kind.split("-")[0], kind != "direct")] * 2
+    in_background = kind in ("ring-fake", "ring-lanes", "native-lanes", "hierarchical")
+    assert run_movers(kind, 2, body) == [(kind.split("-")[0], in_background)] * 2
 
 
 def test_the_suite_notices_a_mover_that_forgets_a_rank() -> None:
     class Forgetful(RingAllReduce):
-        def all_reduce(self, wire: Any, *, scale: float = 1.0) -> NonFinite | None:
-            if self._transport.rank == 0:
+        def all_reduce(self, wire: Any, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
+            if self._rank == 0:
                 wire.tensor.zero_()
-            return super().all_reduce(wire, scale=scale)
+            return super().all_reduce(wire, scale=scale, tag=tag, lane=lane)
 
     network = FakeNetwork(2)
 
     def on_rank(rank: int, size: int, _: dist.Store) -> None:
-        mover = Forgetful(network.transport(rank))
+        mover = Forgetful([network.transport(rank)])
         (wire,) = mover.open_wires([(64, torch.float32)])
         wire.tensor.copy_(part_of(rank, 64, torch.float32))
         mover.all_reduce(wire)
@@ -586,11 +619,6 @@ def test_ranks_whose_nth_flights_differ_are_told_which() -> None:
 
     for text in run_movers("direct", 2, body):
         assert "rank 1 reduces bucket 2 of reduction 0 while rank 0 reduces bucket 1 of reduction 0" in text
-
-
-@every_mover
-def test_which_movers_are_staged(kind: str) -> None:
-    assert run_movers(kind, 2, lambda _, mover: isinstance(mover, StagedMover)) == [kind == "direct"] * 2
 
 
 # ---- schedules

@@ -20,7 +20,7 @@ _ERROR = (
 )
 _OPTIONS = (
     "(optimizer: 'Optimizer', model: 'torch.nn.Module | None' = None, *, op: 'str' = 'mean', "
-    "compression: 'str | None' = None, bucket_mb: 'float' = 25.0, accumulate: 'int' = 1, algorithm: 'str' = 'auto', "
+    "compression: 'str | None' = None, bucket_mb: 'float | None' = None, accumulate: 'int' = 1, algorithm: 'str' = 'auto', "
     "overlap: 'str' = 'auto', sync_initial_state: 'bool' = True)"
 )
 SIGNATURES = {
@@ -31,7 +31,7 @@ SIGNATURES = {
     "PlanMismatchError": _ERROR,
     "RingError": _ERROR,
     "Stats": (
-        "(algorithm: 'str', overlap: 'str', num_buckets: 'int', bytes_per_step: 'int', num_reductions: 'int', "
+        "(algorithm: 'str', reason: 'str', overlap: 'str', num_buckets: 'int', bytes_per_step: 'int', num_reductions: 'int', "
         "communication_ms: 'float', exposed_ms: 'float', mean_communication_ms: 'float', mean_exposed_ms: 'float', "
         "overlap_ratio: 'float') -> None"
     ),
@@ -133,7 +133,7 @@ def test_options_are_keywords_only() -> None:
 
 def test_stats_is_a_frozen_dataclass() -> None:
     assert dataclasses.is_dataclass(torchring.Stats)
-    stats = torchring.Stats("none", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    stats = torchring.Stats("none", "alone", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.num_buckets = 1  # type: ignore[misc]
 

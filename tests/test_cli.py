@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 
 import torchring
 from torchring import cli
+from torchring.run import Host
 
 REPORT = """
 import json, os, sys
@@ -145,10 +147,55 @@ def test_what_stands_behind_the_script_is_taken_apart_by_nobody(
     before: list[str], given: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A "--" before the script is the launcher's own."""
-    seen: list[tuple[int, str, list[str]]] = []
-    monkeypatch.setattr(cli, "_run", lambda *arguments: seen.append(arguments) or 0)  # type: ignore[func-returns-value]
-    assert cli.main(["run", "-np", "2", *before, "x.py", *given]) == 0
-    assert seen == [(2, "x.py", expected)]
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cli, "start", lambda *arguments: seen.append(arguments) or 0)  # type: ignore[func-returns-value]
+    assert cli.main(["run", "-np", "2", *before, __file__, *given]) == 0
+    assert seen == [([__file__, *expected], 2, None, {}, "auto")]
+
+
+def test_options_of_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cli, "start", lambda *arguments: seen.append(arguments) or 7)  # type: ignore[func-returns-value]
+    hosts = [Host("a", 2), Host("b", 3)]
+    assert cli.main(["run", "-H", "a:2,b:3", "--env", "K=V=W x", "--env", "EMPTY=", __file__, "--env", "A=B"]) == 7
+    (tmp_path / "hosts").write_text("a slots=2\nb:3  # fast\n")
+    file = f"--hostfile={tmp_path / 'hosts'}"
+    assert cli.main(["run", "-np", "4", file, "--launcher", "ssh", __file__]) == 7
+    assert seen == [
+        ([__file__, "--env", "A=B"], None, hosts, {"K": "V=W x", "EMPTY": ""}, "auto"),
+        ([__file__], 4, hosts, {}, "ssh"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-H", "a:x"], "torchring run: -H takes host:slots,host:slots,..., got 'a:x'\n"),
+        (["-H", "a:1", "-np", "3"], "torchring run: -np 3 is more than the 1 slots of a:1\n"),
+        (["-H", "192.0.2.1:1", "--launcher", "local"], "torchring run: launcher 'local' starts nothing on 192.0.2.1;"),
+        (["--hostfile", "/nowhere/hosts"], "torchring run: cannot read the host file '/nowhere/hosts': "),
+        (["-H", "a", "--hostfile", "b"], "usage: torchring run"),
+        (["-np", "1", "--env", "K"], "usage: torchring run"),
+        (["-np", "1", "--env", "2K=V"], "usage: torchring run"),
+        (["-np", "1", "--launcher", "horse"], "usage: torchring run"),
+        ([], "usage: torchring run"),
+    ],
+    ids=str,
+)
+def test_wrong_use_of_run(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(["run", *arguments, __file__], capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith(complaint)
+
+
+def test_doctor_is_called_with_all_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    doctor = types.ModuleType("torchring.doctor")
+    doctor.main = lambda arguments: seen.append(arguments) or 3  # type: ignore[attr-defined, func-returns-value]
+    monkeypatch.setitem(sys.modules, "torchring.doctor", doctor)
+    monkeypatch.setattr(torchring, "doctor", doctor, raising=False)
+    assert cli.main(["doctor", "--json", "-np", "2", "--help", "--"]) == 3
+    assert seen == [["--json", "-np", "2", "--help", "--"]]
 
 
 def test_ranks_reduce_together(launcher: Launcher) -> None:

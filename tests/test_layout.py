@@ -21,20 +21,25 @@ ORDER = [
     "bench.allreduce", "bench.step", "bench", "bench.turns", "bench.measure", "bench.models",
     "bench.netns",
     "torchring", "cli",
+    "doctor.__main__", "doctor", "doctor.rank", "doctor.probe", "doctor.render",
+    "doctor.checks", "doctor.facts", "doctor.report",
+    "run", "agent", "guard",
     "optimizer",
     "state", "hooks",
     "reduction",
     "replicas", "sparse", "scheduler",
     "bucket",
-    "collectives",
     "allreduce.select",
+    "collectives",
+    "allreduce.hierarchical", "allreduce.lanes",
     "allreduce.native", "allreduce.ring", "allreduce.direct",
     "allreduce", "allreduce.mover",
     "transport.exchange", "memory.exchange",
-    "transport.c10d", "transport",
+    "transport.open", "transport.mpi", "transport.c10d", "transport.culprit", "transport.staging", "transport",
     "memory.channel",
     "call", "worker",
     "world",
+    "meeting", "launch",
     "memory.host", "memory", "memory.semaphore", "memory.heap",
     "rendezvous",
     "backward", "plan",
@@ -206,7 +211,9 @@ def test_top_level() -> None:
     assert folders == {"torchring", "kernels", "examples", "tests", "bench"}
     files = {path.name for path in entries if path.is_file()}
     files -= ignored(sorted(files))
-    assert files == {"pyproject.toml", "README.md", "Makefile", "CHANGELOG.md", "LICENSE", "constraints.txt"}
+    assert files == {
+        "pyproject.toml", "README.md", "Makefile", "CHANGELOG.md", "LICENSE", "SECURITY.md", "constraints.txt",
+    }  # fmt: skip
 
 
 def test_hidden_files_at_the_top() -> None:

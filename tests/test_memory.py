@@ -23,7 +23,7 @@ from checks import assert_bitwise, exact_inputs
 from harness import RanksFailed, count_open_fds, run_ranks, run_threads
 
 import torchring
-from torchring.allreduce.select import open_mover
+from torchring.allreduce.select import choose, open_mover
 from torchring.collectives import Collectives
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError
 from torchring.memory import host as host_module
@@ -133,7 +133,7 @@ def _world_of(rank: int, size: int) -> Any:
 
 def _sum_and_algorithm(world: World) -> tuple[float, str]:
     collectives = Collectives(world)
-    mover, _ = open_mover(world, "auto", "auto")
+    mover = open_mover(world, choose(world, [(3, torch.float32)]).algorithm, "auto")
     (wire,) = mover.open_wires([(3, torch.float32)])
     wire.tensor.fill_(world.rank + 1)
     mover.all_reduce(wire)
@@ -706,7 +706,7 @@ def test_a_rank_of_a_closed_group_is_lost() -> None:
 def _train_in_threads(rank: int, size: int, store: dist.Store) -> torch.Tensor:
     """Nothing but a World is needed: no default world, no environment."""
     world = World(store, rank, size, timeout_seconds=10.0)
-    mover, _ = open_mover(world, "direct", "inline")
+    mover = open_mover(world, "direct", "inline")
     collectives = Collectives(world)
     (wire,) = mover.open_wires([(1000, torch.float32)])
     for i in range(5):

@@ -173,6 +173,7 @@ _CASES = {
     "direct on a thread": Case(late=True, options={"algorithm": "direct", "overlap": "thread", "bucket_mb": _TINY_MB}),
     "direct inline": Case(late=True, options={"algorithm": "direct", "overlap": "inline", "bucket_mb": _TINY_MB}),
     "ring on a thread": Case(late=True, options={"algorithm": "ring", "overlap": "thread", "bucket_mb": _TINY_MB}),
+    "hierarchical": Case(late=True, options={"algorithm": "hierarchical", "bucket_mb": _TINY_MB}),
     "ring inline": Case(late=True, options={"algorithm": "ring", "overlap": "inline", "bucket_mb": _TINY_MB}),
     "native on a thread": Case(late=True, options={"algorithm": "native", "overlap": "thread"}),
     "native inline": Case(late=True, options={"algorithm": "native", "overlap": "inline"}),

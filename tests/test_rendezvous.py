@@ -1,4 +1,4 @@
-"""The store with deadlines and names, and what launchers say."""
+"""The store with deadlines and names."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from harness import run_threads
 
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.rendezvous import Rendezvous
-from torchring.world import LaunchEnvironment, read_environment
-
-MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 
 
 def run(size: int, body: Callable[..., Any], *, timeout_seconds: float = 10.0) -> list[Any]:
@@ -149,85 +146,3 @@ def test_a_store_whose_host_is_gone_is_a_lost_peer() -> None:
     with pytest.raises(PeerLostError, match="store"):
         rendezvous.fetch("other", 0)
     assert time.monotonic() - started < 4.0
-
-
-# ---- launchers
-
-
-def test_no_launcher_is_a_world_of_one() -> None:
-    assert read_environment({}) == LaunchEnvironment("none", 0, 1, None, None, False)
-    assert read_environment({"PATH": "/bin", "LOCAL_RANK_": "1"}).size == 1
-
-
-def test_torchrun() -> None:
-    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **MASTER}
-    assert read_environment(environ) == LaunchEnvironment("torchrun", 3, 4, 1, ("node7", 29500), False)
-    hosted = read_environment({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert hosted.store_is_hosted
-    assert not read_environment({**environ, "TORCHELASTIC_USE_AGENT_STORE": "False"}).store_is_hosted
-
-
-@pytest.mark.parametrize(
-    ("rank_key", "size_key", "local_key"),
-    [
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    ],
-)
-def test_every_launcher(rank_key: str, size_key: str, local_key: str) -> None:
-    environ = {rank_key: "2", size_key: "6", local_key: "0", **MASTER}
-    launch = read_environment(environ)
-    assert (launch.rank, launch.size, launch.local_rank, launch.master) == (2, 6, 0, ("node7", 29500))
-    without_local = {key: value for key, value in environ.items() if key != local_key}
-    assert read_environment(without_local).local_rank is None
-    for missing in (rank_key, "MASTER_ADDR", "MASTER_PORT"):
-        with pytest.raises(TopologyError, match=missing):
-            read_environment({key: value for key, value in environ.items() if key != missing})
-    for key, wrong in [
-        (rank_key, "6"), (rank_key, "-1"), (rank_key, "two"), (size_key, "0"), (size_key, "-2"), (size_key, ""),
-        (size_key, "many"), (local_key, "x"), ("MASTER_PORT", "http"),
-    ]:  # fmt: skip
-        with pytest.raises(TopologyError, match=key):
-            read_environment({**environ, key: wrong})
-    alone = read_environment({rank_key: "0", size_key: "1", local_key: "0"})
-    assert (alone.rank, alone.size, alone.master) == (0, 1, None)
-
-
-@pytest.mark.parametrize("port", ["0", "-1", "65536", "700000"])
-def test_a_port_that_does_not_exist_is_refused(port: str) -> None:
-    with pytest.raises(TopologyError, match="MASTER_PORT"):
-        read_environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port})
-
-
-def test_all_that_is_missing_is_named_at_once() -> None:
-    with pytest.raises(TopologyError, match=r"(?=.*RANK)(?=.*MASTER_ADDR)(?=.*MASTER_PORT)"):
-        read_environment({"WORLD_SIZE": "2"})
-
-
-def test_a_rank_without_a_world_size_is_refused() -> None:
-    with pytest.raises(TopologyError, match="WORLD_SIZE"):
-        read_environment({"RANK": "1", **MASTER})
-
-
-@pytest.mark.parametrize(
-    ("rank_key", "size_key"), [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")]
-)
-def test_a_rank_outside_a_world_of_one_is_refused(rank_key: str, size_key: str) -> None:
-    """Two processes that were both told so would each train alone: a silent wrong answer."""
-    with pytest.raises(TopologyError, match=rank_key):
-        read_environment({rank_key: "1", size_key: "1", **MASTER})
-
-
-def test_torchrun_under_another_launcher_wins() -> None:
-    inner = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MASTER}
-    outer = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
-    assert read_environment({**outer, **inner}).rank == 5
-    assert read_environment({**outer, **inner}).size == 8
-
-
-def test_a_batch_script_of_slurm_is_a_world_of_one() -> None:
-    """sbatch sets SLURM_NTASKS and SLURM_PROCID=0 for the script itself, which runs once."""
-    environ = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "12"}
-    assert read_environment(environ).size == 1

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from torchring.allreduce import TAGS_PER_ROUND, NonFinite, Wire
+from torchring.allreduce import TAGS_PER_ROUND, NonFinite, StagedMover, Wire
+from torchring.allreduce.lanes import Lanes, StandingBy
 from torchring.bucket import Bucket, BucketState
 from torchring.errors import GradientError, PeerLostError
 from torchring.plan import ParameterSpec, build_plan
-from torchring.scheduler import Scheduler
+from torchring.scheduler import Scheduler, union_length
 
 
 @dataclass
@@ -30,7 +31,8 @@ class RecordingMover:
     """A world of one that writes down what it is asked for; the wire's first element says which bucket it was."""
 
     algorithm: str = "recording"
-    sleeps_while_waiting: bool = False
+    in_background: bool = False
+    num_lanes: int = 1
     order: list[int] = field(default_factory=list)
     tags: list[int] = field(default_factory=list)
     threads: list[str] = field(default_factory=list)
@@ -43,7 +45,7 @@ class RecordingMover:
         buffers = [torch.zeros(numel, dtype=dtype) for numel, dtype in specs]
         return [PlainWire(buffer.data, buffer) for buffer in buffers]
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         assert isinstance(wire, PlainWire)
         if self.gate is not None:
             assert self.gate.wait(20)
@@ -84,6 +86,7 @@ class RecordedFlight:
     scale: float
     tag: int
     has_advanced: bool = False
+    span: tuple[float, float] | None = None
 
     def advance(self) -> bool:
         index = self.tag % TAGS_PER_ROUND
@@ -129,11 +132,13 @@ def opened(
     count: int, *, threaded: bool, per_bucket: int = 1, mover: RecordingMover | None = None
 ) -> Iterator[tuple[Scheduler, RecordingMover]]:
     mover = mover if mover is not None else RecordingMover()
-    scheduler = Scheduler(open_buckets(mover, count, per_bucket), mover, threaded=threaded)
+    staged: StagedMover = Lanes(mover) if threaded else StandingBy(mover)
+    if isinstance(mover, StagedRecorder):
+        staged = mover
     try:
-        yield scheduler, mover
+        yield Scheduler(open_buckets(mover, count, per_bucket), staged), mover
     finally:
-        scheduler.close()
+        staged.close()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -144,7 +149,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def reduce_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "torchring-reduce"}
+    return {thread for thread in threading.enumerate() if thread.name == "torchring-lane-0"}
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -189,7 +194,7 @@ def test_a_thread_reduces_while_backward_goes_on() -> None:
         gate.set()
         scheduler.finish()
         assert mover.order == [0, 1, 2]
-        assert set(mover.threads) == {"torchring-reduce"}
+        assert set(mover.threads) == {"torchring-lane-0"}
 
 
 def test_a_thread_does_not_wait_for_finish() -> None:
@@ -197,8 +202,7 @@ def test_a_thread_does_not_wait_for_finish() -> None:
         scheduler.begin(round_number=0, step=0, hold=False)
         pack(scheduler.buckets[0])
         scheduler.bucket_is_packed()
-        wait_until(lambda: scheduler.buckets[0].state is BucketState.REDUCED)
-        assert mover.order == [0]
+        wait_until(lambda: mover.order == [0])
         pack(scheduler.buckets[1])
         scheduler.finish()
         assert mover.order == [0, 1]
@@ -287,7 +291,7 @@ def test_hands_the_bucket_what_the_mover_found(threaded: bool) -> None:
 
 def test_the_mover_gets_the_buckets_scale() -> None:
     mover = RecordingMover()
-    scheduler = Scheduler(open_buckets(mover, 2, scale=0.25), mover, threaded=False)
+    scheduler = Scheduler(open_buckets(mover, 2, scale=0.25), StandingBy(mover))
     scheduler.begin(round_number=0, step=0, hold=False)
     for bucket in scheduler.buckets:
         pack(bucket)
@@ -355,7 +359,7 @@ def test_begin_waits_for_what_a_broken_off_round_left_with_the_worker() -> None:
         assert gate.is_set()
         assert mover.order == [0, 1]
         states = [bucket.state for bucket in scheduler.buckets]
-        assert states == [BucketState.REDUCED, BucketState.REDUCED, BucketState.IDLE]
+        assert states == [BucketState.REDUCING, BucketState.REDUCING, BucketState.IDLE], "nobody uses the results"
         assert (scheduler.busy_seconds, scheduler.exposed_seconds) == (0.0, 0.0)
         assert not scheduler.has_launched
         for bucket in scheduler.buckets:
@@ -383,16 +387,8 @@ def test_a_failure_in_a_broken_off_round_comes_out_of_begin_once() -> None:
         with pytest.raises(PeerLostError) as caught:
             scheduler.begin(round_number=1, step=8, hold=False)
         check_located(caught.value, bucket=0, step=7)
-        assert mover.order == [0]
-        mover.fail_at.clear()
-        for bucket in scheduler.buckets:
-            bucket.reset()
-        scheduler.begin(round_number=1, step=8, hold=False)
-        for bucket in scheduler.buckets:
-            pack(bucket)
-            scheduler.bucket_is_packed()
-        scheduler.finish()
-        assert mover.order == [0, 0, 1]
+        assert mover.order == [0], "nothing is sent through a broken mover"
+        scheduler.begin(round_number=1, step=8, hold=False)  # it has been said
 
 
 def test_inline_nothing_is_left_of_a_broken_off_round() -> None:
@@ -445,7 +441,7 @@ def check_located(error: PeerLostError, *, bucket: int, step: int) -> None:
     )
 
 
-def test_a_thread_survives_a_failure_and_forgets_it() -> None:
+def test_a_lane_survives_a_failure_that_is_not_the_movers() -> None:
     mover = RecordingMover(fail_at={0: ValueError("not between ranks")})
     with opened(3, threaded=True, mover=mover) as (scheduler, _):
         scheduler.begin(round_number=0, step=0, hold=False)
@@ -462,18 +458,19 @@ def test_a_thread_survives_a_failure_and_forgets_it() -> None:
             pack(bucket)
             scheduler.bucket_is_packed()
         scheduler.finish()
-        assert mover.order == [0, 0, 1, 2]
+        assert mover.order == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
-    """Compressed gradients are written back on the worker thread, where one may turn out to have been taken away."""
+    """Compressed gradients are written back when they have landed, and one may turn out to have been taken away."""
     mover = RecordingMover()
     parameter = torch.nn.Parameter(torch.ones(2))
     spec = ParameterSpec("w", (2,), (1,), torch.float32, torch.device("cpu"))
     (plan,) = build_plan([spec], bucket_bytes=0, compression="fp16").buckets
     (wire,) = mover.open_wires([(plan.numel, plan.wire_dtype)])
     mover.gate = threading.Event()
-    scheduler = Scheduler([Bucket(plan, wire, [spec], [parameter], scale=1.0)], mover, threaded=True)
+    lanes = Lanes(mover)
+    scheduler = Scheduler([Bucket(plan, wire, [spec], [parameter], scale=1.0)], lanes)
     scheduler.begin(round_number=0, step=0, hold=False)
     pack(scheduler.buckets[0])
     scheduler.bucket_is_packed()
@@ -481,7 +478,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     mover.gate.set()
     with pytest.raises(GradientError, match="the gradient of w was taken away"):
         scheduler.finish()
-    scheduler.close()
+    lanes.close()
 
 
 # Times and threads
@@ -502,12 +499,13 @@ def test_inline_time_is_exposed_time() -> None:
 
 
 def test_a_threads_time_is_exposed_only_in_finish() -> None:
-    with opened(2, threaded=True, mover=RecordingMover(seconds=0.2)) as (scheduler, _):
+    with opened(2, threaded=True, mover=RecordingMover(seconds=0.2)) as (scheduler, mover):
         scheduler.begin(round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.bucket_is_packed()
-        wait_until(lambda: scheduler.buckets[1].state is BucketState.REDUCED)
+        wait_until(lambda: mover.order == [0, 1])
+        time.sleep(0.25)
         scheduler.finish()
         assert scheduler.busy_seconds >= 0.4
         assert scheduler.exposed_seconds < 0.2
@@ -518,12 +516,15 @@ def test_inline_needs_no_thread_and_threaded_one_that_ends_on_close() -> None:
     with opened(1, threaded=False):
         assert reduce_threads() == before
     with opened(1, threaded=True) as (scheduler, _):
+        assert reduce_threads() == before, "a lane's thread begins with its first reduction"
+        scheduler.begin(round_number=0, step=0, hold=False)
+        pack(scheduler.buckets[0])
+        scheduler.finish()
         (thread,) = reduce_threads() - before
         assert thread.is_alive()
         assert thread.daemon
     thread.join(10)
     assert not thread.is_alive()
-    scheduler.close()  # a second time does no harm
     assert reduce_threads() - before == set()
 
 
@@ -599,16 +600,47 @@ def test_a_round_that_was_broken_off_lands_before_the_next_begins() -> None:
         assert not scheduler.has_launched
 
 
-def test_a_thread_does_not_need_stages() -> None:
-    mover = StagedRecorder()
-    with opened(2, threaded=True, mover=mover) as (scheduler, _):
+def test_lanes_take_turns() -> None:
+    mover = RecordingMover(num_lanes=2)
+    with opened(4, threaded=True, mover=mover) as (scheduler, _):
         scheduler.begin(round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.bucket_is_packed()
         scheduler.finish()
-        assert mover.order == [0, 1]
-        assert mover.take_events() == []
+        ran_in = dict(zip(mover.order, mover.threads, strict=True))
+        assert ran_in == {index: f"torchring-lane-{index % 2}" for index in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("spans", "length"),
+    [([], 0), ([(1, 3)], 2), ([(0, 2), (1, 3), (5, 6)], 4), ([(5, 6), (0, 10)], 10), ([(0, 1), (1, 2)], 2)],
+)
+def test_what_is_under_way_in_lanes_is_busy_once(spans: list[tuple[float, float]], length: float) -> None:
+    assert union_length(spans) == length
+
+
+def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
+    """Nothing may be under way when the error comes out: the next round fills the buffers again."""
+    mover = RecordingMover()
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    specs = [ParameterSpec(name, (2,), (1,), torch.float32, torch.device("cpu")) for name in "ab"]
+    plans = build_plan(specs, bucket_bytes=0, compression="fp16").buckets
+    wires = mover.open_wires([(plan.numel, plan.wire_dtype) for plan in plans])
+    mover.gate = threading.Event()
+    lanes = Lanes(mover)
+    buckets = [Bucket(p, w, specs, parameters, scale=1.0) for p, w in zip(plans, wires, strict=True)]
+    scheduler = Scheduler(buckets, lanes)
+    scheduler.begin(round_number=0, step=0, hold=False)
+    for bucket in buckets:
+        pack(bucket)
+        scheduler.bucket_is_packed()
+    buckets[0].parameters[0].grad = None
+    threading.Timer(0.2, mover.gate.set).start()
+    with pytest.raises(GradientError, match="was taken away"):
+        scheduler.finish()
+    assert len(mover.order) == 2
+    lanes.close()
 
 
 @pytest.mark.parametrize("where", ["advance", "land"])

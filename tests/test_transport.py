@@ -1,4 +1,7 @@
-"""One contract (`torchring/transport/__init__.py`), two implementations: the fake of the tests, and Gloo's."""
+"""One contract (`torchring/transport/__init__.py`), three implementations: the fake of the tests, Gloo's, and MPI's.
+
+Bodies are functions of the module, so that the ranks of an MPI job can be told to run them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import mpi_job
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,259 +21,507 @@ from checks import assert_bitwise, exact_inputs
 from fakes import FakeNetwork
 from harness import count_open_fds, run_ranks, run_threads
 
-from torchring.errors import PeerLostError, PeerTimeoutError
+from torchring.allreduce.mover import NonFinite
+from torchring.allreduce.native import NativeAllReduce
+from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.rendezvous import Rendezvous
 from torchring.transport import Transport
 from torchring.transport.c10d import C10dTransport
+from torchring.transport.mpi import MpiTransport
+from torchring.world import World
 
-KINDS = ("fake", "c10d")
+MPI_RANKS = 3
 MIB = 2**20
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.bool,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn,
 )  # fmt: skip
 
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+Meet = Callable[[], object]  # a barrier of the ranks that no transport takes part in
+
+needs_mpi = pytest.mark.skipif(bool(mpi_job.MISSING), reason=mpi_job.MISSING)
+pytestmark = pytest.mark.parametrize("kind", ["fake", "c10d", pytest.param("mpi", marks=needs_mpi)])
+
+job = mpi_job.MpiJob(MPI_RANKS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _job_ends() -> Any:
+    with job:
+        yield
 
 
 def run_transports(
     kind: str, size: int, body: Callable[..., Any], *, num_streams: int = 1, timeout_seconds: float = 20.0
 ) -> list[Any]:
-    """body(rank, *transports) on every rank, in threads; transports are closed when all ranks have returned."""
+    """body(meet, *transports) on every rank: in threads, or under MPI; closed when all ranks have returned."""
+    names = [f"stream{i}" for i in range(num_streams)]
+    if kind == "mpi":
+        return job.run(partial(_on_mpi_rank, body=body, names=names, timeout_seconds=timeout_seconds), size)
     network = FakeNetwork(size, timeout_seconds)
-    finished = threading.Barrier(size)
 
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
         rendezvous = Rendezvous(store, rank, size, timeout_seconds)
-        names = [f"stream{i}" for i in range(num_streams)]
-        transports: list[Transport] = [
+        transports = [
             network.transport(rank, name) if kind == "fake" else C10dTransport(rendezvous, name) for name in names
         ]
-        result = body(rank, *transports)
-        finished.wait(20.0)
-        for transport in transports:
-            transport.close()
-        return result
+        return _run_and_close(body, Rendezvous(store, rank, size, 20.0), transports)
 
     return run_threads(on_rank, size)
 
 
+def _on_mpi_rank(
+    rank: int, store: dist.Store, communicator: Any, body: Callable[..., Any], names: list[str], timeout_seconds: float
+) -> Any:
+    rendezvous = Rendezvous(store, rank, communicator.size, timeout_seconds)
+    transports = [MpiTransport(rendezvous, name, communicator=communicator) for name in names]
+    return _run_and_close(body, Rendezvous(store, rank, communicator.size, 20.0), transports)
+
+
+def _run_and_close(body: Callable[..., Any], meeting: Rendezvous, transports: list[Any]) -> Any:
+    result = body(lambda: meeting.exchange("meet", b""), *transports)
+    meeting.exchange("finished", b"")
+    for transport in transports:
+        transport.close()
+    return result
+
+
+# ---- transfers
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_rank_and_size(kind: str, size: int) -> None:
-    assert run_transports(kind, size, lambda _, t: (t.rank, t.size)) == [(rank, size) for rank in range(size)]
+    assert run_transports(kind, size, _rank_and_size) == [(rank, size) for rank in range(size)]
+
+
+def _rank_and_size(_: Meet, transport: Transport) -> tuple[int, int]:
+    return transport.rank, transport.size
 
 
 def test_transfers_match_in_the_order_in_which_they_were_started(kind: str) -> None:
-    def body(rank: int, transport: Transport) -> list[int]:
-        peer = 1 - rank
-        outgoing = [torch.full((5,), 100 * rank + i) for i in range(20)]
-        incoming = [torch.zeros(5, dtype=torch.int64) for _ in range(20)]
-        if rank:  # one side posts receives first, the other one sends
-            receiving = [transport.receive(tensor, peer) for tensor in incoming]
-            sending = [transport.send(tensor, peer) for tensor in outgoing]
-        else:
-            sending = [transport.send(tensor, peer) for tensor in outgoing]
-            receiving = [transport.receive(tensor, peer) for tensor in incoming]
-        for transfer in reversed([*receiving, *sending]):  # waiting in another order changes nothing
-            transfer.wait()
-        return [int(tensor[0]) if bool((tensor == tensor[0]).all()) else -1 for tensor in incoming]
+    assert run_transports(kind, 2, _in_order) == [list(range(100, 120)), list(range(20))]
 
-    assert run_transports(kind, 2, body) == [list(range(100, 120)), list(range(20))]
+
+def _in_order(_: Meet, transport: Transport) -> list[int]:
+    rank, peer = transport.rank, 1 - transport.rank
+    outgoing = [torch.full((5,), 100 * rank + i) for i in range(20)]
+    incoming = [torch.zeros(5, dtype=torch.int64) for _ in range(20)]
+    if rank:  # one side posts receives first, the other one sends
+        receiving = [transport.receive(tensor, peer) for tensor in incoming]
+        sending = [transport.send(tensor, peer) for tensor in outgoing]
+    else:
+        sending = [transport.send(tensor, peer) for tensor in outgoing]
+        receiving = [transport.receive(tensor, peer) for tensor in incoming]
+    for transfer in reversed([*receiving, *sending]):  # waiting in another order changes nothing
+        transfer.wait()
+    return [int(tensor[0]) if bool((tensor == tensor[0]).all()) else -1 for tensor in incoming]
+
+
+def test_tags_keep_transfers_apart_and_each_in_order(kind: str) -> None:
+    expected = [[[1000 * peer + 100 * tag + i for i in range(5)] for tag in range(3)] for peer in (1, 0)]
+    assert run_transports(kind, 2, _with_tags) == expected
+
+
+def _with_tags(_: Meet, transport: Transport) -> list[list[int]]:
+    rank, peer = transport.rank, 1 - transport.rank
+    tags = (0, 7, 2**15 - 1)
+    incoming = {tag: [torch.zeros(1, dtype=torch.int64) for _ in range(5)] for tag in tags}
+    transfers = [transport.receive(tensor, peer, tag) for tag in tags for tensor in incoming[tag]]
+    for i in range(5):  # by turns, and the tags in the opposite order of the receives
+        for index, tag in reversed(list(enumerate(tags))):
+            transfers.append(transport.send(torch.tensor([1000 * rank + 100 * index + i]), peer, tag))
+    for transfer in transfers:
+        transfer.wait()
+    return [[int(tensor) for tensor in incoming[tag]] for tag in tags]
+
+
+def test_a_later_tag_may_complete_first(kind: str) -> None:
+    assert run_transports(kind, 2, _later_first) == [[1, 2], None]
+
+
+def _later_first(_: Meet, transport: Transport) -> Any:
+    answer = torch.zeros(1)
+    if transport.rank:
+        transport.send(torch.tensor([2]), 0, tag=2).wait()
+        transport.receive(answer, 0).wait()  # the one with tag 2 has arrived before that with tag 1 was sent
+        return transport.send(torch.tensor([1]), 0, tag=1).wait()
+    incoming = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    first, second = (transport.receive(tensor, 1, tag) for tag, tensor in enumerate(incoming, start=1))
+    second.wait()
+    transport.send(answer, 1).wait()
+    first.wait()
+    return [int(tensor) for tensor in incoming]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 65, 65_537, MIB, 64 * MIB])
 def test_sizes(kind: str, num_bytes: int) -> None:
+    for rank, found in enumerate(run_transports(kind, 2, partial(_of_size, num_bytes=num_bytes))):
+        assert found == "as sent", f"rank {rank}: {found}"
+
+
+def _of_size(_: Meet, transport: Transport, num_bytes: int) -> str:
     def pattern(rank: int) -> torch.Tensor:
         period = torch.arange(251, dtype=torch.int64).mul(2 * rank + 3).remainder(251).to(torch.uint8)  # prime
         return period.repeat(num_bytes // 251 + 1)[:num_bytes]
 
-    def body(rank: int, transport: Transport) -> torch.Tensor:
-        incoming = torch.full((num_bytes,), 255, dtype=torch.uint8)
-        receiving = transport.receive(incoming, 1 - rank)
-        sending = transport.send(pattern(rank), 1 - rank)
-        receiving.wait()
-        sending.wait()
-        return incoming
-
-    for rank, incoming in enumerate(run_transports(kind, 2, body)):
-        assert_bitwise(incoming, pattern(1 - rank), f"rank {rank}")
+    rank = transport.rank
+    incoming = torch.full((num_bytes,), 255, dtype=torch.uint8)
+    receiving = transport.receive(incoming, 1 - rank)
+    sending = transport.send(pattern(rank), 1 - rank)
+    receiving.wait()
+    sending.wait()
+    assert_bitwise(incoming, pattern(1 - rank), f"rank {rank}")
+    return "as sent"
 
 
 def test_every_dtype_travels_bit_for_bit(kind: str) -> None:
-    def payload(rank: int, dtype: torch.dtype) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(7 * rank + 1)
-        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (64,), generator=generator, dtype=torch.uint8)
-        return raw.view(dtype).reshape(2, -1)  # NaNs with odd payloads among them
-
-    def body(rank: int, transport: Transport) -> list[torch.Tensor]:
-        incoming = [torch.zeros_like(payload(rank, dtype)) for dtype in DTYPES]
-        receiving = [transport.receive(tensor, 1 - rank) for tensor in incoming]
-        sending = [transport.send(payload(rank, dtype), 1 - rank) for dtype in DTYPES]
-        for transfer in receiving + sending:
-            transfer.wait()
-        return incoming
-
-    for rank, incoming in enumerate(run_transports(kind, 2, body)):
+    for rank, incoming in enumerate(run_transports(kind, 2, _of_every_dtype)):
         for tensor, dtype in zip(incoming, DTYPES, strict=True):
-            assert_bitwise(tensor, payload(1 - rank, dtype), f"rank {rank} {dtype}")
+            assert_bitwise(tensor, _payload(1 - rank, dtype), f"rank {rank} {dtype}")
+
+
+def _payload(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7 * rank + 1)
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (64,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(2, -1)  # NaNs with odd payloads among them
+
+
+def _of_every_dtype(_: Meet, transport: Transport) -> list[torch.Tensor]:
+    rank = transport.rank
+    incoming = [torch.zeros_like(_payload(rank, dtype)) for dtype in DTYPES]
+    receiving = [transport.receive(tensor, 1 - rank) for tensor in incoming]
+    sending = [transport.send(_payload(rank, dtype), 1 - rank) for dtype in DTYPES]
+    for transfer in receiving + sending:
+        transfer.wait()
+    return incoming
 
 
 def test_zero_dim_and_offset_tensors(kind: str) -> None:
-    def body(rank: int, transport: Transport) -> tuple[torch.Tensor, torch.Tensor]:
-        scalar, buffer = torch.tensor(0.0), torch.full((10,), -1.0)
-        receiving = [transport.receive(scalar, 1 - rank), transport.receive(buffer[3:7], 1 - rank)]
-        sending = [transport.send(torch.tensor(rank + 0.5), 1 - rank)]
-        sending.append(transport.send((torch.arange(10.0) + 10 * rank)[2:6], 1 - rank))
-        for transfer in receiving + sending:
-            transfer.wait()
-        return scalar, buffer
-
-    (scalar, buffer), _ = run_transports(kind, 2, body)
+    (scalar, buffer), _ = run_transports(kind, 2, _odd_shapes)
     assert_bitwise(scalar, torch.tensor(1.5))
     assert_bitwise(buffer, torch.tensor([-1.0] * 3 + [12.0, 13.0, 14.0, 15.0] + [-1.0] * 3))
 
 
-def test_a_ring_of_five(kind: str) -> None:
-    def body(rank: int, transport: Transport) -> list[int]:
-        token, seen = torch.tensor([rank]), []
-        for _ in range(5):
-            incoming = torch.empty_like(token)
-            receiving = transport.receive(incoming, (rank - 1) % 5)
-            transport.send(token, (rank + 1) % 5).wait()
-            receiving.wait()
-            token = incoming
-            seen.append(int(token))
-        return seen
+def _odd_shapes(_: Meet, transport: Transport) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = transport.rank
+    scalar, buffer = torch.tensor(0.0), torch.full((10,), -1.0)
+    receiving = [transport.receive(scalar, 1 - rank), transport.receive(buffer[3:7], 1 - rank)]
+    sending = [transport.send(torch.tensor(rank + 0.5), 1 - rank)]
+    sending.append(transport.send((torch.arange(10.0) + 10 * rank)[2:6], 1 - rank))
+    for transfer in receiving + sending:
+        transfer.wait()
+    return scalar, buffer
 
-    expected = [[(rank - 1 - step) % 5 for step in range(5)] for rank in range(5)]
-    assert run_transports(kind, 5, body) == expected
+
+def test_a_ring(kind: str) -> None:
+    size = MPI_RANKS if kind == "mpi" else 5
+    expected = [[(rank - 1 - step) % size for step in range(size)] for rank in range(size)]
+    assert run_transports(kind, size, _ring) == expected
+
+
+def _ring(_: Meet, transport: Transport) -> list[int]:
+    rank, size = transport.rank, transport.size
+    token, seen = torch.tensor([rank]), []
+    for _ in range(size):
+        incoming = torch.empty_like(token)
+        receiving = transport.receive(incoming, (rank - 1) % size)
+        transport.send(token, (rank + 1) % size).wait()
+        receiving.wait()
+        token = incoming
+        seen.append(int(token))
+    return seen
 
 
 def test_several_transports_at_once_do_not_mix(kind: str) -> None:
-    def body(rank: int, *transports: Transport) -> list[int]:
-        incoming = [torch.zeros(1, dtype=torch.int64) for _ in transports]
-        receiving = [t.receive(target, 1 - rank) for t, target in zip(transports, incoming, strict=True)]
-        # Rank 1 sends in the opposite order, so a shared link would cross them.
-        order = list(enumerate(transports))[:: -1 if rank else 1]
-        sending = [t.send(torch.tensor([100 * rank + i]), 1 - rank) for i, t in order]
-        for transfer in receiving + sending:
-            transfer.wait()
-        return [int(tensor) for tensor in incoming]
-
-    assert run_transports(kind, 2, body, num_streams=3) == [[100, 101, 102], [0, 1, 2]]
+    assert run_transports(kind, 2, _do_not_mix, num_streams=3) == [[100, 101, 102], [0, 1, 2]]
 
 
-def test_threads_may_drive_a_transport_each(kind: str) -> None:
-    def body(rank: int, *transports: Transport) -> list[list[int]]:
-        seen: list[list[int]] = [[] for _ in transports]
+def _do_not_mix(_: Meet, *transports: Transport) -> list[int]:
+    rank = transports[0].rank
+    incoming = [torch.zeros(1, dtype=torch.int64) for _ in transports]
+    receiving = [t.receive(target, 1 - rank) for t, target in zip(transports, incoming, strict=True)]
+    # Rank 1 sends in the opposite order, so a shared link would cross them.
+    order = list(enumerate(transports))[:: -1 if rank else 1]
+    sending = [t.send(torch.tensor([100 * rank + i]), 1 - rank) for i, t in order]
+    for transfer in receiving + sending:
+        transfer.wait()
+    return [int(tensor) for tensor in incoming]
 
-        def drive(index: int) -> None:
-            for step in range(30):
-                incoming = torch.empty(1000, dtype=torch.int64)
-                receiving = transports[index].receive(incoming, 1 - rank)
-                transports[index].send(torch.full((1000,), 1000 * index + step), 1 - rank).wait()
-                receiving.wait()
-                seen[index].append(int(incoming.min()))
-                assert int(incoming.min()) == int(incoming.max())
 
-        threads = [threading.Thread(target=drive, args=(i,)) for i in range(len(transports))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return seen
+@pytest.mark.parametrize("shares", [False, True], ids=["a transport each", "a tag each"])
+def test_threads(kind: str, shares: bool) -> None:
+    expected = [[1000 * thread + step for step in range(30)] for thread in range(3)]
+    assert run_transports(kind, 2, _in_threads, num_streams=1 if shares else 3) == [expected, expected]
 
-    expected = [list(range(30)), list(range(1000, 1030))]
-    assert run_transports(kind, 2, body, num_streams=2) == [expected, expected]
+
+def _in_threads(_: Meet, *transports: Transport) -> list[list[int]]:
+    rank = transports[0].rank
+    seen: list[list[int]] = [[] for _ in range(3)]
+
+    def drive(thread: int) -> None:
+        transport, tag = (transports[0], thread) if len(transports) == 1 else (transports[thread], 0)
+        for step in range(30):
+            incoming = torch.empty(1000, dtype=torch.int64)
+            receiving = transport.receive(incoming, 1 - rank, tag)
+            transport.send(torch.full((1000,), 1000 * thread + step), 1 - rank, tag).wait()
+            receiving.wait()
+            seen[thread].append(int(incoming.min()))
+            assert int(incoming.min()) == int(incoming.max())
+
+    threads = [threading.Thread(target=drive, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return seen
 
 
 def test_tensors_with_gaps_are_refused(kind: str) -> None:
-    def body(rank: int, transport: Transport) -> float:
-        gaps = torch.zeros(4, 4).t()[1:]
-        with pytest.raises(ValueError, match="contiguous"):
-            transport.send(gaps, 1 - rank)
-        with pytest.raises(ValueError, match="contiguous"):
-            transport.receive(gaps, 1 - rank)
-        incoming = torch.zeros(1)  # and nothing was started by it
-        receiving = transport.receive(incoming, 1 - rank)
-        transport.send(torch.tensor([rank + 1.0]), 1 - rank).wait()
-        receiving.wait()
-        return float(incoming)
+    assert run_transports(kind, 2, _with_gaps) == [2.0, 1.0]
 
-    assert run_transports(kind, 2, body) == [2.0, 1.0]
+
+def _with_gaps(_: Meet, transport: Transport) -> float:
+    rank = transport.rank
+    gaps = torch.zeros(4, 4).t()[1:]
+    with pytest.raises(ValueError, match="contiguous"):
+        transport.send(gaps, 1 - rank)
+    with pytest.raises(ValueError, match="contiguous"):
+        transport.receive(gaps, 1 - rank)
+    return _swap(transport)  # and nothing was started by it
+
+
+def _swap(transport: Transport) -> float:
+    """Both ranks tell each other their rank + 1."""
+    incoming = torch.zeros(1)
+    receiving = transport.receive(incoming, 1 - transport.rank)
+    transport.send(torch.tensor([transport.rank + 1.0]), 1 - transport.rank).wait()
+    receiving.wait()
+    return float(incoming)
+
+
+# ---- the engine's own sum
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduce_sums_what_it_says_it_sums(kind: str, size: int) -> None:
+    results = run_transports(kind, size, _sums)
+    for dtype, dtypes_sum in results[0].items():
+        expected = sum(exact_inputs(1001, dtype, rank).double() for rank in range(size))
+        assert_bitwise(dtypes_sum, torch.as_tensor(expected).to(dtype), str(dtype))
+        for result in results[1:]:
+            assert_bitwise(result[dtype], dtypes_sum, str(dtype))
+    assert {torch.float32, torch.float64, torch.int64} <= results[0].keys()
+    assert torch.complex64 not in results[0]
+    if kind == "mpi":
+        assert torch.bfloat16 not in results[0]
+
+
+def _sums(_: Meet, transport: Transport) -> dict[torch.dtype, torch.Tensor]:
+    results = {}
+    for dtype in DTYPES:
+        # uint8 holds no negative numbers; what wraps around is no sum.
+        if dtype is not torch.uint8 and transport.sums(dtype):
+            results[dtype] = exact_inputs(1001, dtype, transport.rank)
+            transport.all_reduce(results[dtype])
+        elif not transport.sums(dtype):
+            with pytest.raises(ValueError, match="does not add up"):
+                transport.all_reduce(torch.zeros(4, dtype=dtype))
+    with pytest.raises(ValueError, match="strides"):
+        transport.all_reduce(torch.zeros(4, 4).t())
+    transport.all_reduce(torch.zeros(0))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_gather_gives_everybodys_number_in_rank_order(kind: str, size: int) -> None:
+    expected = [[-1, 2**40 - 1, 2**41 - 1][:size], [0, -1, -2][:size]]
+    assert run_transports(kind, size, _numbers) == [expected] * size
+
+
+def _numbers(_: Meet, transport: Transport) -> list[list[int]]:
+    return [transport.all_gather(transport.rank * 2**40 - 1), transport.all_gather(-transport.rank)]
+
+
+def test_native_reduces_over_every_transport(kind: str) -> None:
+    for result in run_transports(kind, 3, _native):
+        expected = [exact_inputs(5000, torch.float32, rank) for rank in range(3)]
+        assert_bitwise(result[0], torch.stack(expected).sum(0) * 0.5)
+        assert result[1:] == ((1, 17), (None, 3))
+
+
+def _native(meet: Meet, transport: Transport) -> Any:
+    mover = NativeAllReduce([transport])
+    if transport.engine == "MPI":
+        with pytest.raises(ValueError, match=r"algorithm='native' under MPI .*bfloat16.* algorithm='ring'"):
+            mover.open_wires([(4, torch.float32), (4, torch.bfloat16)])
+    (wire,) = mover.open_wires([(5000, torch.float32)])
+    wire.tensor.copy_(exact_inputs(5000, torch.float32, transport.rank))
+    assert mover.all_reduce(wire, scale=0.5) is None
+    result = wire.tensor.clone()
+    wire.tensor.fill_(1.0)
+    if transport.rank == 1:
+        wire.tensor[17] = torch.nan
+    own = mover.all_reduce(wire, tag=1)
+    wire.tensor.zero_()
+    wire.tensor[3] = 3e38  # finite; the sum is not
+    overflow = mover.all_reduce(wire, tag=2)
+    assert isinstance(own, NonFinite)
+    assert isinstance(overflow, NonFinite)
+    meet()
+    return result, (own.rank, own.element), (overflow.rank, overflow.element)
+
+
+# ---- failures
 
 
 def test_a_time_out_names_the_peer(kind: str) -> None:
-    has_failed = threading.Event()
-
-    def body(rank: int, transport: Transport) -> Any:
-        if rank != 0:
-            assert has_failed.wait(15.0)
-            return None
-        started = time.monotonic()
-        with pytest.raises(PeerTimeoutError) as caught:
-            transport.receive(torch.empty(4), 2).wait()
-        has_failed.set()
-        return caught.value.peers, caught.value.rank, caught.value.seconds, time.monotonic() - started
-
-    peers, rank, seconds, elapsed = run_transports(kind, 3, body, timeout_seconds=0.5)[0]
+    peers, rank, seconds, elapsed = run_transports(kind, 3, _time_out, timeout_seconds=0.5)[0]
     assert peers == (2,)
     assert rank == 0
     assert 0.4 < seconds <= elapsed < 4.0
+
+
+def _time_out(meet: Meet, transport: Transport) -> Any:
+    if transport.rank != 0:
+        return meet()
+    started = time.monotonic()
+    with pytest.raises(PeerTimeoutError) as caught:
+        transport.receive(torch.empty(4), 2).wait()
+    elapsed = time.monotonic() - started
+    meet()
+    return caught.value.peers, caught.value.rank, caught.value.seconds, elapsed
 
 
 def test_a_time_out_names_the_cause_and_not_its_victims(kind: str) -> None:
     """Rank 0 waits for 1, which waits for 2, which does nothing."""
     if kind == "fake":
         pytest.skip("the fake knows of no chains")
-    have_failed = threading.Barrier(3)
+    assert run_transports(kind, 3, _chain, timeout_seconds=0.5) == [(2,), (2,), None]
 
-    def body(rank: int, transport: Transport) -> Any:
-        error = None
-        if rank < 2:
-            with pytest.raises(PeerTimeoutError) as caught:
-                transport.receive(torch.empty(4), rank + 1).wait()
-            error = caught.value.peers
-        have_failed.wait(15.0)
-        return error
 
-    assert run_transports(kind, 3, body, timeout_seconds=0.5) == [(2,), (2,), None]
+def _chain(meet: Meet, transport: Transport) -> Any:
+    peers = None
+    if transport.rank < 2:
+        with pytest.raises(PeerTimeoutError) as caught:
+            transport.receive(torch.empty(4), transport.rank + 1).wait()
+        peers = caught.value.peers
+    meet()
+    return peers
+
+
+def test_a_sum_that_times_out_names_who_is_missing(kind: str) -> None:
+    assert run_transports(kind, 3, _missing_in_a_sum, timeout_seconds=0.5) == [(1,), None, (1,)]
+
+
+def _missing_in_a_sum(meet: Meet, transport: Transport) -> Any:
+    peers = None
+    if transport.rank != 1:
+        with pytest.raises(PeerTimeoutError) as caught:
+            transport.all_reduce(torch.ones(1000))
+        peers = caught.value.peers
+    meet()
+    return peers
+
+
+def test_an_error_that_one_rank_leaves_is_raised_by_who_waits_for_it(kind: str) -> None:
+    if kind == "fake":
+        pytest.skip("the fake passes no words on")
+    text, peers = run_transports(kind, 3, _leave_an_error)[0]
+    assert "rank 1 stopped: the plans differ" in text
+    assert peers == (2,)
+
+
+def _leave_an_error(meet: Meet, transport: Transport) -> Any:
+    result = None
+    if transport.rank == 0:
+        with pytest.raises(PlanMismatchError) as caught:
+            transport.receive(torch.empty(4), 1).wait()
+        result = str(caught.value), caught.value.peers
+    elif transport.rank == 1:
+        time.sleep(0.1)
+        error = PlanMismatchError("the plans differ", peers=(2,))
+        assert transport.fail(error) is error
+    meet()
+    return result
 
 
 def test_who_waits_for_a_closed_transport_is_told(kind: str) -> None:
-    def body(rank: int, transport: Transport) -> Any:
-        if rank == 1:
-            time.sleep(0.2)
-            transport.close()
-            with pytest.raises(PeerLostError):
-                transport.send(torch.zeros(1), 0)
-            return None
-        started = time.monotonic()
-        with pytest.raises(PeerLostError) as caught:
-            transport.receive(torch.empty(4), 1).wait()
-        return caught.value.peers, time.monotonic() - started
-
-    peers, seconds = run_transports(kind, 2, body)[0]
+    peers, seconds = run_transports(kind, 2, _peer_closes)[0]
     assert peers == (1,)
     assert 0.1 < seconds < 3.0
 
 
-def test_closing_one_transport_leaves_the_others_open(kind: str) -> None:
-    def body(rank: int, first: Transport, second: Transport) -> float:
-        first.close()
-        first.close()  # twice is once
-        incoming = torch.zeros(1)
-        receiving = second.receive(incoming, 1 - rank)
-        second.send(torch.tensor([rank + 1.0]), 1 - rank).wait()
-        receiving.wait()
-        return float(incoming)
+def _peer_closes(_: Meet, transport: Transport) -> Any:
+    if transport.rank == 1:
+        time.sleep(0.2)
+        transport.close()
+        with pytest.raises(PeerLostError):
+            transport.send(torch.zeros(1), 0)
+        return None
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        transport.receive(torch.empty(4), 1).wait()
+    return caught.value.peers, time.monotonic() - started
 
-    assert run_transports(kind, 2, body, num_streams=2) == [2.0, 1.0]
+
+def test_closing_one_transport_leaves_the_others_open(kind: str) -> None:
+    assert run_transports(kind, 2, _close_one, num_streams=2) == [2.0, 1.0]
+
+
+def _close_one(_: Meet, first: Transport, second: Transport) -> float:
+    first.close()
+    first.close()  # twice is once
+    return _swap(second)
+
+
+def test_closing_with_transfers_under_way(kind: str) -> None:
+    assert run_transports(kind, 2, _close_in_the_middle, num_streams=2) == [2.0, 1.0]
+
+
+def _close_in_the_middle(meet: Meet, first: Transport, second: Transport) -> float:
+    peer = 1 - first.rank
+    # Neither has a counterpart, and one is too large for any buffer on the way.
+    transfers = [first.receive(torch.empty(8), peer, tag=1), first.send(torch.ones(4 * MIB), peer, tag=2)]
+    meet()
+    first.close()
+    for transfer in transfers:
+        with pytest.raises(PeerLostError):
+            transfer.wait()
+    del transfers
+    meet()
+    return _swap(second)
+
+
+def test_a_thread_that_waits_while_another_closes_the_transport(kind: str) -> None:
+    assert run_transports(kind, 2, _close_under_a_thread) == ["PeerLostError"] * 2
+
+
+def _close_under_a_thread(meet: Meet, transport: Transport) -> str:
+    ended: list[str] = []
+
+    def wait() -> None:
+        try:
+            transport.receive(torch.empty(8), 1 - transport.rank).wait()
+        except PeerLostError as error:
+            ended.append(type(error).__name__)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.2)
+    meet()
+    transport.close()
+    thread.join(10.0)
+    return ended[0] if ended else "still waits"
 
 
 def test_the_death_of_a_peer_names_it(kind: str) -> None:
     if kind == "c10d":
         died, *survivors = run_ranks(_wait_for_the_dying, 3, expect_exit={0: -signal.SIGKILL})
+        assert died is None
+    elif kind == "mpi":
+        # Unless told so, mpirun ends the other ranks, too.
+        with mpi_job.MpiJob(3, options=("--runtime-options", "continuous")) as own_job:
+            died, *survivors = own_job.run(_wait_for_the_dying_under_mpi, 3, dies=0)
         assert died is None
     else:
         network = FakeNetwork(3)
@@ -294,6 +547,16 @@ def _wait_for_the_dying(rank: int, size: int) -> Any:
     return _wait(transport)
 
 
+def _wait_for_the_dying_under_mpi(rank: int, store: dist.Store, communicator: Any) -> Any:
+    world = World(store, rank, communicator.size, timeout_seconds=20.0)  # which knows who on this host lives
+    assert world.rendezvous is not None
+    transport = MpiTransport(world.rendezvous, "stream", world.host, communicator=communicator)
+    if rank == 0:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _wait(transport)
+
+
 def _wait(transport: Transport) -> Any:
     """Rank 1 waits for rank 0, rank 2 for rank 1, which has gone for want of rank 0."""
     started = time.monotonic()
@@ -305,17 +568,30 @@ def _wait(transport: Transport) -> Any:
 
 
 def test_closing_gives_back_every_descriptor(kind: str) -> None:
-    def body(rank: int, transport: Transport) -> None:
-        incoming = torch.zeros(8)
-        receiving = transport.receive(incoming, 1 - rank)
-        transport.send(exact_inputs(8, torch.float32, rank), 1 - rank).wait()
-        receiving.wait()
-
-    run_transports(kind, 2, body)  # what is opened once per process
+    if kind == "mpi":
+        for before, after in job.run(_descriptors_under_mpi, 2):
+            assert after <= before
+        return
+    run_transports(kind, 2, _use)  # what is opened once per process
     before = count_open_fds()
     for _ in range(3):
-        run_transports(kind, 2, body)
+        run_transports(kind, 2, _use)
     end = time.monotonic() + 2.0
     while count_open_fds() > before and time.monotonic() < end:
         time.sleep(0.02)
     assert count_open_fds() <= before
+
+
+def _descriptors_under_mpi(rank: int, store: dist.Store, communicator: Any) -> tuple[int, int]:
+    counts = []
+    for turn in range(4):
+        _on_mpi_rank(rank, dist.PrefixStore(f"turn{turn}", store), communicator, _use, ["stream"], 20.0)
+        counts.append(count_open_fds())
+    return counts[0], counts[-1]
+
+
+def _use(_: Meet, transport: Transport) -> None:
+    incoming = torch.zeros(8)
+    receiving = transport.receive(incoming, 1 - transport.rank)
+    transport.send(exact_inputs(8, torch.float32, transport.rank), 1 - transport.rank).wait()
+    receiving.wait()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
 import socket
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +66,9 @@ def test_without_a_launcher_it_is_a_world_of_one() -> None:
     assert hosts == 1
 
 
-@pytest.mark.parametrize("backend", ["nccl", "mpi", "", None, "Gloo"])
+@pytest.mark.parametrize("backend", ["nccl", "MPI", "", None, "Gloo"])
 def test_an_unknown_backend_is_refused(alone: None, backend: Any) -> None:
-    with pytest.raises(ValueError, match="'auto', 'gloo'"):
+    with pytest.raises(ValueError, match="'auto', 'gloo', 'mpi'"):
         torchring.init(backend)
     assert not torchring.is_initialized()
 
@@ -176,6 +179,81 @@ def test_leaving_and_coming_back(own: bool, own_group: bool) -> None:
     for sums, leaked in run_ranks(_cycles, 3, own_group, env=own_store() if own else {}):
         assert sums == [3.0, 6.0, 9.0, 12.0, 15.0]
         assert leaked <= 0
+
+
+# ---- the engine between hosts
+
+
+def _backends(rank: int, size: int) -> str:
+    with pytest.raises(TopologyError, match="different backends: 'gloo' on rank 0, 'mpi' on rank 1") as caught:
+        World(dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])), rank, size, backend=("gloo", "mpi")[rank])
+    return str(caught.value)
+
+
+def test_ranks_with_different_backends() -> None:
+    run_ranks(_backends, 2)
+
+
+def _one_backend(rank: int, size: int) -> None:
+    assert torchring.init(timeout_seconds=10.0).backend == "gloo"
+    assert torchring.init("gloo").backend == "gloo"
+    with pytest.raises(ValueError, match="open with backend='gloo', got 'mpi'"):
+        torchring.init("mpi")
+
+
+def test_the_backend_of_an_open_world_stays() -> None:
+    run_ranks(_one_backend, 2)
+
+
+def test_mpi_without_mpirun_is_refused(alone: None) -> None:
+    with pytest.raises(TopologyError, match="needs a script that mpirun started"):
+        torchring.init("mpi")
+    assert not torchring.is_initialized()
+
+
+def _mpi_under_torchrun(rank: int, size: int) -> str:
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]
+    with pytest.raises(TopologyError) as caught:
+        torchring.init("mpi", timeout_seconds=5.0)
+    assert not torchring.is_initialized()
+    return str(caught.value)
+
+
+def test_mpi_without_mpi4py_is_refused() -> None:
+    for message in run_ranks(_mpi_under_torchrun, 2):
+        assert "need mpi4py" in message
+        assert "init without backend='mpi'" in message
+
+
+# ---- leaving without a word
+
+
+def _ends_without_shutdown(rank: int, size: int, hosts: int) -> Any:
+    """Rank 1 is through, but lingers, as in MPI_Finalize, which waits for the others."""
+    sys.modules.setdefault("mpi4py.MPI", types.ModuleType("mpi4py.MPI"))
+    if hosts > 1:
+        host_module._host_identity = lambda: f"host {rank}"
+    torchring.init(timeout_seconds=20.0)
+    torchring.barrier()
+    if rank == 1:
+        if (child := os.fork()) == 0:
+            atexit._run_exitfuncs()  # a fork's end is not its parent's
+            os._exit(0)
+        os.waitpid(child, 0)
+        torchring.barrier()
+        atexit._run_exitfuncs()
+        time.sleep(5.0)
+        return None
+    torchring.barrier()
+    started = time.monotonic()
+    with pytest.raises(torchring.PeerLostError, match="rank 1"):
+        torchring.all_reduce(torch.ones(1))
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_under_mpi_a_script_that_ends_leaves_the_world(hosts: int) -> None:
+    assert run_ranks(_ends_without_shutdown, 2, hosts)[0] < 4.0
 
 
 # ---- beside torch.distributed

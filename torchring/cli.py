@@ -1,5 +1,5 @@
-"""The `torchring` command. `torchring run` starts a script on several processes of this machine; `torchring bench` runs
-one of the benchmarks that are installed with the package."""
+"""The `torchring` command: `torchring run` starts a script on several processes, `torchring doctor` says what this
+machine offers, `torchring bench` runs one of the benchmarks that are installed with the package."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from torchring.run import LAUNCHERS, LaunchError, Stopped, parse_hostfile, parse_hosts, signals_raise, start
+
 _BENCH: Final = Path(__file__).with_name("bench")
-_STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have a network to take down
 
 
@@ -29,12 +31,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",
-        help="start a script on N processes of this machine",
-        description="Start a script on N processes of this machine, through torch.distributed.run.",
+        help="start a script on N processes, of this machine or of several",
+        description="Start a script on N processes: through torch.distributed.run on this machine; on several through "
+        "mpirun (Open MPI, with mpi4py) where it is installed, else through ssh and torch.distributed.run.",
     )
-    run.add_argument("-np", "--num-proc", type=_positive, required=True, metavar="N", help="number of processes")
+    run.add_argument("-np", "--num-proc", type=_positive, metavar="N", help="number of processes; all slots by default")
+    where = run.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="machines, and how many processes each takes")
+    where.add_argument("--hostfile", metavar="FILE", help="the same, one `host slots=N` or `host:N` a line")
+    run.add_argument(
+        "--env",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="for all processes; may be repeated",
+    )
+    run.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
     run.add_argument("script", help="the Python script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
+    doctor = commands.add_parser("doctor", help="say what this machine offers, and what is wrong", add_help=False)
+    doctor.add_argument("arguments", nargs=argparse.REMAINDER)
     benchmarks = _benchmarks()
     bench = commands.add_parser(
         "bench",
@@ -48,44 +65,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["bench"]:  # parsing them takes 0.1 s, for which `torchring run` need not wait
         summaries = [f"  {name:10} {_summary(source)}" for name, source in benchmarks.items()]
         bench.epilog = "\n".join(["benchmarks:", *summaries])
+    if arguments[:1] == ["doctor"]:  # which has options of its own
+        from torchring.doctor import main as doctor_main
+
+        return int(doctor_main(arguments[1:]))
     options = parser.parse_args(arguments)
     # argparse drops a leading "--" from what belongs to the script.
     if arguments[-len(options.arguments) - 1] == "--":
         options.arguments.insert(0, "--")
     if options.command == "bench":
         return _bench(options.name, options.arguments)
-    return _run(options.num_proc, options.script, options.arguments)
+    if options.num_proc is None and options.hosts is None and options.hostfile is None:
+        run.error("say how many processes: -np N, or -H HOST:SLOTS,..., or --hostfile FILE")
+    return _run(options)
 
 
-def _run(num_proc: int, script: str, arguments: Sequence[str]) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Returns the exit code of the first process that failed: as the shell has it, 128 + n for signal n."""
-    if not os.path.isfile(script):
-        print(f"torchring run: there is no script {script!r}", file=sys.stderr)
+    if not os.path.isfile(options.script):
+        print(f"torchring run: there is no script {options.script!r}", file=sys.stderr)
         return 2
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    # torchrun would set 1, and warn. The cores are shared out evenly instead.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_proc)))
-    options = torchrun.parse_args(  # type: ignore[no-untyped-call]
-        ["--standalone", f"--nproc-per-node={num_proc}", "--", script, *arguments]
-    )
     try:
-        torchrun.run(options)  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = failure.exitcode
-        print(
-            f"torchring run: rank {rank} (pid {failure.pid}) ended first, {_ending(code)}",
-            file=sys.stderr,
-        )
-        return code if code >= 0 else 128 - code
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+        hosts = None
+        if options.hosts is not None:
+            hosts = parse_hosts(options.hosts)
+        if options.hostfile is not None:
+            hosts = parse_hostfile(Path(options.hostfile).read_text())
+        command = [options.script, *options.arguments]
+        return start(command, options.num_proc, hosts, dict(options.env), options.launcher)
+    except LaunchError as error:
+        print(f"torchring run: {error}", file=sys.stderr)
+    except (OSError, UnicodeDecodeError) as error:
+        print(f"torchring run: cannot read the host file {options.hostfile!r}: {error}", file=sys.stderr)
+    return 2
 
 
 def _benchmarks() -> dict[str, str]:
@@ -117,12 +129,12 @@ def _run_alone(command: Sequence[str]) -> int:
     """Run `command` in a process group of its own, of which nothing is left when this returns, by a signal or not."""
     process = subprocess.Popen(command, start_new_session=True)
     try:
-        with _signals_raise():
+        with signals_raise():
             try:
                 code = process.wait()
-            except _Signal as stop:
+            except Stopped as stop:
                 code = -stop.number
-                with contextlib.suppress(_Signal):  # a second one ends the wait
+                with contextlib.suppress(Stopped):  # a second one ends the wait
                     _stop(process, stop.number)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -150,40 +162,17 @@ def _is_running(group: int) -> bool:
     return False
 
 
-class _Signal(BaseException):
-    """This process was told to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Inside, those that stop a process raise _Signal, except where whoever started this one had them ignored."""
-
-    def stop(number: int, _: object) -> None:
-        raise _Signal(number)
-
-    before = {number: signal.getsignal(number) for number in _STOPPING}
-    try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, stop)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _ending(code: int) -> str:
-    return f"with exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs a number of processes, 1 or more, got {text!r}")
     return int(text)
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        raise argparse.ArgumentTypeError(f"needs NAME=VALUE, got {text!r}")
+    return name, value
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ class Stats:
     """What reducing has cost so far.
 
     Attributes:
-        algorithm: "direct", "ring", "native", or "none" in a world of one.
+        algorithm: "direct", "ring", "hierarchical", "native", or "none" in a world of one.
+        reason: why it is that, a sentence; with what was measured where "auto" had a choice.
         overlap: "inline" or "thread".
         num_buckets: in the present plan.
         bytes_per_step: what this rank contributes to one reduction, in the wire dtype.
@@ -48,6 +49,7 @@ class Stats:
     """
 
     algorithm: str
+    reason: str
     overlap: str
     num_buckets: int
     bytes_per_step: int
@@ -65,7 +67,7 @@ def wrap(
     *,
     op: str = "mean",
     compression: str | None = None,
-    bucket_mb: float = 25.0,
+    bucket_mb: float | None = None,
     accumulate: int = 1,
     algorithm: str = "auto",
     overlap: str = "auto",
@@ -78,11 +80,14 @@ def wrap(
         model: gives parameters their names in errors, tells sparse embeddings, and has its buffers synchronised.
         op: "mean" or "sum" over ranks.
         compression: None, "fp16" or "bf16": the dtype on the wire. Scaled first, cast once, added up in fp32.
-        bucket_mb: gradients travel in buckets of about this many MiB; the first one has 1 MiB.
+        bucket_mb: gradients travel in buckets of about this many MiB; the first one has 1 MiB. Unless said, 25 where all
+            ranks share memory and 6 between hosts, where the line should be busy early in backward and idle late.
         accumulate: reduce on every n-th backward only; the n gradients are summed, as PyTorch sums them.
-        algorithm: "auto", "direct" (memory shared by the ranks of one host), "ring" (between hosts) or "native" (the
-            backend's own all-reduce).
-        overlap: "auto", "inline" (reduce in the thread that runs backward) or "thread".
+        algorithm: "direct" (memory shared by the ranks of one host), "ring" (point to point between all ranks),
+            "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce) or "auto":
+            direct on one host; between hosts it measures and keeps the faster, see `Stats.reason`.
+        overlap: "inline" (reduce in the thread that runs backward), "thread" or "auto": threads, unless they would only
+            take turns with backward.
         sync_initial_state: start all ranks from rank 0's parameters, buffers and optimizer state.
 
     Returns the `DistributedOptimizer` to use in place of `optimizer`.
@@ -126,7 +131,7 @@ class DistributedOptimizer(Optimizer):
         *,
         op: str = "mean",
         compression: str | None = None,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         accumulate: int = 1,
         algorithm: str = "auto",
         overlap: str = "auto",
@@ -229,13 +234,14 @@ class DistributedOptimizer(Optimizer):
         """What reducing has cost so far, on this rank."""
         hooks = self._live_hooks()
         if hooks is None:
-            return Stats("none", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+            return Stats("none", "a world of one sends nothing", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
         reduction, timing = hooks.reduction, hooks.reduction.timing
         num_timed = max(timing.num_rounds, 1)
         hidden = timing.total_busy_ms - timing.total_exposed_ms
         return Stats(
             algorithm=reduction.mover.algorithm,
-            overlap="thread" if reduction.scheduler.threaded else "inline",
+            reason=reduction.choice.reason,
+            overlap="thread" if reduction.mover.in_background else "inline",
             num_buckets=len(reduction.buckets),
             bytes_per_step=reduction.num_bytes,
             num_reductions=reduction.num_rounds,
@@ -468,7 +474,8 @@ def check_options(options: Options) -> None:
     ):
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    if not isinstance(options.bucket_mb, (int, float)) or not 0 <= options.bucket_mb < float("inf"):
+    bucket_mb = 0 if options.bucket_mb is None else options.bucket_mb
+    if not isinstance(bucket_mb, (int, float)) or not 0 <= bucket_mb < float("inf"):
         raise ValueError(f"bucket_mb must be a size in MiB, 0 or more, got {options.bucket_mb!r}")
     if not isinstance(options.accumulate, int) or options.accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of micro-steps, 1 or more, got {options.accumulate!r}")

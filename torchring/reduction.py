@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Final
 
 import torch
 
-from torchring.allreduce.select import open_mover
+from torchring.allreduce.select import Choice, choose, open_mover
 from torchring.bucket import Bucket, BucketState, GradientStatus
 from torchring.collectives import collectives_of
 from torchring.memory.heap import keep_freed
@@ -20,6 +21,9 @@ from torchring.scheduler import Scheduler
 from torchring.sparse import SparseReduction
 from torchring.world import World
 
+_BUCKET_MB: Final = 25.0
+_BUCKET_MB_BETWEEN_HOSTS: Final = 6.0
+
 
 @dataclass(frozen=True)
 class Options:
@@ -27,7 +31,7 @@ class Options:
 
     op: str
     compression: str | None
-    bucket_mb: float
+    bucket_mb: float | None
     accumulate: int
     algorithm: str
     overlap: str
@@ -68,6 +72,7 @@ class Reduction:
     Attributes:
         non_finite: (rank, parameter name, gradient) of the first NaN or infinity in the last round, if any. The rank is
             None if only the sum overflowed.
+        choice: the algorithm, and why it is that.
         heard: for each signal passed to `begin`, the share of ranks that had set it in the last round.
     """
 
@@ -86,14 +91,18 @@ class Reduction:
         self.timing = Timing()
         self._options = options
         self._check_agreement(specs)
-        self.mover, threaded = open_mover(world, options.algorithm, options.overlap)
-        self.scheduler = Scheduler((), self.mover, threaded=threaded)
+        plan = self._plan(specs)
+        self.choice = Choice(options.algorithm, "asked for")
+        if options.algorithm == "auto":
+            self.choice = choose(world, _wires_of(plan))
+        self.mover = open_mover(world, self.choice.algorithm, options.overlap)
+        self.scheduler = Scheduler((), self.mover)
         self._sparse = SparseReduction(world, options.scale(world.size), is_sum=options.op == "sum")
         self._holds = False
         self._ready_order: list[int] | None = []  # of the first round, while it lasts
         self._seen_order: list[int] | None = None  # of the first round, until the plan follows it
         self._home: list[tuple[Bucket, int] | None] = []
-        self._add(specs, parameters)
+        self._add(specs, parameters, plan)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -108,7 +117,7 @@ class Reduction:
         """Collective, between rounds: more parameters, in buckets of their own."""
         self._check_agreement(specs)
         self._ready_order = self._seen_order = None  # which knows nothing of them; the plan stays as it is
-        self._add(specs, parameters)
+        self._add(specs, parameters, self._plan(specs))
 
     def begin(self, *, step: int, hold: bool, signals: Sequence[bool]) -> None:
         """A round begins: its first gradient is about to arrive, or `finish` to be called.
@@ -212,30 +221,30 @@ class Reduction:
 
     def close(self) -> None:
         """End threads and links. Gradients stay where they are."""
-        self.scheduler.close()
         self.mover.close()
 
-    def _add(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
+    def _plan(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> Plan:
+        bucket_mb, compression = self._options.bucket_mb, self._options.compression
+        if bucket_mb is None:
+            bucket_mb = _BUCKET_MB if self.world.shares_memory else _BUCKET_MB_BETWEEN_HOSTS
+        return build_plan(specs, bucket_bytes=int(bucket_mb * 2**20), compression=compression, order=order)
+
+    def _add(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter], plan: Plan) -> None:
         first = len(self.specs)
         self.specs += specs
         self.parameters += parameters
         self._home += [None] * len(specs)
-        plan = build_plan(specs, bucket_bytes=self._bucket_bytes, compression=self._options.compression)
         plan = shifted(plan, buckets=len(self.buckets), parameters=first)
         gradient_bytes = [spec.numel * spec.dtype.itemsize for spec in self.specs if not spec.is_sparse]
         keep_freed(sum(gradient_bytes), max(gradient_bytes, default=0))
         self._install([*self.buckets, *self._open(plan)])
-
-    @property
-    def _bucket_bytes(self) -> int:
-        return int(self._options.bucket_mb * 2**20)
 
     def _check_agreement(self, specs: Sequence[ParameterSpec]) -> None:
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
         collectives_of(self.world).check_equal(describe(specs, f"{self._options} on {self.world.size} ranks"))
 
     def _open(self, plan: Plan) -> list[Bucket]:
-        wires = self.mover.open_wires([(bucket.numel, bucket.wire_dtype) for bucket in plan.buckets])
+        wires = self.mover.open_wires(_wires_of(plan))
         scale = self._options.scale(self.world.size)
         return [
             Bucket(bucket, wire, self.specs, self.parameters, scale=scale, is_sum=self._options.op == "sum")
@@ -270,12 +279,14 @@ class Reduction:
         order += sorted(set(range(len(self.specs))).difference(order), reverse=True)
         collectives = collectives_of(self.world)
         agreed = collectives.broadcast(torch.tensor(order, dtype=torch.int64), 0).tolist()
-        plan = build_plan(
-            self.specs, bucket_bytes=self._bucket_bytes, compression=self._options.compression, order=agreed
-        )
+        plan = self._plan(self.specs, agreed)
         self._seen_order = None
         if plan.buckets != tuple(bucket.plan for bucket in self.buckets):
             for bucket in self.buckets:
                 bucket.release()
             collectives.barrier()  # memory is free when all ranks have let go of it
             self._install(self._open(plan))
+
+
+def _wires_of(plan: Plan) -> list[tuple[int, torch.dtype]]:
+    return [(bucket.numel, bucket.wire_dtype) for bucket in plan.buckets]

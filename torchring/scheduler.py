@@ -1,24 +1,23 @@
-"""Which bucket goes next, and where it runs.
+"""Which bucket goes next.
 
 Hooks fire in an order that may differ between ranks; a reduction needs one order. So packed buckets leave strictly in
 plan order: a bucket that is full early waits for the ones before it.
 
-Inline, a bucket is reduced by the thread that runs backward, inside hooks: where every core already computes, a second
-thread would only take turns with the first (2 cores, 2 ranks, MLP of 42 M: 333 ms against 422). A staged mover does so
-without waiting for late peers before backward is over. With a thread, backward goes on while a worker waits for the
-network.
+How a bucket proceeds after it has left is the mover's business: in calls that are made here between gradients, where
+every core already computes and a second thread would only take turns with the first (2 cores, 2 ranks, MLP of 42 M:
+333 ms against 422), or in lanes of its own, where backward goes on while they wait for the network. Either way no rank
+waits for late peers before its backward is over.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from torchring.allreduce import TAGS_PER_ROUND, Flight, Mover, NonFinite, StagedMover
+from torchring.allreduce import TAGS_PER_ROUND, Flight, StagedMover
 from torchring.bucket import Bucket, BucketState
 from torchring.errors import GradientError, RingError
 
@@ -30,38 +29,27 @@ class Scheduler:
 
     Args:
         buckets: in plan order.
-        mover: used by one thread at a time.
-        threaded: reduce on a worker thread instead of inline.
+        mover: used by the thread that runs backward.
 
     Attributes:
         has_launched: whether a bucket has left in this round.
         is_waiting: whether this rank's part of some bucket that has left is still to be done; `look_in` may do it.
-        busy_seconds: time spent reducing in the round so far, waiting for peers included.
+        busy_seconds: time in which something was being reduced in the round so far, waiting for peers included.
         exposed_seconds: the part of it during which backward stood still.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], mover: Mover, *, threaded: bool) -> None:
+    def __init__(self, buckets: Sequence[Bucket], mover: StagedMover) -> None:
         self.buckets = list(buckets)
-        self.threaded = threaded
         self.busy_seconds = 0.0
         self.exposed_seconds = 0.0
         self.is_waiting = False
         self._mover = mover
-        self._staged = mover if not threaded and isinstance(mover, StagedMover) else None
         self._in_flight: list[tuple[Bucket, Flight]] = []
         self._num_advanced = 0  # of those
         self._next = 0
         self._round = 0
-        self._num_outstanding = 0  # launched to the worker, and not yet waited for
         self._holding = False
-        self._failure: BaseException | None = None
         self._step = 0
-        self._todo: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
-        self._num_done = threading.Semaphore(0)
-        self._worker: threading.Thread | None = None
-        if threaded:
-            self._worker = threading.Thread(target=self._work, name="torchring-reduce", daemon=True)
-            self._worker.start()
 
     @property
     def has_launched(self) -> bool:
@@ -76,7 +64,7 @@ class Scheduler:
             hold: launch nothing before `finish`.
         """
         with contextlib.suppress(GradientError):  # about gradients of the round that was broken off: nobody uses them
-            self._drain(discard=True)
+            self._land(discard=True)
         self._next, self._round, self._step, self._holding = 0, round_number, step, hold
         self.busy_seconds = self.exposed_seconds = 0.0
 
@@ -96,7 +84,7 @@ class Scheduler:
         self.bucket_is_packed()
         assert self._next == len(self.buckets), "finish() before every bucket was packed"
         started = time.perf_counter()
-        self._drain()
+        self._land()
         self.exposed_seconds += time.perf_counter() - started
 
     def look_in(self) -> None:
@@ -109,68 +97,49 @@ class Scheduler:
                 break
             self._num_advanced += 1
         self.is_waiting = self._num_advanced < len(in_flight)
-        seconds = time.perf_counter() - started
-        self.busy_seconds += seconds
-        self.exposed_seconds += seconds
+        self._stood_still(time.perf_counter() - started)
 
     def replace(self, buckets: Sequence[Bucket]) -> None:
         """Go on with other buckets. Between rounds only."""
         self.buckets = list(buckets)
 
-    def close(self) -> None:
-        """End the worker thread."""
-        if self._worker is not None:
-            self._todo.put(None)
-            self._worker = None
-
-    def _drain(self, *, discard: bool = False) -> None:
-        """Wait for everything that was launched to be reduced, and raise what went wrong."""
-        if self._in_flight:
-            self._land(discard=discard)
-        while self._num_outstanding:
-            self._num_done.acquire()
-            self._num_outstanding -= 1
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-
     def _launch(self, bucket: Bucket) -> None:
         bucket.begin_reduce()
         started = time.perf_counter()
-        if self.threaded:
-            self._num_outstanding += 1
-            self._todo.put(bucket)
-        elif self._staged is not None:
-            start, scale, tag = self._staged.start, bucket.reduce_scale, self._tag(bucket)
-            flight = self._locating(bucket, lambda: start(bucket.wire, scale=scale, tag=tag))
-            self._in_flight.append((bucket, flight))
-            self.busy_seconds += time.perf_counter() - started
-            self.exposed_seconds += time.perf_counter() - started
-            self.look_in()
-        else:
-            self._reduce(bucket)
-            self.exposed_seconds += time.perf_counter() - started
+        scale, tag = bucket.reduce_scale, self._tag(bucket)
+        flight = self._locating(bucket, lambda: self._mover.start(bucket.wire, scale=scale, tag=tag))
+        self._in_flight.append((bucket, flight))
+        self._stood_still(time.perf_counter() - started)
+        self.look_in()
 
-    def _land(self, *, discard: bool) -> None:
-        """Wait for what a staged mover has in flight. Peers wait for this rank's parts, so those come first."""
+    def _land(self, *, discard: bool = False) -> None:
+        """Wait for what is in flight, and raise what went wrong. Peers wait for this rank's parts: those come first."""
         started = time.perf_counter()
         in_flight, self._in_flight = self._in_flight, []
         self._num_advanced, self.is_waiting = 0, False
         for bucket, flight in in_flight:
             self._locating(bucket, flight.contribute)
+        problem: GradientError | None = None
         for bucket, flight in in_flight:
             non_finite = self._locating(bucket, flight.land)
-            if not discard:
+            if discard or problem is not None:
+                continue
+            try:
                 bucket.end_reduce(non_finite)
-        self.busy_seconds += time.perf_counter() - started
+            except GradientError as error:  # the rest lands all the same: nothing may be under way afterwards
+                problem = error
+        if self._mover.in_background:
+            self.busy_seconds += union_length(flight.span for _, flight in in_flight if flight.span is not None)
+        else:
+            self.busy_seconds += time.perf_counter() - started
+        if problem is not None:
+            raise problem
 
-    def _reduce(self, bucket: Bucket) -> None:
-        started = time.perf_counter()
-        bucket.end_reduce(self._locating(bucket, lambda: self._all_reduce(bucket)))
-        self.busy_seconds += time.perf_counter() - started
-
-    def _all_reduce(self, bucket: Bucket) -> NonFinite | None:
-        return self._mover.all_reduce(bucket.wire, scale=bucket.reduce_scale, tag=self._tag(bucket))
+    def _stood_still(self, seconds: float) -> None:
+        """Backward did, for calls of the mover."""
+        self.exposed_seconds += seconds
+        if not self._mover.in_background:
+            self.busy_seconds += seconds
 
     def _tag(self, bucket: Bucket) -> int:
         return self._round * TAGS_PER_ROUND + bucket.index
@@ -183,12 +152,14 @@ class Scheduler:
             error.locate(bucket=bucket.index, parameters=bucket.names, step=self._step)
             raise
 
-    def _work(self) -> None:
-        while (bucket := self._todo.get()) is not None:
-            try:
-                if self._failure is None:
-                    self._reduce(bucket)
-            except BaseException as error:  # carried to finish(), on the thread that runs backward
-                self._failure = error
-            finally:
-                self._num_done.release()
+
+def union_length(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals.
+
+    Example: (0, 2), (1, 3), (5, 6) -> 4.
+    """
+    total, covered = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return total

@@ -1,87 +1,26 @@
-"""Who takes part: rank and size from the launcher, the store to meet at, and which ranks share a host."""
+"""Who takes part: rank and size as the launcher said, and which ranks share a host."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
+import sys
+from collections.abc import Callable
 from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 
 from torchring.errors import RingError, TopologyError
+from torchring.launch import LaunchEnvironment, check_group, read_environment
+from torchring.meeting import mpi_world, open_store, unannounced_mpi
 from torchring.memory.host import HostGroup, connect
 from torchring.rendezvous import Rendezvous
 
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
-BACKENDS: Final = ("auto", "gloo")
-
-
-@dataclass(frozen=True)
-class LaunchEnvironment:
-    """What the launcher said. `master` is None for a world of one."""
-
-    launcher: str
-    rank: int
-    size: int
-    local_rank: int | None
-    master: tuple[str, int] | None
-    store_is_hosted: bool  # the launcher runs the TCPStore itself (torchrun), no rank has to
-
-
-# Where each launcher puts rank, world size and local rank. In this order: torchrun may itself run under mpirun or srun.
-_LAUNCHERS: Final = (
-    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("mpiexec (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    # Not SLURM_NTASKS: sbatch sets that for the batch script too, which runs once.
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-)
-
-
-def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """Find out which launcher started this process, and what it said.
-
-    No launcher is a world of one. Raises TopologyError where a launcher asks for more than one process and leaves out
-    something that joining them takes: training on alone would be a silent wrong answer.
-    """
-    found = next((keys for keys in _LAUNCHERS if keys[2] in environ), None)
-    if found is None:
-        if "RANK" in environ:
-            raise TopologyError("RANK is set but WORLD_SIZE is not; torchrun sets both")
-        return LaunchEnvironment("none", 0, 1, None, None, False)
-    launcher, rank_key, size_key, local_key = found
-    size = _integer(environ, size_key, launcher)
-    if size < 1:
-        raise TopologyError(f"{launcher} says {size_key}={size}; a world has at least 1 process")
-    if size == 1 and environ.get(rank_key, "0") != "0":
-        raise TopologyError(
-            f"{launcher} says {size_key}=1 but {rank_key}={environ[rank_key]}; a world of one has rank 0 only"
-        )
-    if size == 1:
-        return LaunchEnvironment(launcher, 0, 1, 0, None, False)
-    needed = (rank_key, "MASTER_ADDR", "MASTER_PORT")
-    if missing := [key for key in needed if key not in environ]:
-        raise TopologyError(
-            f"{launcher} says {size_key}={size}, but {', '.join(missing)} not set, so the {size} processes cannot find "
-            f"each other; start the script with `torchring run -np {size} SCRIPT` or torchrun, or set "
-            f"{', '.join(missing)}"
-        )
-    rank = _integer(environ, rank_key, launcher)
-    if not 0 <= rank < size:
-        raise TopologyError(f"{launcher} says {rank_key}={rank}, which is not in 0 .. {size - 1} ({size_key}={size})")
-    local_rank = _integer(environ, local_key, launcher) if local_key in environ else None
-    port = _integer(environ, "MASTER_PORT", launcher)
-    if not 0 < port < 65536:
-        raise TopologyError(f"MASTER_PORT={port} is not a TCP port, 1 .. 65535")
-    master = (environ["MASTER_ADDR"], port)
-    hosted = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return LaunchEnvironment(launcher, rank, size, local_rank, master, hosted)
+BACKENDS: Final = ("auto", "gloo", "mpi")
 
 
 class World:
@@ -96,6 +35,7 @@ class World:
         local_rank: as the launcher says; else the position among the ranks of this host.
         timeout_seconds: how long a live rank may keep the others waiting.
         store_host: the rank whose process hosts the store, None if it is no rank's.
+        backend: the engine between hosts, "gloo" or "mpi"; the same on every rank.
 
     Attributes:
         host: the ranks that share memory with this one.
@@ -113,10 +53,12 @@ class World:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         launcher: str = "none",
         store_host: int | None = None,
+        backend: str = "gloo",
     ) -> None:
         self.rank = rank
         self.size = size
         self.launcher = launcher
+        self.backend = backend
         self.timeout_seconds = timeout_seconds
         self.rendezvous: Rendezvous | None = None
         self.host: HostGroup | None = None
@@ -136,14 +78,17 @@ class World:
         self.local_size = len(members)
 
     def _meet(self, rendezvous: Rendezvous, store_host: int | None) -> None:
-        """Find out who shares memory with whom."""
+        """Find out who shares memory with whom, and that all mean the same backend."""
         self.rendezvous = rendezvous
         rendezvous.store_host = store_host
         rendezvous.agree_on_size()
         self.host = connect(rendezvous)
         rendezvous.watch = self.host.check_peers
-        mine = {"host": self.host.ranks, "cores": sorted(os.sched_getaffinity(0))}
+        mine = {"host": self.host.ranks, "cores": sorted(os.sched_getaffinity(0)), "backend": self.backend}
         cards = [json.loads(text) for text in rendezvous.exchange("world", json.dumps(mine).encode())]
+        if len(first := {card["backend"]: peer for peer, card in reversed([*enumerate(cards)])}) > 1:
+            named = ", ".join(f"{backend!r} on rank {peer}" for backend, peer in sorted(first.items()))
+            raise TopologyError(f"ranks were given different backends: {named}; give all the same", rank=self.rank)
         self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
         self.num_cores = len(set().union(*(cards[peer]["cores"] for peer in self.host.ranks)))
 
@@ -187,6 +132,7 @@ class World:
 _default: World | None = None
 _num_inits = 0
 _own_store: Store | None = None
+_pid: int | None = None  # the process that joined
 
 
 def init(backend: str = "auto", *, timeout_seconds: float | None = None) -> World:
@@ -196,7 +142,7 @@ def init(backend: str = "auto", *, timeout_seconds: float | None = None) -> Worl
     script's own collectives never mix with torchring's. None is made, so the script may still make its own.
 
     Args:
-        backend: "auto" or "gloo": the engine between hosts.
+        backend: the engine between hosts: "gloo", or "mpi" (mpi4py) where mpirun started the script. "auto" is "gloo".
         timeout_seconds: a rank that keeps others waiting longer than this raises PeerTimeoutError on them; 300 unless
             said.
 
@@ -204,10 +150,11 @@ def init(backend: str = "auto", *, timeout_seconds: float | None = None) -> Worl
 
     Raises:
         ValueError: unknown backend, a timeout that is not positive, or another one than the open world has.
-        TopologyError: the launcher's environment is incomplete, or ranks were told different world sizes.
+        TopologyError: the launcher's environment is incomplete, ranks were told different world sizes or backends,
+            processes that were started together would each train alone, or MPI is not what the launcher started.
         PeerTimeoutError: a rank did not show up.
     """
-    global _default, _num_inits
+    global _default, _num_inits, _pid
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if timeout_seconds is not None and not timeout_seconds > 0:
@@ -218,22 +165,37 @@ def init(backend: str = "auto", *, timeout_seconds: float | None = None) -> Worl
                 f"the world is open with timeout_seconds={_default.timeout_seconds:g}, got {timeout_seconds!r}; call "
                 "init() with it before anything else, or shutdown() first"
             )
+        if backend not in ("auto", _default.backend):
+            raise ValueError(
+                f"the world is open with backend={_default.backend!r}, got {backend!r}; call init() with it before "
+                "anything else, or shutdown() first"
+            )
         return _default
     timeout_seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
+        check_group(os.environ, size)
         local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
         launcher = "torch.distributed"
         base: Store | None = dist.distributed_c10d._get_default_store()
         store_host = None
     else:
         launch = read_environment(os.environ)
+        if launch.launcher == "none":
+            launch = unannounced_mpi(os.environ) or launch
         rank, size, local_rank, launcher = launch.rank, launch.size, launch.local_rank, launch.launcher
         base = _launcher_store(launch, timeout_seconds)
         store_host = None if launch.store_is_hosted else 0
+    if backend == "mpi":
+        if launcher == "none":
+            raise TopologyError("backend='mpi' needs a script that mpirun started; `mpirun -np 1` will do for one rank")
+        mpi_world(launcher, rank, size, instead="init without backend='mpi'")
     store = PrefixStore(f"torchring/{_num_inits}", base) if base is not None else None
     # Counted before opening: a world that failed to open has left keys behind that the next one must not read.
     _num_inits += 1
+    if _pid is None:
+        atexit.register(_leave_at_exit)
+    _pid = os.getpid()
     _default = World(
         store,
         rank,
@@ -242,6 +204,7 @@ def init(backend: str = "auto", *, timeout_seconds: float | None = None) -> Worl
         timeout_seconds=timeout_seconds,
         launcher=launcher,
         store_host=store_host,
+        backend="gloo" if backend == "auto" else backend,
     )
     return _default
 
@@ -300,33 +263,22 @@ def device() -> torch.device:
 
 
 def _launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
-    """The TCPStore at MASTER_ADDR; rank 0 hosts it unless the launcher does. Kept for a later init()."""
+    """Where the ranks meet. Kept for a later init()."""
     global _own_store
-    if launch.master is None:
-        return None
     if _own_store is None:
-        address, port = launch.master
-        try:
-            tcp = TCPStore(
-                address,
-                port,
-                is_master=launch.rank == 0 and not launch.store_is_hosted,
-                wait_for_workers=False,  # a rank with another WORLD_SIZE would wait here; agree_on_size() finds it
-                multi_tenant=True,  # the script may host its own at the same port, as init_process_group does
-                timeout=timedelta(seconds=timeout_seconds),
-            )
-        except dist.DistError as error:
-            raise TopologyError(
-                f"rank {launch.rank} on {socket.gethostname()} cannot reach the rendezvous store at "
-                f"{address}:{port} (MASTER_ADDR:MASTER_PORT): {error}"
-            ) from error
+        tcp = open_store(launch, timeout_seconds)
+        if tcp is None:
+            return None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         _own_store = PrefixStore(f"torchring/attempt{attempt}", tcp)
     return _own_store
 
 
-def _integer(environ: Mapping[str, str], key: str, launcher: str) -> int:
-    try:
-        return int(environ[key])
-    except ValueError:
-        raise TopologyError(f"{launcher} says {key}={environ[key]!r}, which is not an integer") from None
+def _leave_at_exit() -> None:
+    """Under MPI a script that ends without shutdown() leaves the world before MPI's own exit.
+
+    MPI_Finalize waits for all ranks, so a rank that has raised would linger there, and its peers would wait for it here
+    until the time-out. Elsewhere the end of the process tells them. Not in a fork, which shares its parent's sockets.
+    """
+    if _default is not None and _pid == os.getpid() and "mpi4py.MPI" in sys.modules:
+        shutdown()

@@ -47,7 +47,7 @@ class Match:
         self.reduce: Callable[[], object]
         self.close: Callable[[], None] = lambda: None
         if case.rival == "direct":
-            mover, _ = open_mover(world, "direct", "inline")
+            mover = open_mover(world, "direct", "inline")
             wire = mover.open_wires([(numel, torch.float32)])[0]
             tensor = wire.tensor
             self.reduce = lambda: mover.all_reduce(wire)

@@ -30,7 +30,7 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.mover import NonFinite, Wire, first_non_finite, is_finite, tag_mismatch
+from torchring.allreduce.mover import Flight, NonFinite, Wire, first_non_finite, is_finite, tag_mismatch
 from torchring.kernels import reference
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words
@@ -76,6 +76,7 @@ class DirectFlight:
 
     __slots__ = (
         "_mover",
+        "column",
         "has_landed",
         "is_gathered",
         "is_reduced",
@@ -98,6 +99,11 @@ class DirectFlight:
         self.is_reduced = False  # this rank's slice
         self.has_landed = False
         self.result: NonFinite | None = None
+        self.column: Flight | None = None  # where part of it crosses the network; see `hierarchical.py`
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        return None if self.column is None else self.column.span
 
     def advance(self) -> bool:
         return self.is_reduced or self._mover.advance(self)
@@ -111,20 +117,21 @@ class DirectFlight:
 
 
 class DirectAllReduce:
-    """Mover over shared memory; all ranks of `group` open it together. See `StagedMover`.
+    """Mover over shared memory; all ranks of `group` open it together. See `StagedMover`, and `LaneMover`: of one lane.
 
     Args:
         group: the ranks of this host.
-        poll_seconds: see `Channel`.
+        poll_seconds, grace_seconds: see `Channel`; the latter for the wait for results.
     """
 
     algorithm = "direct"
-    sleeps_while_waiting = False
+    in_background = False
+    num_lanes = 1
 
-    def __init__(self, group: HostGroup, *, poll_seconds: float) -> None:
+    def __init__(self, group: HostGroup, *, poll_seconds: float, grace_seconds: float = 0.0) -> None:
         self._group = group
         self._packed = Channel(group, poll_seconds=poll_seconds)
-        self._done = Channel(group, poll_seconds=poll_seconds)
+        self._done = Channel(group, poll_seconds=poll_seconds, grace_seconds=grace_seconds)
         # A record per rank and flight: the tag; 1 + the rank that a non-finite value came from (0: none), its element.
         # A rank starts a flight when it has landed the one that had the same record, which no peer needs by then.
         notes = group.allocate(MAX_IN_FLIGHT * 24)
@@ -143,7 +150,7 @@ class DirectAllReduce:
             start += length
         return wires
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         return self.start(wire, scale=scale, tag=tag).land()
 
     def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> DirectFlight:
@@ -197,8 +204,7 @@ class DirectAllReduce:
         self._num_gathered += 1
 
     def _reduce(self, flight: DirectFlight) -> None:
-        record = flight.record
-        self._check_tags(flight.tag, record)
+        self._check_tags(flight.tag, flight.record)
         found: NonFinite | None = None
         for block in flight.wire.blocks:
             block.sum.run(flight.scale)
@@ -207,11 +213,15 @@ class DirectAllReduce:
                 found = self._blame(block)
             for other in block.others:
                 other.copy_(block.own)
-        own_note = self._notes[self._group.index]
+        flight.is_reduced = True
+        self._note(flight, found)
+        self._done.announce()
+
+    def _note(self, flight: DirectFlight, found: NonFinite | None) -> None:
+        """For everybody, what there was in this rank's slice; before its "done"."""
+        own_note, record = self._notes[self._group.index], flight.record
         own_note[record + 1] = 0 if found is None else _NOBODY if found.rank is None else found.rank + 1
         own_note[record + 2] = 0 if found is None else found.element
-        flight.is_reduced = True
-        self._done.announce()
 
     def _check_tags(self, tag: int, record: int) -> None:
         group = self._group
@@ -231,7 +241,7 @@ class DirectAllReduce:
             self._scratch[dtype] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=wide)
         scratch = self._scratch[dtype]
         element_bytes = parts[0].element_size()
-        start, stop = slice_bounds(parts[0].numel(), self._group.size, element_bytes)[me]
+        start, stop = self._own_slice(parts[0].numel(), element_bytes)
         step = BLOCK_BYTES // element_bytes
         blocks = []
         for first in range(start, stop, step):
@@ -240,6 +250,9 @@ class DirectAllReduce:
             accumulation = reference.Accumulation(inputs, inputs[me], scratch)
             blocks.append(_Block(first, inputs, inputs[me], accumulation, others))
         return DirectWire(parts[me].data, tuple(blocks))
+
+    def _own_slice(self, num_elements: int, element_bytes: int) -> tuple[int, int]:
+        return slice_bounds(num_elements, self._group.size, element_bytes)[self._group.index]
 
     def _blame(self, block: _Block) -> NonFinite:
         """Whose input made the block non-finite. Ours is overwritten by the sum, so it is found by exclusion."""

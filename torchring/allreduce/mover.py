@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 import torch
 
@@ -39,15 +39,11 @@ class Wire(Protocol):
 
 
 class Mover(Protocol):
-    """Reduces wire buffers among the ranks of a world, one at a time, in the order that every rank calls it in."""
+    """Reduces wire buffers among the ranks of a world, in the order that every rank calls it in."""
 
     @property
     def algorithm(self) -> str:
-        """What `stats()` reports: "direct", "ring", "native" or "none" (a world of one)."""
-
-    @property
-    def sleeps_while_waiting(self) -> bool:
-        """True if waiting for peers leaves the core to others (a network hop), so that a worker thread pays off."""
+        """What `stats()` reports: "direct", "ring", "hierarchical" or "native"."""
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[Wire]:
         """Collective: one buffer per (elements, dtype), zeroed. The same on every rank."""
@@ -67,25 +63,49 @@ class Mover(Protocol):
         """Release links and threads. Wires that tensors still view stay mapped."""
 
 
+class LaneMover(Mover, Protocol):
+    """A mover that reduces several wires at a time, each called for on a thread of its own; see `lanes.py`.
+
+    What is called for in one lane is reduced in the order of the calls, which is the same on every rank.
+    """
+
+    @property
+    def num_lanes(self) -> int:
+        """How many."""
+
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
+        """As of any mover, in a lane, 0 <= lane < num_lanes."""
+
+
 class Flight(Protocol):
     """A reduction that has been started. A mover's flights contribute and land in the order in which they started."""
 
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """From when to when it was under way, in seconds of time.perf_counter, once it has landed.
+
+        None if it proceeds only in calls of these methods.
+        """
+
     def advance(self) -> bool:
-        """`contribute` if that takes no waiting; whether this rank's part is done."""
+        """`contribute` if that takes no waiting; whether this rank's part is done, or goes on by itself."""
 
     def contribute(self) -> None:
-        """Wait until every rank has started this one, and do this rank's part."""
+        """Wait until every rank has started this one, and do this rank's part, or have it go on by itself."""
 
     def land(self) -> NonFinite | None:
         """Contribute, and wait for everybody's part. Returns and raises as `Mover.all_reduce`; again if asked again."""
 
 
-@runtime_checkable
 class StagedMover(Mover, Protocol):
     """A mover whose caller need not stand by: it starts reductions, looks in now and then, and waits at the end.
 
     So no rank waits in the middle of a backward for one that happens to be late there.
     """
+
+    @property
+    def in_background(self) -> bool:
+        """Whether reductions proceed on threads of the mover's own."""
 
     def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> Flight:
         """Begin `all_reduce`. With a few hundred in flight it first lands the oldest."""
@@ -104,9 +124,9 @@ def first_non_finite(tensor: torch.Tensor) -> int | None:
     return None if is_finite(tensor) else int((~torch.isfinite(tensor)).nonzero()[0])
 
 
-def blame(reduced: torch.Tensor, suspects: Sequence[int]) -> NonFinite:
-    """From the reduced buffer and every rank's `first_non_finite`, -1 for none; both equal on all ranks."""
-    for rank, element in enumerate(suspects):
+def blame(reduced: torch.Tensor, ranks: Sequence[int], suspects: Sequence[int]) -> NonFinite:
+    """From the reduced buffer and the ranks' `first_non_finite`, -1 for none; both equal on all ranks."""
+    for rank, element in zip(ranks, suspects, strict=True):
         if element >= 0:
             return NonFinite(rank, element)
     return NonFinite(None, first_non_finite(reduced) or 0)

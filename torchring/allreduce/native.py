@@ -1,4 +1,4 @@
-"""Native all-reduce: the packed bucket is handed to the backend's own collective (Gloo)."""
+"""Native all-reduce: the packed bucket is handed to the engine's own collective (Gloo, MPI)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from torchring.allreduce.mover import NonFinite, Wire, blame, first_non_finite, is_finite, tag_mismatch
-from torchring.transport.c10d import C10dTransport
+from torchring.errors import RingError
+from torchring.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -19,52 +19,54 @@ class NativeWire:
 
 
 class NativeAllReduce:
-    """Mover over the backend's all-reduce, for comparison and as a fallback. See `Mover`.
+    """Mover over the engine's all-reduce, with a transport for each lane. See `LaneMover`.
 
-    16-bit wires are summed as the backend sums them.
+    16-bit wires are summed as the engine sums them (Gloo), or refused (MPI has no such type).
     """
 
     algorithm = "native"
-    sleeps_while_waiting = True
 
-    def __init__(self, transport: C10dTransport) -> None:
-        self._transport = transport
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self._transports = transports
+        self.num_lanes = len(transports)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[NativeWire]:
+        transport = self._transports[0]
+        for _, dtype in specs:
+            if not transport.sums(dtype):
+                raise ValueError(
+                    f"algorithm='native' under {transport.engine} does not reduce {dtype}; use algorithm='ring'"
+                )
         buffers = [torch.zeros(numel, dtype=dtype) for numel, dtype in specs]
         return [NativeWire(buffer.data, buffer) for buffer in buffers]
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         assert isinstance(wire, NativeWire)
-        self._check_tags(tag)
-        buffer = wire.buffer
+        try:
+            return self._reduce(wire.buffer, scale, tag, self._transports[lane])
+        except RingError as error:
+            for transport in self._transports:
+                transport.fail(error)
+            raise
+
+    def _reduce(self, buffer: torch.Tensor, scale: float, tag: int, transport: Transport) -> NonFinite | None:
+        for rank, other in enumerate(transport.all_gather(tag)):
+            if other != tag:
+                raise tag_mismatch(transport.rank, tag, rank, other)
         if not buffer.numel():
             return None
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         suspect = first_non_finite(buffer)
         if buffer.dtype.itemsize == 2 and scale != 1.0:
-            buffer.mul_(scale)  # the backend sums in 16 bits
+            buffer.mul_(scale)  # the engine sums in 16 bits
             scale = 1.0
-        self._transport.collective(lambda group: group.allreduce([buffer], options))
+        transport.all_reduce(buffer)
         if scale != 1.0:
             buffer.mul_(scale)
         if is_finite(buffer):
             return None
         # Every rank holds the same bits, so every rank comes here or none does.
-        return blame(buffer, self._gather(-1 if suspect is None else suspect))
-
-    def _gather(self, number: int) -> list[int]:
-        mine = torch.tensor([number])
-        numbers = [torch.zeros_like(mine) for _ in range(self._transport.size)]
-        self._transport.collective(lambda group: group.allgather([numbers], [mine]))
-        return [int(other) for other in numbers]
-
-    def _check_tags(self, tag: int) -> None:
-        tags = self._gather(tag)
-        for rank, other in enumerate(tags):
-            if other != tag:
-                raise self._transport.fail(tag_mismatch(self._transport.rank, tag, rank, other))
+        return blame(buffer, range(transport.size), transport.all_gather(-1 if suspect is None else suspect))
 
     def close(self) -> None:
-        self._transport.close()
+        for transport in self._transports:
+            transport.close()

@@ -9,6 +9,10 @@ adding its own chunk; then every rank owns one finished chunk, which travels on 
       step 2    sends 1, copies 0    sends 2, copies 1    sends 0, copies 2
       step 3    sends 0, copies 2    sends 1, copies 0    sends 2, copies 1
 
+Chunks travel in blocks. A block is passed on as soon as it is added, while the next ones of the same chunk arrive, so
+that receiving, adding and sending overlap. Receives are posted a few blocks ahead: the engine sends nothing before the
+receiver has said where to, and that takes a round trip. While a wire ends, the next one is begun in another lane.
+
 A 16-bit chunk is added in fp32 and rounded once per hop, so the error of an element is at most (N-1) u sum|x| with u
 the unit roundoff of the wire dtype. The all-gather copies, so all ranks hold the same bits.
 
@@ -17,15 +21,22 @@ Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for c
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from torchring.allreduce.direct import slice_bounds
 from torchring.allreduce.mover import NonFinite, Wire, blame, first_non_finite, is_finite, tag_mismatch
+from torchring.errors import RingError
 from torchring.kernels import reference
-from torchring.transport import Transport
+from torchring.transport import Transfer, Transport
+
+BLOCK_BYTES: Final = 1 << 20
+NUM_AHEAD: Final = 4  # receives that are posted before their blocks are needed
 
 
 @dataclass(frozen=True)
@@ -50,92 +61,145 @@ def ring_steps(rank: int, size: int) -> Iterator[RingStep]:
 
 @dataclass(frozen=True)
 class RingWire:
-    """A buffer with one more element per rank at its end: rank r sets its own to 1 if its input is not finite."""
+    """A buffer with views of its blocks: `blocks[i]` are those of chunk i."""
 
     tensor: torch.Tensor
-    whole: torch.Tensor
-    flags: torch.Tensor
-    chunks: tuple[torch.Tensor, ...]
-    received: torch.Tensor
+    whole: torch.Tensor  # the same memory, for the mover's writes
+    blocks: tuple[tuple[torch.Tensor, ...], ...]
+
+
+class _Lane:
+    """What one reduction at a time works with, with room for the blocks that have arrived and are still to be added."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._room = torch.empty(NUM_AHEAD, BLOCK_BYTES, dtype=torch.uint8)
+        self.scratch = torch.empty(BLOCK_BYTES // 2)  # fp32, for a block of 16-bit elements
+
+    def place(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        """Where the block that is received as the n-th goes if it is to be added."""
+        return self._room[number % NUM_AHEAD, : like.numel() * like.element_size()].view(like.dtype)
 
 
 class RingAllReduce:
-    """Mover over a transport. See `Mover`.
+    """Mover over one transport for each lane. See `LaneMover`.
 
     Args:
-        transport: its neighbours are the ranks before and after this one, cyclically.
+        transports: of their own, so that what is small in one lane need not queue behind what is large in another.
+        members: the ranks of the ring, in its order; all ranks of the transports unless said.
     """
 
     algorithm = "ring"
-    sleeps_while_waiting = True
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._scratch = torch.empty(0, dtype=torch.float32)
+    def __init__(self, transports: Sequence[Transport], members: Sequence[int] | None = None) -> None:
+        self.members = tuple(range(transports[0].size) if members is None else members)
+        self.num_lanes = len(transports)
+        self._rank = transports[0].rank
+        self._index = self.members.index(self._rank)
+        self._left = self.members[self._index - 1]
+        self._right = self.members[(self._index + 1) % len(self.members)]
+        self._steps = list(ring_steps(self._index, len(self.members)))
+        self._lanes = [_Lane(transport) for transport in transports]
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[RingWire]:
-        size = self._transport.size
-        wires = []
-        for numel, dtype in specs:
-            whole = torch.zeros(numel + size, dtype=dtype)
-            bounds = slice_bounds(whole.numel(), size, dtype.itemsize)
-            chunks = tuple(whole[start:stop] for start, stop in bounds)
-            received = torch.empty(max(chunk.numel() for chunk in chunks), dtype=dtype)
-            wires.append(RingWire(whole[:numel].data, whole, whole[numel:], chunks, received))
-            if dtype.itemsize == 2 and received.numel() > self._scratch.numel():
-                self._scratch = torch.empty(received.numel(), dtype=torch.float32)
-        return wires
+        return [self.wire_over(torch.zeros(numel, dtype=dtype)) for numel, dtype in specs]
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+    def wire_over(self, whole: torch.Tensor) -> RingWire:
+        """A wire in memory that exists: flat, of the same length on all members."""
+        length = BLOCK_BYTES // whole.element_size()
+        blocks = []
+        for start, stop in slice_bounds(whole.numel(), len(self.members), whole.element_size()):
+            blocks.append(tuple(whole[first : min(first + length, stop)] for first in range(start, stop, length)))
+        return RingWire(whole.data, whole, tuple(blocks))
+
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         assert isinstance(wire, RingWire)
-        transport = self._transport
-        rank, size = transport.rank, transport.size
+        element = first_non_finite(wire.whole)
+        culprit = None if element is None else NonFinite(self._rank, element)
+        return self.reduce_checked(wire, culprit, scale=scale, tag=tag, lane=lane)
+
+    def reduce_checked(
+        self, wire: RingWire, culprit: NonFinite | None, *, scale: float, tag: int, lane: int
+    ) -> NonFinite | None:
+        """As `all_reduce`, where it is known already which rank's NaN or infinity is in this one's input."""
+        try:
+            return self._reduce(wire, culprit, scale, tag, self._lanes[lane])
+        except RingError as error:
+            self.fail(error)  # in the other lanes, too
+            raise
+
+    def fail(self, error: RingError) -> None:
+        """Close every link, leaving `error` for the members that wait on them to raise."""
+        for lane in self._lanes:
+            lane.transport.fail(error)
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.transport.close()
+
+    def _reduce(
+        self, wire: RingWire, culprit: NonFinite | None, scale: float, tag: int, lane: _Lane
+    ) -> NonFinite | None:
+        transport, whole = lane.transport, wire.whole
+        if len(self.members) == 1:
+            if scale != 1.0:
+                whole.mul_(scale)
+            return None if is_finite(whole) else culprit or NonFinite(None, first_non_finite(whole) or 0)
         their_tag = torch.zeros(1, dtype=torch.int64)
-        tag_comes = transport.receive(their_tag, (rank - 1) % size)
-        tag_goes = transport.send(torch.tensor([tag]), (rank + 1) % size)
-        wire.flags.zero_()
-        suspect = first_non_finite(wire.whole)
-        if wire.whole.dtype.itemsize == 2 and scale != 1.0:
-            wire.whole.mul_(scale)  # partial sums travel in 16 bits
+        tag_comes = transport.receive(their_tag, self._left)
+        tag_goes = transport.send(torch.tensor([tag]), self._right)
+        if whole.dtype.itemsize == 2 and scale != 1.0:
+            whole.mul_(scale)  # partial sums travel in 16 bits
             scale = 1.0
-        wire.flags[rank] = 0.0 if suspect is None else 1.0
         tag_comes.wait()
         tag_goes.wait()
+        # Before a receive is posted: an engine ends the process on which more arrives than was expected.
         if int(their_tag) != tag:
-            raise transport.fail(tag_mismatch(rank, tag, (rank - 1) % size, int(their_tag)))
-        last_sum = size - 2
-        for index, step in enumerate(ring_steps(rank, size)):
-            chunk = wire.chunks[step.receive]
-            target = wire.received[: chunk.numel()] if step.adds else chunk
-            # The receive is posted first, so that no rank waits for a neighbour that waits to send.
-            receiving = transport.receive(target, (rank - 1) % size)
-            sending = transport.send(wire.chunks[step.send], (rank + 1) % size)
-            receiving.wait()
-            if step.adds:
-                # The chunk is complete, and ours to scale, in the last step that adds.
-                factor = scale if index == last_sum else 1.0
-                scratch = self._scratch if chunk.dtype.itemsize == 2 else None
-                reference.accumulate([target, chunk], chunk, scale=factor, scratch=scratch)
-            sending.wait()
-        if is_finite(wire.whole) and not bool(wire.flags.any()):
+            raise tag_mismatch(self._rank, tag, self._left, int(their_tag))
+        self._go_round(wire, scale, lane)
+        if is_finite(whole):
             return None
         # Every rank holds the same bits, so every rank comes here or none does.
-        return blame(wire.whole, self._gather(-1 if suspect is None else suspect))
+        rank, element = (-1, -1) if culprit is None or culprit.rank is None else (culprit.rank, culprit.element)
+        return blame(whole, self._gather(rank, transport), self._gather(element, transport))
 
-    def _gather(self, number: int) -> list[int]:
-        """Everybody's number, in rank order."""
-        transport = self._transport
-        rank, size = transport.rank, transport.size
+    def _go_round(self, wire: RingWire, scale: float, lane: _Lane) -> None:
+        transport, blocks = lane.transport, wire.blocks
+        own_last_sum = len(self.members) - 2  # the step after which a chunk is complete, and ours to scale
+        arrivals = [(n, step, block) for n, step in enumerate(self._steps) for block in blocks[step.receive]]
+        receives: deque[tuple[Transfer, torch.Tensor]] = deque()
+        to_post = enumerate(arrivals)
+
+        def post(count: int) -> None:
+            for number, (_, step, block) in itertools.islice(to_post, count):
+                target = lane.place(number, block) if step.adds else block
+                receives.append((transport.receive(target, self._left), target))
+
+        post(NUM_AHEAD)
+        sends = [transport.send(block, self._right) for block in blocks[self._steps[0].send]]
+        for n, step, block in arrivals:
+            transfer, target = receives.popleft()
+            transfer.wait()
+            if step.adds:
+                factor = scale if n == own_last_sum else 1.0
+                scratch = lane.scratch if block.dtype.itemsize == 2 else None
+                reference.accumulate([target, block], block, scale=factor, scratch=scratch)
+            if n + 1 < len(self._steps):  # what was received in one step is sent in the next
+                sends.append(transport.send(block, self._right))
+            post(1)
+        for transfer in sends:
+            transfer.wait()
+
+    def _gather(self, number: int, transport: Transport) -> list[int]:
+        """Every member's number, in ring order."""
+        size = len(self.members)
         numbers = torch.full((size,), number)
         for step in range(size - 1):
-            origin = (rank - step - 1) % size
-            receiving = transport.receive(numbers[origin : origin + 1], (rank - 1) % size)
-            sent = (rank - step) % size
-            sending = transport.send(numbers[sent : sent + 1], (rank + 1) % size)
+            origin = (self._index - step - 1) % size
+            receiving = transport.receive(numbers[origin : origin + 1], self._left)
+            sent = (self._index - step) % size
+            sending = transport.send(numbers[sent : sent + 1], self._right)
             receiving.wait()
             sending.wait()
         gathered: list[int] = numbers.tolist()
         return gathered
-
-    def close(self) -> None:
-        self._transport.close()

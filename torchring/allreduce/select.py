@@ -2,42 +2,135 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
 from torchring.allreduce.direct import DirectAllReduce
-from torchring.allreduce.mover import Mover
+from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
+from torchring.allreduce.lanes import Lanes, StandingBy
+from torchring.allreduce.mover import StagedMover
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.ring import RingAllReduce
+from torchring.collectives import collectives_of
 from torchring.errors import TopologyError
 from torchring.memory.channel import POLL_SECONDS
-from torchring.transport.c10d import C10dTransport
+from torchring.transport.open import open_transport
 from torchring.world import World
 
-ALGORITHMS: Final = ("auto", "direct", "ring", "native")
+ALGORITHMS: Final = ("auto", "direct", "ring", "hierarchical", "native")
 OVERLAPS: Final = ("auto", "inline", "thread")
 
+NUM_LANES: Final = 2  # buckets that cross the network at a time
 
-def open_mover(world: World, algorithm: str, overlap: str) -> tuple[Mover, bool]:
-    """Collective. Returns the mover, and whether it belongs on a worker thread.
+_SAMPLE_BYTES: Final = 2 << 20  # of a wire that is measured, at the most
+_NUM_SAMPLES: Final = 3  # wires under way at a time
+_NUM_ROUNDS: Final = 3
+_PATIENCE_SECONDS: Final = 1.0  # for all rounds; a slow line is known after the first
+# The backend's own all-reduce takes no checks of ours, and rounds 16-bit sums at every addition: it has to earn it.
+_NATIVE_ADVANTAGE: Final = 1.1
 
-    "auto" is "direct" where all ranks share memory, else "ring". It is inline where waiting for peers leaves no core
-    idle: memory is shared and ranks times threads fill the cores. Raises TopologyError for "direct" across hosts.
+
+@dataclass(frozen=True)
+class Choice:
+    """What "auto" stands for in a world, for certain wires.
+
+    Attributes:
+        algorithm: "direct", "ring", "hierarchical" or "native".
+        seconds: what each candidate took for the sample; empty where there was only one.
+        reason: a sentence.
     """
-    if algorithm == "auto":
-        algorithm = "direct" if world.shares_memory else "ring"
+
+    algorithm: str
+    reason: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def choose(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> Choice:
+    """Collective: the algorithm for wires of these (elements, dtype), equal on all ranks.
+
+    "direct" where all ranks share memory. Otherwise "hierarchical", or "ring" where every host has one rank, unless the
+    backend's own all-reduce turns out to be a good deal faster for wires of this size.
+    """
+    if world.shares_memory:
+        return Choice("direct", "all ranks share memory")
+    if max(map(len, world.hosts)) > 1:
+        ours, why = "hierarchical", "ranks share memory within hosts"
+    else:
+        ours, why = "ring", "every host has one rank"
+    if any(dtype.itemsize == 2 for _, dtype in specs):
+        return Choice(ours, f"{why}, and it adds 16-bit values in fp32, which the backend's own all-reduce does not")
+    sample = _sample(specs)
+    if not sample:
+        return Choice(ours, why)
+    seconds = _measure(world, (ours, "native"), sample)
+    best = "native" if seconds["native"] * _NATIVE_ADVANTAGE < seconds[ours] else ours
+    mib = sum(numel * dtype.itemsize for numel, dtype in sample) / 2**20
+    times = ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
+    return Choice(best, f"{why}; measured for {len(sample)} buckets, {mib:.3g} MiB together: {times}", seconds)
+
+
+def open_mover(world: World, algorithm: str, overlap: str) -> StagedMover:
+    """Collective: the mover for an algorithm other than "auto".
+
+    With overlap="auto", direct reductions proceed in calls of the thread that runs backward where ranks times threads
+    fill the cores, so that a second thread would only take turns with it. Others proceed in lanes: waiting for the
+    network leaves the core to backward. Raises TopologyError for "direct" across hosts.
+    """
+    host = world.host
+    assert host is not None
     fills_the_cores = world.local_size * torch.get_num_threads() >= world.num_cores
-    threaded = overlap == "thread" or (overlap == "auto" and not (algorithm == "direct" and fills_the_cores))
+    in_background = overlap == "thread" or (overlap == "auto" and not (algorithm == "direct" and fills_the_cores))
     if algorithm == "direct":
-        if world.host is None or not world.shares_memory:
+        if not world.shares_memory:
             raise TopologyError(
                 f"algorithm='direct' takes one host, but ranks share memory only within {list(world.hosts)}; "
-                "use algorithm='auto' or 'ring'",
+                "use algorithm='auto' or 'hierarchical'",
                 rank=world.rank,
             )
-        # A worker thread that polled would take turns with the one that computes.
-        return DirectAllReduce(world.host, poll_seconds=0.0 if threaded else POLL_SECONDS), threaded
-    assert world.rendezvous is not None
-    transport = C10dTransport(world.rendezvous, world.next_stream_name(), world.host)
-    return (RingAllReduce(transport) if algorithm == "ring" else NativeAllReduce(transport)), threaded
+        # A lane that polled would take turns with the thread that computes.
+        direct = DirectAllReduce(host, poll_seconds=0.0 if in_background else POLL_SECONDS)
+        return Lanes(direct) if in_background else direct
+    transports = [open_transport(world) for _ in range(NUM_LANES if in_background else 1)]
+    if algorithm == "hierarchical":
+        members = column_members(world.hosts, world.rank)
+        ring = None if members is None else RingAllReduce(transports, members)
+        return HierarchicalAllReduce(host, num_columns(world.hosts), ring, in_background=in_background)
+    mover = RingAllReduce(transports) if algorithm == "ring" else NativeAllReduce(transports)
+    return Lanes(mover) if in_background else StandingBy(mover)
+
+
+def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.dtype]]:
+    """The largest wires, or as much of them as says how fast the line is."""
+    largest = sorted(specs, key=lambda spec: spec[0] * spec[1].itemsize, reverse=True)[:_NUM_SAMPLES]
+    return [(min(numel, _SAMPLE_BYTES // dtype.itemsize), dtype) for numel, dtype in largest if numel]
+
+
+def _measure(world: World, names: Sequence[str], sample: Sequence[tuple[int, torch.dtype]]) -> dict[str, float]:
+    """Collective: seconds that each takes to reduce the sample, begun all at once; the median over rounds of the
+    slowest rank's. They take turns."""
+    collectives = collectives_of(world)
+    movers = {name: open_mover(world, name, "thread") for name in names}
+    wires = {name: mover.open_wires(sample) for name, mover in movers.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    try:
+        for turn in range(_NUM_ROUNDS + 1):  # the first is a warm-up
+            for name, mover in movers.items():
+                collectives.barrier()
+                started = time.perf_counter()
+                for flight in [mover.start(wire) for wire in wires[name]]:
+                    flight.land()
+                taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+                slowest = float(collectives.all_reduce(taken, "max"))
+                if turn or slowest > _PATIENCE_SECONDS / 4:
+                    seconds[name].append(slowest)
+            if sum(map(sum, seconds.values())) > _PATIENCE_SECONDS and all(seconds.values()):
+                break
+    finally:
+        for mover in movers.values():
+            mover.close()
+    return {name: statistics.median(taken) for name, taken in seconds.items()}

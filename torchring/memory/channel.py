@@ -36,10 +36,12 @@ class Channel:
             where ranks outnumber cores (all-reduce of 1 KiB, 4 ranks on 2 cores: 60 us; asleep 175, polling without
             giving way 580). Where it meets a program that takes its turn and does not give it back, it sleeps in the
             next few waits. It should be 0 where another thread of the process computes all the while.
+        grace_seconds: see `HostGroup.wait_until`.
     """
 
-    def __init__(self, group: HostGroup, *, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(self, group: HostGroup, *, poll_seconds: float = POLL_SECONDS, grace_seconds: float = 0.0) -> None:
         self.group = group
+        self._grace_seconds = grace_seconds
         self.poll_seconds = poll_seconds
         block = group.allocate(semaphore.SEMAPHORE_STRIDE * group.size, prepare=_initialise_inbox)
         self._block = block  # keeps the mapping alive: the addresses below point into it
@@ -93,7 +95,9 @@ class Channel:
             # Ranks before this one in the list have been taken; of those after it, a count that is there has arrived.
             return [rank for inbox, rank in self._incoming[position:] if semaphore.value(inbox) == 0]
 
-        self.group.wait_until(lambda seconds: semaphore.wait_for(address, seconds), missing)
+        self.group.wait_until(
+            lambda seconds: semaphore.wait_for(address, seconds), missing, grace_seconds=self._grace_seconds
+        )
 
     def _poll(self, address: int) -> bool:
         """Look for a signal for a while, giving way in between; whether it was taken."""

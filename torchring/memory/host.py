@@ -183,8 +183,12 @@ class HostGroup:
             if peer.pidfd >= 0:
                 os.close(peer.pidfd)
 
-    def wait_until(self, arrived: Callable[[float], bool], needed: Callable[[], Sequence[int]]) -> None:
+    def wait_until(
+        self, arrived: Callable[[float], bool], needed: Callable[[], Sequence[int]], *, grace_seconds: float = 0.0
+    ) -> None:
         """Call `arrived(seconds to sleep at most)` until it is true, watching over the ranks `needed()` meanwhile.
+
+        They get `grace_seconds` more than the timeout where they may themselves be waiting for ranks of other hosts.
 
         Raises what `check_peers` finds, or PeerTimeoutError naming them; either is reported to the peers.
         """
@@ -203,7 +207,7 @@ class HostGroup:
                     if list(needed()) != list(late):
                         continue
                     raise
-                if late and time.monotonic() - started > self.timeout_seconds:
+                if late and time.monotonic() - started > self.timeout_seconds + grace_seconds:
                     names = ", ".join(f"rank {rank}" for rank in late)
                     raise PeerTimeoutError(f"{names} alive, but did not arrive", rank=self.rank, peers=late)
         except RingError as error:

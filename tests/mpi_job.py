@@ -1,0 +1,205 @@
+"""One mpirun for many tests: its ranks wait for work, and say for each piece how it went.
+
+    with MpiJob(3) as job:
+        job.run(body, 2)     body(rank, store, communicator) on the first 2 of its ranks; results in rank order
+
+As a program this is such a rank. Work and answers travel through a TCPStore of the tests' process, pickled; `body` is a
+module-level function or a functools.partial of one, found here by the name of its module in tests/.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import io
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import _TAIL, RankReport, RanksFailed, _clean_environ, _exit_text
+
+_PATIENCE = 5.0  # seconds that the other ranks get once one has failed
+_STARTING = 60.0  # seconds more for the first work, while the ranks import torch
+_IDLE = 600.0  # seconds after which a rank without work ends
+
+MISSING = ", ".join(
+    [
+        *(["mpirun is not on the PATH"] if shutil.which("mpirun") is None else []),
+        *(["mpi4py is not installed"] if importlib.util.find_spec("mpi4py") is None else []),
+    ]
+)
+
+
+def mpirun(
+    argv: Sequence[str | os.PathLike[str]],
+    num_ranks: int,
+    *,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    output: Any = subprocess.PIPE,
+) -> subprocess.Popen[str]:
+    """Start python with these arguments on so many ranks of this machine; the caller waits."""
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *options]
+    command += ["-np", str(num_ranks), sys.executable, *(os.fspath(argument) for argument in argv)]
+    folder = Path(__file__).resolve().parent
+    # A short TMPDIR: Open MPI keeps sockets there, whose paths may have 108 bytes.
+    environ = {
+        **_clean_environ(),
+        "PYTHONPATH": f"{folder.parent}{os.pathsep}{folder}",
+        "TMPDIR": "/tmp",
+        **(env or {}),
+    }
+    return subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a job that was started by `mpirun`: it ends its ranks itself, given the time."""
+    process.terminate()
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class MpiJob:
+    """`num_ranks` processes under one mpirun, started with the first work and again after a failure."""
+
+    def __init__(self, num_ranks: int, options: Sequence[str] = ()) -> None:
+        self.num_ranks = num_ranks
+        self._options = options
+        self._process: subprocess.Popen[str] | None = None
+        self._num_works = 0
+
+    def __enter__(self) -> MpiJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._store.set(f"work/{self._num_works}", pickle.dumps(None))
+            try:
+                self._process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                stop(self._process)
+        self._process = None
+
+    def run(self, body: Callable[..., Any], size: int, *, deadline: float = 60.0, dies: int | None = None) -> list[Any]:
+        """As harness.run_ranks. body(rank, store, communicator): a store and an MPI communicator of just these ranks.
+
+        dies: a rank that must not answer; its result is None, and the job is over.
+        """
+        if self._process is None:
+            self._start()
+            deadline += _STARTING
+        assert self._process is not None
+        work = f"work/{self._num_works}"
+        self._num_works += 1
+        self._store.set(work, pickle.dumps((pickle.dumps(body), size)))
+        reports = [RankReport(rank, f"still running after {deadline} s", failed=True) for rank in range(size)]
+        results: list[Any] = [None] * size
+        running = set(range(size)) - {dies}
+        end = time.monotonic() + deadline
+        while running and time.monotonic() < end and self._process.poll() is None:
+            for rank in sorted(running):
+                if self._store.check([f"{work}/{rank}"]):
+                    answer = io.BytesIO(self._store.get(f"{work}/{rank}"))
+                    results[rank], status, text = torch.load(answer, weights_only=False)
+                    reports[rank] = RankReport(rank, status, failed=bool(text), traceback=text)
+                    running.discard(rank)
+                    if text:
+                        end = min(end, time.monotonic() + _PATIENCE)
+            time.sleep(0.005)
+        if dies is not None:
+            reports[dies].failed = self._store.check([f"{work}/{dies}"])
+        if any(report.failed for report in reports):
+            raise RanksFailed(f"{body}: {self._describe_end()}", reports)
+        return results
+
+    def _start(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  # for as long as the job
+        self._num_works = 0
+        self._process = mpirun(
+            [__file__],
+            self.num_ranks,
+            options=self._options,
+            env={"TESTS_STORE_PORT": str(self._store.port)},
+            output=self._output,
+        )
+
+    def _describe_end(self) -> str:
+        """Stop the ranks, which may be out of step with each other; what they printed, with stacks of what hung."""
+        process, self._process = self._process, None
+        assert process is not None
+        code = process.poll()
+        if code is None:
+            for pid in _children_of(process.pid):
+                os.kill(pid, signal.SIGUSR1)  # the fault handler prints all stacks
+            time.sleep(0.5)
+        stop(process)
+        self._output.seek(0)
+        return f"mpirun: {_exit_text(code)}\n--- output:\n{self._output.read()[-_TAIL:]}"
+
+
+def _children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _save(answer: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(answer, buffer)  # plain pickle does not know all dtypes
+    return buffer.getvalue()
+
+
+def main() -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    store = dist.TCPStore(
+        "127.0.0.1",
+        int(os.environ["TESTS_STORE_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_IDLE),
+    )
+    number = 0
+    while (work := pickle.loads(store.get(f"work/{number}"))) is not None:
+        payload, size = work
+        if world.rank < size:
+            communicator = world.Create_group(world.group.Incl(range(size)))
+            torch.manual_seed(1000 + world.rank)
+            try:
+                body = pickle.loads(payload)
+                result = body(world.rank, dist.PrefixStore(f"store/{number}", store), communicator)
+                answer = _save((result, "ok", ""))
+            except BaseException as error:
+                answer = _save((None, f"{type(error).__name__}: {error}", traceback.format_exc()))
+            store.set(f"work/{number}/{world.rank}", answer)
+        number += 1
+
+
+if __name__ == "__main__":
+    main()

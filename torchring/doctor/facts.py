@@ -1,0 +1,232 @@
+"""What a rank can find out alone: versions, cores, memory, GPUs, network interfaces, MPI. Linux."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import math
+import mmap
+import os
+import platform
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from ipaddress import IPv6Address
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from torchring.doctor.report import RankFacts
+
+_PACKAGES: Final = ("torchring", "torch", "triton", "numpy", "mpi4py")
+_SIOCGIFADDR: Final = 0x8915
+_LISTENING: Final = "0A"  # in /proc/net/tcp
+_UNLIMITED_BYTES: Final = 1 << 60  # control groups of the first version write a number close to 2**63 for "none"
+_MPI_SECONDS: Final = 20.0
+# In a process of its own: a library that does not fit may crash, and one that is initialised twice will. These calls
+# are allowed without MPI_Init. MPIX_Query_cuda_support is Open MPI's; others do not say.
+_ASK_MPI: Final = """
+import ctypes, json, mpi4py, sys
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+answer = {"version": MPI.Get_library_version().strip(chr(0) + " \\n"), "gpu": None}
+library = ctypes.CDLL(MPI.__file__)
+if sys.argv[1] == "gpu" and hasattr(library, "MPIX_Query_cuda_support"):
+    answer["gpu"] = bool(library.MPIX_Query_cuda_support())
+print(json.dumps(answer))
+"""
+
+
+def gather(rank: int) -> RankFacts:
+    """Takes about 0.1 s, plus what the first touch of a GPU takes. Never fails: what cannot be found out is unknown."""
+    interfaces = list_interfaces()
+    available, limit = memory_bytes()
+    mpi, takes_gpu_pointers = ask_mpi()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return RankFacts(
+        rank=rank,
+        hostname=socket.gethostname(),
+        pid=os.getpid(),
+        uid=os.getuid(),
+        boot=_read("/proc/sys/kernel/random/boot_id"),
+        network_namespace=_link("/proc/self/ns/net"),
+        versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        platform=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        cores=sorted(os.sched_getaffinity(0)),
+        core_limit=core_limit(),
+        threads=torch.get_num_threads(),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        memory_available_bytes=available,
+        memory_limit_bytes=limit,
+        gpus=gpus,
+        gpu_peers=[
+            [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(len(gpus))] for i in range(len(gpus))
+        ],
+        memfd_error=try_memfd(),
+        has_gloo=dist.is_gloo_available(),
+        has_nccl=dist.is_nccl_available(),
+        mpi=mpi,
+        mpi_takes_gpu_pointers=takes_gpu_pointers,
+        interfaces=interfaces,
+        gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
+        gloo_address=gloo_address(os.environ, interfaces, resolve(socket.gethostname())),
+    )
+
+
+def gloo_address(environ: Mapping[str, str], interfaces: Sequence[Sequence[str]], resolved: Sequence[str]) -> str:
+    """The address at which Gloo listens, as torch.distributed chooses it.
+
+    That of the (first) interface in GLOO_SOCKET_IFNAME; else the first that this machine's name resolves to and that is
+    its own; else 127.0.0.1. Returns "" if GLOO_SOCKET_IFNAME names an interface that does not exist.
+    """
+    if named := environ.get("GLOO_SOCKET_IFNAME"):
+        return next((address for name, address in interfaces if name == named.split(",")[0]), "")
+    own = {address for _, address in interfaces}
+    return next((address for address in resolved if address in own or address.startswith("127.")), "127.0.0.1")
+
+
+def resolve(host: str) -> list[str]:
+    """Addresses of a name, IPv4 and IPv6, in the resolver's order; none if it is not known."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def list_interfaces() -> list[list[str]]:
+    """[name, address] pairs: the first IPv4 address of each interface, all IPv6 ones."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # has none
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append([name, socket.inet_ntoa(answer[20:24])])
+    for line in _read("/proc/net/if_inet6").splitlines():
+        digits, *_, name = line.split()
+        found.append([name, str(IPv6Address(bytes.fromhex(digits)))])
+    return found
+
+
+def listening_addresses(port: int) -> list[str]:
+    """Where some process on this machine (in this network namespace) listens at the TCP port."""
+    found = []
+    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in _read(file).splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            digits, _, its_port = local.partition(":")
+            if state == _LISTENING and int(its_port, 16) == port:
+                # Words of 32 bits, each written as a number of this processor's.
+                words = [struct.pack("=I", int(digits[i : i + 8], 16)) for i in range(0, len(digits), 8)]
+                family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+                found.append(socket.inet_ntop(family, b"".join(words)))
+    return found
+
+
+def core_limit() -> float | None:
+    """Processor time that this process's control group, or one above it, grants: cores, None without a limit."""
+    limits = []
+    for folder in _control_groups("cpu"):
+        quota, period = (_read(folder / "cpu.max").split() or ["max", "1"])[:2]
+        if not (folder / "cpu.max").exists():
+            quota, period = _read(folder / "cpu.cfs_quota_us") or "-1", _read(folder / "cpu.cfs_period_us") or "1"
+        if quota not in ("max", "-1"):
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def memory_bytes() -> tuple[int, int | None]:
+    """(what this process may still take, the limit of its control group or None)."""
+    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    available = int(fields.get("MemAvailable", "0 kB").split()[0]) * 1024
+    limits: list[int] = []
+    for folder in _control_groups("memory"):
+        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit = _read(folder / most)
+            if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES:
+                limits.append(int(limit))
+                # The page cache counts as used, and is given back when needed.
+                statistics = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
+                cache = int(statistics.get("inactive_file", statistics.get("total_inactive_file", "0")))
+                available = min(available, max(0, int(limit) - int(_read(folder / used) or 0) + cache))
+    return available, min(limits, default=None)
+
+
+def try_memfd() -> str | None:
+    """Why memory without a name in a file system cannot be made and mapped here; None if it can."""
+    try:
+        descriptor = os.memfd_create("torchring-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(descriptor, 0, mmap.PAGESIZE)
+            mmap.mmap(descriptor, mmap.PAGESIZE).close()
+        finally:
+            os.close(descriptor)
+    except (OSError, AttributeError) as error:  # Python was built without it
+        return str(error)
+    return None
+
+
+def ask_mpi() -> tuple[str | None, bool | None]:
+    """(what the MPI library calls itself, whether it takes a GPU's pointers); see `RankFacts`."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None, None
+    command = [sys.executable, "-c", _ASK_MPI, "gpu" if torch.cuda.is_available() else "no gpu"]
+    # As if no launcher had started it: this process takes part in no MPI job.
+    beginnings = ("OMPI_", "PMIX_", "PMI_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(beginnings)}
+    try:
+        ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_MPI_SECONDS, check=True)
+        answer = json.loads(ran.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return "", None
+    return answer["version"].split(", package")[0].splitlines()[0], answer["gpu"]
+
+
+def usable_cores(ranks: Sequence[RankFacts]) -> int:
+    """Cores that ranks of one machine may use together, a control group's limit included."""
+    together = len({core for rank in ranks for core in rank.cores})
+    limits = [rank.core_limit for rank in ranks if rank.core_limit is not None]
+    return min([together, *(max(1, math.ceil(limit)) for limit in limits)])
+
+
+def _control_groups(controller: str) -> list[Path]:
+    """Folders of this process's control group and those around it, of either version, as far as they can be seen."""
+    found: list[Path] = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = Path("/sys/fs/cgroup", *([controller] if controllers else []))
+        folder = top / path.lstrip("/")
+        # In a container the path may be one that only the host has; the container's own group is then at the top.
+        found += [part for part in (folder, *folder.parents) if part.is_relative_to(top)]
+    return [folder for folder in found if folder.is_dir()]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _read(file: str | Path) -> str:
+    return _or_nothing(lambda: Path(file).read_text().strip())
+
+
+def _link(file: str) -> str:
+    return _or_nothing(lambda: os.readlink(file))
+
+
+def _or_nothing(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except OSError:
+        return ""

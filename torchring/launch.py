@@ -1,0 +1,253 @@
+"""What the launcher told this process: its rank, how many there are, and where they meet.
+
+    torchrun                RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; mostly hosts the store itself
+    Kubernetes and others   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; rank 0 hosts the store
+    mpirun, mpiexec         rank and size; the ranks meet through mpi4py, or at MASTER_ADDR:MASTER_PORT if set
+    srun                    SLURM_*; rank 0 hosts the store on the step's first host
+
+The innermost launcher counts, so torchrun under mpirun is torchrun. Processes that were started together and would each
+train alone are an error. TORCHRING_LAUNCHER=none says that they should; TORCHRING_LAUNCHER=torchrun, mpirun or srun
+that nothing but this one's variables counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torchring.errors import TopologyError
+
+CHOICE: Final = "TORCHRING_LAUNCHER"
+_PART: Final = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")  # of a host list; commas inside brackets stay
+_FIRST_PORT: Final = 15_000  # below those that Linux hands out to clients, 32768 and up
+_NUM_PORTS: Final = 15_000
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """What the launcher said. `master` is None for a world of one, and where the ranks meet through MPI."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None
+    master: tuple[str, int] | None
+    store_is_hosted: bool  # the launcher runs the TCPStore itself (torchrun), no rank has to
+    over_mpi: bool = False  # no address was given: the ranks meet through mpi4py
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """Where a launcher puts rank, world size and local rank; `sign` is set by this one only."""
+
+    kind: str
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    sign: str
+
+    def has_started(self, environ: Mapping[str, str]) -> bool:
+        return self.sign in environ and self.size in environ
+
+
+def _mpirun(name: str, stem: str, local_rank: str, sign: str) -> _Launcher:
+    return _Launcher("mpirun", name, f"{stem}RANK", f"{stem}SIZE", local_rank, sign)
+
+
+# The innermost first. srun sets PMI_* as well, where it offers PMI-2, but none of those that mpiexec adds to them.
+_LAUNCHERS: Final = (
+    _Launcher("torchrun", "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE"),
+    _mpirun("mpirun (Open MPI)", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    _mpirun("mpirun (MVAPICH)", "MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
+    _mpirun("mpiexec (PALS)", "PMI_", "PALS_LOCAL_RANKID", "PALS_LOCAL_RANKID"),
+    _mpirun("mpiexec (MPICH)", "PMI_", "MPI_LOCALRANKID", "MPI_LOCALRANKID"),
+    # Not SLURM_NTASKS: sbatch sets that for the batch script too, which runs once.
+    _Launcher("srun", "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
+    _mpirun("mpiexec (PMI)", "PMI_", "MPI_LOCALRANKID", "PMI_SIZE"),
+)
+_KINDS: Final = tuple(dict.fromkeys(launcher.kind for launcher in _LAUNCHERS))
+
+
+def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
+    """Find out which launcher started this process, and what it said.
+
+    No launcher is a world of one. Raises TopologyError where a launcher asks for more than one process and leaves out
+    something that joining them takes, or where one inside it says one: training on alone would be a silent wrong
+    answer.
+    """
+    found = _found(environ)
+    if not found:
+        if "RANK" in environ and environ.get(CHOICE) != "none":
+            raise TopologyError("RANK is set but WORLD_SIZE is not; torchrun sets both")
+        return LaunchEnvironment("none", 0, 1, None, None, False)
+    launcher = found[0]
+    name = _name(launcher, environ)
+    size = _integer(environ, launcher.size, name)
+    if size < 1:
+        raise TopologyError(f"{name} says {launcher.size}={size}; a world has at least 1 process")
+    _refuse_worlds_of_one(environ, found, size)
+    if size == 1:
+        if (said := environ.get(launcher.rank, "0")) != "0":
+            raise TopologyError(
+                f"{name} says {launcher.size}=1 but {launcher.rank}={said}; a world of one has rank 0 only"
+            )
+        return LaunchEnvironment(name, 0, 1, 0, None, False)
+    over_mpi = launcher.kind == "mpirun" and "MASTER_ADDR" not in environ and "MASTER_PORT" not in environ
+    needed = [launcher.rank]
+    if launcher.kind != "srun" and not over_mpi:
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
+    if missing := [key for key in needed if key not in environ]:
+        raise TopologyError(_incomplete(launcher, name, size, missing))
+    rank = _integer(environ, launcher.rank, name)
+    if not 0 <= rank < size:
+        raise TopologyError(
+            f"{name} says {launcher.rank}={rank}, which is not in 0 .. {size - 1} ({launcher.size}={size})"
+        )
+    local_rank = _integer(environ, launcher.local_rank, name) if launcher.local_rank in environ else None
+    master = None if over_mpi else _master(environ, launcher, name, rank)
+    hosted = launcher.kind == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return LaunchEnvironment(name, rank, size, local_rank, master, hosted, over_mpi)
+
+
+def check_group(environ: Mapping[str, str], size: int) -> None:
+    """Raise TopologyError if a process group of the script's, of `size` ranks, leaves out some that were launched."""
+    found = [(launcher, _size(launcher, environ)) for launcher in _found(environ)]
+    if not found:
+        return
+    most = max(promised for _, promised in found) if size == 1 else found[0][1]
+    if size < most:
+        launcher = next(launcher for launcher, promised in found if promised == most)
+        raise TopologyError(
+            f"the script's torch.distributed process group has {size} {'rank' if size == 1 else 'ranks'}, but "
+            f"{_name(launcher, environ)} says {launcher.size}={most}, so others would train without it; give "
+            f"init_process_group all {most}, or set {CHOICE}=none if only the ranks of the group are to train together"
+        )
+
+
+def expand_hosts(text: str) -> Iterator[str]:
+    """The names in a Slurm host list, one after the other: a[1-2],b is a1, a2, b. Leading zeros count.
+
+    Raises ValueError for what is no host list.
+    """
+    end = 0
+    for part in _PART.finditer(text):
+        if part.start() != end:
+            break
+        end = part.end()
+        yield from _expand(part[1])
+    if end != len(text) or not text or text.endswith(","):
+        raise ValueError(f"{text!r} is no host list such as 'gpu[003-006,9],login1'")
+
+
+def _expand(part: str) -> Iterator[str]:
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        yield head
+        return
+    inside, _, tail = rest.partition("]")
+    for item in inside.split(","):
+        first, dash, last = item.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{item!r} in {part!r} is no number, nor a range such as 003-006")
+        for number in range(int(first), int(last or first) + 1):
+            for end in _expand(tail):
+                yield f"{head}{number:0{len(first)}}{end}"
+
+
+def _found(environ: Mapping[str, str]) -> list[_Launcher]:
+    """Those that have set their variables, the innermost first, as far as TORCHRING_LAUNCHER lets them count."""
+    choice = environ.get(CHOICE)
+    if choice is not None and choice not in ("none", *_KINDS):
+        raise TopologyError(f"{CHOICE} must be one of none, {', '.join(_KINDS)}, got {choice!r}")
+    found = [item for item in _LAUNCHERS if choice in (None, item.kind) and item.has_started(environ)]
+    if choice in _KINDS and not found:
+        sizes = dict.fromkeys(launcher.size for launcher in _LAUNCHERS if launcher.kind == choice)
+        raise TopologyError(f"{CHOICE}={choice}, but {choice} did not start this process: no {' or '.join(sizes)}")
+    return found
+
+
+def _refuse_worlds_of_one(environ: Mapping[str, str], found: Sequence[_Launcher], size: int) -> None:
+    """mpirun and srun start several processes, and each of them says that it is alone."""
+    inner = found[0]
+    # torchrun's agents: several of them make one world together, whatever its size.
+    key = "GROUP_WORLD_SIZE" if inner.kind == "torchrun" and "GROUP_WORLD_SIZE" in environ else inner.size
+    if _integer(environ, key, inner.name) != 1:
+        return
+    for outer in found[1:]:
+        promised = _size(outer, environ)
+        if promised > 1:
+            text = "alone" if size == 1 else f"in a world of {size} of its own"
+            raise TopologyError(
+                f"{outer.name} says {outer.size}={promised}, but in each of these processes {_name(inner, environ)} "
+                f"says {key}=1, so each would train {text}; give torchrun --nnodes={promised} and a rendezvous that "
+                f"all {promised} share, or start the script without it; if they are to train apart from each other, "
+                f"set {CHOICE}={'none' if size == 1 else inner.kind}"
+            )
+
+
+def _master(environ: Mapping[str, str], launcher: _Launcher, name: str, rank: int) -> tuple[str, int]:
+    address = environ["MASTER_ADDR"] if "MASTER_ADDR" in environ else _first_host(environ, rank)
+    if "MASTER_PORT" not in environ:
+        return address, _slurm_port(environ)
+    port = _integer(environ, "MASTER_PORT", name)
+    if not 0 < port < 65536:
+        raise TopologyError(f"MASTER_PORT={port} is not a TCP port, 1 .. 65535")
+    return address, port
+
+
+def _first_host(environ: Mapping[str, str], rank: int) -> str:
+    """Of the Slurm step. Task 0 runs there, unless the step was distributed by hand."""
+    keys = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    key = next((key for key in keys if environ.get(key)), None)
+    if key is None:
+        raise TopologyError(f"srun set none of {', '.join(keys)}, so it is not known where rank 0 is; set MASTER_ADDR")
+    try:
+        first = next(expand_hosts(environ[key]))
+        here = environ.get("SLURMD_NODENAME")
+        if rank == 0 and here not in (None, first) and here in expand_hosts(environ[key]):
+            raise TopologyError(
+                f"rank 0 runs on {here}, but the others look for it on {first}, the first of {key}={environ[key]}; set "
+                f"MASTER_ADDR={here} for all of them"
+            )
+    except ValueError as error:
+        raise TopologyError(f"srun says {key}={environ[key]!r}: {error}; set MASTER_ADDR") from None
+    return first
+
+
+def _slurm_port(environ: Mapping[str, str]) -> int:
+    """Every rank works out the same port by itself; steps that share a host get different ones, mostly.
+
+    A job has many steps that may run at once, and jobs are numbered one after the other: neighbours are kept apart.
+    """
+    job, step = (environ.get(key, "0") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    if not (job.isdecimal() and step.isdecimal()):
+        raise TopologyError(f"srun says SLURM_JOB_ID={job!r}, SLURM_STEP_ID={step!r}, no numbers; set MASTER_PORT")
+    return _FIRST_PORT + (int(job) * 61 + int(step)) % _NUM_PORTS
+
+
+def _incomplete(launcher: _Launcher, name: str, size: int, missing: Sequence[str]) -> str:
+    keys = ", ".join(missing)
+    text = f"{name} says {launcher.size}={size}, but {keys} not set, so the {size} processes cannot find each other; "
+    if launcher.kind == "mpirun" and launcher.rank not in missing:
+        return text + "set both MASTER_ADDR and MASTER_PORT, or none of them and the processes meet through mpi4py"
+    return text + f"start the script with `torchring run -np {size} SCRIPT` or torchrun, or set {keys}"
+
+
+def _name(launcher: _Launcher, environ: Mapping[str, str]) -> str:
+    """torchrun always says more than those variables that others set as well."""
+    by_hand = launcher.kind == "torchrun" and "LOCAL_RANK" not in environ and "TORCHELASTIC_RUN_ID" not in environ
+    return "the environment" if by_hand else launcher.name
+
+
+def _size(launcher: _Launcher, environ: Mapping[str, str]) -> int:
+    return _integer(environ, launcher.size, _name(launcher, environ))
+
+
+def _integer(environ: Mapping[str, str], key: str, launcher: str) -> int:
+    try:
+        return int(environ[key])
+    except ValueError:
+        raise TopologyError(f"{launcher} says {key}={environ[key]!r}, which is not an integer") from None

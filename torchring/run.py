@@ -1,0 +1,395 @@
+"""Starts a Python program on N processes, of this machine or of several: what `torchring run` does.
+
+    this machine    torch.distributed.run
+    several hosts   mpirun (Open MPI) where there is one and mpi4py, else torch.distributed.run on each, over ssh:
+
+        start ---- pipe -------- guard ---- agent ---- ranks        this machine
+              ---- ssh's stdin - guard ---- agent ---- ranks        another
+
+Whatever becomes of `start`, the pipes close with it, and the guards (guard.py) end what is left. Other hosts are
+expected to have the same Python, torchring and script at the same paths, as with a shared file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from torchring.meeting import own_addresses
+
+LAUNCHERS: Final = ("auto", "local", "mpirun", "ssh")
+_GUARD: Final = Path(__file__).with_name("guard.py")
+_HOST: Final = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:,\[\]]+)(?::(?P<slots>[0-9]+))?")
+_STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PATIENCE_SECONDS: Final = 15.0  # for the guards, which have some of their own, after they were told to stop
+_POLL_SECONDS: Final = 0.05
+_PORTS: Final = range(20_000, 30_000)  # below those that Linux hands out to clients
+# Each rank shares its host's cores out evenly, as the agent does elsewhere.
+_SHARE_CORES: Final = (
+    'if [ -z "$OMP_NUM_THREADS" ]; then n=$(( $(nproc) / ${OMPI_COMM_WORLD_LOCAL_SIZE:-1} )); '
+    'export OMP_NUM_THREADS=$(( n > 0 ? n : 1 )); fi; exec "$@"'
+)
+
+
+class LaunchError(Exception):
+    """The program could not be started; the text says why and what would be right."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine and how many processes it takes."""
+
+    name: str
+    slots: int
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """ "a:2,b:4" is two processes on a and four on b; without a number it is one. Raises LaunchError."""
+    return [_host(item.strip(), f"-H takes host:slots,host:slots,..., got {text!r}") for item in text.split(",")]
+
+
+def parse_hostfile(text: str) -> list[Host]:
+    """One host a line: "a slots=2", "a:2" or "a"; what follows # is a comment. Raises LaunchError."""
+    hosts = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        complaint = f"line {number} of the host file must be `host`, `host:slots` or `host slots=N`, got {line!r}"
+        slots = re.fullmatch("slots=([0-9]+)", words[1]) if len(words) == 2 and ":" not in words[0] else None
+        if len(words) > 2 or (len(words) == 2 and slots is None):
+            raise LaunchError(complaint)
+        hosts.append(_host(f"{words[0]}:{slots[1]}" if slots else words[0], complaint))
+    if not hosts:
+        raise LaunchError("the host file names no host")
+    return hosts
+
+
+def share_out(hosts: Sequence[Host], num_proc: int | None) -> list[Host]:
+    """Hosts are filled in the order given; those that get nothing are left out. The same host twice is one host."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    total = sum(slots.values())
+    left = total if num_proc is None else num_proc
+    if left > total:
+        offers = ", ".join(f"{name}:{offered}" for name, offered in slots.items())
+        raise LaunchError(f"-np {left} is more than the {total} slots of {offers}")
+    filled = []
+    for name, offered in slots.items():
+        if used := min(offered, left):
+            filled.append(Host(name, used))
+            left -= used
+    return filled
+
+
+def start(
+    command: Sequence[str],
+    num_proc: int | None = None,
+    hosts: Sequence[Host] | None = None,
+    env: Mapping[str, str] | None = None,
+    launcher: str = "auto",
+) -> int:
+    """Run `python COMMAND...` in `num_proc` processes that find each other, and wait for them.
+
+    Call it from the main thread: while it runs, SIGINT, SIGTERM and SIGHUP end all processes and then this.
+
+    Args:
+        command: what stands behind `python`: a script or `-m` and a module, and arguments.
+        num_proc: all slots of `hosts` unless said; 1 without hosts.
+        hosts: this machine unless said. The processes of the first come first.
+        env: variables to set for the processes, on every host. PYTHONPATH goes with them, nothing else does.
+        launcher: "local" (this machine only), "mpirun", "ssh", or "auto".
+
+    Returns the exit code of the first process that failed, 128 + n for one that signal n ended; 0 if none did. With
+    several hosts over ssh, "first" is the host whose processes ended first.
+
+    Raises:
+        LaunchError: nothing was started.
+    """
+    if launcher not in LAUNCHERS:
+        raise LaunchError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
+    if hosts is None:
+        hosts = [Host("localhost", num_proc or 1)]
+    filled = _as_this_machine(share_out(hosts, num_proc))
+    launcher = _choose(filled, launcher)
+    env = dict(env or {})
+    if launcher == "local":
+        return _run_here(filled[0].slots, command, env)
+    if launcher == "mpirun":
+        return _supervise([_Job("mpirun", _mpirun(filled, command, env), {})])
+    return _supervise(_agents(filled, command, env))
+
+
+def _run_here(num_proc: int, command: Sequence[str], env: Mapping[str, str]) -> int:
+    """This process is the agent, because importing torch for another would take seconds."""
+    from torchring import agent
+
+    name, token = "TORCHRING_RUN", secrets.token_hex(8)
+    theirs, lifeline = os.pipe()
+    watch = [sys.executable, "-I", str(_GUARD), str(theirs), "--watch", f"{name}={token}"]
+    guard = subprocess.Popen(watch, pass_fds=[theirs], start_new_session=True)
+    os.close(theirs)
+    before = dict(os.environ)
+    try:
+        os.environ.update({**env, name: token})
+        code = agent.run(num_proc, ["--standalone"], command)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        os.write(lifeline, b".")
+        os.close(lifeline)
+        guard.wait()
+    return code
+
+
+@dataclass
+class _Job:
+    """One guard, here or behind ssh."""
+
+    name: str
+    command: list[str]
+    env: Mapping[str, str]  # for this process's own children
+    is_remote: bool = False
+    process: subprocess.Popen[bytes] = field(init=False)
+    lifeline: int = field(init=False, default=-1)
+
+    def start(self) -> None:
+        theirs, self.lifeline = os.pipe()
+        try:
+            environ = {**os.environ, **self.env}
+            if self.is_remote:
+                self.process = subprocess.Popen(self.command, stdin=theirs, env=environ)
+            else:
+                guard = [sys.executable, "-I", str(_GUARD), str(theirs), *self.command]
+                self.process = subprocess.Popen(guard, pass_fds=[theirs], env=environ)
+        finally:
+            os.close(theirs)
+
+    def end(self) -> None:
+        if self.lifeline >= 0:
+            os.close(self.lifeline)
+            self.lifeline = -1
+
+
+def _supervise(jobs: Sequence[_Job]) -> int:
+    """Wait for all; the first that fails, or a signal, ends the others."""
+    code = 0
+    started: list[_Job] = []
+    with signals_raise():
+        try:
+            for job in jobs:
+                job.start()
+                started.append(job)
+            running = list(started)
+            while running and not code:
+                for job in [job for job in running if job.process.poll() is not None]:
+                    running.remove(job)
+                    code = code or _exit_code(job)
+                if running and not code:
+                    time.sleep(_POLL_SECONDS)
+        except Stopped as stop:
+            code = 128 + stop.number
+        except FileNotFoundError as error:
+            raise LaunchError(f"cannot start {error.filename}: it is not installed") from error
+        finally:
+            with contextlib.suppress(Stopped):  # a second one ends the wait
+                _end(started)
+            for job in started:
+                job.process.kill()
+                job.process.wait()
+    return code
+
+
+def _end(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        job.end()
+    end = time.monotonic() + _PATIENCE_SECONDS
+    for job in jobs:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.process.wait(max(0.0, end - time.monotonic()))
+
+
+def _exit_code(job: _Job) -> int:
+    code = job.process.returncode
+    if code == 255 and job.is_remote:
+        print(
+            f"torchring run: {job.name} ended first, with 255: ssh could not run the processes there (it says why "
+            "above; try `ssh -o BatchMode=yes` yourself), or one of them ended so",
+            file=sys.stderr,
+        )
+    elif code and job.is_remote:
+        print(f"torchring run: the processes on {job.name} failed, with exit code {code}", file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+def _choose(hosts: Sequence[Host], launcher: str) -> str:
+    remote = [host.name for host in hosts if not is_here(host.name)]
+    if launcher == "local" and remote:
+        raise LaunchError(f"launcher 'local' starts nothing on {', '.join(remote)}; use 'mpirun' or 'ssh'")
+    if launcher == "mpirun" and (trouble := _why_no_mpirun()):
+        raise LaunchError(trouble)
+    if launcher != "auto":
+        return launcher
+    if not remote:
+        return "local"
+    return "ssh" if _why_no_mpirun() else "mpirun"
+
+
+def _why_no_mpirun() -> str | None:
+    path = shutil.which("mpirun")
+    if path is None:
+        return "there is no mpirun on PATH; install Open MPI, or use launcher 'ssh'"
+    try:
+        version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{path} does not run: {error}"
+    if "Open MPI" not in version:
+        return f"{path} is not Open MPI's, whose options torchring knows; use launcher 'ssh'"
+    if importlib.util.find_spec("mpi4py") is None:
+        return f"mpirun needs mpi4py, which is not installed for {sys.executable}; install it, or use launcher 'ssh'"
+    return None
+
+
+def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """By its full path, from which it finds its own parts on the other hosts."""
+    options = [shutil.which("mpirun") or "mpirun", "-np", str(sum(host.slots for host in hosts))]
+    options += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts), "--map-by", "slot", "--bind-to", "none"]
+    options += ["--wdir", os.getcwd()]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    for key, value in _forwarded(env).items():
+        options += ["-x", f"{key}={value}"]
+    return [*options, "sh", "-c", _SHARE_CORES, "sh", sys.executable, "-u", *command]
+
+
+def _agents(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str]) -> list[_Job]:
+    """One job per host, each of which runs torch.distributed.run."""
+    address, port = _meeting_point(hosts)
+    jobs = []
+    for number, host in enumerate(hosts):
+        place = [str(host.slots), str(len(hosts)), str(number), address, str(port)]
+        agent = [sys.executable, "-m", "torchring.agent", *place, *command]
+        if is_here(host.name):
+            jobs.append(_Job(host.name, agent, env))
+            continue
+        guard = [sys.executable, "-I", str(_GUARD), "0", *agent]
+        settings = [f"{key}={value}" for key, value in _forwarded(env).items()]
+        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *guard])}"
+        # Nobody could answer a question: several hosts might ask at once, and the guard has the standard input.
+        jobs.append(_Job(host.name, ["ssh", "-o", "BatchMode=yes", host.name, there], {}, is_remote=True))
+    return jobs
+
+
+def _forwarded(env: Mapping[str, str]) -> dict[str, str]:
+    own = {key: os.environ[key] for key in ("PYTHONPATH", "OMP_NUM_THREADS") if key in os.environ}
+    return {**own, **env}
+
+
+def _meeting_point(hosts: Sequence[Host]) -> tuple[str, int]:
+    """An address of the first host that leads all others to it, and a port that is free there, if that can be seen."""
+    first = hosts[0].name.rpartition("@")[2].strip("[]")
+    if not is_here(hosts[0].name):
+        return _resolvable(first), random.choice(_PORTS)
+    remote = next((host.name for host in hosts if not is_here(host.name)), None)
+    if remote is not None:  # "localhost" would lead the others to themselves
+        first = _address_towards(remote.rpartition("@")[2].strip("[]"))
+    for port in random.sample(_PORTS, 50):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return first, port
+    raise LaunchError(f"50 ports between {_PORTS.start} and {_PORTS.stop} are all in use")
+
+
+def _resolvable(name: str) -> str:
+    """The name itself, or what ssh has for it if only ssh knows it."""
+    try:
+        socket.getaddrinfo(name, 9)
+    except OSError:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            said = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, timeout=20).stdout
+            if found := re.search("^hostname (.+)$", said, re.MULTILINE):
+                return found[1]
+    return name
+
+
+def _address_towards(name: str) -> str:
+    """This machine's address on the network that leads there; the likeliest one if only ssh knows the name."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    return own_addresses()[0]
+
+
+def is_here(name: str) -> bool:
+    """Whether the host is this machine: an address that it leads to is one of ours."""
+    name = name.strip("[]")
+    if "@" in name:  # another user, who may see other things even here
+        return False
+    if name in ("localhost", socket.gethostname()):
+        return True
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+def _as_this_machine(hosts: Sequence[Host]) -> list[Host]:
+    """All names of this machine are one host."""
+    here = [host for host in hosts if is_here(host.name)]
+    if len(here) < 2:
+        return list(hosts)
+    together = Host(here[0].name, sum(host.slots for host in here))
+    return [together if host is here[0] else host for host in hosts if host is here[0] or host not in here]
+
+
+def _host(text: str, complaint: str) -> Host:
+    match = _HOST.fullmatch(text)
+    # A leading "-" would be an option of ssh's.
+    if match is None or match["slots"] == "0" or text.startswith("-"):
+        raise LaunchError(complaint)
+    return Host(match["name"], int(match["slots"] or 1))
+
+
+class Stopped(BaseException):
+    """This process was told to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """Inside, those that stop a process raise Stopped, except where whoever started this one had them ignored."""
+
+    def stop(number: int, _: object) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,145 @@
+"""Who is at fault when a transfer fails: what the ranks of a stream leave in the store for each other, and read there.
+
+A rank that stops leaves its error there ("last words") and before that, while it finds out, the peer that it waited for
+(its "suspect"). So the others name the rank that began it and not those that stopped for want of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from torchring.errors import PeerLostError, PeerTimeoutError, RingError, decode_error, encode_error
+from torchring.memory.host import HostGroup
+from torchring.rendezvous import Rendezvous
+
+# After a timeout, how long to look for the last words of the suspect: if it was itself waiting for somebody, its own
+# timeout comes at about the same moment as ours.
+_GRACE_SECONDS: Final = 2.0
+# After a link broke: its other end may have timed out, upon which Gloo closes all links before anybody can say why.
+_BROKEN_GRACE_SECONDS: Final = 0.3
+
+
+class Culprits:
+    """What one rank knows, and tells, of failures of the stream `name`.
+
+    Args:
+        rendezvous: the world's store.
+        name: of the stream; unique in this world, the same on every rank.
+        host: the ranks of this host, if it is known which of them live.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, name: str, host: HostGroup | None) -> None:
+        self._rendezvous = rendezvous
+        self._name = name
+        self._host = host
+        self._others = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
+
+    def report(self, error: RingError) -> None:
+        """Leave `error` for the peers."""
+        self._leave("last_words", encode_error(error))
+        if self._host is not None:
+            self._host.report_failure(error)
+
+    def say_goodbye(self) -> None:
+        """Tell the peers that this rank has closed its end."""
+        self._leave("left", b"")
+
+    def explain(self, peer: int | None, seconds: float, *, timed_out: bool) -> RingError:
+        """What really happened, as far as this rank can find out.
+
+        Args:
+            peer: whose transfer failed; None after a collective, which does not say.
+            seconds: how long this rank has waited.
+            timed_out: the wait was too long; else a link broke.
+        """
+        # At once, before the links close: whoever sees a closed link finds it, or knows that its peer died.
+        self._leave("suspect", f"{-1 if peer is None else peer} {int(timed_out)}".encode())
+        try:
+            error = self.seen_by_the_host(self._others)
+            if error is None:
+                if peer is None:
+                    culprits = self._silent_ones()
+                else:
+                    culprit, timed_out = self._end_of_chain(peer, timed_out)
+                    culprits = [culprit]
+                names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits)) or '?'}"
+                if timed_out:
+                    text = f"{names} did not answer within {self._rendezvous.timeout_seconds:g} s"
+                    error = PeerTimeoutError(text, peers=culprits)
+                else:
+                    error = PeerLostError(f"{names} died or exited", peers=culprits)
+        except RingError as found:  # somebody's last words, or the end of the store with the rank that hosted it
+            error = found
+        return self.signed(error, seconds)
+
+    def signed(self, error: RingError, seconds: float) -> RingError:
+        """The error, with who noticed it and after how long."""
+        error.rank, error.seconds = self._rendezvous.rank, seconds
+        return error
+
+    def seen_by_the_host(self, suspects: Sequence[int]) -> RingError | None:
+        """Of a rank on this host we know whether it lives, even if a child of its keeps its sockets open."""
+        if self._host is None:
+            return None
+        try:
+            self._host.check_peers([rank for rank in suspects if rank in self._host.ranks])
+        except RingError as error:
+            return error
+        return None
+
+    def heard_from(self, suspects: Sequence[int]) -> RingError | None:
+        """Whether one of these ranks has said that it stops. Asks the store once or twice per rank; does not wait.
+
+        For engines whose links do not tell by closing.
+        """
+        try:
+            for rank in suspects:
+                if (words := self._look_up("last_words", rank, 0.0)) is not None:
+                    return decode_error(words, rank)
+                if self._look_up("left", rank, 0.0) is not None:
+                    return PeerLostError(f"rank {rank} closed its end; it called shutdown() or exited", peers=(rank,))
+        except RingError as error:  # no store: only its host is known to have gone
+            return error if set(error.peers) & set(suspects) else None
+        return None
+
+    def _end_of_chain(self, suspect: int, timed_out: bool) -> tuple[int, bool]:
+        """Who keeps everybody waiting: the first in the chain of suspects that suspects nobody itself.
+
+        And whether a wait along the chain was too long: the links that broke did so because of that.
+        Raises the last words of one that stopped for another reason.
+        """
+        lives = self._host is not None and suspect in self._host.ranks  # or else the host would have told
+        deadline = time.monotonic() + (_GRACE_SECONDS if timed_out or lives else _BROKEN_GRACE_SECONDS)
+        seen = {self._rendezvous.rank}
+        while True:
+            if (words := self._look_up("last_words", suspect, 0.0)) is not None:
+                raise decode_error(words, suspect)
+            answer = self._look_up("suspect", suspect, deadline)
+            seen.add(suspect)
+            if answer is None:
+                return suspect, timed_out
+            following, their_wait_was_too_long = map(int, answer.split())
+            timed_out = timed_out or bool(their_wait_was_too_long)
+            if following < 0 or following in seen:
+                return suspect, timed_out
+            suspect = following
+
+    def _silent_ones(self) -> list[int]:
+        """After a collective failed, which does not say at whom: the ranks that do not report that it failed."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        return [rank for rank in self._others if self._look_up("suspect", rank, deadline) is None]
+
+    def _look_up(self, what: str, rank: int, deadline: float) -> bytes | None:
+        key = f"transport/{self._name}/{what}/{rank}"
+        while not self._rendezvous.is_published(key):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.02)
+        return self._rendezvous.fetch(key, rank)
+
+    def _leave(self, what: str, text: bytes) -> None:
+        with contextlib.suppress(RingError):  # the store may be gone
+            self._rendezvous.publish(f"transport/{self._name}/{what}/{self._rendezvous.rank}", text)

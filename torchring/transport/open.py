@@ -1,0 +1,21 @@
+"""Which engine carries a world's transfers."""
+
+from __future__ import annotations
+
+from torchring.transport import Transport
+from torchring.transport.c10d import C10dTransport
+from torchring.transport.mpi import MpiTransport
+from torchring.world import World
+
+
+def open_transport(world: World, name: str | None = None) -> Transport:
+    """Collective. A stream of its own over the world's backend, "gloo" or "mpi".
+
+    Args:
+        name: of the stream; the world's next one unless said.
+    """
+    assert world.rendezvous is not None, "a world of one sends nothing"
+    name = world.next_stream_name() if name is None else name
+    if getattr(world, "backend", "gloo") == "mpi":
+        return MpiTransport(world.rendezvous, name, world.host)
+    return C10dTransport(world.rendezvous, name, world.host)
