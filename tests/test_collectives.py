@@ -16,6 +16,7 @@ from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_round
 from harness import RanksFailed, run_ranks
 
 import torchring
+from torchring import collectives as collectives_module
 from torchring.errors import PlanMismatchError
 from torchring.memory import host as host_module
 from torchring.memory.exchange import _SMALL_BYTES, STAGE_BYTES
@@ -228,6 +229,36 @@ def test_broadcast(size: int, shares_memory: bool) -> None:
 
 
 # ---- all_gather
+
+
+MESSAGE = 1000
+
+
+def _broadcast_together(rank: int, size: int) -> None:
+    """Around the size of a message, in every layout; all of them arrive, in the place where they were."""
+    collectives_module._BATCH_BYTES = MESSAGE
+    parts = [values(rank, (3,), torch.int64), values(rank, (), torch.float32), torch.empty(0)]
+    parts += [values(rank, (4, 6), torch.float64).t(), values(rank, (2, 3, 4, 5), torch.float16)[:, 1]]
+    parts += [values(rank, (numel,), torch.uint8) for numel in (MESSAGE, 5, MESSAGE - 5, 1, MESSAGE + 1, 7)]
+    parts.append(torch.nn.Parameter(values(rank, (5, 5), torch.float32)))
+    addresses, versions = [part.data_ptr() for part in parts], [part._version for part in parts]
+    collectives_module.collectives_of(default_world()).broadcast_together(parts, size - 1)
+    assert [part.data_ptr() for part in parts] == addresses
+    if rank != size - 1:
+        assert all(part._version > version for part, version in zip(parts, versions, strict=True) if part.numel())
+    source = size - 1
+    assert_bitwise(parts[0], values(source, (3,), torch.int64))
+    assert_bitwise(parts[1], values(source, (), torch.float32))
+    assert_bitwise(parts[3], values(source, (4, 6), torch.float64).t())
+    assert_bitwise(parts[4], values(source, (2, 3, 4, 5), torch.float16)[:, 1])
+    for part in parts[5:-1]:
+        assert_bitwise(part, values(source, (part.numel(),), torch.uint8))
+    assert_bitwise(parts[-1].detach(), values(source, (5, 5), torch.float32))
+
+
+@in_worlds
+def test_many_tensors_in_few_messages(size: int, shares_memory: bool) -> None:
+    run(_broadcast_together, size, shares_memory)
 
 
 def _all_gather_everything(rank: int, size: int) -> None:

@@ -38,8 +38,7 @@ def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any
         return
     collectives = collectives_of(world)
     collectives.check_equal([f"tensor {i}: {n} {tuple(t.shape)} {t.dtype}" for i, (n, t) in enumerate(tensors.items())])
-    for tensor in tensors.values():
-        collectives.broadcast(tensor, src)
+    collectives.broadcast_together(tensors.values(), src)
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
