@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import RanksFailed
+from netns import EXPECT, HostedWorld, hosts_of, needs_hosts, run_on_hosts, run_worlds, why_skipped
 
 from torchring.bench import netns
 from torchring.bench.netns import INTERFACE, Network, NetworkError
 
 BENCH = Path(netns.__file__).parent
 
-needs_namespaces = pytest.mark.skipif(netns.why_unavailable() is not None, reason=str(netns.why_unavailable()))
 
-
-def namespaces() -> set[str]:
-    return {path.name for path in Path("/run/netns").glob("torchring-*")}
+def namespaces(pid: int | str = "*") -> set[str]:
+    return {path.name for path in Path("/run/netns").glob(f"torchring-{pid}-*")}
 
 
 def python(network: Network, host: int, code: str) -> subprocess.Popen[str]:
@@ -83,10 +83,10 @@ def gigabytes_per_second(network: Network, num_bytes: int) -> float:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    before = namespaces()
+    before = namespaces(os.getpid())
     with Network(2) as network:
         yield network
-    assert namespaces() <= before
+    assert namespaces(os.getpid()) <= before
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_root_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert netns.why_unavailable.__wrapped__() == "making network namespaces needs root"
 
 
-@needs_namespaces
+@needs_hosts
 def test_hosts_reach_each_other(network: Network) -> None:
     server = listen(network, 1)
     assert output(send(network, 0, 1, 1000)) == "sent"
     assert output(server).split()[0] == "1000"
 
 
-@needs_namespaces
+@needs_hosts
 def test_hosts_are_apart_from_this_machine(network: Network) -> None:
     names = output(python(network, 0, "import socket; print(*sorted(name for _, name in socket.if_nameindex()))"))
     assert names == f"{INTERFACE} lo"
@@ -140,7 +140,7 @@ def test_hosts_are_apart_from_this_machine(network: Network) -> None:
         assert "ConnectionRefusedError" in output(python(network, 0, code))
 
 
-@needs_namespaces
+@needs_hosts
 def test_loopback_works_on_a_host(network: Network) -> None:
     code = """
     import socket
@@ -151,7 +151,7 @@ def test_loopback_works_on_a_host(network: Network) -> None:
     assert output(python(network, 0, code)) == "connected"
 
 
-@needs_namespaces
+@needs_hosts
 def test_abstract_sockets_stay_on_their_host(network: Network) -> None:
     """So ranks of different hosts share no memory."""
     connect = """
@@ -185,7 +185,7 @@ def test_abstract_sockets_stay_on_their_host(network: Network) -> None:
         server.communicate()
 
 
-@needs_namespaces
+@needs_hosts
 def test_a_link_has_its_rate(network: Network) -> None:
     """Checks the fixture; how fast anything is beyond that is none of a test's business."""
     network.set_rate("200mbit")
@@ -197,7 +197,7 @@ def test_a_link_has_its_rate(network: Network) -> None:
     assert gigabytes_per_second(network, 32 << 20) > 0.05
 
 
-@needs_namespaces
+@needs_hosts
 def test_a_link_that_is_down_carries_nothing(network: Network) -> None:
     server = listen(network, 1)
     network.set_link(1, False)
@@ -207,7 +207,7 @@ def test_a_link_that_is_down_carries_nothing(network: Network) -> None:
     assert output(server).split()[0] == "1000"
 
 
-@needs_namespaces
+@needs_hosts
 def test_a_connection_outlives_a_pulled_cable(network: Network) -> None:
     network.set_rate("100mbit")
     server = listen(network, 1)
@@ -223,22 +223,22 @@ def test_a_connection_outlives_a_pulled_cable(network: Network) -> None:
     assert output(server).split()[0] == str(12 << 20)
 
 
-@needs_namespaces
+@needs_hosts
 def test_only_hosts_that_exist_are_taken(network: Network) -> None:
     for refused in (lambda: network.command(2, ["true"]), lambda: network.set_link(-1, True)):
         with pytest.raises(ValueError, match="host must be 0 to 1"):
             refused()
 
 
-@needs_namespaces
+@needs_hosts
 def test_nothing_is_left_behind_and_processes_are_killed() -> None:
-    before = namespaces()
+    before = namespaces(os.getpid())
     process = None
     with pytest.raises(KeyboardInterrupt), Network(2) as network:  # noqa: PT012 - what was raised inside
-        assert len(namespaces() - before) == 3
+        assert len(namespaces(os.getpid()) - before) == 3
         process = python(network, 1, "import time; time.sleep(60)")
         raise KeyboardInterrupt
-    assert namespaces() <= before
+    assert namespaces(os.getpid()) <= before
     assert process is not None
     assert process.wait(5) == -signal.SIGKILL
     process.communicate()
@@ -246,22 +246,22 @@ def test_nothing_is_left_behind_and_processes_are_killed() -> None:
         network.set_link(0, True)
 
 
-@needs_namespaces
+@needs_hosts
 def test_a_network_that_fails_halfway_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = namespaces()
+    before = namespaces(os.getpid())
     network = Network(2, rate="1gbit")
 
     def fail(*_: object) -> None:
-        assert len(namespaces() - before) == 3
+        assert len(namespaces(os.getpid()) - before) == 3
         raise NetworkError("no")
 
     monkeypatch.setattr(network, "set_rate", fail)
     with pytest.raises(NetworkError, match="no"):
         network.__enter__()
-    assert namespaces() <= before
+    assert namespaces(os.getpid()) <= before
 
 
-@needs_namespaces
+@needs_hosts
 def test_the_next_network_removes_what_a_killed_process_left() -> None:
     """And leaves alone what belongs to processes that live."""
     code = f"""
@@ -289,3 +289,45 @@ def test_the_next_network_removes_what_a_killed_process_left() -> None:
         assert name not in namespaces()
         status = Path("/proc", pid, "status")
         assert not status.exists() or "Z (zombie)" in status.read_text()
+
+
+# ---- ranks on them: tests/netns.py
+
+
+def test_hosts_of() -> None:
+    assert hosts_of((2, 1, 3)) == [(0, 1), (2,), (3, 4, 5)]
+
+
+def test_where_namespaces_are_expected_their_tests_do_not_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("netns.why_unavailable", lambda: "no")
+    monkeypatch.setenv(EXPECT, "1")
+    assert why_skipped() is None
+    monkeypatch.delenv(EXPECT)
+    assert why_skipped() == "no"
+
+
+def _look_around(rank: int, size: int, name: str) -> tuple[int, int, str, str, str]:
+    if (name, rank) == ("leaves", 1):
+        os._exit(3)
+    if name == "fails":
+        raise ValueError(f"mine, {rank}")
+    namespace = os.readlink("/proc/self/ns/net")
+    return rank, size, namespace, os.environ["LOCAL_RANK"], f"{name} {os.environ['GROUP_RANK']}"
+
+
+@needs_hosts
+def test_ranks_run_on_their_hosts(network: Network) -> None:
+    names = [output(python(network, host, "import os; print(os.readlink('/proc/self/ns/net'))")) for host in (0, 1)]
+    assert len({*names, os.readlink("/proc/self/ns/net")}) == 3
+    worlds = [HostedWorld(network, (2, 1), ("stays",)), HostedWorld(network, (1, 1), ("leaves",), {1: 3})]
+    assert run_worlds(worlds, _look_around) == [
+        [(0, 3, names[0], "0", "stays 0"), (1, 3, names[0], "1", "stays 0"), (2, 3, names[1], "0", "stays 1")],
+        [(0, 2, names[0], "0", "leaves 0"), None],
+    ]
+
+
+@needs_hosts
+def test_a_rank_that_fails_on_its_host_is_reported(network: Network) -> None:
+    with pytest.raises(RanksFailed, match="_look_around: 2 of 2 ranks failed") as failed:
+        run_on_hosts(network, (1, 1), _look_around, "fails")
+    assert "ValueError: mine, 1" in str(failed.value)
