@@ -3,6 +3,7 @@
     with MpiJob(3) as job:
         job.run(body, 2)     body(rank, store, communicator) on the first 2 of its ranks; results in rank order
 
+Starting it takes seconds, so test modules share one: `job`, if they import the fixture `job_ends`, too.
 As a program this is such a rank. Work and answers travel through a TCPStore of the tests' process, pickled; `body` is a
 module-level function or a functools.partial of one, found here by the name of its module in tests/.
 """
@@ -21,11 +22,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import _TAIL, RankReport, RanksFailed, _clean_environ, _exit_text
@@ -95,6 +97,10 @@ class MpiJob:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Now. More work would start another."""
         if self._process is not None and self._process.poll() is None:
             self._store.set(f"work/{self._num_works}", pickle.dumps(None))
             try:
@@ -159,6 +165,18 @@ class MpiJob:
         stop(process)
         self._output.seek(0)
         return f"mpirun: {_exit_text(code)}\n--- output:\n{self._output.read()[-_TAIL:]}"
+
+
+job = MpiJob(3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def job_ends(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`job` does, after the last module of the session that has imported this."""
+    yield
+    sharing = [item.module for item in request.session.items if hasattr(getattr(item, "module", None), "job_ends")]
+    if request.module is sharing[-1]:
+        job.end()
 
 
 def _children_of(pid: int) -> list[int]:

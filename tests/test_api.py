@@ -20,7 +20,8 @@ _ERROR = (
 )
 _OPTIONS = (
     "(optimizer: 'Optimizer', model: 'torch.nn.Module | None' = None, *, op: 'str' = 'mean', "
-    "compression: 'str | None' = None, bucket_mb: 'float | None' = None, accumulate: 'int' = 1, algorithm: 'str' = 'auto', "
+    "compression: 'str | None' = None, bucket_mb: 'float | None' = None, accumulate: 'int' = 1, "
+    "algorithm: 'str' = 'auto', "
     "overlap: 'str' = 'auto', sync_initial_state: 'bool' = True)"
 )
 SIGNATURES = {
@@ -31,7 +32,8 @@ SIGNATURES = {
     "PlanMismatchError": _ERROR,
     "RingError": _ERROR,
     "Stats": (
-        "(algorithm: 'str', reason: 'str', overlap: 'str', num_buckets: 'int', bytes_per_step: 'int', num_reductions: 'int', "
+        "(algorithm: 'str', reason: 'str', overlap: 'str', num_buckets: 'int', bytes_per_step: 'int', "
+        "num_reductions: 'int', "
         "communication_ms: 'float', exposed_ms: 'float', mean_communication_ms: 'float', mean_exposed_ms: 'float', "
         "overlap_ratio: 'float') -> None"
     ),

@@ -235,7 +235,7 @@ _ODD: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]]
     "frozen": (lambda: _edited(lambda m: m.middle.requires_grad_(False)), {}, ("middle.weight",)),
     "buffers": (lambda: _Named(running=torch.zeros(3)), {}, ("running",)),
     "op": (_Named, {"op": "sum"}, ("op='sum'", "op='mean'")),
-    "bucket_mb": (_Named, {"bucket_mb": 1.0}, ("bucket_mb=1.0", "bucket_mb=25.0")),
+    "bucket_mb": (_Named, {"bucket_mb": 1.0}, ("bucket_mb=1.0", "bucket_mb=None")),
     "accumulate": (_Named, {"accumulate": 2}, ("accumulate=2",)),
     "compression": (_Named, {"compression": "bf16"}, ("compression='bf16'",)),
     "algorithm": (_Named, {"algorithm": "ring"}, ("algorithm='ring'",)),

@@ -160,7 +160,7 @@ def test_another_user_gets_no_memory(other: int) -> None:
     """Whether that user dials (rank 1) or listens (rank 0)."""
     for rank, (facts, result) in enumerate(run_ranks(_as_another_user, 2, other)):
         assert facts == (((0,), (1,)), False, 2, 1), f"rank {rank}"
-        assert result == (3.0, "ring")
+        assert result in ((3.0, "ring"), (3.0, "native"))
 
 
 def _in_another_network(rank: int, size: int, other: int) -> Any:
@@ -187,7 +187,7 @@ def test_another_network_namespace_is_another_host(other: int) -> None:
     together = tuple(rank for rank in range(3) if rank != other)
     for facts, result in results:
         assert facts == (tuple(sorted([together, (other,)])), False)
-        assert result == (6.0, "ring")
+        assert result in ((6.0, "hierarchical"), (6.0, "native"))
 
 
 # ---- the hand-over, spoken by hand

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from harness import run_threads
+from harness import run_ranks, run_threads
 
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.rendezvous import Rendezvous
@@ -146,3 +148,92 @@ def test_a_store_whose_host_is_gone_is_a_lost_peer() -> None:
     with pytest.raises(PeerLostError, match="store"):
         rendezvous.fetch("other", 0)
     assert time.monotonic() - started < 4.0
+
+
+class _SilentStore:
+    """As one whose host's cable is cut: it answers when it is plugged in again."""
+
+    def __init__(self) -> None:
+        self.plugged_in = threading.Event()
+        self.num_asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.num_asked += 1
+        assert self.plugged_in.wait(20.0)
+        return True
+
+
+def test_a_store_that_does_not_answer_is_a_time_out_that_names_its_host() -> None:
+    store: Any = _SilentStore()
+    rendezvous = Rendezvous(store, 1, 3, 0.2)
+    rendezvous.store_host = 2
+    for _ in range(3):
+        with pytest.raises(
+            PeerTimeoutError, match=r"store, which rank 2 hosts, did not answer within 0\.2 s"
+        ) as caught:
+            rendezvous.is_published("key")
+        assert caught.value.peers == (2,)
+    assert store.num_asked == 1  # nothing piles up behind the first
+    store.plugged_in.set()
+    end = time.monotonic() + 10.0
+    while time.monotonic() < end:
+        try:
+            assert rendezvous.is_published("key")
+            return
+        except PeerTimeoutError:  # the first call is still on its way back
+            time.sleep(0.01)
+    pytest.fail("the store is back, but nobody asks it")
+
+
+def test_who_is_in_a_hurry_waits_less_for_the_same_store() -> None:
+    store: Any = _SilentStore()
+    patient = Rendezvous(store, 0, 2, 20.0)
+    with pytest.raises(PeerTimeoutError, match=r"the launcher hosts, did not answer within 0\.1 s"):
+        patient.hurried(0.1).is_published("key")
+    assert patient.timeout_seconds == 20.0
+    assert Rendezvous(store, 0, 2, 1.0).hurried(5.0).timeout_seconds == 1.0
+    store.plugged_in.set()
+
+
+def test_the_thread_that_asks_the_store_ends_with_the_last_who_could() -> None:
+    before = threading.active_count()
+    rendezvous = Rendezvous(dist.HashStore(), 0, 1, 1.0)
+    hurried = rendezvous.hurried(0.5)
+    rendezvous.publish("key", b"1")
+    del rendezvous
+    assert hurried.is_published("key")
+    assert threading.active_count() == before + 1
+    del hurried
+    end = time.monotonic() + 5.0
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def _ask_late(rank: int, size: int, stays_seconds: float) -> Any:
+    """Rank 0 hosts the store and ends at once, rank 1 asks later."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False)
+    rendezvous = Rendezvous(store, rank, size, 20.0)
+    rendezvous.store_host = 0
+    rendezvous.publish(f"words/{rank}", b"why")
+    rendezvous.exchange("met", b"")
+    rendezvous.stay_until_published(["heard"], stays_seconds)
+    if rank == 0:
+        return None
+    time.sleep(0.5)
+    try:
+        words = rendezvous.fetch("words/0", 0)
+    except PeerLostError as error:
+        return type(error).__name__
+    rendezvous.publish("heard", b"1")
+    return words
+
+
+@pytest.mark.parametrize(("stays_seconds", "expected"), [(600.0, b"why"), (0.0, "PeerLostError")])
+def test_the_host_of_the_store_stays_for_those_who_will_ask(stays_seconds: float, expected: Any) -> None:
+    """For as long as it was told, and no longer than they need: not for ten minutes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {"MASTER_PORT": str(port)}
+    assert run_ranks(_ask_late, 2, stays_seconds, env=env, deadline=20.0) == [None, expected]

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from checks import assert_bitwise, exact_inputs
 from fakes import FakeNetwork
 from harness import count_open_fds, run_ranks, run_threads
+from mpi_job import job, job_ends  # noqa: F401  # a fixture
 
 from torchring.allreduce.mover import NonFinite
 from torchring.allreduce.native import NativeAllReduce
@@ -30,7 +32,6 @@ from torchring.transport.c10d import C10dTransport
 from torchring.transport.mpi import MpiTransport
 from torchring.world import World
 
-MPI_RANKS = 3
 MIB = 2**20
 DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.bool,
@@ -42,28 +43,24 @@ Meet = Callable[[], object]  # a barrier of the ranks that no transport takes pa
 needs_mpi = pytest.mark.skipif(bool(mpi_job.MISSING), reason=mpi_job.MISSING)
 pytestmark = pytest.mark.parametrize("kind", ["fake", "c10d", pytest.param("mpi", marks=needs_mpi)])
 
-job = mpi_job.MpiJob(MPI_RANKS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job_ends() -> Any:
-    with job:
-        yield
-
 
 def run_transports(
     kind: str, size: int, body: Callable[..., Any], *, num_streams: int = 1, timeout_seconds: float = 20.0
 ) -> list[Any]:
-    """body(meet, *transports) on every rank: in threads, or under MPI; closed when all ranks have returned."""
+    """body(meet, *transports) on every rank: in threads, or under MPI; closed when all ranks have returned.
+
+    Each transport is of a world of its own, so that one that fails says nothing of the others.
+    """
     names = [f"stream{i}" for i in range(num_streams)]
     if kind == "mpi":
         return job.run(partial(_on_mpi_rank, body=body, names=names, timeout_seconds=timeout_seconds), size)
     network = FakeNetwork(size, timeout_seconds)
 
     def on_rank(rank: int, size: int, store: dist.Store) -> Any:
-        rendezvous = Rendezvous(store, rank, size, timeout_seconds)
+        worlds = [Rendezvous(dist.PrefixStore(name, store), rank, size, timeout_seconds) for name in names]
         transports = [
-            network.transport(rank, name) if kind == "fake" else C10dTransport(rendezvous, name) for name in names
+            network.transport(rank, name) if kind == "fake" else C10dTransport(world, name)
+            for world, name in zip(worlds, names, strict=True)
         ]
         return _run_and_close(body, Rendezvous(store, rank, size, 20.0), transports)
 
@@ -73,8 +70,10 @@ def run_transports(
 def _on_mpi_rank(
     rank: int, store: dist.Store, communicator: Any, body: Callable[..., Any], names: list[str], timeout_seconds: float
 ) -> Any:
-    rendezvous = Rendezvous(store, rank, communicator.size, timeout_seconds)
-    transports = [MpiTransport(rendezvous, name, communicator=communicator) for name in names]
+    worlds = [Rendezvous(dist.PrefixStore(name, store), rank, communicator.size, timeout_seconds) for name in names]
+    transports = [
+        MpiTransport(world, name, communicator=communicator) for world, name in zip(worlds, names, strict=True)
+    ]
     return _run_and_close(body, Rendezvous(store, rank, communicator.size, 20.0), transports)
 
 
@@ -214,7 +213,7 @@ def _odd_shapes(_: Meet, transport: Transport) -> tuple[torch.Tensor, torch.Tens
 
 
 def test_a_ring(kind: str) -> None:
-    size = MPI_RANKS if kind == "mpi" else 5
+    size = job.num_ranks if kind == "mpi" else 5
     expected = [[(rank - 1 - step) % size for step in range(size)] for rank in range(size)]
     assert run_transports(kind, size, _ring) == expected
 
@@ -374,53 +373,54 @@ def _native(meet: Meet, transport: Transport) -> Any:
 # ---- failures
 
 
-def test_a_time_out_names_the_peer(kind: str) -> None:
-    peers, rank, seconds, elapsed = run_transports(kind, 3, _time_out, timeout_seconds=0.5)[0]
+def test_time_outs_name_the_cause_and_not_its_victims(kind: str) -> None:
+    """Three of them at the same time, because finding out takes seconds."""
+    bodies = [_time_out, _missing_in_a_sum]
+    if kind != "fake":  # which knows of no chains
+        bodies.append(_chain)
+    results = run_transports(kind, 3, partial(_at_once, bodies), num_streams=3, timeout_seconds=0.5)
+    by_body = dict(zip(bodies, zip(*results, strict=True), strict=True))
+    peers, rank, seconds, elapsed = by_body[_time_out][0]
     assert peers == (2,)
     assert rank == 0
     assert 0.4 < seconds <= elapsed < 4.0
+    assert by_body[_missing_in_a_sum] == ((1,), None, (1,))
+    assert by_body.get(_chain, ((2,), (2,), None)) == ((2,), (2,), None)
 
 
-def _time_out(meet: Meet, transport: Transport) -> Any:
+def _at_once(bodies: list[Callable[..., Any]], meet: Meet, *transports: Transport) -> list[Any]:
+    """What they return; each has a thread and a transport, and all meet when all are done."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        futures = [pool.submit(body, transport) for body, transport in zip(bodies, transports, strict=False)]
+        results = [future.result() for future in futures]
+    meet()
+    return results
+
+
+def _time_out(transport: Transport) -> Any:
     if transport.rank != 0:
-        return meet()
+        return None
     started = time.monotonic()
     with pytest.raises(PeerTimeoutError) as caught:
         transport.receive(torch.empty(4), 2).wait()
-    elapsed = time.monotonic() - started
-    meet()
-    return caught.value.peers, caught.value.rank, caught.value.seconds, elapsed
+    return caught.value.peers, caught.value.rank, caught.value.seconds, time.monotonic() - started
 
 
-def test_a_time_out_names_the_cause_and_not_its_victims(kind: str) -> None:
+def _missing_in_a_sum(transport: Transport) -> Any:
+    if transport.rank == 1:
+        return None
+    with pytest.raises(PeerTimeoutError) as caught:
+        transport.all_reduce(torch.ones(1000))
+    return caught.value.peers
+
+
+def _chain(transport: Transport) -> Any:
     """Rank 0 waits for 1, which waits for 2, which does nothing."""
-    if kind == "fake":
-        pytest.skip("the fake knows of no chains")
-    assert run_transports(kind, 3, _chain, timeout_seconds=0.5) == [(2,), (2,), None]
-
-
-def _chain(meet: Meet, transport: Transport) -> Any:
-    peers = None
-    if transport.rank < 2:
-        with pytest.raises(PeerTimeoutError) as caught:
-            transport.receive(torch.empty(4), transport.rank + 1).wait()
-        peers = caught.value.peers
-    meet()
-    return peers
-
-
-def test_a_sum_that_times_out_names_who_is_missing(kind: str) -> None:
-    assert run_transports(kind, 3, _missing_in_a_sum, timeout_seconds=0.5) == [(1,), None, (1,)]
-
-
-def _missing_in_a_sum(meet: Meet, transport: Transport) -> Any:
-    peers = None
-    if transport.rank != 1:
-        with pytest.raises(PeerTimeoutError) as caught:
-            transport.all_reduce(torch.ones(1000))
-        peers = caught.value.peers
-    meet()
-    return peers
+    if transport.rank == 2:
+        return None
+    with pytest.raises(PeerTimeoutError) as caught:
+        transport.receive(torch.empty(4), transport.rank + 1).wait()
+    return caught.value.peers
 
 
 def test_an_error_that_one_rank_leaves_is_raised_by_who_waits_for_it(kind: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +20,9 @@ import torch
 import torch.distributed as dist
 from checks import assert_bitwise, exact_inputs
 from harness import RanksFailed
+from mpi_job import job, job_ends  # noqa: F401  # a fixture
 
 import torchring
-from torchring.allreduce import select
 from torchring.allreduce.ring import RingAllReduce
 from torchring.errors import RingError, TopologyError
 from torchring.rendezvous import Rendezvous
@@ -35,13 +34,6 @@ from torchring.transport.open import open_transport
 from torchring.world import World
 
 needs_mpi = pytest.mark.skipif(bool(mpi_job.MISSING), reason=mpi_job.MISSING)
-job = mpi_job.MpiJob(2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _job_ends() -> Any:
-    with job:
-        yield
 
 
 def run_ranks(body: Any) -> list[Any]:
@@ -389,7 +381,7 @@ def train(rank: int, size: int, wrap: Any) -> list[torch.Tensor]:
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
     generator = torch.Generator().manual_seed(1)
     for _ in range(5):
-        batch = torch.randn(8, 8, generator=generator, dtype=torch.float64)[rank::size]
+        batch = torch.randn(6, 8, generator=generator, dtype=torch.float64)[rank::size]
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(batch[:, :5]), batch[:, 5:]).backward()
         optimizer.step()
@@ -400,19 +392,13 @@ def train(rank: int, size: int, wrap: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("algorithm", ["ring", "native"])
 def test_training_over_mpi_is_training_in_one_process(algorithm: str) -> None:
     alone = train(0, 1, lambda optimizer, _: optimizer)
-    first, second = job.run(partial(_train_over_mpi, algorithm=algorithm), 2)
-    for parameter, other, expected in zip(first, second, alone, strict=True):
-        assert_bitwise(parameter, other, "rank 0 and 1")
+    first, *others = job.run(partial(_train_over_mpi, algorithm=algorithm), job.num_ranks)
+    for index, (parameter, expected) in enumerate(zip(first, alone, strict=True)):
+        for rank, other in enumerate(others, start=1):
+            assert_bitwise(parameter, other[index], f"rank 0 and {rank}")
         torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-14)
     with pytest.raises(AssertionError):  # and the share of one rank leads elsewhere
         torch.testing.assert_close(train(0, 2, lambda optimizer, _: optimizer)[0], alone[0], rtol=1e-12, atol=1e-14)
-
-
-def _movers_open_what_the_world_says() -> Any:
-    # Until allreduce/select.py calls open_transport itself.
-    if hasattr(select, "_open_transport"):
-        return mock.patch.object(select, "_open_transport", open_transport)
-    return nullcontext()
 
 
 def _train_over_mpi(rank: int, store: dist.Store, communicator: Any, algorithm: str) -> list[torch.Tensor]:
@@ -423,10 +409,11 @@ def _train_over_mpi(rank: int, store: dist.Store, communicator: Any, algorithm: 
         opened.append(self)
         original(self, *args, **options)
 
-    with mock.patch.object(MpiTransport, "__init__", counted), _movers_open_what_the_world_says():
+    with mock.patch.object(MpiTransport, "__init__", counted):
         torchring.init(backend="mpi")
-        assert (torchring.rank(), torchring.size()) == (rank, 2)
-        parameters = train(rank, 2, lambda optimizer, model: torchring.wrap(optimizer, model, algorithm=algorithm))
+        size = communicator.size
+        assert (torchring.rank(), torchring.size()) == (rank, size)
+        parameters = train(rank, size, lambda optimizer, model: torchring.wrap(optimizer, model, algorithm=algorithm))
         torchring.shutdown()
     assert opened, "nothing went through MPI"
     return parameters

@@ -80,12 +80,12 @@ def wrap(
         model: gives parameters their names in errors, tells sparse embeddings, and has its buffers synchronised.
         op: "mean" or "sum" over ranks.
         compression: None, "fp16" or "bf16": the dtype on the wire. Scaled first, cast once, added up in fp32.
-        bucket_mb: gradients travel in buckets of about this many MiB; the first one has 1 MiB. Unless said, 25 where all
-            ranks share memory and 6 between hosts, where the line should be busy early in backward and idle late.
+        bucket_mb: gradients travel in buckets of about this many MiB; the first one has 1 MiB. Unless said, 25 where
+            all ranks share memory and 12 between hosts, where the line should be busy soon after backward begins.
         accumulate: reduce on every n-th backward only; the n gradients are summed, as PyTorch sums them.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (point to point between all ranks),
-            "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce) or "auto":
-            direct on one host; between hosts it measures and keeps the faster, see `Stats.reason`.
+            "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce) or
+            "auto": direct on one host; between hosts it measures and keeps the faster, see `Stats.reason`.
         overlap: "inline" (reduce in the thread that runs backward), "thread" or "auto": threads, unless they would only
             take turns with backward.
         sync_initial_state: start all ranks from rank 0's parameters, buffers and optimizer state.

@@ -22,7 +22,7 @@ from torchring.sparse import SparseReduction
 from torchring.world import World
 
 _BUCKET_MB: Final = 25.0
-_BUCKET_MB_BETWEEN_HOSTS: Final = 6.0
+_BUCKET_MB_BETWEEN_HOSTS: Final = 12.0
 
 
 @dataclass(frozen=True)

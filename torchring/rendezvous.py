@@ -6,14 +6,22 @@ descriptions and last words, never gradients.
 
 from __future__ import annotations
 
+import atexit
+import copy
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import Store
 
-from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
+from torchring.errors import PeerLostError, PeerTimeoutError, RingError, TopologyError
+from torchring.worker import Worker
 
 _T = TypeVar("_T")
 _LONGEST_PAUSE_SECONDS: Final = 0.02  # between two looks for a key
@@ -26,7 +34,7 @@ class Rendezvous:
         store: shared by exactly the ranks of this world (use a PrefixStore to separate worlds).
         rank: this process, 0 <= rank < size.
         size: number of ranks that this process was told to expect.
-        timeout_seconds: how long a rank may keep the others waiting.
+        timeout_seconds: how long a rank, or the store, may keep the others waiting.
 
     Attributes:
         watch: raises if one of the given ranks is known to be dead; None while nobody knows.
@@ -41,6 +49,24 @@ class Rendezvous:
         self.watch: Callable[[Sequence[int]], None] | None = None
         self.store_host: int | None = None
         self._num_exchanges: dict[str, int] = {}
+        self._noted: dict[str, bytes] = {}
+        self._line = _Line()
+        self._stays = False
+
+    def hurried(self, seconds: float) -> Rendezvous:
+        """The same, for one who has no more than `seconds` for any one thing."""
+        other = copy.copy(self)
+        other.timeout_seconds = min(seconds, self.timeout_seconds)
+        return other
+
+    def stay_until_published(self, keys: Sequence[str], seconds: float) -> None:
+        """If this process hosts the store: it does not end before `keys` are there, or `seconds` from now have passed.
+
+        For ranks that will still ask, each of which publishes a key when it is done. The first call counts.
+        """
+        if self.store_host == self.rank and not self._stays:
+            self._stays = True
+            atexit.register(_stay, self.hurried(seconds), keys, time.monotonic() + seconds, os.getpid())
 
     def agree_on_size(self) -> None:
         """Raise TopologyError on every rank if ranks were told different world sizes, before anyone waits for more."""
@@ -54,6 +80,11 @@ class Rendezvous:
     def publish(self, key: str, value: bytes) -> None:
         """Make `value` readable by every rank under `key`. Does not wait."""
         self._call(lambda: self.store.set(key, value))  # type: ignore[arg-type]  # takes bytes, too
+
+    def note(self, key: str, value: bytes) -> None:
+        """As `publish`, but only what this rank notes first under `key`, be it through a `hurried` one, counts."""
+        if self._noted.setdefault(key, value) is value:
+            self.publish(key, value)
 
     def fetch(self, key: str, owner: int) -> bytes:
         """Wait for `key`, which rank `owner` publishes.
@@ -97,12 +128,63 @@ class Rendezvous:
         self._call(lambda: self.store.set("gave_up", text))
 
     def _call(self, operation: Callable[[], _T]) -> _T:
+        host = "the launcher" if self.store_host is None else f"rank {self.store_host}"
+        peers = () if self.store_host is None else (self.store_host,)
         try:
-            return operation()
+            return self._line.call(operation, self.timeout_seconds)
+        except FutureTimeout:
+            raise PeerTimeoutError(
+                f"the rendezvous store, which {host} hosts, did not answer within {self.timeout_seconds:g} s; the way "
+                "there is cut, or its host is down",
+                rank=self.rank,
+                peers=peers,
+            ) from None
         except dist.DistError as error:
-            host = "the launcher" if self.store_host is None else f"rank {self.store_host}"
             raise PeerLostError(
                 f"the rendezvous store is out of reach, so the process that hosts it, {host}, is gone ({error})",
                 rank=self.rank,
-                peers=() if self.store_host is None else (self.store_host,),
+                peers=peers,
             ) from error
+
+
+class _Line:
+    """Calls of a store with a deadline: on a thread of their own, one after the other.
+
+    Where the way there is cut, TCPStore waits for as long as TCP does, whatever it was told.
+    """
+
+    def __init__(self) -> None:
+        self._worker = Worker("torchring-store")
+        self._submitting = threading.Lock()
+        self._unanswered: Future[Any] | None = None
+        self._broken: dist.DistNetworkError | None = None
+        # When nobody can call any more. At exit the thread ends by itself.
+        weakref.finalize(self, self._worker.close).atexit = False
+
+    def call(self, operation: Callable[[], _T], seconds: float) -> _T:
+        """What `operation` returns or raises. FutureTimeout if it takes longer, or an earlier one still does."""
+        with self._submitting:
+            if self._broken is not None:  # for good, and each try would print a warning
+                raise self._broken
+            if self._unanswered is not None and not self._unanswered.done():
+                raise FutureTimeout
+            future = self._worker.submit(operation)
+        try:
+            return future.result(seconds)
+        except FutureTimeout:
+            self._unanswered = future
+            raise
+        except dist.DistNetworkError as error:
+            self._broken = error
+            raise
+
+
+def _stay(rendezvous: Rendezvous, keys: Sequence[str], end: float, pid: int) -> None:
+    """See `stay_until_published`. Not in a fork, which does not host the store."""
+    if os.getpid() != pid:
+        return
+    try:
+        while time.monotonic() < end and not all(rendezvous.is_published(key) for key in keys):
+            time.sleep(_LONGEST_PAUSE_SECONDS)
+    except RingError:  # the store is gone
+        return

@@ -17,6 +17,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from torchring import reduction
 from torchring.allreduce import NonFinite, Wire
+from torchring.allreduce.lanes import DoneFlight
 from torchring.bench.micro.conftest import Remark
 from torchring.bench.models import small
 from torchring.hooks import GradientHooks
@@ -37,7 +38,7 @@ class StillMover:
     """Gives out buffers, and leaves them as they are: right for a world of one."""
 
     algorithm = "none"
-    sleeps_while_waiting = False
+    in_background = False
 
     def __init__(self) -> None:
         self.wires: list[StillWire] = []
@@ -48,8 +49,11 @@ class StillMover:
         return self.wires
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+        return self.start(wire, scale=scale, tag=tag).land()
+
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> DoneFlight:
         self.num_calls += 1
-        return None
+        return DoneFlight(None)
 
     def close(self) -> None: ...
 
@@ -66,7 +70,7 @@ def hooked(model: torch.nn.Module, mover: StillMover) -> Iterator[GradientHooks]
     specs = [spec_of(names, set(), parameter) for parameter in names]
     options = reduction.Options("mean", None, 25.0, 1, "direct", "inline")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduction, "open_mover", lambda *_: (mover, False))
+        patch.setattr(reduction, "open_mover", lambda *_: mover)
         reduces = reduction.Reduction(world, specs, list(names), options)
     hooks = GradientHooks(
         reduces,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -11,7 +12,7 @@ from typing import Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import Work as BackendWork
 
 from torchring.errors import PeerLostError, RingError
@@ -25,6 +26,7 @@ from torchring.worker import Worker
 Backend = dist.ProcessGroup
 _T = TypeVar("_T")
 _INTERRUPTIBLE_SECONDS: Final = 0.1
+_LATE_SECONDS: Final = 1.0
 _CLOSING_TAG: Final = 2**15  # nobody sends with this one
 _SUMMED: Final = (
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -56,7 +58,17 @@ class C10dTransport:
         store = PrefixStore(f"transport/{name}/gloo", rendezvous.store)
         self._waiter = Worker(f"torchring-{name}-waiter")
         self._group: Backend | None = None
-        self._group = self.guard(lambda: cast(Backend, ProcessGroupGloo(store, self.rank, self.size, timeout)), None)
+        weakref.finalize(self, self._waiter.close).atexit = False
+        self._group = self.guard(lambda: self._connect(store, timeout), None)
+        # Nobody closes its links while others are still connecting: Gloo takes that for a failure.
+        rendezvous.exchange(f"transport/{name}/connected", b"")
+
+    def _connect(self, store: Store, timeout: timedelta) -> Backend:
+        connecting = self._waiter.submit(lambda: ProcessGroupGloo(store, self.rank, self.size, timeout))
+        try:
+            return cast(Backend, connecting.result(timeout.total_seconds() + _LATE_SECONDS))
+        except FutureTimeout:  # Gloo's own is for the links, not for the store that it asks where they go
+            raise RuntimeError("timed out") from None
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> C10dTransfer:
         data = contiguous_bytes(tensor)
@@ -91,7 +103,7 @@ class C10dTransport:
         # abort() and shutdown() leave Gloo's sockets open; dropping the last reference closes them.
         self._is_closed = True
         group, self._group = self._group, None
-        if group is not None and self._under_way:
+        if group is not None:  # which what failed to start may refer to, too
             self._break_links(group)
         self._under_way.clear()
         self._waiter.close()
@@ -149,6 +161,10 @@ class C10dTransport:
                 if self._is_closed:
                     raise self._closed() from failure
                 timed_out = "timed out" in text or "timeout" in text
+                self._culprits.suspect(peer, timed_out=timed_out)
+                if peer is None and self._group is not None:
+                    # Who waits for others than the culprit has to notice, or is taken for it.
+                    self._break_links(self._group)
                 error = self._culprits.explain(peer, time.monotonic() - started, timed_out=timed_out)
                 raise self.fail(error) from failure
 

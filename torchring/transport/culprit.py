@@ -1,7 +1,8 @@
 """Who is at fault when a transfer fails: what the ranks of a stream leave in the store for each other, and read there.
 
 A rank that stops leaves its error there ("last words") and before that, while it finds out, the peer that it waited for
-(its "suspect"). So the others name the rank that began it and not those that stopped for want of it.
+(its "suspect"). So the others name the rank that began it and not those that stopped for want of it. Suspects are of
+the whole world: a rank may wait in one stream, with nothing to do in another where it is waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from torchring.rendezvous import Rendezvous
 # timeout comes at about the same moment as ours.
 _GRACE_SECONDS: Final = 2.0
 # After a link broke: its other end may have timed out, upon which Gloo closes all links before anybody can say why.
-_BROKEN_GRACE_SECONDS: Final = 0.3
+_BROKEN_GRACE_SECONDS: Final = 0.5
+# How long the store outlives a failure if it is in this process, unless all survivors have found out before.
+_STAY_SECONDS: Final = _GRACE_SECONDS + 0.5
+_PAUSE_SECONDS: Final = 0.02  # between two looks into the store
 
 
 class Culprits:
@@ -32,7 +36,9 @@ class Culprits:
     """
 
     def __init__(self, rendezvous: Rendezvous, name: str, host: HostGroup | None) -> None:
-        self._rendezvous = rendezvous
+        # Nobody waits for the store as long as for a rank: this is when the way there may be cut.
+        self._rendezvous = rendezvous.hurried(_GRACE_SECONDS)
+        self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
         self._host = host
         self._others = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
@@ -42,6 +48,18 @@ class Culprits:
         self._leave("last_words", encode_error(error))
         if self._host is not None:
             self._host.report_failure(error)
+        survivors = [rank for rank in self._others if rank not in error.peers]
+        self._rendezvous.stay_until_published([self._key("last_words", rank) for rank in survivors], _STAY_SECONDS)
+
+    def suspect(self, peer: int | None, *, timed_out: bool) -> None:
+        """Tell the peers for whom this rank waited, None in a collective, and whether too long or its link broke.
+
+        Only the first time: what fails later in other streams does so because of that.
+        Before this rank closes its links: whoever sees one closed finds this, or knows that its peer died.
+        """
+        with contextlib.suppress(RingError):
+            text = f"{-1 if peer is None else peer} {int(timed_out)}"
+            self._rendezvous.note(self._key("suspect", self._rendezvous.rank), text.encode())
 
     def say_goodbye(self) -> None:
         """Tell the peers that this rank has closed its end."""
@@ -55,25 +73,29 @@ class Culprits:
             seconds: how long this rank has waited.
             timed_out: the wait was too long; else a link broke.
         """
-        # At once, before the links close: whoever sees a closed link finds it, or knows that its peer died.
-        self._leave("suspect", f"{-1 if peer is None else peer} {int(timed_out)}".encode())
         try:
             error = self.seen_by_the_host(self._others)
             if error is None:
                 if peer is None:
-                    culprits = self._silent_ones()
+                    culprits, timed_out = self._silent_ones(timed_out)
                 else:
                     culprit, timed_out = self._end_of_chain(peer, timed_out)
                     culprits = [culprit]
-                names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits)) or '?'}"
-                if timed_out:
-                    text = f"{names} did not answer within {self._rendezvous.timeout_seconds:g} s"
-                    error = PeerTimeoutError(text, peers=culprits)
-                else:
-                    error = PeerLostError(f"{names} died or exited", peers=culprits)
+                error = self._fault_of(culprits, timed_out)
         except RingError as found:  # somebody's last words, or the end of the store with the rank that hosted it
             error = found
+            if not found.peers and peer is not None:  # of a store that the launcher hosts
+                error = self._fault_of([peer], timed_out)
+                error = type(error)(f"{error.message}; and {found.message}", peers=(peer,))
         return self.signed(error, seconds)
+
+    def _fault_of(self, culprits: Sequence[int], timed_out: bool) -> RingError:
+        names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits))}"
+        if not culprits:
+            names = "some rank, although each one was still there to say so,"
+        if timed_out:
+            return PeerTimeoutError(f"{names} did not answer within {self._timeout_seconds:g} s", peers=culprits)
+        return PeerLostError(f"{names} died or exited", peers=culprits)
 
     def signed(self, error: RingError, seconds: float) -> RingError:
         """The error, with who noticed it and after how long."""
@@ -101,6 +123,8 @@ class Culprits:
                     return decode_error(words, rank)
                 if self._look_up("left", rank, 0.0) is not None:
                     return PeerLostError(f"rank {rank} closed its end; it called shutdown() or exited", peers=(rank,))
+        except PeerTimeoutError:  # says nothing of the peers; the way to the store may be back in time
+            return None
         except RingError as error:  # no store: only its host is known to have gone
             return error if set(error.peers) & set(suspects) else None
         return None
@@ -112,7 +136,8 @@ class Culprits:
         Raises the last words of one that stopped for another reason.
         """
         lives = self._host is not None and suspect in self._host.ranks  # or else the host would have told
-        deadline = time.monotonic() + (_GRACE_SECONDS if timed_out or lives else _BROKEN_GRACE_SECONDS)
+        started = time.monotonic()
+        deadline = started + (_GRACE_SECONDS if timed_out or lives else _BROKEN_GRACE_SECONDS)
         seen = {self._rendezvous.rank}
         while True:
             if (words := self._look_up("last_words", suspect, 0.0)) is not None:
@@ -122,24 +147,42 @@ class Culprits:
             if answer is None:
                 return suspect, timed_out
             following, their_wait_was_too_long = map(int, answer.split())
-            timed_out = timed_out or bool(their_wait_was_too_long)
+            if their_wait_was_too_long:
+                timed_out, deadline = True, started + _GRACE_SECONDS
             if following < 0 or following in seen:
                 return suspect, timed_out
             suspect = following
 
-    def _silent_ones(self) -> list[int]:
-        """After a collective failed, which does not say at whom: the ranks that do not report that it failed."""
+    def _silent_ones(self, timed_out: bool) -> tuple[list[int], bool]:
+        """After a collective failed, which does not say at whom: the ranks that do not report that it failed.
+
+        And whether anybody's wait in it was too long. All links are closed by now, so that everybody has noticed.
+        Raises the last words of the first that has found out.
+        """
         deadline = time.monotonic() + _GRACE_SECONDS
-        return [rank for rank in self._others if self._look_up("suspect", rank, deadline) is None]
+        silent = list(self._others)
+        while True:
+            for rank in self._others:
+                if (words := self._look_up("last_words", rank, 0.0)) is not None:
+                    raise decode_error(words, rank)
+            answers = {rank: self._look_up("suspect", rank, 0.0) for rank in silent}
+            timed_out = timed_out or any(answer is not None and answer.endswith(b"1") for answer in answers.values())
+            silent = [rank for rank, answer in answers.items() if answer is None]
+            if not silent or time.monotonic() >= deadline:
+                return silent, timed_out
+            time.sleep(_PAUSE_SECONDS)
 
     def _look_up(self, what: str, rank: int, deadline: float) -> bytes | None:
-        key = f"transport/{self._name}/{what}/{rank}"
+        key = self._key(what, rank)
         while not self._rendezvous.is_published(key):
             if time.monotonic() >= deadline:
                 return None
-            time.sleep(0.02)
+            time.sleep(_PAUSE_SECONDS)
         return self._rendezvous.fetch(key, rank)
 
     def _leave(self, what: str, text: bytes) -> None:
         with contextlib.suppress(RingError):  # the store may be gone
-            self._rendezvous.publish(f"transport/{self._name}/{what}/{self._rendezvous.rank}", text)
+            self._rendezvous.publish(self._key(what, self._rendezvous.rank), text)
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"transport/suspect/{rank}" if what == "suspect" else f"transport/{self._name}/{what}/{rank}"

@@ -1,4 +1,7 @@
-"""The script's collectives where ranks do not all share memory: Gloo's, in a group apart from the script's own."""
+"""The script's collectives where ranks do not all share memory: Gloo's, in a group apart from the script's own.
+
+With backend="mpi", too: that moves what `wrap` reduces.
+"""
 
 from __future__ import annotations
 

@@ -175,6 +175,7 @@ class MpiTransport:
                 os.sched_yield()
                 continue
             if waited > self._timeout_seconds:
+                self._culprits.suspect(transfer.peer, timed_out=True)
                 raise self.fail(self._culprits.explain(transfer.peer, waited, timed_out=True))
             if waited > (num_looks + 1) * _LOOK_SECONDS:
                 num_looks += 1
