@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.select import Choice, choose, open_mover
+from torchring.allreduce.select import Choice, open_chosen, open_mover
 from torchring.bucket import Bucket, BucketState, GradientStatus
 from torchring.collectives import collectives_of
 from torchring.memory.heap import keep_freed
@@ -92,10 +92,11 @@ class Reduction:
         self._options = options
         self._check_agreement(specs)
         plan = self._plan(specs)
-        self.choice = Choice(options.algorithm, "asked for")
         if options.algorithm == "auto":
-            self.choice = choose(world, _wires_of(plan))
-        self.mover = open_mover(world, self.choice.algorithm, options.overlap)
+            self.mover, self.choice = open_chosen(world, options.overlap, _wires_of(plan))
+        else:
+            self.mover = open_mover(world, options.algorithm, options.overlap)
+            self.choice = Choice(options.algorithm, "asked for")
         self.scheduler = Scheduler((), self.mover)
         self._sparse = SparseReduction(world, options.scale(world.size), is_sum=options.op == "sum")
         self._holds = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -51,27 +51,51 @@ class Choice:
 
 
 def choose(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> Choice:
-    """Collective: the algorithm for wires of these (elements, dtype), equal on all ranks.
+    """Collective: what "auto" means for wires of these (elements, dtype), the same on all ranks.
 
     "direct" where all ranks share memory. Otherwise "hierarchical", or "ring" where every host has one rank, unless the
     backend's own all-reduce turns out to be a good deal faster for wires of this size.
     """
+    choice, movers = _try(world, specs)
+    for mover in movers.values():
+        mover.close()
+    return choice
+
+
+def open_chosen(world: World, overlap: str, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[StagedMover, Choice]:
+    """Collective: the mover for algorithm="auto", and why it is that one."""
+    choice, movers = _try(world, specs)
+    kept = None if overlap == "inline" else movers.pop(choice.algorithm, None)
+    for mover in movers.values():
+        mover.close()
+    return kept or open_mover(world, choice.algorithm, overlap), choice
+
+
+def _try(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[Choice, dict[str, StagedMover]]:
+    """The choice, and the movers that were measured for it, open."""
     if world.shares_memory:
-        return Choice("direct", "all ranks share memory")
+        return Choice("direct", "all ranks share memory"), {}
     if max(map(len, world.hosts)) > 1:
         ours, why = "hierarchical", "ranks share memory within hosts"
     else:
         ours, why = "ring", "every host has one rank"
     if any(dtype.itemsize == 2 for _, dtype in specs):
-        return Choice(ours, f"{why}, and it adds 16-bit values in fp32, which the backend's own all-reduce does not")
+        why += ", and it adds 16-bit values in fp32, which the backend's own all-reduce does not"
+        return Choice(ours, why), {}
     sample = _sample(specs)
     if not sample:
-        return Choice(ours, why)
-    seconds = _measure(world, (ours, "native"), sample)
+        return Choice(ours, why), {}
+    movers = {name: open_mover(world, name, "thread") for name in (ours, "native")}
+    try:
+        seconds = _measure(world, movers, sample)
+    except BaseException:
+        for mover in movers.values():
+            mover.close()
+        raise
     best = "native" if seconds["native"] * _NATIVE_ADVANTAGE < seconds[ours] else ours
     mib = sum(numel * dtype.itemsize for numel, dtype in sample) / 2**20
     times = ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
-    return Choice(best, f"{why}; measured for {len(sample)} buckets, {mib:.3g} MiB together: {times}", seconds)
+    return Choice(best, f"{why}; measured for {mib:.3g} MiB: {times}", seconds), movers
 
 
 def open_mover(world: World, algorithm: str, overlap: str) -> StagedMover:
@@ -110,27 +134,29 @@ def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.d
     return [(min(numel, _SAMPLE_BYTES // dtype.itemsize), dtype) for numel, dtype in largest if numel]
 
 
-def _measure(world: World, names: Sequence[str], sample: Sequence[tuple[int, torch.dtype]]) -> dict[str, float]:
-    """Collective: seconds that each takes to reduce the sample, begun all at once; the median over rounds of the
-    slowest rank's. They take turns."""
+def _measure(
+    world: World, movers: Mapping[str, StagedMover], sample: Sequence[tuple[int, torch.dtype]]
+) -> dict[str, float]:
+    """Collective: seconds that each takes for the sample, all of it begun at once; the median of the slowest rank's.
+
+    They take turns. All ranks get the same numbers, so all decide alike.
+    """
     collectives = collectives_of(world)
-    movers = {name: open_mover(world, name, "thread") for name in names}
     wires = {name: mover.open_wires(sample) for name, mover in movers.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    try:
-        for turn in range(_NUM_ROUNDS + 1):  # the first is a warm-up
-            for name, mover in movers.items():
-                collectives.barrier()
-                started = time.perf_counter()
-                for flight in [mover.start(wire) for wire in wires[name]]:
-                    flight.land()
-                taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-                slowest = float(collectives.all_reduce(taken, "max"))
-                if turn or slowest > _PATIENCE_SECONDS / 4:
-                    seconds[name].append(slowest)
-            if sum(map(sum, seconds.values())) > _PATIENCE_SECONDS and all(seconds.values()):
-                break
-    finally:
-        for mover in movers.values():
-            mover.close()
+    seconds: dict[str, list[float]] = {name: [] for name in movers}
+    for turn in range(_NUM_ROUNDS + 1):  # the first is a warm-up, unless the line is so slow that it tells enough
+        for name, mover in movers.items():
+            collectives.barrier()
+            started = time.perf_counter()
+            flights = [mover.start(wire) for wire in wires[name]]
+            for flight in flights:
+                flight.contribute()
+            for flight in flights:
+                flight.land()
+            taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            slowest = float(collectives.all_reduce(taken, "max"))
+            if turn or slowest > _PATIENCE_SECONDS / 4:
+                seconds[name].append(slowest)
+        if sum(map(sum, seconds.values())) > _PATIENCE_SECONDS and all(seconds.values()):
+            break
     return {name: statistics.median(taken) for name, taken in seconds.items()}
