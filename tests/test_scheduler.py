@@ -15,7 +15,7 @@ import torch
 from torchring.allreduce import TAGS_PER_ROUND, NonFinite, StagedMover, Wire
 from torchring.allreduce.lanes import Lanes, StandingBy
 from torchring.bucket import Bucket, BucketState
-from torchring.errors import GradientError, PeerLostError
+from torchring.errors import GradientError, PeerLostError, RingError
 from torchring.plan import ParameterSpec, build_plan
 from torchring.scheduler import Scheduler, union_length
 
@@ -58,6 +58,8 @@ class RecordingMover:
             raise self.fail_at[index]
         wire.buffer.mul_(scale)
         return self.non_finite.get(index)
+
+    def fail(self, error: RingError) -> None: ...
 
     def close(self) -> None: ...
 
@@ -141,6 +143,12 @@ def opened(
         staged.close()
 
 
+def begin(scheduler: Scheduler, *, round_number: int, step: int, hold: bool) -> None:
+    """As `Reduction.begin` does it."""
+    scheduler.settle()
+    scheduler.begin(round_number=round_number, step=step, hold=hold)
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 20
     while not condition():
@@ -156,7 +164,7 @@ def reduce_threads() -> set[threading.Thread]:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=lambda order: "".join(map(str, order)))
 def test_plan_order_despite_hook_order(order: tuple[int, ...], threaded: bool) -> None:
     with opened(4, threaded=threaded) as (scheduler, mover):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         for index in order:
             pack(scheduler.buckets[index])
             scheduler.bucket_is_packed()
@@ -170,7 +178,7 @@ def test_plan_order_despite_hook_order(order: tuple[int, ...], threaded: bool) -
 
 def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
     with opened(4, threaded=False) as (scheduler, mover):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         seen = []
         for index in (2, 0, 3, 1):
             pack(scheduler.buckets[index])
@@ -185,7 +193,7 @@ def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
 def test_a_thread_reduces_while_backward_goes_on() -> None:
     gate = threading.Event()
     with opened(3, threaded=True, mover=RecordingMover(gate=gate)) as (scheduler, mover):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         for index in (0, 1, 2):
             pack(scheduler.buckets[index])
             scheduler.bucket_is_packed()
@@ -199,7 +207,7 @@ def test_a_thread_reduces_while_backward_goes_on() -> None:
 
 def test_a_thread_does_not_wait_for_finish() -> None:
     with opened(2, threaded=True) as (scheduler, mover):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         pack(scheduler.buckets[0])
         scheduler.bucket_is_packed()
         wait_until(lambda: mover.order == [0])
@@ -213,7 +221,7 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
     with opened(3, threaded=threaded) as (scheduler, mover):
         for _ in range(2):
             mover.order.clear()
-            scheduler.begin(round_number=0, step=0, hold=True)
+            begin(scheduler, round_number=0, step=0, hold=True)
             for index in (0, 2, 1):
                 pack(scheduler.buckets[index])
                 scheduler.bucket_is_packed()
@@ -223,7 +231,7 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
             assert mover.order == [0, 1, 2]
             for bucket in scheduler.buckets:
                 bucket.close_round()
-        scheduler.begin(round_number=0, step=0, hold=False)  # the next round need not be held
+        begin(scheduler, round_number=0, step=0, hold=False)  # the next round need not be held
         pack(scheduler.buckets[0])
         scheduler.bucket_is_packed()
         wait_until(lambda: mover.order == [0, 1, 2, 0])
@@ -236,7 +244,7 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
 def test_many_rounds(threaded: bool) -> None:
     with opened(3, threaded=threaded, per_bucket=2) as (scheduler, mover):
         for step in range(50):
-            scheduler.begin(round_number=step, step=step, hold=False)
+            begin(scheduler, round_number=step, step=step, hold=False)
             for index in ((2, 0, 1), (0, 1, 2))[step % 2]:
                 pack(scheduler.buckets[index])
                 scheduler.bucket_is_packed()
@@ -250,7 +258,7 @@ def test_many_rounds(threaded: bool) -> None:
 @pytest.mark.parametrize("threaded", [False, True])
 def test_no_buckets(threaded: bool) -> None:
     with opened(0, threaded=threaded) as (scheduler, mover):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         scheduler.bucket_is_packed()
         scheduler.finish()
         assert mover.order == []
@@ -262,7 +270,7 @@ def test_goes_on_with_other_buckets(threaded: bool) -> None:
         for count in (2, 3):
             if count == 3:
                 scheduler.replace(open_buckets(mover, 3))
-            scheduler.begin(round_number=0, step=0, hold=False)
+            begin(scheduler, round_number=0, step=0, hold=False)
             for bucket in reversed(scheduler.buckets):
                 pack(bucket)
                 scheduler.bucket_is_packed()
@@ -272,7 +280,7 @@ def test_goes_on_with_other_buckets(threaded: bool) -> None:
 
 def test_finish_before_everything_is_packed_is_our_own_mistake() -> None:
     with opened(2, threaded=False) as (scheduler, _):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         pack(scheduler.buckets[1])
         with pytest.raises(AssertionError, match="before every bucket was packed"):
             scheduler.finish()
@@ -282,7 +290,7 @@ def test_finish_before_everything_is_packed_is_our_own_mistake() -> None:
 def test_hands_the_bucket_what_the_mover_found(threaded: bool) -> None:
     mover = RecordingMover(non_finite={1: NonFinite(3, 1)})
     with opened(2, threaded=threaded, mover=mover) as (scheduler, _):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
         scheduler.finish()
@@ -292,7 +300,7 @@ def test_hands_the_bucket_what_the_mover_found(threaded: bool) -> None:
 def test_the_mover_gets_the_buckets_scale() -> None:
     mover = RecordingMover()
     scheduler = Scheduler(open_buckets(mover, 2, scale=0.25), StandingBy(mover))
-    scheduler.begin(round_number=0, step=0, hold=False)
+    begin(scheduler, round_number=0, step=0, hold=False)
     for bucket in scheduler.buckets:
         pack(bucket)
     scheduler.finish()
@@ -305,7 +313,7 @@ def test_the_mover_is_told_round_and_bucket(threaded: bool, hold: bool) -> None:
     """The round's number is not the step's: some rounds end in no step, and some steps follow several rounds."""
     with opened(3, threaded=threaded) as (scheduler, mover):
         for round_number, step in ((0, 0), (1, 0), (7, 1), (8, 4)):
-            scheduler.begin(round_number=round_number, step=step, hold=hold)
+            begin(scheduler, round_number=round_number, step=step, hold=hold)
             for index in (2, 1, 0):
                 pack(scheduler.buckets[index])
                 scheduler.bucket_is_packed()
@@ -327,7 +335,7 @@ def test_tags_of_the_next_round_begin_behind_those_of_any_plan() -> None:
 def test_has_launched(threaded: bool) -> None:
     with opened(2, threaded=threaded) as (scheduler, _):
         for hold in (False, True):
-            scheduler.begin(round_number=0, step=0, hold=hold)
+            begin(scheduler, round_number=0, step=0, hold=hold)
             assert not scheduler.has_launched
             pack(scheduler.buckets[1])
             scheduler.bucket_is_packed()
@@ -348,14 +356,14 @@ def test_begin_waits_for_what_a_broken_off_round_left_with_the_worker() -> None:
     """Its buckets are the mover's until then: filling them again would change what is under way."""
     gate = threading.Event()
     with opened(3, threaded=True, mover=RecordingMover(gate=gate)) as (scheduler, mover):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         for index in (0, 1):  # and the gradients of bucket 2 never arrive
             pack(scheduler.buckets[index])
             scheduler.bucket_is_packed()
         opener = threading.Timer(0.3, gate.set)
         opener.start()
         assert mover.order == []
-        scheduler.begin(round_number=1, step=0, hold=False)
+        begin(scheduler, round_number=1, step=0, hold=False)
         assert gate.is_set()
         assert mover.order == [0, 1]
         states = [bucket.state for bucket in scheduler.buckets]
@@ -379,22 +387,22 @@ def test_a_failure_in_a_broken_off_round_comes_out_of_begin_once() -> None:
     gate = threading.Event()
     mover = RecordingMover(gate=gate, fail_at={0: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
     with opened(2, threaded=True, per_bucket=2, mover=mover) as (scheduler, _):
-        scheduler.begin(round_number=0, step=7, hold=False)
+        begin(scheduler, round_number=0, step=7, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.bucket_is_packed()
         gate.set()
         with pytest.raises(PeerLostError) as caught:
-            scheduler.begin(round_number=1, step=8, hold=False)
+            begin(scheduler, round_number=1, step=8, hold=False)
         check_located(caught.value, bucket=0, step=7)
         assert mover.order == [0], "nothing is sent through a broken mover"
-        scheduler.begin(round_number=1, step=8, hold=False)  # it has been said
+        begin(scheduler, round_number=1, step=8, hold=False)  # it has been said
 
 
 def test_inline_nothing_is_left_of_a_broken_off_round() -> None:
     with opened(2, threaded=False) as (scheduler, mover):
         for round_number in (0, 1):
-            scheduler.begin(round_number=round_number, step=0, hold=False)
+            begin(scheduler, round_number=round_number, step=0, hold=False)
             for bucket in scheduler.buckets:
                 bucket.reset()
             pack(scheduler.buckets[0])
@@ -410,7 +418,7 @@ def test_inline_nothing_is_left_of_a_broken_off_round() -> None:
 def test_inline_failure_comes_out_of_the_hook() -> None:
     mover = RecordingMover(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
     with opened(3, threaded=False, per_bucket=2, mover=mover) as (scheduler, _):
-        scheduler.begin(round_number=0, step=7, hold=False)
+        begin(scheduler, round_number=0, step=7, hold=False)
         pack(scheduler.buckets[0])
         scheduler.bucket_is_packed()
         pack(scheduler.buckets[1])
@@ -424,7 +432,7 @@ def test_inline_failure_comes_out_of_the_hook() -> None:
 def test_failure_comes_out_of_finish(threaded: bool) -> None:
     mover = RecordingMover(fail_at={1: PeerLostError("rank 3 died", rank=0, peers=(3,), seconds=0.5)})
     with opened(4, threaded=threaded, per_bucket=2, mover=mover) as (scheduler, _):
-        scheduler.begin(round_number=0, step=7, hold=True)
+        begin(scheduler, round_number=0, step=7, hold=True)
         for bucket in scheduler.buckets:
             pack(bucket)
         with pytest.raises(PeerLostError) as caught:
@@ -444,7 +452,7 @@ def check_located(error: PeerLostError, *, bucket: int, step: int) -> None:
 def test_a_lane_survives_a_failure_that_is_not_the_movers() -> None:
     mover = RecordingMover(fail_at={0: ValueError("not between ranks")})
     with opened(3, threaded=True, mover=mover) as (scheduler, _):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.bucket_is_packed()
@@ -453,7 +461,7 @@ def test_a_lane_survives_a_failure_that_is_not_the_movers() -> None:
         mover.fail_at.clear()
         for bucket in scheduler.buckets:
             bucket.reset()
-        scheduler.begin(round_number=0, step=1, hold=False)
+        begin(scheduler, round_number=0, step=1, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.bucket_is_packed()
@@ -471,7 +479,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     mover.gate = threading.Event()
     lanes = Lanes(mover)
     scheduler = Scheduler([Bucket(plan, wire, [spec], [parameter], scale=1.0)], lanes)
-    scheduler.begin(round_number=0, step=0, hold=False)
+    begin(scheduler, round_number=0, step=0, hold=False)
     pack(scheduler.buckets[0])
     scheduler.bucket_is_packed()
     parameter.grad = None
@@ -487,7 +495,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
 def test_inline_time_is_exposed_time() -> None:
     with opened(2, threaded=False, mover=RecordingMover(seconds=0.02)) as (scheduler, _):
         for _ in range(2):  # counted from zero in each round
-            scheduler.begin(round_number=0, step=0, hold=False)
+            begin(scheduler, round_number=0, step=0, hold=False)
             for bucket in scheduler.buckets:
                 pack(bucket)
                 scheduler.bucket_is_packed()
@@ -500,7 +508,7 @@ def test_inline_time_is_exposed_time() -> None:
 
 def test_a_threads_time_is_exposed_only_in_finish() -> None:
     with opened(2, threaded=True, mover=RecordingMover(seconds=0.2)) as (scheduler, mover):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.bucket_is_packed()
@@ -517,7 +525,7 @@ def test_inline_needs_no_thread_and_threaded_one_that_ends_on_close() -> None:
         assert reduce_threads() == before
     with opened(1, threaded=True) as (scheduler, _):
         assert reduce_threads() == before, "a lane's thread begins with its first reduction"
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         pack(scheduler.buckets[0])
         scheduler.finish()
         (thread,) = reduce_threads() - before
@@ -536,7 +544,7 @@ def test_a_staged_mover_is_started_and_looked_in_on_and_waited_for_at_the_end() 
     with opened(3, threaded=False, mover=mover) as (scheduler, _):
         for _ in range(2):
             mover.ready.clear()
-            scheduler.begin(round_number=0, step=0, hold=False)
+            begin(scheduler, round_number=0, step=0, hold=False)
             pack(scheduler.buckets[0])
             scheduler.bucket_is_packed()
             assert mover.take_events() == [("start", 0)]
@@ -566,7 +574,7 @@ def test_a_staged_mover_is_started_and_looked_in_on_and_waited_for_at_the_end() 
 def test_a_peer_that_is_there_already_is_not_kept_waiting() -> None:
     mover = StagedRecorder(ready={0, 1})
     with opened(2, threaded=False, mover=mover) as (scheduler, _):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         pack(scheduler.buckets[0])
         scheduler.bucket_is_packed()
         assert mover.take_events() == [("start", 0), ("reduce", 0)]
@@ -576,7 +584,7 @@ def test_a_peer_that_is_there_already_is_not_kept_waiting() -> None:
 def test_held_buckets_all_start_before_one_is_waited_for() -> None:
     mover = StagedRecorder()
     with opened(2, threaded=False, mover=mover) as (scheduler, _):
-        scheduler.begin(round_number=0, step=0, hold=True)
+        begin(scheduler, round_number=0, step=0, hold=True)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.bucket_is_packed()
@@ -589,11 +597,11 @@ def test_held_buckets_all_start_before_one_is_waited_for() -> None:
 def test_a_round_that_was_broken_off_lands_before_the_next_begins() -> None:
     mover = StagedRecorder()
     with opened(2, threaded=False, mover=mover) as (scheduler, _):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         pack(scheduler.buckets[0])
         scheduler.bucket_is_packed()
         mover.take_events()
-        scheduler.begin(round_number=1, step=0, hold=False)
+        begin(scheduler, round_number=1, step=0, hold=False)
         assert mover.take_events() == [("reduce", 0), ("land", 0)]
         assert scheduler.buckets[0].state is BucketState.REDUCING, "nobody uses the result"
         assert not scheduler.is_waiting
@@ -603,7 +611,7 @@ def test_a_round_that_was_broken_off_lands_before_the_next_begins() -> None:
 def test_lanes_take_turns() -> None:
     mover = RecordingMover(num_lanes=2)
     with opened(4, threaded=True, mover=mover) as (scheduler, _):
-        scheduler.begin(round_number=0, step=0, hold=False)
+        begin(scheduler, round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.bucket_is_packed()
@@ -631,7 +639,7 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     lanes = Lanes(mover)
     buckets = [Bucket(p, w, specs, parameters, scale=1.0) for p, w in zip(plans, wires, strict=True)]
     scheduler = Scheduler(buckets, lanes)
-    scheduler.begin(round_number=0, step=0, hold=False)
+    begin(scheduler, round_number=0, step=0, hold=False)
     for bucket in buckets:
         pack(bucket)
         scheduler.bucket_is_packed()
@@ -649,7 +657,7 @@ def test_a_flight_that_fails_says_which_bucket_it_was(where: str) -> None:
     if where == "land":
         mover.ready = {0, 1}
     with opened(2, threaded=False, per_bucket=2, mover=mover) as (scheduler, _):
-        scheduler.begin(round_number=0, step=7, hold=False)
+        begin(scheduler, round_number=0, step=7, hold=False)
         pack(scheduler.buckets[0])
         scheduler.bucket_is_packed()
         pack(scheduler.buckets[1])

@@ -514,6 +514,37 @@ def _close_under_a_thread(meet: Meet, transport: Transport) -> str:
     return ended[0] if ended else "still waits"
 
 
+def test_who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told(kind: str) -> None:
+    if kind != "c10d":
+        pytest.skip("the fake's messages are there at once, MPI's sender cannot break one off")
+    for closes in (0, 1):
+        other, seconds = run_transports(kind, 2, partial(_break_off, closes=closes))[1 - closes]
+        assert other in ("PeerLostError", "arrived")  # before the end came
+        assert seconds < 10.0
+
+
+def _break_off(meet: Meet, transport: Transport, closes: int) -> tuple[str, float]:
+    data = torch.ones(256 * MIB, dtype=torch.uint8)
+    ended: list[str] = []
+
+    def move() -> None:
+        try:
+            (transport.send(data, 0) if transport.rank else transport.receive(data, 1)).wait()
+            ended.append("arrived")
+        except PeerLostError as error:
+            ended.append(type(error).__name__)
+
+    meet()
+    started = time.monotonic()
+    thread = threading.Thread(target=move)
+    thread.start()
+    if transport.rank == closes:
+        time.sleep(0.04)
+        transport.close()
+    thread.join(15.0)
+    return (ended or ["still waits"])[0], time.monotonic() - started
+
+
 def test_the_death_of_a_peer_names_it(kind: str) -> None:
     if kind == "c10d":
         died, *survivors = run_ranks(_wait_for_the_dying, 3, expect_exit={0: -signal.SIGKILL})

@@ -125,6 +125,10 @@ class Collectives:
 
     def broadcast_together(self, tensors: Iterable[torch.Tensor], src: int) -> None:
         """Many at once, in messages of some MiB: between hosts, one message for each of 800 took 2 s."""
+        tensors = list(tensors)
+        for checked in tensors:
+            _check_cpu(checked)
+            _check_writable(checked)
         batch: list[torch.Tensor] = []
         num_bytes = 0
         for tensor in [*tensors, None]:

@@ -137,7 +137,7 @@ class GradientHooks:
                 self._enter()
             try:
                 self._accept(index)
-            except Exception as error:
+            except BaseException as error:
                 # With nothing sent yet, the round is only broken off, as by any other error in backward.
                 if self._reduces and self.reduction.scheduler.has_launched:
                     self._fail(error)
@@ -223,17 +223,18 @@ class GradientHooks:
     def _guard(self, operation: Callable[[], None]) -> None:
         try:
             operation()
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C, too: it may have left a reduction half done
             self._fail(error)
             raise
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """This round cannot be finished: peers that wait for this rank are told why."""
         self.failure = error
         self._in_backward = False
         self.reduction.abandon()
         if not isinstance(error, RingError):
             error = RingError(f"{type(error).__name__}: {error}", peers=(self.reduction.world.rank,))
+        self.reduction.mover.fail(error)
         self.reduction.world.report_failure(error)
 
 

@@ -127,6 +127,7 @@ class Reduction:
         Then zero_grad() has usually dropped the old buffers, so that old and new ones need not exist side by side. Not
         with `hold`: ranks whose optimizers take turns begin rounds in an order of their own.
         """
+        self.scheduler.settle()
         if self._seen_order is not None and not hold:
             self._rebuild()
         self.scheduler.begin(round_number=self._round_number, step=step, hold=hold)
@@ -195,7 +196,9 @@ class Reduction:
             bucket.abandon()
         if self.scheduler.has_launched:
             self._round_number += 1
-        if self._ready_order is not None:
+        if self._ready_order is not None and self.scheduler.has_launched_all:
+            self._seen_order, self._ready_order = self._ready_order, None  # as on the peers, for whom the round is over
+        elif self._ready_order is not None:
             self._ready_order = []
 
     def needs_synchronize(self) -> bool:

@@ -33,6 +33,7 @@ class Scheduler:
 
     Attributes:
         has_launched: whether a bucket has left in this round.
+        has_launched_all: whether all have.
         is_waiting: whether this rank's part of some bucket that has left is still to be done; `look_in` may do it.
         busy_seconds: time in which something was being reduced in the round so far, waiting for peers included.
         exposed_seconds: the part of it during which backward stood still.
@@ -55,16 +56,23 @@ class Scheduler:
     def has_launched(self) -> bool:
         return self._next > 0
 
+    @property
+    def has_launched_all(self) -> bool:
+        return bool(self.buckets) and self._next == len(self.buckets)
+
+    def settle(self) -> None:
+        """Wait for what the last round, if it was broken off, has left under way."""
+        with contextlib.suppress(GradientError):  # about gradients of the round that was broken off: nobody uses them
+            self._land(discard=True)
+
     def begin(self, *, round_number: int, step: int, hold: bool) -> None:
-        """A round begins. Waits for what the last one, if it was broken off, has left under way.
+        """A round begins, after `settle`.
 
         Args:
             round_number: ranks compare it before they add up.
             step: for error messages.
             hold: launch nothing before `finish`.
         """
-        with contextlib.suppress(GradientError):  # about gradients of the round that was broken off: nobody uses them
-            self._land(discard=True)
         self._next, self._round, self._step, self._holding = 0, round_number, step, hold
         self.busy_seconds = self.exposed_seconds = 0.0
 

@@ -3,6 +3,7 @@ it may be waiting for a peer that is gone."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -20,23 +21,35 @@ class Worker:
         self._name = name
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def submit(self, function: Callable[[], _T]) -> Future[_T]:
-        """Run `function` after what was submitted before; the future holds its result or exception."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+        """Run `function` after what was submitted before; the future holds its result or exception.
+
+        It is cancelled if the worker is closed.
+        """
         future: Future[_T] = Future()
-        self._tasks.put((future, function))
+        with self._lock:
+            if self._is_closed:
+                future.cancel()
+                return future
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            self._tasks.put((future, function))
         return future
 
     def close(self) -> None:
         """Cancel what has not begun, and end the thread when it is done with what has."""
-        while not self._tasks.empty():
-            task = self._tasks.get()
-            if task is not None:
-                task[0].cancel()
-        self._tasks.put(None)
+        with self._lock:
+            self._is_closed = True
+            with contextlib.suppress(queue.Empty):  # the worker takes tasks meanwhile
+                while True:
+                    task = self._tasks.get_nowait()
+                    if task is not None:
+                        task[0].cancel()
+            self._tasks.put(None)
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -20,6 +20,7 @@ from torchring.allreduce import NonFinite, Wire
 from torchring.allreduce.lanes import DoneFlight
 from torchring.bench.micro.conftest import Remark
 from torchring.bench.models import small
+from torchring.errors import RingError
 from torchring.hooks import GradientHooks
 from torchring.optimizer import spec_of
 from torchring.replicas import ReplicaCheck
@@ -54,6 +55,8 @@ class StillMover:
     def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> DoneFlight:
         self.num_calls += 1
         return DoneFlight(None)
+
+    def fail(self, error: RingError) -> None: ...
 
     def close(self) -> None: ...
 

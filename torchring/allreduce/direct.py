@@ -31,6 +31,7 @@ from typing import Final
 import torch
 
 from torchring.allreduce.mover import Flight, NonFinite, Wire, first_non_finite, is_finite, tag_mismatch
+from torchring.errors import RingError
 from torchring.kernels import reference
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words
@@ -84,6 +85,7 @@ class DirectFlight:
         "record",
         "result",
         "scale",
+        "span",
         "tag",
         "wire",
     )
@@ -100,10 +102,7 @@ class DirectFlight:
         self.has_landed = False
         self.result: NonFinite | None = None
         self.column: Flight | None = None  # where part of it crosses the network; see `hierarchical.py`
-
-    @property
-    def span(self) -> tuple[float, float] | None:
-        return None if self.column is None else self.column.span
+        self.span: tuple[float, float] | None = None
 
     def advance(self) -> bool:
         return self.is_reduced or self._mover.advance(self)
@@ -139,6 +138,7 @@ class DirectAllReduce:
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._num_started = self._num_gathered = 0  # flights
         self._in_flight: deque[DirectFlight] = deque()
+        self._failure: RingError | None = None
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DirectWire]:
         lengths = [_aligned(numel * dtype.itemsize) for numel, dtype in specs]
@@ -155,6 +155,8 @@ class DirectAllReduce:
 
     def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> DirectFlight:
         assert isinstance(wire, DirectWire)
+        if self._failure is not None:
+            raise self._failure
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self.land(self._in_flight[0])
         flight = DirectFlight(self, self._num_started, wire, scale, tag)
@@ -210,7 +212,7 @@ class DirectAllReduce:
             block.sum.run(flight.scale)
             # A sum over the block while it is in cache costs 3%; torch.isfinite would triple the whole reduction.
             if found is None and not is_finite(block.own):
-                found = self._blame(block)
+                found = self._blame(block, flight.scale)
             for other in block.others:
                 other.copy_(block.own)
         flight.is_reduced = True
@@ -230,6 +232,10 @@ class DirectAllReduce:
                 error = tag_mismatch(group.rank, tag, rank, note[record])
                 group.report_failure(error)
                 raise error
+
+    def fail(self, error: RingError) -> None:
+        self._failure = self._failure or error
+        self._group.report_failure(error)
 
     def close(self) -> None:
         """Nothing to do: the memory goes when the last tensor that views it does."""
@@ -254,7 +260,7 @@ class DirectAllReduce:
     def _own_slice(self, num_elements: int, element_bytes: int) -> tuple[int, int]:
         return slice_bounds(num_elements, self._group.size, element_bytes)[self._group.index]
 
-    def _blame(self, block: _Block) -> NonFinite:
+    def _blame(self, block: _Block, scale: float) -> NonFinite:
         """Whose input made the block non-finite. Ours is overwritten by the sum, so it is found by exclusion."""
         element = first_non_finite(block.own)
         assert element is not None
@@ -266,9 +272,13 @@ class DirectAllReduce:
             if not math.isfinite(value):
                 return NonFinite(rank, block.start + element)
             others += abs(value)
-        # Finite values can only overflow in the sum if the others alone reach the last bit of the largest number.
+        # Finite values give no NaN, and can only overflow if the others' carry the largest number over its last bit:
+        # 16-bit ones when the scaled sum is rounded, wider ones before it is scaled.
         limits = torch.finfo(block.own.dtype)
-        could_overflow = others >= limits.max * limits.eps / 4
+        room = limits.max * limits.eps / 4
+        if block.own.dtype.itemsize == 2:
+            room = (limits.max + room) / scale - limits.max
+        could_overflow = others >= room and not math.isnan(block.own[element])
         return NonFinite(None if could_overflow else self._group.rank, block.start + element)
 
 

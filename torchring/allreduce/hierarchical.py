@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -85,6 +86,8 @@ class HierarchicalAllReduce(DirectAllReduce):
     ) -> None:
         # Nobody polls: between hosts waits are long, and lanes want the core.
         super().__init__(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS)
+        if not in_background:  # then peers that have not packed may be waiting for other hosts, too
+            self._packed.grace_seconds = _GRACE_SECONDS
         self._columns = columns
         self._ring = ring
         self.in_background = in_background
@@ -103,12 +106,27 @@ class HierarchicalAllReduce(DirectAllReduce):
         with self._telling_other_hosts():
             super().contribute(flight)
 
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> DirectFlight:
+        flight = super().start(wire, scale=scale, tag=tag)
+        now = time.perf_counter()
+        flight.span = (now, now)
+        return flight
+
     def land(self, flight: DirectFlight) -> None:
+        if flight.has_landed:
+            return
         with self._telling_other_hosts():
             self.contribute(flight)
             if flight.column is not None:
                 flight.column.land()
             super().land(flight)
+        assert flight.span is not None
+        flight.span = (flight.span[0], time.perf_counter())
+
+    def fail(self, error: RingError) -> None:
+        super().fail(error)
+        if self._column is not None:
+            self._column.fail(error)
 
     def close(self) -> None:
         if self._column is not None:
@@ -133,8 +151,8 @@ class HierarchicalAllReduce(DirectAllReduce):
 
     def _reduce(self, flight: DirectFlight) -> None:
         self._check_tags(flight.tag, flight.record)
-        flight.is_reduced = True
         if self._column is None:
+            flight.is_reduced = True
             self.spread(flight, None)
             return
         wire = flight.wire
@@ -147,9 +165,10 @@ class HierarchicalAllReduce(DirectAllReduce):
             if len(block.inputs) > 1 or within != 1.0:
                 block.sum.run(within)
             if culprit is None and not is_finite(block.own):
-                culprit = self._blame(block)
+                culprit = self._blame(block, within)
         if culprit is not None:
             culprit = NonFinite(culprit.rank, culprit.element - wire.first)
+        flight.is_reduced = True  # as far as this thread is concerned
         flight.column = self._column.start(_ColumnWire(flight, culprit), scale=between, tag=flight.tag)
 
     def _wire(self, parts: Sequence[torch.Tensor]) -> HierarchicalWire:
@@ -174,8 +193,7 @@ class HierarchicalAllReduce(DirectAllReduce):
         try:
             yield
         except RingError as error:
-            if self._ring is not None:
-                self._ring.fail(error)
+            self.fail(error)
             raise
 
 
@@ -200,6 +218,9 @@ class _Column:
         found = self._ring.reduce_checked(flight.wire.ring, wire.culprit, scale=scale, tag=tag, lane=lane)
         self._mover.spread(flight, found)
         return found
+
+    def fail(self, error: RingError) -> None:
+        self._ring.fail(error)
 
     def close(self) -> None:
         self._ring.close()

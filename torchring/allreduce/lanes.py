@@ -78,6 +78,11 @@ class Lanes:
         flight._future = self._workers[lane].submit(lambda: self._reduce(flight, wire, scale, tag, lane))
         return flight
 
+    def fail(self, error: RingError) -> None:
+        with self._lock:
+            self.failure = self.failure or error
+        self._mover.fail(error)
+
     def _reduce(self, flight: LaneFlight, wire: Wire, scale: float, tag: int, lane: int) -> NonFinite | None:
         if self.failure is not None:  # nothing is sent through a broken mover
             raise self.failure
@@ -135,6 +140,9 @@ class StandingBy:
 
     def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> DoneFlight:
         return DoneFlight(self._mover.all_reduce(wire, scale=scale, tag=tag))
+
+    def fail(self, error: RingError) -> None:
+        self._mover.fail(error)
 
     def close(self) -> None:
         self._mover.close()

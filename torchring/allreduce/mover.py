@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 import torch
 
-from torchring.errors import PlanMismatchError
+from torchring.errors import PlanMismatchError, RingError
 
 TAGS_PER_ROUND: Final = 1 << 20  # tag = round number * TAGS_PER_ROUND + bucket index
 
@@ -58,6 +58,9 @@ class Mover(Protocol):
 
         Raises PeerLostError or PeerTimeoutError naming the peer; the mover is of no use afterwards.
         """
+
+    def fail(self, error: RingError) -> None:
+        """Have the other ranks raise `error` where they wait for this one. The mover is of no use afterwards."""
 
     def close(self) -> None:
         """Release links and threads. Wires that tensors still view stay mapped."""

@@ -45,9 +45,12 @@ class NativeAllReduce:
         try:
             return self._reduce(wire.buffer, scale, tag, self._transports[lane])
         except RingError as error:
-            for transport in self._transports:
-                transport.fail(error)
+            self.fail(error)  # in the other lanes, too
             raise
+
+    def fail(self, error: RingError) -> None:
+        for transport in self._transports:
+            transport.fail(error)
 
     def _reduce(self, buffer: torch.Tensor, scale: float, tag: int, transport: Transport) -> NonFinite | None:
         for rank, other in enumerate(transport.all_gather(tag)):

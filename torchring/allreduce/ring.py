@@ -129,7 +129,7 @@ class RingAllReduce:
             raise
 
     def fail(self, error: RingError) -> None:
-        """Close every link, leaving `error` for the members that wait on them to raise."""
+        """Close every link. Members that wait on them raise `error`."""
         for lane in self._lanes:
             lane.transport.fail(error)
 

@@ -41,7 +41,7 @@ class Channel:
 
     def __init__(self, group: HostGroup, *, poll_seconds: float = POLL_SECONDS, grace_seconds: float = 0.0) -> None:
         self.group = group
-        self._grace_seconds = grace_seconds
+        self.grace_seconds = grace_seconds
         self.poll_seconds = poll_seconds
         block = group.allocate(semaphore.SEMAPHORE_STRIDE * group.size, prepare=_initialise_inbox)
         self._block = block  # keeps the mapping alive: the addresses below point into it
@@ -96,7 +96,7 @@ class Channel:
             return [rank for inbox, rank in self._incoming[position:] if semaphore.value(inbox) == 0]
 
         self.group.wait_until(
-            lambda seconds: semaphore.wait_for(address, seconds), missing, grace_seconds=self._grace_seconds
+            lambda seconds: semaphore.wait_for(address, seconds), missing, grace_seconds=self.grace_seconds
         )
 
     def _poll(self, address: int) -> bool:

@@ -27,6 +27,8 @@ Backend = dist.ProcessGroup
 _T = TypeVar("_T")
 _INTERRUPTIBLE_SECONDS: Final = 0.1
 _LATE_SECONDS: Final = 1.0
+_FIRST_LOOK_SECONDS: Final = 0.2  # and then at twice the time
+_PROBE_TAG: Final = 2**15 + 1
 _CLOSING_TAG: Final = 2**15  # nobody sends with this one
 _SUMMED: Final = (
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -56,6 +58,9 @@ class C10dTransport:
         rendezvous.exchange(f"transport/{name}", b"")
         timeout = timedelta(seconds=rendezvous.timeout_seconds)
         store = PrefixStore(f"transport/{name}/gloo", rendezvous.store)
+        self._name = name
+        self._waiters = threading.local()
+        self._all_waiters: list[Worker] = []
         self._waiter = Worker(f"torchring-{name}-waiter")
         self._group: Backend | None = None
         weakref.finalize(self, self._waiter.close).atexit = False
@@ -106,7 +111,8 @@ class C10dTransport:
         if group is not None:  # which what failed to start may refer to, too
             self._break_links(group)
         self._under_way.clear()
-        self._waiter.close()
+        for waiter in (self._waiter, *self._all_waiters):
+            waiter.close()
 
     def _break_links(self, group: Backend) -> None:
         """Close the sockets although transfers under way refer to them: those who wait, here and there, are woken.
@@ -143,7 +149,7 @@ class C10dTransport:
     def finish(self, transfer: C10dTransfer, work: BackendWork) -> None:
         """Wait for a transfer."""
         self._open_group()
-        self.guard(lambda: self.interruptible(work.wait), transfer.peer)
+        self.guard(lambda: self.interruptible(work.wait, transfer.peer), transfer.peer)
         self._under_way.discard(transfer)
 
     def guard(self, operation: Callable[[], _T], peer: int | None) -> _T:
@@ -168,12 +174,19 @@ class C10dTransport:
                 error = self._culprits.explain(peer, time.monotonic() - started, timed_out=timed_out)
                 raise self.fail(error) from failure
 
-    def interruptible(self, wait: Callable[[], object]) -> None:
-        """Wait so that Ctrl-C gets through: Gloo waits in C++, where the main thread would not hear it."""
-        if threading.current_thread() is not threading.main_thread():
-            wait()
-            return
-        future = self._waiter.submit(wait)
+    def interruptible(self, wait: Callable[[], object], peer: int | None) -> None:
+        """Wait on a thread that can be left behind, so that Ctrl-C gets through, and so that a broken link is noticed.
+
+        Gloo wakes those who wait for a message that has not begun; who is in the midst of one it lets wait on.
+        """
+        waiter: Worker | None = getattr(self._waiters, "mine", None)
+        if waiter is None:
+            waiter = self._waiters.mine = Worker(f"torchring-{self._name}-waiter")
+            self._all_waiters.append(waiter)
+        future = waiter.submit(wait)
+        pause = _FIRST_LOOK_SECONDS
+        broken: RuntimeError | None = None
+        end = time.monotonic() + pause
         while True:
             try:
                 future.result(_INTERRUPTIBLE_SECONDS)
@@ -181,6 +194,26 @@ class C10dTransport:
             except FutureTimeout:
                 if future.done():  # it was the wait's own
                     raise
+                if self._is_closed:
+                    raise self._closed() from None
+                if broken is not None:  # what had arrived by then would be here
+                    raise broken from None
+            if time.monotonic() > end:
+                broken = self._broken_link(peer)
+                pause *= 2
+                end = time.monotonic() + pause
+
+    def _broken_link(self, peer: int | None) -> RuntimeError | None:
+        """Why the link to `peer`, or any, is closed. A receive that nobody answers tells by failing to start."""
+        for other in range(self.size) if peer is None else (peer,):
+            if other != self.rank:
+                try:
+                    self._open_group().recv([torch.empty(1, dtype=torch.uint8)], other, _PROBE_TAG)
+                except RingError:
+                    return None
+                except RuntimeError as failure:
+                    return failure
+        return None
 
     def fail(self, error: RingError) -> RingError:
         if self._failure is None:
