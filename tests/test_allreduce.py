@@ -18,12 +18,14 @@ from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_round
 from fakes import FakeNetwork
 from harness import RanksFailed, run_threads
 
-from torchring.allreduce.direct import ALIGNMENT_BYTES, BLOCK_BYTES, MAX_IN_FLIGHT, DirectAllReduce, slice_bounds
+from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
 from torchring.allreduce.lanes import Lanes, StandingBy
 from torchring.allreduce.mover import Mover, NonFinite, is_finite
 from torchring.allreduce.native import NativeAllReduce
+from torchring.allreduce.notes import MAX_IN_FLIGHT
 from torchring.allreduce.ring import RingAllReduce, RingStep, ring_steps
+from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bounds
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.memory import host as host_module
 from torchring.transport.c10d import C10dTransport

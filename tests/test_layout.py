@@ -33,6 +33,7 @@ ORDER = [
     "collectives",
     "allreduce.hierarchical", "allreduce.lanes",
     "allreduce.native", "allreduce.ring", "allreduce.direct",
+    "allreduce.notes", "allreduce.slices",
     "allreduce", "allreduce.mover",
     "transport.exchange", "memory.exchange",
     "transport.open", "transport.mpi", "transport.c10d", "transport.culprit", "transport.staging", "transport",

@@ -16,7 +16,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from torchring.allreduce.direct import BLOCK_BYTES
+from torchring.allreduce.slices import BLOCK_BYTES
 from torchring.bench.models import MODELS
 from torchring.kernels import reference
 

@@ -19,21 +19,25 @@ import contextlib
 import heapq
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from torchring.allreduce.direct import DirectAllReduce, DirectFlight, DirectWire, slice_bounds
 from torchring.allreduce.lanes import Lanes, StandingBy
-from torchring.allreduce.mover import NonFinite, StagedMover, Wire, is_finite
+from torchring.allreduce.mover import Flight, NonFinite, StagedMover, Wire
+from torchring.allreduce.notes import MAX_IN_FLIGHT, Notes
 from torchring.allreduce.ring import RingAllReduce, RingWire
+from torchring.allreduce.slices import SharedWire, Slices
 from torchring.errors import RingError
+from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
 
 # A rank of another host that keeps a column waiting is named by that column's ring; who waits for the column waits on.
 _GRACE_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 0.1  # how often a lane that waits for its turn looks whether another has failed
 
 
 def num_columns(hosts: Sequence[Sequence[int]]) -> int:
@@ -51,32 +55,62 @@ def column_members(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _ColumnWire:
-    """One flight's column, as its ring sees it."""
+class HierarchicalWire:
+    """A buffer in shared memory. `column` is this rank's, from element `first` on; None if it has none."""
 
-    flight: DirectFlight
-    culprit: NonFinite | None  # of the sum over the host
+    shared: SharedWire
+    first: int
+    column: RingWire | None
+    others: tuple[torch.Tensor, ...]  # the column in the peers' buffers
 
     @property
     def tensor(self) -> torch.Tensor:
-        return self.flight.wire.tensor
+        return self.shared.tensor
 
 
-@dataclass(frozen=True)
-class HierarchicalWire(DirectWire):
-    ring: RingWire | None
-    first: int  # element of the buffer that the column begins with
-    others: tuple[torch.Tensor, ...]  # the column in the peers' buffers
+@dataclass
+class _Ticket:
+    """A flight, as its lane sees it."""
+
+    number: int
+    wire: HierarchicalWire
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.wire.tensor
 
 
-class HierarchicalAllReduce(DirectAllReduce):
+class HierarchicalFlight:
+    """One reduction. See `Flight`: it goes on by itself, or is over but for the peers' parts when `start` returns."""
+
+    def __init__(self, mover: HierarchicalAllReduce, number: int, part: Flight) -> None:
+        self._mover = mover
+        self._result: NonFinite | None = None
+        self.number = number
+        self.part = part
+        self.has_landed = False
+        self.span: tuple[float, float] | None = None
+
+    def advance(self) -> bool:
+        return self.part.advance()
+
+    def contribute(self) -> None:
+        self.part.contribute()
+
+    def land(self) -> NonFinite | None:
+        if not self.has_landed:
+            self._result = self._mover.land(self)
+        return self._result
+
+
+class HierarchicalAllReduce:
     """Mover over shared memory and rings; all ranks of the world open it together. See `StagedMover`.
 
     Args:
         group: the ranks of this host.
         columns: how many; the ranks whose position in the group is less have one.
         ring: of this rank's column, None if it has none.
-        in_background: whether rings proceed in lanes, or while the caller waits in `advance` and `contribute`.
+        in_background: whether reductions proceed in lanes, or while the caller waits in `start`.
     """
 
     algorithm = "hierarchical"
@@ -84,111 +118,54 @@ class HierarchicalAllReduce(DirectAllReduce):
     def __init__(
         self, group: HostGroup, columns: int, ring: RingAllReduce | None, *, in_background: bool = True
     ) -> None:
-        # Nobody polls: between hosts waits are long, and lanes want the core.
-        super().__init__(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS)
-        if not in_background:  # then peers that have not packed may be waiting for other hosts, too
-            self._packed.grace_seconds = _GRACE_SECONDS
-        self._columns = columns
-        self._ring = ring
         self.in_background = in_background
-        self._column: StagedMover | None = None
-        if ring is not None:
-            self._column = Lanes(_Column(self, ring)) if in_background else StandingBy(_Column(self, ring))
-        self._lock = threading.Lock()
-        self._early: list[int] = []  # numbers of flights whose column is done, before that of an earlier one
-        self._num_done = 0
+        part = _Part(group, columns, ring, in_background=in_background)
+        self._part = part
+        self._parts: StagedMover = Lanes(part) if in_background else StandingBy(part)
+        self._in_flight: deque[HierarchicalFlight] = deque()
+        self._num_started = 0
 
-    def advance(self, flight: DirectFlight) -> bool:
-        with self._telling_other_hosts():
-            return super().advance(flight)
+    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[HierarchicalWire]:
+        return self._part.open_wires(specs)
 
-    def contribute(self, flight: DirectFlight) -> None:
-        with self._telling_other_hosts():
-            super().contribute(flight)
+    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
+        return self.start(wire, scale=scale, tag=tag).land()
 
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> DirectFlight:
-        flight = super().start(wire, scale=scale, tag=tag)
-        now = time.perf_counter()
-        flight.span = (now, now)
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> HierarchicalFlight:
+        assert isinstance(wire, HierarchicalWire)
+        if len(self._in_flight) == MAX_IN_FLIGHT:
+            self._in_flight[0].land()
+        number = self._num_started
+        self._num_started += 1
+        began = time.perf_counter()
+        with self._telling_everybody():
+            self._part.announce(number, tag)
+            part = self._parts.start(_Ticket(number, wire), scale=scale, tag=tag)
+        flight = HierarchicalFlight(self, number, part)
+        flight.span = (began, began) if self.in_background else None
+        self._in_flight.append(flight)
         return flight
 
-    def land(self, flight: DirectFlight) -> None:
-        if flight.has_landed:
-            return
-        with self._telling_other_hosts():
-            self.contribute(flight)
-            if flight.column is not None:
-                flight.column.land()
-            super().land(flight)
-        assert flight.span is not None
-        flight.span = (flight.span[0], time.perf_counter())
+    def land(self, flight: HierarchicalFlight) -> NonFinite | None:
+        """Wait for this rank's part, and for the peers' results."""
+        assert flight is self._in_flight[0], "flights land in the order in which they were started"
+        with self._telling_everybody():
+            flight.part.land()
+            found = self._part.gather_results(flight.number)
+        self._in_flight.popleft()
+        flight.has_landed = True
+        if flight.span is not None:
+            flight.span = (flight.span[0], time.perf_counter())
+        return found
 
     def fail(self, error: RingError) -> None:
-        super().fail(error)
-        if self._column is not None:
-            self._column.fail(error)
+        self._parts.fail(error)
 
     def close(self) -> None:
-        if self._column is not None:
-            self._column.close()
-
-    def spread(self, flight: DirectFlight, found: NonFinite | None) -> None:
-        """The column is reduced: hand it out, and say so. In the column's lane."""
-        wire = flight.wire
-        assert isinstance(wire, HierarchicalWire)
-        if wire.ring is not None:
-            for other in wire.others:
-                other.copy_(wire.ring.whole)
-        if found is not None:
-            found = NonFinite(found.rank, found.element + wire.first)
-        self._note(flight, found)
-        with self._lock:  # peers count: the n-th "done" is that of the n-th flight
-            heapq.heappush(self._early, flight.number)
-            while self._early and self._early[0] == self._num_done:
-                heapq.heappop(self._early)
-                self._num_done += 1
-                self._done.announce()
-
-    def _reduce(self, flight: DirectFlight) -> None:
-        self._check_tags(flight.tag, flight.record)
-        if self._column is None:
-            flight.is_reduced = True
-            self.spread(flight, None)
-            return
-        wire = flight.wire
-        assert isinstance(wire, HierarchicalWire)
-        # 16-bit partial sums travel, so they are scaled before; wider ones after, as in a ring.
-        is_narrow = wire.tensor.dtype.itemsize == 2
-        within, between = (flight.scale, 1.0) if is_narrow else (1.0, flight.scale)
-        culprit: NonFinite | None = None
-        for block in wire.blocks:
-            if len(block.inputs) > 1 or within != 1.0:
-                block.sum.run(within)
-            if culprit is None and not is_finite(block.own):
-                culprit = self._blame(block, within)
-        if culprit is not None:
-            culprit = NonFinite(culprit.rank, culprit.element - wire.first)
-        flight.is_reduced = True  # as far as this thread is concerned
-        flight.column = self._column.start(_ColumnWire(flight, culprit), scale=between, tag=flight.tag)
-
-    def _wire(self, parts: Sequence[torch.Tensor]) -> HierarchicalWire:
-        direct = super()._wire(parts)
-        start, stop = self._own_slice(parts[0].numel(), parts[0].element_size())
-        if self._ring is None:
-            return HierarchicalWire(direct.tensor, (), None, 0, ())
-        me = self._group.index
-        others = tuple(part[start:stop] for i, part in enumerate(parts) if i != me)
-        return HierarchicalWire(
-            direct.tensor, direct.blocks, self._ring.wire_over(parts[me][start:stop]), start, others
-        )
-
-    def _own_slice(self, num_elements: int, element_bytes: int) -> tuple[int, int]:
-        if self._ring is None:
-            return 0, 0
-        return slice_bounds(num_elements, self._columns, element_bytes)[self._group.index]
+        self._parts.close()
 
     @contextlib.contextmanager
-    def _telling_other_hosts(self) -> Iterator[None]:
+    def _telling_everybody(self) -> Iterator[None]:
         """What goes wrong on this host stops the rings, whose members know nothing of it."""
         try:
             yield
@@ -197,30 +174,96 @@ class HierarchicalAllReduce(DirectAllReduce):
             raise
 
 
-class _Column:
-    """What happens in a column's lane. See `LaneMover`."""
+class _Part:
+    """This rank's part of every reduction. See `LaneMover`; what happens in shared memory happens in flight order."""
 
     algorithm = "hierarchical"
 
-    def __init__(self, mover: HierarchicalAllReduce, ring: RingAllReduce) -> None:
-        self._mover = mover
+    def __init__(self, group: HostGroup, columns: int, ring: RingAllReduce | None, *, in_background: bool) -> None:
+        self.num_lanes = 1 if ring is None else ring.num_lanes
+        self._group = group
         self._ring = ring
-        self.num_lanes = ring.num_lanes
+        # Nobody polls: between hosts waits are long, and lanes want the core. Without lanes, peers that have not packed
+        # may be waiting for other hosts, too.
+        grace = 0.0 if in_background else _GRACE_SECONDS
+        self._packed = Channel(group, poll_seconds=0.0, grace_seconds=grace)
+        self._done = Channel(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS)
+        self._slices = Slices(group, columns)
+        self._notes = Notes(group)
+        self._turns = threading.Condition()
+        self._num_summed = self._num_done = 0  # flights
+        self._early: list[int] = []  # flights whose part is done, before that of an earlier one
+        self._failure: RingError | None = None
 
-    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[Wire]:
-        raise NotImplementedError("columns are cut from the wires of the hierarchical mover")
+    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[HierarchicalWire]:
+        return [self._wire(parts) for parts in self._slices.allocate(specs)]
+
+    def announce(self, number: int, tag: int) -> None:
+        """This rank has packed its n-th wire."""
+        self._notes.write_tag(number, tag)
+        self._packed.announce()
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
-        assert isinstance(wire, _ColumnWire)
-        flight = wire.flight
-        assert isinstance(flight.wire, HierarchicalWire)
-        assert flight.wire.ring is not None
-        found = self._ring.reduce_checked(flight.wire.ring, wire.culprit, scale=scale, tag=tag, lane=lane)
-        self._mover.spread(flight, found)
+        assert isinstance(wire, _Ticket)
+        number, column = wire.number, wire.wire.column
+        # 16-bit partial sums travel, so they are scaled before; wider ones after, as in a ring.
+        is_narrow = wire.tensor.dtype.itemsize == 2
+        within, between = (scale, 1.0) if is_narrow else (1.0, scale)
+        culprit = self._sum_on_host(number, wire.wire, within, tag)
+        found: NonFinite | None = None
+        if column is not None:
+            assert self._ring is not None
+            found = self._ring.reduce_checked(column, culprit, scale=between, tag=tag, lane=lane)
+            for other in wire.wire.others:
+                other.copy_(column.whole)
+        if found is not None:
+            found = NonFinite(found.rank, found.element + wire.wire.first)
+        self._notes.write(number, found)
+        with self._turns:  # peers count: the n-th "done" is that of the n-th flight
+            heapq.heappush(self._early, number)
+            while self._early and self._early[0] == self._num_done:
+                heapq.heappop(self._early)
+                self._num_done += 1
+                self._done.announce()
         return found
 
+    def gather_results(self, number: int) -> NonFinite | None:
+        """Wait until all parts of the n-th wire are written; what was found in any."""
+        self._done.gather()
+        return self._notes.read(number)
+
     def fail(self, error: RingError) -> None:
-        self._ring.fail(error)
+        self._failure = self._failure or error
+        self._group.report_failure(error)
+        if self._ring is not None:
+            self._ring.fail(error)
 
     def close(self) -> None:
-        self._ring.close()
+        if self._ring is not None:
+            self._ring.close()
+
+    def _sum_on_host(self, number: int, wire: HierarchicalWire, scale: float, tag: int) -> NonFinite | None:
+        """Once all have packed: this rank's column over its host. Lanes take turns, and share what a sum needs."""
+        with self._turns:
+            while self._num_summed != number:
+                if self._failure is not None:
+                    raise self._failure
+                self._turns.wait(_LOOK_SECONDS)
+            try:
+                self._packed.gather()
+                self._notes.check_tags(number, tag)
+                culprit = self._slices.sum(wire.shared, scale, spread=False)
+            except RingError as error:
+                self._failure = self._failure or error
+                raise
+            self._num_summed += 1
+            self._turns.notify_all()
+        return None if culprit is None else NonFinite(culprit.rank, culprit.element - wire.first)
+
+    def _wire(self, parts: Sequence[torch.Tensor]) -> HierarchicalWire:
+        shared, (start, stop) = self._slices.wire(parts), self._slices.bounds(parts[0])
+        if self._ring is None:
+            return HierarchicalWire(shared, 0, None, ())
+        me = self._group.index
+        others = tuple(part[start:stop] for i, part in enumerate(parts) if i != me)
+        return HierarchicalWire(shared, start, self._ring.wire_over(parts[me][start:stop]), others)

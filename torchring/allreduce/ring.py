@@ -29,8 +29,8 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.direct import slice_bounds
 from torchring.allreduce.mover import NonFinite, Wire, blame, first_non_finite, is_finite, tag_mismatch
+from torchring.allreduce.slices import slice_bounds
 from torchring.errors import RingError
 from torchring.kernels import reference
 from torchring.transport import Transfer, Transport

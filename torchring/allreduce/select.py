@@ -31,8 +31,9 @@ _SAMPLE_BYTES: Final = 2 << 20  # of a wire that is measured, at the most
 _NUM_SAMPLES: Final = 3  # wires under way at a time
 _NUM_ROUNDS: Final = 3
 _PATIENCE_SECONDS: Final = 1.0  # for all rounds; a slow line is known after the first
-# The backend's own all-reduce takes no checks of ours, and rounds 16-bit sums at every addition: it has to earn it.
-_NATIVE_ADVANTAGE: Final = 1.1
+# The backend's own all-reduce does its work in C++, and leaves more of the cores to backward; that does not show while
+# nothing computes. So a ring of ours has to be this much faster.
+_LEAST_ADVANTAGE: Final = 1.1
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Choice:
 def choose(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> Choice:
     """Collective: what "auto" means for wires of these (elements, dtype), the same on all ranks.
 
-    "direct" where all ranks share memory. Otherwise "hierarchical", or "ring" where every host has one rank, unless the
-    backend's own all-reduce turns out to be a good deal faster for wires of this size.
+    "direct" where all ranks share memory. Otherwise "hierarchical", or "ring" where every host has one rank, if it is
+    measured to be faster than the backend's own all-reduce for wires of this size, or if 16-bit values are to be added.
     """
     choice, movers = _try(world, specs)
     for mover in movers.values():
@@ -92,7 +93,7 @@ def _try(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[Choice
         for mover in movers.values():
             mover.close()
         raise
-    best = "native" if seconds["native"] * _NATIVE_ADVANTAGE < seconds[ours] else ours
+    best = ours if seconds[ours] * _LEAST_ADVANTAGE < seconds["native"] else "native"
     mib = sum(numel * dtype.itemsize for numel, dtype in sample) / 2**20
     times = ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
     return Choice(best, f"{why}; measured for {mib:.3g} MiB: {times}", seconds), movers
