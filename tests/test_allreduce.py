@@ -248,6 +248,22 @@ def test_non_finite_inputs_of_every_dtype(kind: str, dtype: torch.dtype) -> None
 
 
 @every_mover
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+def test_a_large_gradient_elsewhere_is_no_excuse_in_16_bits(kind: str, value: float) -> None:
+    """Others' 100 could have carried 65504 over the edge; a NaN, or an infinity whose mean would fit, is from here."""
+
+    def body(rank: int, mover: Mover) -> list[NonFinite | None]:
+        wires = mover.open_wires([(100, torch.float16)] * 3)
+        for culprit, wire in enumerate(wires):
+            wire.tensor.fill_(100.0)
+            if rank == culprit:
+                wire.tensor[70] = value
+        return [mover.all_reduce(wire, scale=0.25) for wire in wires]
+
+    assert run_movers(kind, 3, body) == [[NonFinite(culprit, 70) for culprit in range(3)]] * 3
+
+
+@every_mover
 def test_the_report_of_several_culprits_is_true_of_one_of_them(kind: str) -> None:
     """Rank 0 holds a NaN at element 50, rank 2 one at element 10: (0, 10) would be wrong twice."""
 

@@ -149,7 +149,8 @@ class GradientHooks:
         """First gradient of a backward, or of an outer one after the end of one inside it."""
         if not self._in_backward:
             if self.failure is not None:
-                raise GradientError(f"an earlier backward failed: {self.failure}") from self.failure
+                failure = str(self.failure) or type(self.failure).__name__
+                raise GradientError(f"an earlier backward failed: {failure}") from self.failure
             if torch.is_grad_enabled():
                 raise GradientError(
                     "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Take inner "

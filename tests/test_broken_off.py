@@ -1,0 +1,167 @@
+"""A reduction that stops half way on one rank, by Ctrl-C, an error or shutdown(): nobody trains on what it left behind,
+and ranks of other hosts hear of it as fast as those of the same."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+
+import torchring
+from torchring.errors import RingError
+from torchring.memory import host as host_module
+
+_HOSTS = {"one": (0, 0, 0), "2": (0, 1), "2+1": (0, 0, 1), "2x2": (0, 0, 1, 1)}
+_CASES = [
+    ("one", "direct", "auto"), ("2", "ring", "auto"), ("2", "native", "inline"), ("2x2", "hierarchical", "auto"),
+]  # fmt: skip
+
+in_every_case = pytest.mark.parametrize(
+    ("hosts", "algorithm", "overlap"), _CASES, ids=[" ".join(case) for case in _CASES]
+)
+_NUM_PARAMETERS = 8
+
+
+class _Rank:
+    """A model of eight buckets; a step's gradients are the sum over ranks of what each multiplies it with."""
+
+    def __init__(self, rank: int, hosts: str, algorithm: str, overlap: str, *, timeout_seconds: float = 30.0) -> None:
+        host_module._host_identity = lambda: f"host {_HOSTS[hosts][rank]}"
+        torchring.init(timeout_seconds=timeout_seconds)
+        parameters = [torch.nn.Parameter(torch.ones(1 << 16)) for _ in range(_NUM_PARAMETERS)]
+        self.model = torch.nn.ParameterList(parameters)
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        options: dict[str, Any] = {"op": "sum", "algorithm": algorithm, "overlap": overlap, "bucket_mb": 0.2}
+        self.optimizer = torchring.wrap(sgd, self.model, **options)
+        self.num_hooks = 0
+
+    def step(self, factor: float = 1.0) -> list[float]:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        sum((parameter * factor).sum() for parameter in self.model.parameters()).backward()
+        return sorted({value for p in self.model.parameters() if p.grad is not None for value in p.grad.tolist()})
+
+    def attempt(self, factor: float = 1.0) -> tuple[Any, float]:
+        """What a step gives, or its error's class and text; and its seconds."""
+        started = time.monotonic()
+        try:
+            result: Any = self.step(factor)
+        except BaseException as error:
+            result = (type(error).__name__, str(error))
+        return result, time.monotonic() - started
+
+    def at_hook(self, number: int, action: Callable[[], object]) -> None:
+        """Run `action` in the n-th hook of a parameter, counted over all steps, after torchring's own."""
+
+        def hook(_: torch.Tensor) -> None:
+            self.num_hooks += 1
+            if self.num_hooks == number:
+                action()
+
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _raise_on_one(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
+    here = _Rank(rank, hosts, algorithm, overlap)
+    assert here.step() == here.step() == [float(size)]
+    if rank == 1:  # another size, behind the back of everybody: this rank alone cannot go on
+        first = next(iter(here.model.parameters()))
+        here.at_hook(4, lambda: setattr(first, "data", torch.ones(7)))
+    failed = here.attempt()
+    again = here.attempt()
+    time.sleep(3.0)  # alive: nobody may need this rank's end to hear of it
+    return failed, again
+
+
+@in_every_case
+def test_an_error_of_one_rank_alone_is_told_on_all_hosts(hosts: str, algorithm: str, overlap: str) -> None:
+    results = run_ranks(_raise_on_one, len(_HOSTS[hosts]), hosts, algorithm, overlap)
+    for rank, (((kind, text), seconds), (again, _)) in enumerate(results):
+        assert seconds < 3.0, (rank, kind, text)  # the time-out is 30
+        if rank == 1:
+            assert kind == "GradientError", text
+            assert "is not what it was when it was wrapped" in text
+        else:
+            assert "rank 1" in text, (rank, kind, text)
+        assert again[0] in ("GradientError", "RingError", "PeerLostError"), again
+
+
+def _interrupt(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
+    here = _Rank(rank, hosts, algorithm, overlap)
+    assert here.step() == here.step() == [float(size)]
+    if rank:
+        time.sleep(1.5)
+        return [here.attempt(2.0), here.attempt(20.0)]
+
+    def control_c(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, control_c)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)  # while it waits for the others
+    results = [here.attempt(1.0), here.attempt(10.0)]
+    time.sleep(4.0)
+    return results
+
+
+@in_every_case
+def test_after_control_c_nobody_trains_on_what_it_left(hosts: str, algorithm: str, overlap: str) -> None:
+    first, *others = run_ranks(_interrupt, len(_HOSTS[hosts]), hosts, algorithm, overlap)
+    (interrupted, _), (next_step, _) = first
+    assert interrupted[0] == "KeyboardInterrupt"
+    assert next_step[0] == "GradientError"
+    assert "an earlier backward failed: KeyboardInterrupt" in next_step[1]
+    for results in others:
+        (kind, text), seconds = results[-1]  # the first may have had all that it needs
+        assert issubclass(getattr(torchring, kind, RingError), RingError), kind
+        assert seconds < 5.0, text
+
+
+def _raise_after_the_last_bucket(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
+    here = _Rank(rank, hosts, algorithm, overlap)
+
+    def oops() -> None:
+        raise LookupError("in the script's own hook")
+
+    if rank == 1:
+        here.at_hook(_NUM_PARAMETERS, oops)
+    return [here.attempt(rank + 1.0) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "algorithm", "overlap"),
+    [("one", "direct", "inline"), ("2", "ring", "auto"), ("2x2", "hierarchical", "auto")],
+)
+def test_a_first_round_broken_off_after_its_last_bucket(hosts: str, algorithm: str, overlap: str) -> None:
+    """The peers have all gradients, and look for what only this rank can tell: an error soon, and no wrong gradient."""
+    size = len(_HOSTS[hosts])
+    total = float(sum(range(1, size + 1)))
+    for rank, attempts in enumerate(run_ranks(_raise_after_the_last_bucket, size, hosts, algorithm, overlap)):
+        if rank == 1:
+            assert attempts[0][0] == ("LookupError", "in the script's own hook")
+        for result, seconds in attempts:
+            assert seconds < 10.0, attempts  # the time-out is 30
+            assert result == [total] or isinstance(result, tuple), attempts
+
+
+def _shut_down(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
+    here = _Rank(rank, hosts, algorithm, overlap)
+    assert here.step() == here.step() == [float(size)]
+    if rank == 0:
+        here.at_hook(4, torchring.shutdown)
+    result = here.attempt()
+    if rank == 0:
+        time.sleep(2.0)
+    return result
+
+
+@in_every_case
+def test_shutdown_inside_backward_keeps_nobody_waiting(hosts: str, algorithm: str, overlap: str) -> None:
+    for result, seconds in run_ranks(_shut_down, len(_HOSTS[hosts]), hosts, algorithm, overlap):
+        assert seconds < 10.0, result
+        assert isinstance(result, tuple) or result == [float(len(_HOSTS[hosts]))]  # had all that it needed

@@ -1,0 +1,77 @@
+"""One thread that does things in order, and ends when it is told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+
+from torchring.worker import Worker
+
+
+def test_in_order_on_one_thread() -> None:
+    worker = Worker("test-worker")
+    seen: list[tuple[int, str]] = []
+    futures = [worker.submit(lambda i=i: seen.append((i, threading.current_thread().name)) or i) for i in range(50)]
+    assert [future.result(10) for future in futures] == list(range(50))
+    assert seen == [(i, "test-worker") for i in range(50)]
+    worker.close()
+
+
+def test_an_error_belongs_to_who_waits() -> None:
+    worker = Worker("test-worker")
+
+    def fail() -> None:
+        raise ValueError("too small")
+
+    with pytest.raises(ValueError, match="too small"):
+        worker.submit(fail).result(10)
+    assert worker.submit(lambda: 1).result(10) == 1
+    worker.close()
+
+
+def test_what_has_not_begun_when_it_is_closed_is_cancelled() -> None:
+    worker, gate, has_begun = Worker("test-worker"), threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        has_begun.set()
+        return gate.wait(10)
+
+    first, second = worker.submit(wait), worker.submit(lambda: 2)
+    assert has_begun.wait(10)
+    worker.close()
+    worker.close()
+    gate.set()
+    assert first.result(10)
+    with pytest.raises(CancelledError):
+        second.result(10)
+
+
+def test_what_comes_after_it_was_closed_is_cancelled() -> None:
+    worker = Worker("test-worker")
+    worker.close()
+    with pytest.raises(CancelledError):
+        worker.submit(lambda: 1).result(10)
+
+
+def test_closing_never_waits_for_a_task_that_the_thread_has_just_taken() -> None:
+    for _ in range(300):
+        worker = Worker("test-worker")
+        for _ in range(20):
+            worker.submit(lambda: None)
+        closing = threading.Thread(target=worker.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+
+
+def test_the_thread_ends() -> None:
+    worker = Worker("a-worker-that-ends")
+    worker.submit(lambda: None).result(10)
+    worker.close()
+    end = time.monotonic() + 10
+    while any(thread.name == "a-worker-that-ends" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
