@@ -31,8 +31,8 @@ from torchring.memory import host as host_module
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
 
-KINDS = ("direct", "ring-fake", "ring-c10d", "ring-lanes", "hierarchical", "hierarchical-inline", "native",
-         "native-lanes")  # fmt: skip
+KINDS = ("direct", "ring-fake", "ring-lanes", "hierarchical", "native-lanes")
+INLINE = ("ring-c10d", "hierarchical-inline", "native")  # the same with the caller standing by
 SHARED = ("direct", "hierarchical", "hierarchical-inline")  # sum in shared memory first
 HOSTS = {2: (0, 1), 3: (0, 0, 1), 5: (0, 1, 0, 1, 0)}  # of each rank, where there are several
 WORLDS = (2, 3, 5)
@@ -133,6 +133,12 @@ def num_roundings(kind: str, dtype: torch.dtype, size: int) -> float:
 
 
 # ---- the contract
+
+
+@pytest.mark.parametrize("kind", INLINE)
+def test_exact_sums_while_the_caller_stands_by(kind: str) -> None:
+    for dtype in (torch.float32, torch.float16):
+        test_exact_sums_of_every_size(kind, 3, dtype)
 
 
 @every_mover
@@ -263,7 +269,7 @@ def test_a_large_gradient_elsewhere_is_no_excuse_in_16_bits(kind: str, value: fl
     assert run_movers(kind, 3, body) == [[NonFinite(culprit, 70) for culprit in range(3)]] * 3
 
 
-@every_mover
+@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 def test_the_report_of_several_culprits_is_true_of_one_of_them(kind: str) -> None:
     """Rank 0 holds a NaN at element 50, rank 2 one at element 10: (0, 10) would be wrong twice."""
 
@@ -295,7 +301,7 @@ def test_finite_values_whose_sum_over_a_block_overflows_are_no_alarm(kind: str, 
     assert not math.isfinite(torch.full((4000,), large, dtype=dtype).sum(dtype=torch.float32)) or dtype == torch.float16
 
 
-@every_mover
+@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_an_overflow_of_finite_inputs_is_blamed_on_no_rank(kind: str, dtype: torch.dtype) -> None:
     """The result is infinite and must not be trained on, but no rank's input was."""
@@ -429,7 +435,7 @@ def test_two_movers_in_two_threads_do_not_take_each_others_signals(kind: str) ->
     assert run_movers(kind, 3, body, num_movers=2) == [right] * 3
 
 
-@every_mover
+@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 def test_a_rank_that_leaves_is_named(kind: str) -> None:
     def body(rank: int, mover: Mover) -> Any:
         (wire,) = mover.open_wires([(10, torch.float32)])
@@ -443,7 +449,7 @@ def test_a_rank_that_leaves_is_named(kind: str) -> None:
     assert run_movers(kind, 2, body)[0] == (1,)
 
 
-@every_mover
+@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
     has_failed = threading.Event()
 
@@ -460,7 +466,7 @@ def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
     assert run_movers(kind, 2, body, timeout_seconds=0.4)[0] == ((1,), 0)
 
 
-@every_mover
+@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 def test_what_a_mover_says_of_itself(kind: str) -> None:
     def body(_: int, mover: Mover) -> tuple[str, bool]:
         return mover.algorithm, mover.in_background
