@@ -68,7 +68,7 @@ class HierarchicalWire:
         return self.shared.tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Ticket:
     """A flight, as its lane sees it."""
 
@@ -190,7 +190,8 @@ class _Part:
         self._done = Channel(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS)
         self._slices = Slices(group, columns)
         self._notes = Notes(group)
-        self._turns = threading.Condition()
+        self._turns = threading.Condition()  # held while waiting for peers to pack
+        self._finishing = threading.Lock()
         self._num_summed = self._num_done = 0  # flights
         self._early: list[int] = []  # flights whose part is done, before that of an earlier one
         self._failure: RingError | None = None
@@ -219,7 +220,7 @@ class _Part:
         if found is not None:
             found = NonFinite(found.rank, found.element + wire.wire.first)
         self._notes.write(number, found)
-        with self._turns:  # peers count: the n-th "done" is that of the n-th flight
+        with self._finishing:  # peers count: the n-th "done" is that of the n-th flight
             heapq.heappush(self._early, number)
             while self._early and self._early[0] == self._num_done:
                 heapq.heappop(self._early)

@@ -124,6 +124,9 @@ def open_mover(world: World, algorithm: str, overlap: str) -> StagedMover:
     if algorithm == "hierarchical":
         members = column_members(world.hosts, world.rank)
         ring = None if members is None else RingAllReduce(transports, members)
+        if ring is None:  # opening them took everybody
+            for transport in transports:
+                transport.close()
         return HierarchicalAllReduce(host, num_columns(world.hosts), ring, in_background=in_background)
     mover = RingAllReduce(transports) if algorithm == "ring" else NativeAllReduce(transports)
     return Lanes(mover) if in_background else StandingBy(mover)
