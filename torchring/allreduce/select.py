@@ -32,8 +32,8 @@ _NUM_SAMPLES: Final = 3  # wires under way at a time
 _NUM_ROUNDS: Final = 3
 _PATIENCE_SECONDS: Final = 1.0  # for all rounds; a slow line is known after the first
 # The backend's own all-reduce does its work in C++, and leaves more of the cores to backward; that does not show while
-# nothing computes. So a ring of ours has to be this much faster.
-_LEAST_ADVANTAGE: Final = 1.1
+# nothing computes: at 10 Gbit/s a ring that was 1.18 times as fast by itself made steps 1.1 times as long.
+_LEAST_ADVANTAGE: Final = 1.3
 
 
 @dataclass(frozen=True)
