@@ -3,6 +3,7 @@ and ranks of other hosts hear of it as fast as those of the same."""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -165,3 +166,28 @@ def test_shutdown_inside_backward_keeps_nobody_waiting(hosts: str, algorithm: st
     for result, seconds in run_ranks(_shut_down, len(_HOSTS[hosts]), hosts, algorithm, overlap):
         assert seconds < 10.0, result
         assert isinstance(result, tuple) or result == [float(len(_HOSTS[hosts]))]  # had all that it needed
+
+
+def _fork_and_close(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
+    here = _Rank(rank, hosts, algorithm, overlap)
+    assert here.step() == [float(size)]
+    child = os.fork()
+    if child == 0:  # as a data loader's worker might that inherits everything
+        code = 1
+        try:
+            here.optimizer.close()
+            torchring.shutdown()
+            code = 0
+        finally:
+            os._exit(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, here.step(), here.step(2.0)
+
+
+@in_every_case
+def test_a_forked_child_that_closes_everything_closes_nothing_of_the_parents(
+    hosts: str, algorithm: str, overlap: str
+) -> None:
+    size = len(_HOSTS[hosts])
+    results = run_ranks(_fork_and_close, size, hosts, algorithm, overlap)
+    assert results == [(0, [float(size)], [2.0 * size])] * size

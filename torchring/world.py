@@ -65,6 +65,7 @@ class World:
         self.hosts: tuple[tuple[int, ...], ...] = ((rank,),)
         self.num_cores = len(os.sched_getaffinity(0))
         self.is_open = True
+        self._pid = os.getpid()
         self._num_streams = 0
         self._closing: list[Callable[[], None]] = []
         if store is not None and size > 1:
@@ -120,8 +121,10 @@ class World:
             self.host.report_failure(error)
 
     def close(self) -> None:
-        """Leave. Peers that still wait for this rank raise PeerLostError."""
+        """Leave. Peers that still wait for this rank raise PeerLostError. A forked child forgets: its parent stays."""
         self.is_open = False
+        if self._pid != os.getpid():
+            return
         while self._closing:
             self._closing.pop()()
         if self.host is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -52,6 +53,7 @@ class C10dTransport:
         self._failing = threading.RLock()
         self._under_way: set[C10dTransfer] = set()
         self._is_closed = False
+        self._pid = os.getpid()
         self.rank = rendezvous.rank
         self.size = rendezvous.size
         # Everyone is known to be here before Gloo connects, so that an absent rank is reported by name.
@@ -105,8 +107,10 @@ class C10dTransport:
         self._start(operation, None).wait()
 
     def close(self) -> None:
-        # abort() and shutdown() leave Gloo's sockets open; dropping the last reference closes them.
         self._is_closed = True
+        if self._pid != os.getpid():  # a forked child: links and threads are the parent's
+            return
+        # abort() and shutdown() leave Gloo's sockets open; dropping the last reference closes them.
         group, self._group = self._group, None
         if group is not None:  # which what failed to start may refer to, too
             self._break_links(group)

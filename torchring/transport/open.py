@@ -16,6 +16,6 @@ def open_transport(world: World, name: str | None = None) -> Transport:
     """
     assert world.rendezvous is not None, "a world of one sends nothing"
     name = world.next_stream_name() if name is None else name
-    if getattr(world, "backend", "gloo") == "mpi":
+    if world.backend == "mpi":
         return MpiTransport(world.rendezvous, name, world.host)
     return C10dTransport(world.rendezvous, name, world.host)
