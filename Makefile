@@ -10,7 +10,7 @@ demo: $(INSTALLED)  ## the main job: two processes train a convolutional network
 	$(BIN)/torchring run -np 2 examples/train_digits.py
 
 test: lint types $(INSTALLED)  ## everything that CI checks
-	$(BIN)/pytest
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest  # mpirun is there
 
 bench: $(INSTALLED)  ## all-reduce and training steps against their rivals, then the microbenchmarks: 10 minutes
 	$(BIN)/torchring bench allreduce

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from concurrent.futures import CancelledError
 
 import pytest
@@ -65,6 +66,21 @@ def test_closing_never_waits_for_a_task_that_the_thread_has_just_taken() -> None
         closing.start()
         closing.join(10)
         assert not closing.is_alive()
+
+
+def test_what_a_task_refers_to_is_gone_before_anybody_is_woken() -> None:
+    """An engine's handle that goes while the interpreter exits ends the process with SIGABRT."""
+
+    class Handle:
+        def wait(self) -> None: ...
+
+    worker, handle = Worker("test-worker"), Handle()
+    gone = weakref.ref(handle)
+    future = worker.submit(handle.wait)
+    del handle
+    future.result(10)
+    assert gone() is None
+    worker.close()
 
 
 def test_the_thread_ends() -> None:

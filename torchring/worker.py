@@ -3,12 +3,15 @@ it may be waiting for a peer that is gone."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 _T = TypeVar("_T")
 _Task = tuple["Future[Any]", Callable[[], Any]]
@@ -37,6 +40,7 @@ class Worker:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
+                _workers.add(self)
             self._tasks.put((future, function))
         return future
 
@@ -51,14 +55,42 @@ class Worker:
                         task[0].cancel()
             self._tasks.put(None)
 
+    def join(self, seconds: float) -> None:
+        """Wait for the thread of a closed worker, if there is one, to end."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             future, function = task
+            del task
             if not future.set_running_or_notify_cancel():
                 continue
+            result, error = None, None
             try:
-                future.set_result(function())
-            except BaseException as error:  # belongs to whoever waits for the future
+                result = function()
+            except BaseException as caught:  # belongs to whoever waits for the future
+                error = caught
+            # Before anybody is woken: what the function refers to, such as an engine's handle, would otherwise be torn
+            # down here while the interpreter exits, and end the process with SIGABRT.
+            del function
+            if error is None:
+                future.set_result(result)
+            else:
                 future.set_exception(error)
-            # What a waiting thread refers to would be torn down by it, in the middle of the interpreter's exit.
-            del task, future, function
+            del future, result, error
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+_FAREWELL_SECONDS: Final = 1.0  # for all that are not stuck
+
+
+@atexit.register  # on import, so that it comes after what others do with their workers at exit
+def _end_all() -> None:
+    """No thread may come back from an engine's C++ while the interpreter is being taken down."""
+    workers = list(_workers)
+    for worker in workers:
+        worker.close()
+    end = time.monotonic() + _FAREWELL_SECONDS
+    for worker in workers:
+        worker.join(max(0.0, end - time.monotonic()))
