@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 import torchring
+from torchring.run import Stopped, signals_raise
 from torchring.world import default_world
 
 Turn = Callable[[], object]
@@ -179,19 +180,11 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """Inside, Ctrl-C, SIGTERM and SIGHUP raise SystemExit, with the shell's exit code, unless they were ignored."""
-
-    def stop(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, stop)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        with signals_raise():
+            yield
+    except Stopped as stop:
+        raise SystemExit(128 + stop.number) from None
 
 
 def start_ranks(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool, rendezvous: int) -> int:

@@ -86,6 +86,22 @@ class RanksFailed(AssertionError):  # noqa: N818 - it says what happened
         super().__init__("\n".join([title, *(f"left behind: {item}" for item in leftovers), *map(str, in_order)]))
 
 
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 40.0) -> None:
+    """Look again and again until `condition()` is true; fails with `what` it waited for."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,

@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness import is_running, wait_until
 
 import torchring
 from torchring import cli
@@ -74,20 +74,6 @@ class Launcher:
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
     return Launcher(tmp_path)
-
-
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # What ranks are told

@@ -10,12 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import is_running, wait_until
 from netns import needs_hosts
 
 from torchring import run as run_module
@@ -65,20 +65,6 @@ total = torchring.all_reduce(torch.tensor([10.0 ** torchring.rank()]), "sum").it
 facts = [torchring.rank(), torchring.local_rank(), torchring.node_rank(), total, os.environ["SETTING"], os.getcwd()]
 print(json.dumps(facts) + "\\n", end="", flush=True)
 """
-
-
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 40.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 class Cluster:

@@ -22,6 +22,26 @@ from torchring.errors import PeerLostError, RingError
 from torchring.worker import Worker
 
 
+class _Driver:
+    """What drives a mover, whichever thread it does so in."""
+
+    def __init__(self, mover: LaneMover) -> None:
+        self._mover = mover
+
+    @property
+    def algorithm(self) -> str:
+        return self._mover.algorithm
+
+    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[Wire]:
+        return self._mover.open_wires(specs)
+
+    def fail(self, error: RingError) -> None:
+        self._mover.fail(error)
+
+    def close(self) -> None:
+        self._mover.close()
+
+
 class LaneFlight:
     """One reduction in a lane. See `Flight`."""
 
@@ -49,24 +69,17 @@ class LaneFlight:
             raise self._lanes.failure or error from None
 
 
-class Lanes:
+class Lanes(_Driver):
     """Runs a mover in lanes. See `StagedMover`; used by one thread."""
 
     in_background = True
 
     def __init__(self, mover: LaneMover) -> None:
-        self._mover = mover
+        super().__init__(mover)
         self._workers = [Worker(f"torchring-lane-{i}") for i in range(mover.num_lanes)]
         self._num_started = 0
         self._lock = threading.Lock()
         self.failure: RingError | None = None  # the first one
-
-    @property
-    def algorithm(self) -> str:
-        return self._mover.algorithm
-
-    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[Wire]:
-        return self._mover.open_wires(specs)
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
         return self.start(wire, scale=scale, tag=tag).land()
@@ -81,7 +94,7 @@ class Lanes:
     def fail(self, error: RingError) -> None:
         with self._lock:
             self.failure = self.failure or error
-        self._mover.fail(error)
+        super().fail(error)
 
     def _reduce(self, flight: LaneFlight, wire: Wire, scale: float, tag: int, lane: int) -> NonFinite | None:
         if self.failure is not None:  # nothing is sent through a broken mover
@@ -99,7 +112,7 @@ class Lanes:
     def close(self) -> None:
         for worker in self._workers:
             worker.close()
-        self._mover.close()
+        super().close()
 
 
 class DoneFlight:
@@ -120,29 +133,13 @@ class DoneFlight:
         return self._result
 
 
-class StandingBy:
+class StandingBy(_Driver):
     """Runs a mover in the caller's thread, which stands by. See `StagedMover`."""
 
     in_background = False
-
-    def __init__(self, mover: LaneMover) -> None:
-        self._mover = mover
-
-    @property
-    def algorithm(self) -> str:
-        return self._mover.algorithm
-
-    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[Wire]:
-        return self._mover.open_wires(specs)
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
         return self._mover.all_reduce(wire, scale=scale, tag=tag)
 
     def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> DoneFlight:
         return DoneFlight(self._mover.all_reduce(wire, scale=scale, tag=tag))
-
-    def fail(self, error: RingError) -> None:
-        self._mover.fail(error)
-
-    def close(self) -> None:
-        self._mover.close()

@@ -87,6 +87,7 @@ class MpiTransport:
         cards = [json.loads(text) for text in rendezvous.exchange(f"transport/{name}", json.dumps(card).encode())]
         _check_ranks(self.rank, cards)
         self._mpi = mpi
+        self.mpi_error: type[Exception] = mpi.Exception
         self._lock = _serialised if mpi.Query_thread() < mpi.THREAD_MULTIPLE else threading.RLock()
         self._device_pointers = takes_device_pointers(ctypes.CDLL(mpi.__file__), os.environ)
         with self._lock:
@@ -264,7 +265,7 @@ class MpiTransfer:
             if self._target is not None and self.peer is not None:  # sends and collectives cannot be cancelled
                 self.request.Cancel()
             return bool(self.request.Test())
-        except Exception:  # MPI's own: of a link that is broken already
+        except self._transport.mpi_error:  # of a link that is broken already
             return False
 
 
