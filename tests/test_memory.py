@@ -248,10 +248,10 @@ def run_with_intruder(intrude: Callable[[dict[str, str]], Any]) -> tuple[Any, An
 
 def _try_hello(card: dict[str, str], message: bytes) -> bytes:
     with dial(card["address"]) as link:
-        link.send(message)
         try:
+            link.send(message)  # another user is hung up on before a word was heard: EPIPE
             data, descriptors, _, _ = socket.recv_fds(link, 64, 4)
-        except OSError:
+        except (BrokenPipeError, ConnectionResetError):
             return b""
         assert not descriptors, "a stranger was handed memory"
         return data
@@ -337,10 +337,7 @@ def test_the_right_token_of_another_user_is_refused() -> None:
             code = 1
             try:
                 os.setuid(_NOBODY)
-                try:
-                    answer = _try_hello(card, json.dumps({"rank": 1, "token": card["token"]}).encode())
-                except ConnectionResetError:  # turned away before a word was heard
-                    answer = b""
+                answer = _try_hello(card, json.dumps({"rank": 1, "token": card["token"]}).encode())
                 code = 0 if answer in (b"no", b"") else 2
             finally:
                 os._exit(code)
