@@ -3,12 +3,15 @@
 
 Read `reference.py` first: it says in torch what `pack.py`, `accumulate.py` and `unpack.py` do in Triton. `chunks.py`
 turns many tensors into equal pieces of work, and `lazy.py` keeps Triton out of processes that only use CPUs.
-Nothing here knows about ranks, buckets or optimizers.
+`direct.py` and `ring.py` reduce across GPUs that can address each other's memory, by the signals of `signals.py`;
+`finite.py` finds NaN and infinity on the way. Nothing here knows about processes, buckets or optimizers.
 """
 
 from .accumulate import accumulate
 from .chunks import ChunkTable
+from .direct import direct
 from .pack import pack
+from .ring import ring
 from .unpack import unpack
 
-__all__ = ["ChunkTable", "accumulate", "pack", "unpack"]
+__all__ = ["ChunkTable", "accumulate", "direct", "pack", "ring", "unpack"]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -20,11 +19,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Kernel:
-    """A Triton kernel that is not compiled, nor its language imported, before it is needed."""
+    """A Triton kernel, or a function that kernels call, not compiled nor its language imported before it is needed."""
 
-    def __init__(self, fn: Callable[..., None], do_not_specialize: Sequence[str]) -> None:
+    def __init__(self, fn: Callable[..., Any], do_not_specialize: Sequence[str], uses: Sequence[Kernel]) -> None:
         self.fn = fn
         self.do_not_specialize = list(do_not_specialize)
+        self.uses = tuple(uses)
 
     @cached_property
     def jitted(self) -> Any:
@@ -32,8 +32,10 @@ class Kernel:
         import triton
         import triton.language
 
-        # Triton resolves the names in a kernel's body through the globals of its file, and `tl` is the only one used.
-        self.fn.__globals__["tl"] = triton.language
+        # Triton resolves the names in a kernel's body through the globals of its file: `tl`, and what the kernel calls.
+        names = self.fn.__globals__
+        names["tl"] = triton.language
+        names.update({helper.fn.__name__: helper.jitted for helper in self.uses})
         return triton.jit(self.fn, do_not_specialize=self.do_not_specialize)
 
     def launch(self, device: torch.device, programs: int, *args: Any, **options: Any) -> None:
@@ -41,14 +43,25 @@ class Kernel:
 
         Triton launches on the current device, which need not be the one that holds the tensors.
         """
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            # Without fusion (Triton's old default) a product is rounded before it is added, as torch does.
-            self.jitted[(programs,)](*args, enable_fp_fusion=False, **options)
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._run(programs, args, options)
+        else:
+            self._run(programs, args, options)
+
+    def _run(self, programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        # Without fusion (Triton's old default) a product is rounded before it is added, as torch does.
+        self.jitted[(programs,)](*args, enable_fp_fusion=False, **options)
 
 
-def lazy_jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Kernel]:
-    """`triton.jit`, later. Arguments in `do_not_specialize` never cause a recompilation, whatever their value."""
-    return lambda fn: Kernel(fn, do_not_specialize)
+def lazy_jit(
+    *, do_not_specialize: Sequence[str] = (), uses: Sequence[Kernel] = ()
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """`triton.jit`, later. Arguments in `do_not_specialize` never cause a recompilation, whatever their value.
+
+    uses: lazily jitted functions that the body calls by their own names, usually imported from another file.
+    """
+    return lambda fn: Kernel(fn, do_not_specialize, uses)
 
 
 def runs_on_triton(device: torch.device) -> bool:
@@ -56,6 +69,7 @@ def runs_on_triton(device: torch.device) -> bool:
     return device.type == "cuda" or (INTERPRETED and device.type == "cpu")
 
 
+@cache
 def triton_dtype(dtype: torch.dtype) -> Any:
     """torch.bfloat16 -> tl.bfloat16; both libraries use the same names."""
     import triton.language

@@ -19,6 +19,7 @@ def test_worked_example() -> None:
     assert table.wire_offset.tolist() == [0, 4096, 5008]
     assert table.numel.tolist() == [4096, 904, 3]
     assert (table.num_chunks, table.wire_numel, table.num_refreshes) == (3, 5011, 0)
+    assert [table.tensor_of(chunk) for chunk in range(3)] == [0, 0, 1]
     tensors = [torch.zeros(5000), torch.zeros(3)]
     table.point_at(tensors)
     base0, base1 = (tensor.data_ptr() for tensor in tensors)
@@ -66,6 +67,25 @@ def test_another_dtype_at_the_same_address_is_a_change() -> None:
     for tensor, second_chunk in [(memory, 4096 * 4), (memory.half(), 4096 * 2), (memory.view(torch.float16), 4096 * 2)]:
         table.point_at([tensor[:5000]])
         assert (table.address - tensor.data_ptr()).tolist() == [0, second_chunk]
+
+
+def test_a_tensor_that_changed_where_it_lies_is_looked_at_again() -> None:
+    table, memory = build([6], [0]), torch.zeros(8)
+    tensor = memory[:6].view(2, 3)
+    table.point_at([tensor])
+    for changed, message in [
+        (tensor.t(), r"strides \(1, 3\), its wire view is contiguous"),
+        (memory[:5], r"should have 6 elements, got shape \(5,\)"),
+        (memory.view(torch.int32)[:6], r"tensors must have one of"),
+    ]:
+        assert changed.data_ptr() == tensor.data_ptr()
+        with pytest.raises((ValueError, TypeError), match=message):
+            table.point_at([changed])
+    table.point_at([memory[:6]])  # another shape is another look, but no refusal, and no other address
+    assert table.num_refreshes == 1
+    tensor.resize_(2, 2)  # the same tensor, changed in place
+    with pytest.raises(ValueError, match="should have 6 elements"):
+        table.point_at([tensor])
 
 
 def test_layout_is_memory_order() -> None:

@@ -15,7 +15,10 @@ import torch
 
 from torchring.kernels import lazy, reference
 from torchring.kernels.accumulate import _BLOCK, _accumulate_kernel
+from torchring.kernels.direct import _direct_kernel
 from torchring.kernels.pack import _pack_kernel
+from torchring.kernels.ring import _ring_kernel
+from torchring.kernels.signals import NUM_WARPS, tile_numel
 from torchring.kernels.unpack import _unpack_kernel
 
 triton = pytest.importorskip("triton")
@@ -47,10 +50,19 @@ def build(
     return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False, **options})
 
 
-def build_pack(read: torch.dtype, written: torch.dtype, gpu: str, aligned: str = "wire", **options: Any) -> Any:
+def build_pack(
+    read: torch.dtype, written: torch.dtype, gpu: str, aligned: str = "wire", check: bool = False, **options: Any
+) -> Any:
     columns = dict.fromkeys(["address", "wire_offset", "numel"], "*i64")
     signature = {**columns, "wire": f"*{SHORT[written]}", "scale": "fp64"}
-    return build_copy(_pack_kernel, signature, "SOURCE", read, read, written, aligned, gpu, **options)
+    constants = with_found(signature, check)
+    return build_copy(_pack_kernel, signature, "SOURCE", read, read, written, aligned, gpu, constants, **options)
+
+
+def with_found(signature: dict[str, str], check: bool) -> dict[str, Any]:
+    """Adds `found` to the signature; returns the constants that go with it."""
+    signature["found"] = "*i32" if check else "constexpr"
+    return {"CHECK": True} if check else {"CHECK": False, "found": None}
 
 
 def build_unpack(read: torch.dtype, written: torch.dtype, gpu: str, aligned: str = "wire", **options: Any) -> Any:
@@ -68,10 +80,11 @@ def build_copy(
     written: torch.dtype,
     aligned: str,
     gpu: str,
+    more: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     compute = lazy.triton_dtype(reference.compute_dtype(read, written))
-    constants = {name: lazy.triton_dtype(dtype), "COMPUTE": compute, "CHUNK": 4096}
+    constants = {name: lazy.triton_dtype(dtype), "COMPUTE": compute, "CHUNK": 4096, **(more or {})}
     signature = {**signature, **dict.fromkeys(constants, "constexpr")}
     return build(kernel, signature, constants, aligned, gpu, **options)
 
@@ -93,6 +106,37 @@ def build_accumulate(
     return build(_accumulate_kernel, signature, constants, aligned, gpu, **options)
 
 
+def build_direct(dtype: torch.dtype, gpu: str, num_ranks: int = 4, check: bool = True, halves: str = "both") -> Any:
+    slices = {"rank": "i32", "begin": "i64", "end": "i64"}
+    constants = {"GATHER": halves != "spread", "SPREAD": halves != "gather"}
+    return build_signalling(_direct_kernel, slices, constants, dtype, gpu, num_ranks, num_ranks, check)
+
+
+def build_ring(dtype: torch.dtype, gpu: str, num_ranks: int = 4, check: bool = True) -> Any:
+    return build_signalling(_ring_kernel, {"rank": "i32", "share": "i64"}, {}, dtype, gpu, num_ranks, 2, check)
+
+
+def build_signalling(
+    kernel: Any,
+    slices: dict[str, str],
+    constants: dict[str, Any],
+    dtype: torch.dtype,
+    gpu: str,
+    num_ranks: int,
+    num_read: int,
+    check: bool,
+) -> Any:
+    signature = {"wires": "*i64", "signals": "*i64", "wire": f"*{SHORT[dtype]}", **slices}
+    signature |= {"numel": "i64", "scale": "fp64", "abort": "*i32"}
+    compute = lazy.triton_dtype(reference.compute_dtype(dtype, dtype))
+    tile = tile_numel(dtype.itemsize, num_read)
+    constants = {**constants, "COMPUTE": compute, "NUM_RANKS": num_ranks, "TILE": tile}
+    constants |= with_found(signature, check)
+    signature |= dict.fromkeys(constants, "constexpr")
+    return build(kernel, signature, constants, "wire", gpu, num_warps=NUM_WARPS)
+
+
+SIGNALLING: dict[str, Callable[..., Any]] = {"direct": build_direct, "ring": build_ring}
 BUILDERS: dict[str, Callable[..., Any]] = {"pack": build_pack, "unpack": build_unpack, "accumulate": build_accumulate}
 
 
@@ -141,6 +185,118 @@ def test_any_number_of_parts_fits_the_registers(num_parts: int, gpu: str, tmp_pa
     assert spilled_bytes(build_accumulate(F32, F32, gpu, num_parts=num_parts), tmp_path) == 0
 
 
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("dtype", [F32, B16], ids=SHORT.get)
+@pytest.mark.parametrize("name", SIGNALLING)
+def test_signalling_kernels_are_as_wide(name: str, dtype: torch.dtype, gpu: str, tmp_path: Path) -> None:
+    compiled = SIGNALLING[name](dtype, gpu)
+    threads = NUM_WARPS * (32 if gpu.startswith("sm_") else 64)
+    vectors = 16384 // 16 // threads  # of a tile
+    # Direct sums four wires and writes four; the ring adds two in one loop and copies one in the other.
+    loads, stores = (4, 4) if name == "direct" else (3, 2)
+    assert num_wide(compiled, "load") >= loads * vectors
+    assert num_wide(compiled, "store") >= stores * vectors
+    assert spilled_bytes(compiled, tmp_path) == 0
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_eight_ranks_fit_the_registers(gpu: str, tmp_path: Path) -> None:
+    assert spilled_bytes(build_direct(B16, gpu, num_ranks=8), tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", SIGNALLING)
+def test_signalling_kernels_in_fp64(name: str, tmp_path: Path) -> None:
+    compiled = SIGNALLING[name](F64, "sm_90")
+    assert "add.rn.f64" in compiled.asm["ptx"]
+    assert spilled_bytes(compiled, tmp_path) == 0
+
+
+_EVENTS = {
+    "store": re.compile(r"\bst\.global\b"),
+    "barrier": re.compile(r"\bbar(?:rier)?\.(?:cta\.)?sync\b"),
+    "send": re.compile(r"\batom\.global\.sys\.release\.exch\b"),
+    "take": re.compile(r"\batom\.global\.sys\.acquire\.exch\b"),
+    "load": re.compile(r"\bld\.global\.v4\b"),
+    "other exchange": re.compile(r"\batom\b.*\bexch\b"),
+}
+
+
+def events_in(ptx: str) -> list[str]:
+    named = [next((name for name, what in _EVENTS.items() if what.search(line)), "") for line in ptx.splitlines()]
+    return [name for name in named if name]
+
+
+def unordered(events: list[str]) -> list[str]:
+    """Stores that nothing orders before the signal that tells of them, and loads that may overtake their signal."""
+    wrong = []
+    for i, event in enumerate(events):
+        if event == "send":
+            before = next(name for name in reversed(["barrier", *events[:i]]) if name in ("barrier", "store"))
+            wrong += ["store, send"] * (before == "store")
+        elif event == "take":
+            after = next(name for name in [*events[i + 1 :], "barrier"] if name in ("barrier", "load"))
+            wrong += ["take, load"] * (after == "load")
+        elif event == "other exchange":
+            wrong.append(event)
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", SIGNALLING)
+def test_signals_are_ordered_with_the_data(name: str, num_ranks: int) -> None:
+    events = events_in(SIGNALLING[name](F32, "sm_90", num_ranks).asm["ptx"])
+    assert events.count("send") >= 2
+    assert events.count("take") >= 4  # each once before and once in a loop
+    assert "load" in events
+    assert "store" in events
+    assert unordered(events) == []
+
+
+def test_a_missing_barrier_would_show() -> None:
+    lines = {
+        "store": "@%p7 st.global.v4.b32 [ %rd57 + 0 ], { %r74, %r75, %r76, %r77 };",
+        "barrier": "bar.sync 0;",
+        "send": "@%p1 atom.global.sys.release.exch.b32 %r6, [ %rd26 + 0 ], %r7;",
+        "take": "@%p1 atom.global.sys.acquire.exch.b32 %r8, [ %rd43 + 0 ], %r9;",
+        "load": "@%p7 ld.global.v4.b32 { %r42, %r43, %r44, %r45 }, [ %rd47 + 0 ];",
+        "other exchange": "@%p1 atom.global.gpu.release.exch.b32 %r6, [ %rd26 + 0 ], %r7;",
+    }
+    assert events_in("\n".join(["mov.u32 %r3, %tid.x;", *lines.values()])) == list(lines)
+    assert unordered(["barrier", "store", "send"]) == ["store, send"]
+    assert unordered(["take", "load", "barrier"]) == ["take, load"]
+    assert unordered(["store", "barrier", "send", "take", "barrier", "load"]) == []
+    assert unordered(["other exchange"]) == ["other exchange"]
+
+
+@pytest.mark.parametrize("name", SIGNALLING)
+def test_signals_reach_other_gpus_of_amd(name: str) -> None:
+    lines = SIGNALLING[name](F32, "gfx942").asm["amdgcn"].splitlines()
+    code = [line.split()[0:1] + line.split()[1:] for line in lines if line.startswith("\t") and line[1:2] not in ".;"]
+    swaps = [i for i, words in enumerate(code) if words[0] == "global_atomic_swap"]
+    assert len(swaps) >= 6
+    for i in swaps:
+        near = [" ".join(words) for words in code[max(0, i - 4) : i + 4]]
+        assert "buffer_wbl2 sc0 sc1" in near or "buffer_inv sc0 sc1" in near, near
+
+
+@pytest.mark.parametrize("halves", ["gather", "spread"])
+def test_half_of_direct_has_half_of_the_signals(halves: str) -> None:
+    both, half = (events_in(build_direct(F32, "sm_90", halves=which).asm["ptx"]) for which in ("both", halves))
+    assert half.count("send") * 2 == both.count("send")
+    assert unordered(half) == []
+
+
+@pytest.mark.parametrize("name", ["pack", *SIGNALLING])
+def test_what_is_not_asked_for_is_not_looked_for(name: str, tmp_path: Path) -> None:
+    arguments = (F32, F16, "sm_90") if name == "pack" else (F16, "sm_90")
+    builder = {**BUILDERS, **SIGNALLING}[name]
+    checked, unchecked = (builder(*arguments, check=check) for check in (True, False))
+    assert ".min.s32" in checked.asm["ptx"]
+    assert ".min.s32" not in unchecked.asm["ptx"]
+    assert "red.global.gpu.relaxed.min.s32" in checked.asm["ptx"]
+    assert spilled_bytes(checked, tmp_path) == 0
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("pair", [(F64, F64), (F64, B16), (F64, F16), (F16, F64)], ids=str)
 def test_fp64_compiles(name: str, pair: tuple[torch.dtype, torch.dtype], tmp_path: Path) -> None:
@@ -177,6 +333,7 @@ def test_offsets_have_64_bits() -> None:
         # One step to the chunk, and from there by less than a chunk.
         assert re.findall(r"tt\.addptr %wire, %\w+ : !tt\.ptr<f32>, (i\d+)", compiled.asm["ttir"]) == ["i64"]
     assert tensor_offset_types(build_accumulate(F32, F32, "sm_90")) == {"i64"}
+    assert tensor_offset_types(build_direct(F32, "sm_90")) == tensor_offset_types(build_ring(F32, "sm_90")) == {"i64"}
     signature = {"out": "*fp32", "numel": "i64", "BLOCK": "constexpr"}
     assert tensor_offset_types(build(_narrow_kernel, signature, {"BLOCK": 1024}, "out", "sm_90")) == {"i32"}
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the Triton kernels without a GPU: the tests of pack, unpack and accumulate once more, under TRITON_INTERPRET=1.
+"""Runs the Triton kernels without a GPU: the tests of all of them once more, under TRITON_INTERPRET=1.
 
-Triton reads that variable when a kernel is decorated, and a process cannot take it back. So the tests of those three
-files are written for any device; as they are, they go through the torch path (and CUDA where there is one), and the
-child process started here sends the very same tests through the interpreted Triton kernels.
+Triton reads that variable when a kernel is decorated, and a process cannot take it back. So the tests of FILES are
+written for any device; as they are, they go through the torch path (and CUDA where there is one), and the child process
+started here sends the very same tests through the interpreted Triton kernels. What torch has no other way to do, as
+signals between ranks, is skipped outside the child and on CUDA runs on streams.
 """
 
 import os
@@ -17,8 +18,11 @@ import torch
 
 from torchring.kernels import lazy
 
-FILES = ["test_kernels_pack.py", "test_kernels_unpack.py", "test_kernels_accumulate.py"]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FILES = [f"test_kernels_{name}.py" for name in ("pack", "unpack", "accumulate", "direct", "ring")]
+needs_interpreter = pytest.mark.skipif(not lazy.INTERPRETED, reason="runs in test_kernels_interpreter's child process")
+_CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = ["cpu", _CUDA]
+TRITON_DEVICES = [pytest.param("cpu", marks=needs_interpreter), _CUDA]  # for what torch has no other way to do
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 

@@ -8,7 +8,9 @@ from test_kernels_interpreter import DEVICES, DTYPES, cast
 
 from torchring.kernels import ChunkTable, lazy, pack, reference
 from torchring.kernels.chunks import layout
+from torchring.kernels.finite import NOT_FOUND
 
+INF, NAN = float("inf"), float("nan")
 NUMELS = [0, 1, 3, 4095, 4096, 4097, 8209, 0, 17]
 
 
@@ -34,6 +36,55 @@ def test_worked_example(device: str) -> None:
     grads = [torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0], device=device)]
     pack(grads, wire, table, scale=0.5)
     assert wire.tolist() == [0.5, 1.0, *[9.0] * 30, 1.5]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(
+    ("tensor", "index", "value", "chunk"),
+    [
+        (3, 0, NAN, 2),  # NUMELS[3] is 4095
+        (5, 4095, INF, 4),  # 4097: a whole chunk, and one of a single element
+        (5, 4096, -INF, 5),
+        (6, 8208, NAN, 8),
+        (8, 16, 1e6, 9),  # too much for fp16
+        (8, 16, 1e4, NOT_FOUND),
+    ],
+)
+def test_the_first_chunk_that_is_not_finite(
+    tensor: int, index: int, value: float, chunk: int, shift: int, device: str
+) -> None:
+    table = ChunkTable(NUMELS, offsets_for(NUMELS, torch.float16), wire_dtype=torch.float16, device=device)
+    grads = random_tensors(NUMELS, torch.float32, device, shift=shift)
+    wire = torch.zeros(table.wire_numel, dtype=torch.float16, device=device)
+    found = torch.full((1,), NOT_FOUND, dtype=torch.int32, device=device)
+    pack(grads, wire, table, found=found)
+    assert found.item() == NOT_FOUND
+    grads[tensor][index] = value
+    pack(grads, wire, table, found=found)
+    assert found.item() == chunk
+    if chunk != NOT_FOUND:
+        assert table.tensor_of(chunk) == tensor
+    grads[1][0] = NAN
+    pack(grads, wire, table, found=found)
+    assert (found.item(), table.tensor_of(0)) == (0, 1)
+    grads[1][0] = 1.0
+    pack(grads, wire, table, found=found)
+    assert found.item() == 0  # never raised again
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_element_of_no_tensor_is_not_looked_at(device: str) -> None:
+    table = ChunkTable([2, 1], [0, 32], wire_dtype=torch.float16, device=device)
+    wire = torch.full((40,), NAN, dtype=torch.float16, device=device)
+    found = torch.full((1,), NOT_FOUND, dtype=torch.int32, device=device)
+    grads = [torch.tensor([1.0, 2e38], device=device), torch.ones(1, device=device)]
+    pack(grads[::-1], wire, ChunkTable([1, 2], [32, 0], wire_dtype=torch.float16, device=device), scale=0, found=found)
+    assert found.item() == NOT_FOUND
+    pack(grads, wire, table, scale=0.5, found=found)
+    assert found.item() == 0
+    with pytest.raises(ValueError, match=r"found must be int32 \[1\] on .*, got torch.int64 \[1\]"):
+        pack(grads, wire, table, found=found.long())
 
 
 @pytest.mark.parametrize("device", DEVICES)

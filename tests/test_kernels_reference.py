@@ -215,5 +215,5 @@ assert "triton" not in sys.modules
 
 
 def test_public_names() -> None:
-    assert torchring.kernels.__all__ == ["ChunkTable", "accumulate", "pack", "unpack"]
+    assert torchring.kernels.__all__ == ["ChunkTable", "accumulate", "direct", "pack", "ring", "unpack"]
     assert all(callable(getattr(torchring.kernels, name)) for name in torchring.kernels.__all__)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import enum
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
-from torchring.kernels import reference
+from torchring.packing import HostPacking, Packing
 from torchring.plan import NUM_SIGNALS, BucketPlan, ParameterSpec
 
 # From here on a gradient is copied the moment it arrives: still in cache, and its memory goes straight back to the
@@ -57,6 +57,11 @@ class Bucket:
         scale: the factor between the sum over ranks and the result.
         is_sum: whether the result is the plain sum, to which a gradient that was reduced before must not be added: it
             would be counted once per rank.
+        packing: makes the copies, given the factor that comes before the cast; on the host unless said.
+
+    Attributes:
+        flags: for each parameter whether it is used, and the signals, on the host. Part of the wire buffer where that
+            is there, too; otherwise somebody else tells the other ranks (`rounds.py`).
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Bucket:
         *,
         scale: float,
         is_sum: bool = False,
+        packing: Callable[[float], Packing] = HostPacking,
     ) -> None:
         self.plan = plan
         self.wire = wire
@@ -81,12 +87,17 @@ class Bucket:
         self._is_sum = is_sum
         self._gradients_live_here = plan.wire_dtype == plan.dtype
         # A cast rounds, so the scale goes before it; without one the mover scales what it has just summed, in cache.
-        self._pack_scale = 1.0 if self._gradients_live_here else scale
+        self.packing = packing(1.0 if self._gradients_live_here else scale)
         self.reduce_scale = scale if self._gradients_live_here else 1.0
         self._views = [_view(wire.tensor, slot.offset, specs[slot.parameter]) for slot in plan.slots]
-        self._flags = wire.tensor[plan.flags_offset :]
+        self.flags = wire.tensor[plan.flags_offset :]
+        self._is_on_device = not self.packing.on_arrival
+        if self._is_on_device:
+            self.flags = torch.zeros(self.flags.shape)
         element_bytes = plan.dtype.itemsize
-        self.copies_on_arrival = [slot.numel * element_bytes >= COPY_ON_ARRIVAL_BYTES for slot in plan.slots]
+        self.copies_on_arrival = [
+            self.packing.on_arrival and slot.numel * element_bytes >= COPY_ON_ARRIVAL_BYTES for slot in plan.slots
+        ]
         self._has_arrived = [False] * len(plan.slots)
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []
@@ -109,6 +120,8 @@ class Bucket:
         if self._is_sum:
             self._refuse_sum_of_sums(slot)
         self.status[slot] = _LOCAL
+        if self._is_on_device:
+            self.packing.arrived()
         if not self._has_arrived[slot]:
             self._has_arrived[slot] = True
             self._num_missing -= 1
@@ -116,7 +129,7 @@ class Bucket:
             self._pack((slot,))
         if self._num_missing:
             return False
-        self._flags.fill_(1)
+        self.flags.fill_(1)
         self._pack_rest()
         return True
 
@@ -133,7 +146,7 @@ class Bucket:
         """
         if self.state is BucketState.IDLE:
             self.state = BucketState.FILLING
-        self._flags.fill_(1)
+        self.flags.fill_(1)
         self._missing = [slot for slot, arrived in enumerate(self._has_arrived) if not arrived]
         present: list[int] = []
         absent: list[int] = []
@@ -141,9 +154,9 @@ class Bucket:
             grad = self.parameters[slot].grad
             (absent if grad is None else present).append(slot)
             if grad is None:
-                self._flags[slot] = 0
+                self.flags[slot] = 0
             elif self._is_settled(slot, grad):
-                self._flags[slot] = 0
+                self.flags[slot] = 0
                 if self._gradients_live_here:  # the reduction will overwrite it
                     self._kept[slot] = grad.clone()
         if absent:
@@ -153,7 +166,7 @@ class Bucket:
 
     def heard(self) -> list[float]:
         """The `signals` of all ranks after a round: scale times the sum of what each had set."""
-        heard: list[float] = self._flags[-NUM_SIGNALS:].tolist()
+        heard: list[float] = self.flags[-NUM_SIGNALS:].tolist()
         return heard
 
     def begin_reduce(self) -> None:
@@ -165,6 +178,7 @@ class Bucket:
         """The buffer comes back reduced. Gradients that do not live in it are written."""
         self._move(BucketState.REDUCING, BucketState.REDUCED)
         self.non_finite = non_finite
+        self.packing.release()
         if not self._gradients_live_here and not self._is_abandoned:
             self._unpack([slot for slot, arrived in enumerate(self._has_arrived) if arrived])
 
@@ -176,7 +190,7 @@ class Bucket:
         if not self._missing:
             self.status = [_REDUCED] * len(self.status)
         else:
-            flags = self._flags.tolist()
+            flags = self.flags.tolist()
             unused = {slot for slot in self._missing if flags[slot] == 0}
             self._hand_out([slot for slot in self._missing if slot not in unused])
             for slot in unused & self._kept.keys():
@@ -255,7 +269,7 @@ class Bucket:
         """This bucket is about to be replaced: let go of the buffer. It is still known what gradients there are."""
         self._settled_versions = [self._settled_version(slot) for slot in range(len(self.names))]
         self._views, self._view_refs = [], []
-        del self.wire, self._flags
+        del self.wire, self.flags, self.packing
 
     def name_at(self, element: int) -> str:
         """The parameter whose gradient holds that element of the wire buffer."""
@@ -336,8 +350,10 @@ class Bucket:
         """Copy in what was only counted on arrival."""
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self._pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
-        for i, signal in enumerate(self.signals, start=len(self.names)):
-            self._flags[i] = signal
+        self.packing.packed()
+        if not self._is_on_device:
+            for i, signal in enumerate(self.signals, start=len(self.names)):
+                self.flags[i] = signal
         self._move(BucketState.FILLING, BucketState.PACKED)
 
     def _pack(self, slots: Sequence[int]) -> None:
@@ -361,15 +377,14 @@ class Bucket:
         if not packed:
             return
         if not self._gradients_live_here:
-            reference.pack(packed, views, scale=self._pack_scale)
+            self.packing.pack(slots, packed, views)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, packed, strict=True)}
             return
         try:
-            # Nothing is scaled here, and shapes need no look of ours: torch refuses a .grad that does not fit.
-            torch._foreach_copy_(views, packed)
+            self.packing.pack(slots, packed, views)
             for slot, view in zip(slots, views, strict=True):
                 self.parameters[slot].grad = view
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             misfit = self._first_misfit(slots)
             if misfit is None:
                 raise
@@ -388,7 +403,7 @@ class Bucket:
             if grad is None or grad is not packed or (version >= 0 and grad._version != version):
                 raise self._taken(slot)
             grads.append(grad)
-        reference.unpack([self._views[slot] for slot in slots], grads)
+        self.packing.unpack(slots, [self._views[slot] for slot in slots], grads)
         for slot, grad in zip(slots, grads, strict=True):
             self._settle(slot, grad)
 

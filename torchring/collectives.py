@@ -1,6 +1,7 @@
 """Collectives for scripts: metrics, batch counts, early stopping, objects.
 
-They act on the default world and are called by all its ranks in the same order. A blocking call returns when this
+They act on the default world and are called by all its ranks in the same order. Tensors on a GPU travel by way of the
+host, which waits for them; gradients do not, see `reduction.py`. A blocking call returns when this
 rank's result is there. With `async_op=True` it runs on a background thread: the tensor belongs to torchring until
 `Work.wait()` returns; order among collectives, blocking or not, is the order of the calls.
 
@@ -19,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from torchring.call import OPS, Call, call_for
+from torchring.platform import PLATFORMS
 from torchring.errors import PeerLostError, PlanMismatchError
 from torchring.memory.exchange import HostExchange, combine
 from torchring.memory.host import bytes_of
@@ -127,7 +129,7 @@ class Collectives:
         """Many at once, in messages of some MiB: between hosts, one message for each of 800 took 2 s."""
         tensors = list(tensors)
         for checked in tensors:
-            _check_cpu(checked)
+            _check_dense(checked)
             _check_writable(checked)
         batch: list[torch.Tensor] = []
         num_bytes = 0
@@ -198,20 +200,20 @@ def all_reduce(tensor: torch.Tensor, op: str = "mean", async_op: bool = False) -
     """Combine `tensor` over all ranks, in place.
 
     Args:
-        tensor: CPU, any shape and strides, the same on every rank; fp16, bf16, fp32, fp64 or an integer dtype. 16-bit
-            values are combined in fp32 and rounded once.
+        tensor: on the CPU or CUDA, any shape and strides, the same on every rank; fp16, bf16, fp32, fp64 or an integer
+            dtype. 16-bit values are combined in fp32 and rounded once.
         op: "mean", "sum", "min", "max" or "product". "mean" takes floating point only, like torch.mean.
         async_op: return a `Work` at once.
 
     Returns `tensor`, with the same bits on every rank, or a `Work` whose `wait()` returns it.
 
-    Raises ValueError for an unknown op or a tensor that is not on the CPU, TypeError for its dtype, PlanMismatchError
+    Raises ValueError for an unknown op or a tensor on another device, TypeError for its dtype, PlanMismatchError
     where ranks differ, PeerLostError and PeerTimeoutError.
     """
-    _check_cpu(tensor)
+    _check_dense(tensor)
     _check_writable(tensor)
     _check_reducible(tensor, op)
-    return _dispatch(lambda exchange: _all_reduce(exchange, tensor, op), async_op)
+    return _dispatch(lambda exchange: _all_reduce(exchange, tensor, op), async_op, tensor.device)
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> Any:
@@ -219,10 +221,10 @@ def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> Any
 
     Returns `tensor` or a `Work`. Raises ValueError for a rank that does not exist; else as `all_reduce`.
     """
-    _check_cpu(tensor)
+    _check_dense(tensor)
     _check_writable(tensor)
     _check_rank(src)
-    return _dispatch(lambda exchange: _broadcast(exchange, tensor, src), async_op)
+    return _dispatch(lambda exchange: _broadcast(exchange, tensor, src), async_op, tensor.device)
 
 
 def all_gather(tensor: torch.Tensor, async_op: bool = False) -> Any:
@@ -231,8 +233,8 @@ def all_gather(tensor: torch.Tensor, async_op: bool = False) -> Any:
     Sizes of dimension 0 may differ between ranks, the others not. 0-dim tensors become a vector of size().
     Returns a new tensor or a `Work`. Raises PlanMismatchError where ranks differ; else as `all_reduce`.
     """
-    _check_cpu(tensor)
-    return _dispatch(lambda exchange: torch.cat(_all_gather(exchange, tensor)), async_op)
+    _check_dense(tensor)
+    return _dispatch(lambda exchange: torch.cat(_all_gather(exchange, tensor)), async_op, tensor.device)
 
 
 def reduce_scatter(tensor: torch.Tensor, op: str = "mean", async_op: bool = False) -> Any:
@@ -242,7 +244,7 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "mean", async_op: bool = Fals
     Horovod deal them out. Combined in rank order, 16-bit values in fp32. `tensor` is left as it is.
     Returns a new tensor or a `Work`. Raises as `all_reduce`, and ValueError for a 0-dim tensor.
     """
-    _check_cpu(tensor)
+    _check_dense(tensor)
     _check_reducible(tensor, op)
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"reduce_scatter deals out rows of at least one element, got {tuple(tensor.shape)}")
@@ -254,14 +256,14 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "mean", async_op: bool = Fals
         parts = _all_to_all(exchange, tensor, splits, call)[0]
         return _reduce_parts(parts, op)
 
-    return _dispatch(operation, async_op)
+    return _dispatch(operation, async_op, tensor.device)
 
 
 def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_op: bool = False) -> Any:
     """Send a slice of dimension 0 to every rank, and concatenate what they send here, in rank order; any dtype.
 
     Args:
-        tensor: CPU, at least 1-dim; dimensions but the first the same on every rank.
+        tensor: on the CPU or CUDA, at least 1-dim; dimensions but the first the same on every rank.
         splits: rows for each rank, together all of them; default: equal shares.
         async_op: return a `Work`.
 
@@ -269,7 +271,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
 
     Raises ValueError for splits that do not fit; else as `all_reduce`.
     """
-    _check_cpu(tensor)
+    _check_dense(tensor)
     world = default_world()
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"all_to_all splits dimension 0 into rows of at least one element, got {tuple(tensor.shape)}")
@@ -288,7 +290,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
         parts, counts = _all_to_all(exchange, tensor, shares, call)
         return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
 
-    return _dispatch(operation, async_op)
+    return _dispatch(operation, async_op, tensor.device)
 
 
 def barrier() -> None:
@@ -317,8 +319,15 @@ def all_gather_object(obj: Any) -> list[Any]:
     return [obj if rank == world.rank else pickle.loads(part) for rank, part in enumerate(parts)]
 
 
-def _dispatch(operation: Callable[[_Exchange], Any], async_op: bool) -> Any:
+def _dispatch(operation: Callable[[_Exchange], Any], async_op: bool, device: torch.device) -> Any:
     collectives = collectives_of(default_world())
+    if device.type == "cuda":  # on whichever thread, in the stream that computes the tensor
+        stream, of_caller = torch.cuda.current_stream(device), operation
+
+        def operation(exchange: _Exchange) -> Any:
+            with torch.cuda.stream(stream):
+                return of_caller(exchange)
+
     return Work(collectives.start(operation)) if async_op else collectives.run(operation)
 
 
@@ -355,9 +364,9 @@ def _all_gather(exchange: _Exchange, tensor: torch.Tensor) -> list[torch.Tensor]
     call = call_for("all_gather", data, any_rows=True)
     if not data.shape[1:].numel():  # rows without bytes: only their number travels
         counts = exchange.all_gather(bytes_of(torch.tensor([len(data)])), call)
-        return [data.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]
+        return [tensor.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]
     parts = exchange.all_gather(bytes_of(data), call)
-    return [_from_bytes(part, data) for part in parts]
+    return [_from_bytes(part, data).to(tensor.device) for part in parts]
 
 
 @torch.no_grad()
@@ -366,7 +375,7 @@ def _all_to_all(
 ) -> tuple[list[torch.Tensor], list[int]]:
     data = _plain(tensor)
     parts = exchange.all_to_all([bytes_of(part) for part in torch.split(data, list(splits))], call)
-    received = [_from_bytes(part, data) for part in parts]
+    received = [_from_bytes(part, data).to(tensor.device) for part in parts]
     return received, [len(part) for part in received]
 
 
@@ -378,15 +387,23 @@ def _reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in row-major order, without history and lazy conjugation: `tensor`'s own memory where that is so."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    """The values in row-major order, without history and lazy conjugation: `tensor`'s own memory where that is so.
+
+    Of a tensor on a GPU, a copy in the host's memory, when the current stream has computed it.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
 
 
-def _check_cpu(tensor: torch.Tensor) -> None:
+def is_movable(device: torch.device) -> bool:
+    """Whether tensors there can take part."""
+    return device.type in ("cpu", *PLATFORMS)
+
+
+def _check_dense(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"this release moves CPU tensors, got one on {tensor.device}; pass tensor.cpu()")
+    if not is_movable(tensor.device):
+        raise ValueError(f"expected a tensor on the CPU or on CUDA, got one on {tensor.device}")
     if tensor.layout != torch.strided:
         raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; pass tensor.to_dense()")
 

@@ -156,6 +156,12 @@ class GradientHooks:
                     "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Take inner "
                     "gradients with torch.autograd.grad(..., create_graph=True), and call backward() for the outer loss"
                 )
+            if self.reduction.is_captured():
+                raise GradientError(
+                    "backward() is being captured into a CUDA graph, whose replays would reduce without torchring's "
+                    "checks and bookkeeping. Capture the model with torch.cuda.make_graphed_callables, whose "
+                    "gradients arrive outside the graph, or capture nothing but the forward pass"
+                )
             self._begin(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self._accumulate)
         self._watch.arm()
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.collectives import collectives_of
+from torchring.platform import platform_of
 from torchring.errors import GradientError, PlanMismatchError
 from torchring.hooks import GradientHooks, neighbours_of
 from torchring.plan import COMPRESSIONS, ParameterSpec
@@ -38,12 +39,13 @@ class Stats:
     Attributes:
         algorithm: "direct", "ring", "hierarchical", "native", or "none" in a world of one.
         reason: why it is that, a sentence; with what was measured where "auto" had a choice.
-        overlap: "inline" or "thread".
+        overlap: "inline", "thread" or, on a device, "stream".
         num_buckets: in the present plan.
         bytes_per_step: what this rank contributes to one reduction, in the wire dtype.
         num_reductions: so far.
-        communication_ms: of the last reduction: time in all-reduce, waiting for peers included.
-        exposed_ms: of the last reduction: the part of it during which backward stood still.
+        communication_ms: of the last reduction: time in all-reduce, waiting for peers included. On a device: of the
+            last one that it has finished.
+        exposed_ms: the part of it during which backward stood still.
         mean_communication_ms, mean_exposed_ms: over all reductions but the first, which also builds.
         overlap_ratio: the share of communication that backward hid, 0 to 1, over the same.
     """
@@ -76,7 +78,7 @@ def wrap(
     """Make `optimizer` average its gradients over all ranks while backward runs. Collective.
 
     Args:
-        optimizer: any torch.optim.Optimizer over CPU parameters. It goes on holding the state.
+        optimizer: any torch.optim.Optimizer over parameters on the CPU or on one GPU. It goes on holding the state.
         model: gives parameters their names in errors, tells sparse embeddings, and has its buffers synchronised.
         op: "mean" or "sum" over ranks.
         compression: None, "fp16" or "bf16": the dtype on the wire. Scaled first, cast once, added up in fp32.
@@ -87,7 +89,7 @@ def wrap(
             "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce) or
             "auto": direct on one host; between hosts it measures and keeps the faster, see `Stats.reason`.
         overlap: "inline" (reduce in the thread that runs backward), "thread" or "auto": threads, unless they would only
-            take turns with backward.
+            take turns with backward. On CUDA, in the stream that runs backward, or in one of its own.
         sync_initial_state: start all ranks from rank 0's parameters, buffers and optimizer state.
 
     Returns the `DistributedOptimizer` to use in place of `optimizer`.
@@ -236,12 +238,13 @@ class DistributedOptimizer(Optimizer):
         if hooks is None:
             return Stats("none", "a world of one sends nothing", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
         reduction, timing = hooks.reduction, hooks.reduction.timing
+        reduction.poll()
         num_timed = max(timing.num_rounds, 1)
         hidden = timing.total_busy_ms - timing.total_exposed_ms
         return Stats(
             algorithm=reduction.mover.algorithm,
             reason=reduction.choice.reason,
-            overlap="thread" if reduction.mover.in_background else "inline",
+            overlap=reduction.overlap,
             num_buckets=len(reduction.buckets),
             bytes_per_step=reduction.num_bytes,
             num_reductions=reduction.num_rounds,
@@ -424,6 +427,7 @@ class DistributedOptimizer(Optimizer):
         """Raise GradientError rather than train on something that is known to be wrong."""
         if hooks.failure is not None:
             raise GradientError(f"the last backward did not reduce its gradients: {hooks.failure}") from hooks.failure
+        hooks.reduction.poll()
         if hooks.in_backward:
             raise GradientError(
                 "step() was called inside backward(), before all gradients are reduced; call it after backward()"
@@ -514,8 +518,14 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
                 )
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise ValueError(f"{name} has no shape yet; run a batch through the lazy module before wrapping")
-            if parameter.device.type != "cpu":
-                raise ValueError(f"{name} is on {parameter.device}; this release reduces CPU gradients only")
+            if parameter.device.type != "cpu" and platform_of(parameter.device) is None:
+                raise ValueError(f"{name} is on {parameter.device}; gradients on the CPU or on CUDA can be reduced")
+            first = next(iter(names), parameter)
+            if parameter.device != first.device:
+                raise ValueError(
+                    f"{name} is on {parameter.device}, {names[first]} on {first.device}; one optimizer reduces "
+                    "parameters of one device: give every rank a GPU of its own, or every device an optimizer"
+                )
             if not parameter.is_floating_point():
                 raise TypeError(f"{name} is {parameter.dtype}; gradients of floating point parameters can be reduced")
             names[parameter] = name

@@ -6,17 +6,22 @@ rebuilt once, in the order in which rank 0's gradients really became ready.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
 import torch
 
-from torchring.allreduce.select import Choice, open_chosen, open_mover
+from torchring.allreduce import StagedMover, Wire
+from torchring.allreduce.on_device import DeviceWire, OnStream
+from torchring.allreduce.select import Choice, open_chosen, open_mover, open_on_device
 from torchring.bucket import Bucket, BucketState, GradientStatus
 from torchring.collectives import collectives_of
+from torchring.platform import platform_of
 from torchring.memory.heap import keep_freed
-from torchring.plan import NUM_SIGNALS, ParameterSpec, Plan, build_plan, describe, shifted
+from torchring.packing import DevicePacking, HostPacking, Packing
+from torchring.plan import NUM_SIGNALS, BucketPlan, ParameterSpec, Plan, build_plan, describe, shifted
+from torchring.rounds import DeviceRounds
 from torchring.scheduler import Scheduler
 from torchring.sparse import SparseReduction
 from torchring.world import World
@@ -92,11 +97,8 @@ class Reduction:
         self._options = options
         self._check_agreement(specs)
         plan = self._plan(specs)
-        if options.algorithm == "auto":
-            self.mover, self.choice = open_chosen(world, options.overlap, _wires_of(plan))
-        else:
-            self.mover = open_mover(world, options.algorithm, options.overlap)
-            self.choice = Choice(options.algorithm, "asked for")
+        self.mover, self.choice = self._open_mover(plan, specs[0].device)
+        self._rounds = DeviceRounds(world, self.mover, self.timing.add) if isinstance(self.mover, OnStream) else None
         self.scheduler = Scheduler((), self.mover)
         self._sparse = SparseReduction(world, options.scale(world.size), is_sum=options.op == "sum")
         self._holds = False
@@ -108,6 +110,17 @@ class Reduction:
     @property
     def buckets(self) -> Sequence[Bucket]:
         return self.scheduler.buckets
+
+    @property
+    def overlap(self) -> str:
+        """How, in one word."""
+        if not self.mover.in_background:
+            return "inline"
+        return "thread" if self._rounds is None else "stream"
+
+    def is_captured(self) -> bool:
+        """Whether what backward calls for is recorded into a graph."""
+        return isinstance(self.mover, OnStream) and self.mover.platform.is_capturing()
 
     @property
     def num_bytes(self) -> int:
@@ -130,6 +143,8 @@ class Reduction:
         self.scheduler.settle()
         if self._seen_order is not None and not hold:
             self._rebuild()
+        if self._rounds is not None:
+            self._rounds.begin(self.buckets)
         self.scheduler.begin(round_number=self._round_number, step=step, hold=hold)
         if self._is_broken_off:
             self._is_broken_off = False
@@ -166,25 +181,38 @@ class Reduction:
 
         Collective, and in the same order on all ranks.
         """
+        if self._rounds is not None:
+            self._rounds.backward_is_over()
         for bucket in self.buckets:
             if bucket.state in (BucketState.IDLE, BucketState.FILLING):
                 bucket.fill_missing()
         self.scheduler.finish()
+        if self._rounds is not None:
+            self._rounds.end(self.buckets)
+            self._agree(self._rounds)
         for bucket in self.buckets:
             if bucket.non_finite is not None and self.non_finite is None:
                 name = bucket.name_at(bucket.non_finite.element)
                 self.non_finite = (bucket.non_finite.rank, name, bucket.grad_of(name))
             bucket.close_round()
-        self.timing.add(self.scheduler.busy_seconds, self.scheduler.exposed_seconds)
+        if self._rounds is None:
+            self.timing.add(self.scheduler.busy_seconds, self.scheduler.exposed_seconds)
         self._sparse.reduce(self.specs, self.parameters)
         self.non_finite = self.non_finite or self._sparse.non_finite
-        self.heard = self._hear()
+        if self._rounds is None:
+            self.heard = self._hear()
         self.num_rounds += 1
         self._round_number += 1
         if self._ready_order is not None:
             self._seen_order, self._ready_order = self._ready_order, None
         if self._seen_order is not None and self._holds:
             self._rebuild()
+
+    def poll(self) -> None:
+        """Take in what a device has finished since; raise what it could not."""
+        if self._rounds is not None:
+            self._rounds.check()
+            self._rounds.poll()
 
     def abandon(self) -> None:
         """A backward was broken off. What had arrived stays marked as local, outside of buffers that are under way.
@@ -227,6 +255,23 @@ class Reduction:
         """End threads and links. Gradients stay where they are."""
         self.mover.close()
 
+    def _open_mover(self, plan: Plan, device: torch.device) -> tuple[StagedMover, Choice]:
+        world, options, wires = self.world, self._options, _wires_of(plan)
+        if platform := platform_of(device):
+            return open_on_device(world, options.algorithm, options.overlap, wires, platform)
+        if options.algorithm == "auto":
+            return open_chosen(world, options.overlap, wires)
+        return open_mover(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
+
+    def _agree(self, rounds: DeviceRounds) -> None:
+        """Collective, on the host: what travels in the wire buffers where the host reduces them."""
+        agreement = rounds.agree(self._round_number, self._signals, self.buckets)
+        self.heard = agreement.heard
+        if agreement.non_finite is not None:
+            rank, index = agreement.non_finite
+            # Its gradient of that round is gone; what was trained on it shows.
+            self.non_finite = rank, self.specs[index].name, self.parameters[index]
+
     def _plan(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> Plan:
         bucket_mb, compression = self._options.bucket_mb, self._options.compression
         if bucket_mb is None:
@@ -239,9 +284,13 @@ class Reduction:
         self.parameters += parameters
         self._home += [None] * len(specs)
         plan = shifted(plan, buckets=len(self.buckets), parameters=first)
+        if self._rounds is None:
+            self._keep_freed()
+        self._install([*self.buckets, *self._open(plan)])
+
+    def _keep_freed(self) -> None:
         gradient_bytes = [spec.numel * spec.dtype.itemsize for spec in self.specs if not spec.is_sparse]
         keep_freed(sum(gradient_bytes), max(gradient_bytes, default=0))
-        self._install([*self.buckets, *self._open(plan)])
 
     def _check_agreement(self, specs: Sequence[ParameterSpec]) -> None:
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
@@ -250,10 +299,27 @@ class Reduction:
     def _open(self, plan: Plan) -> list[Bucket]:
         wires = self.mover.open_wires(_wires_of(plan))
         scale = self._options.scale(self.world.size)
+        is_sum = self._options.op == "sum"
         return [
-            Bucket(bucket, wire, self.specs, self.parameters, scale=scale, is_sum=self._options.op == "sum")
+            Bucket(
+                bucket,
+                wire,
+                self.specs,
+                self.parameters,
+                scale=scale,
+                is_sum=is_sum,
+                packing=self._packing(bucket, wire),
+            )
             for bucket, wire in zip(plan.buckets, wires, strict=True)
         ]
+
+    def _packing(self, plan: BucketPlan, wire: Wire) -> Callable[[float], Packing]:
+        """Makes the bucket's copies, given the scale that comes before the cast."""
+        if not isinstance(self.mover, OnStream):
+            return HostPacking
+        assert isinstance(wire, DeviceWire)
+        stream, platform = self.mover.stream, self.mover.platform
+        return lambda scale: DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, stream, platform)
 
     def _install(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
@@ -286,6 +352,8 @@ class Reduction:
         plan = self._plan(self.specs, agreed)
         self._seen_order = None
         if plan.buckets != tuple(bucket.plan for bucket in self.buckets):
+            if self._rounds is not None:
+                self._rounds.settle()
             for bucket in self.buckets:
                 bucket.release()
             collectives.barrier()  # memory is free when all ranks have let go of it

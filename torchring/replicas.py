@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -22,6 +22,7 @@ from torchring.memory.host import bytes_of
 from torchring.world import World
 
 STEPS_BETWEEN_CHECKS: Final = 100  # a check reads every parameter: 70 ms for 42 M on one core
+_PIECE_WORDS: Final = 1 << 22
 _WATCHED: Final = 64  # reading a version takes up to 1 us; of more parameters, as many are watched in turn
 
 
@@ -74,7 +75,7 @@ class ReplicaCheck:
 
     def compare(self) -> None:
         """Collective: raise GradientError naming the first parameter that is not the same on all ranks, and where."""
-        digests = torch.tensor([_digest(p) for p in self._names], dtype=torch.int64)
+        digests = _digests(self._names)
         everybody = collectives_of(self._world).all_gather(digests)
         first = everybody[0]
         differing = [rank for rank, digest in enumerate(everybody) if not torch.equal(digest, first)]
@@ -93,10 +94,38 @@ class ReplicaCheck:
         )
 
 
+def _digests(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """[P, 2] int64 on the host: a sum over the bits, which any single change changes, and one that their order changes.
+
+    All parameters are on one device.
+    """
+    parameters = list(parameters)
+    if parameters[0].device.type == "cpu":
+        return torch.tensor([_digest(parameter) for parameter in parameters])
+    return torch.stack([_digest_on_device(parameter) for parameter in parameters]).cpu()
+
+
 def _digest(parameter: torch.Tensor) -> tuple[int, int]:
-    """A sum over the bits, which any single change changes, and Adler-32, which the order changes; at memory speed."""
-    data = bytes_of(parameter.detach().contiguous())
-    if data.data_ptr() % 8 or data.storage_offset() % 8:
-        data = data.clone()
+    """The order is told by Adler-32; at memory speed."""
+    data = _aligned_bytes(parameter)
     words = data[: data.numel() // 8 * 8].view(torch.int64)
     return int(words.sum()), zlib.adler32(memoryview(data.numpy()))  # type: ignore[arg-type]
+
+
+def _digest_on_device(parameter: torch.Tensor) -> torch.Tensor:
+    """[2] int64 there: the order is told by every word times its place. Nobody waits for it."""
+    data = _aligned_bytes(parameter)
+    words = data[: data.numel() // 8 * 8].view(torch.int64)
+    rest = data[words.numel() * 8 :].to(torch.int64)  # 0 to 7 bytes
+    digest = torch.zeros(2, dtype=torch.int64, device=data.device)
+    first = 1
+    for piece in (*torch.split(words, _PIECE_WORDS), rest):
+        places = torch.arange(first, first + piece.numel(), device=data.device)
+        digest += torch.stack([piece.sum(), (piece * places).sum()])  # modulo 2**64
+        first += piece.numel()
+    return digest
+
+
+def _aligned_bytes(parameter: torch.Tensor) -> torch.Tensor:
+    data = bytes_of(parameter.detach().contiguous())
+    return data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data

@@ -79,8 +79,10 @@ class SparseReduction:
         if not collectives.any_rank(self.unsettled(index, parameter)):
             return
         if grad is None:
-            no_rows = torch.empty((1, 0), dtype=torch.int64), torch.empty((0, *spec.shape[1:]), dtype=spec.dtype)
-            grad = torch.sparse_coo_tensor(*no_rows, spec.shape, check_invariants=False)
+            device = parameter.device
+            indices_of_none = torch.empty((1, 0), dtype=torch.int64, device=device)
+            no_rows = torch.empty((0, *spec.shape[1:]), dtype=spec.dtype, device=device)
+            grad = torch.sparse_coo_tensor(indices_of_none, no_rows, spec.shape, check_invariants=False)
         grad = grad.coalesce()
         indices = collectives.all_gather(grad.indices().t().contiguous())
         values = collectives.all_gather(grad.values())

@@ -10,15 +10,16 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from torchring.collectives import collectives_of
+from torchring.collectives import collectives_of, is_movable
 from torchring.world import default_world
 
 
 def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any], src: int = 0) -> None:
     """Overwrite every tensor of a module (parameters and buffers) or of a mapping with that of rank `src`, in place.
 
-    Collective. Raises TypeError for anything else, ValueError for a tensor that is not on the CPU or a rank that does
-    not exist, PlanMismatchError where ranks pass different tensors.
+    Collective; tensors on a GPU travel by way of the host. Raises TypeError for anything else, ValueError for a tensor
+    that is neither on the CPU nor on a GPU or a rank that does not exist, PlanMismatchError where ranks pass different
+    tensors.
     """
     if isinstance(model_or_state_dict, torch.nn.Module):
         # Not state_dict(): non-persistent buffers are part of what a replica computes with.
@@ -32,8 +33,8 @@ def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any
     if not 0 <= src < world.size:
         raise ValueError(f"src must be a rank, 0 .. {world.size - 1}, got {src}")
     for name, tensor in tensors.items():
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}; this release moves CPU tensors")
+        if not is_movable(tensor.device):
+            raise ValueError(f"{name} is on {tensor.device}; tensors on the CPU or on CUDA can be moved")
     if world.size == 1:
         return
     collectives = collectives_of(world)
@@ -54,7 +55,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
     mine = buffer.getvalue()
     theirs = collectives_of(world).broadcast_bytes(mine if world.rank == src else None, src)
     if world.rank != src and theirs != mine:
-        optimizer.load_state_dict(torch.load(io.BytesIO(theirs), weights_only=True))
+        optimizer.load_state_dict(torch.load(io.BytesIO(theirs), map_location="cpu", weights_only=True))
 
 
 def _plain(value: Any) -> Any:

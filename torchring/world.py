@@ -261,8 +261,13 @@ def num_nodes() -> int:
 
 
 def device() -> torch.device:
-    """Where this rank should put its model. The CPU: this release reduces CPU tensors only."""
-    return torch.device("cpu")
+    """Where this rank should put its model: a GPU of its own if there is one for each rank of this host, or the CPU.
+
+    The local_rank()-th of those that it sees; the first where it sees just one, as launchers may arrange it.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
 def _launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
+from torch.distributed import PrefixStore
 
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
 from torchring.allreduce.lanes import Lanes, StandingBy
 from torchring.allreduce.mover import StagedMover
 from torchring.allreduce.native import NativeAllReduce
+from torchring.allreduce.on_device import BackendEngine, Engine, HierarchicalEngine, OnStream, SharedMemoryEngine
 from torchring.allreduce.ring import RingAllReduce
 from torchring.collectives import collectives_of
+from torchring.platform import Backend, Platform
 from torchring.errors import TopologyError
 from torchring.memory.channel import POLL_SECONDS
 from torchring.transport.open import open_transport
@@ -132,6 +135,85 @@ def open_mover(world: World, algorithm: str, overlap: str) -> StagedMover:
     return Lanes(mover) if in_background else StandingBy(mover)
 
 
+def open_on_device(
+    world: World, algorithm: str, overlap: str, specs: Sequence[tuple[int, torch.dtype]], platform: Platform
+) -> tuple[OnStream, Choice]:
+    """Collective: the mover for buckets on a device that works in streams, and why it is that one.
+
+    "auto" is direct where the GPUs of all ranks reach each other's memory, and else what torch.distributed's backend
+    does, unless several hosts have several GPUs each: then it measures that against "hierarchical". With
+    overlap="inline" buckets are reduced in the stream that computes. Raises TopologyError where `algorithm` cannot be.
+    """
+    if algorithm in ("direct", "hierarchical", "ring") or world.size == 1:
+        algorithm = "direct" if algorithm == "auto" else algorithm
+        return _open_engine(world, algorithm, overlap, platform), Choice(algorithm, "asked for")
+    if algorithm == "native":
+        return _open_engine(world, "native", overlap, platform), Choice("native", "asked for")
+    if max(map(len, world.hosts)) == 1:
+        why = "every host has one rank, and the backend's own all-reduce knows the network"
+        return _open_engine(world, "native", overlap, platform), Choice("native", why)
+    ours = "direct" if world.shares_memory else "hierarchical"
+    try:
+        mover = _open_engine(world, ours, overlap, platform)
+    except TopologyError as error:
+        return _open_engine(world, "native", overlap, platform), Choice("native", f"{ours} is not to be had: {error}")
+    if ours == "direct":
+        return mover, Choice("direct", "the GPUs of all ranks reach each other's memory")
+    movers = {ours: mover, "native": _open_engine(world, "native", overlap, platform)}
+    seconds = _measure(world, movers, _sample(specs), platform.synchronize)
+    best = min(movers, key=lambda name: seconds[name])
+    for name, other in movers.items():
+        if name != best:
+            other.close()
+    times = ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
+    return movers[best], Choice(best, f"measured: {times}", seconds)
+
+
+def _open_engine(world: World, algorithm: str, overlap: str, platform: Platform) -> OnStream:
+    """Collective."""
+    if algorithm == "direct" and world.size > 1 and not world.shares_memory:
+        raise TopologyError(
+            f"algorithm='direct' takes one host, but ranks share memory only within {list(world.hosts)}; "
+            "use algorithm='auto' or 'hierarchical'",
+            rank=world.rank,
+        )
+    return OnStream(
+        _engine(world, algorithm, platform),
+        platform,
+        in_background=overlap != "inline",
+        host=world.host,
+        timeout_seconds=world.timeout_seconds,
+    )
+
+
+def _engine(world: World, algorithm: str, platform: Platform) -> Engine:
+    if world.size == 1 and algorithm == "native":
+        algorithm = "direct"  # which sends as little
+    if algorithm == "direct" or (algorithm == "ring" and (world.size == 1 or world.shares_memory)):
+        try:
+            return SharedMemoryEngine(algorithm, platform.share(world.host, world.rendezvous), platform)
+        except TopologyError:
+            if algorithm == "direct":
+                raise
+    if algorithm == "hierarchical":
+        columns = num_columns(world.hosts)
+        shared = SharedMemoryEngine(algorithm, platform.share(world.host, world.rendezvous), platform, columns)
+        return HierarchicalEngine(shared, _backend(world, column_members(world.hosts, world.rank), platform))
+    backend = _backend(world, tuple(range(world.size)), platform)
+    assert backend is not None
+    return BackendEngine(algorithm, backend, platform)
+
+
+def _backend(world: World, members: tuple[int, ...] | None, platform: Platform) -> Backend | None:
+    """Collective: between `members`, which contain this rank; None where there are none."""
+    name = world.next_stream_name()
+    if members is None:
+        return None
+    assert world.rendezvous is not None
+    store = PrefixStore(f"backend/{name}/{members[0]}", world.rendezvous.store)
+    return platform.open_backend(store, members.index(world.rank), len(members), world.timeout_seconds)
+
+
 def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.dtype]]:
     """The largest wires, or as much of them as says how fast the line is."""
     largest = sorted(specs, key=lambda spec: spec[0] * spec[1].itemsize, reverse=True)[:_NUM_SAMPLES]
@@ -139,11 +221,14 @@ def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.d
 
 
 def _measure(
-    world: World, movers: Mapping[str, StagedMover], sample: Sequence[tuple[int, torch.dtype]]
+    world: World,
+    movers: Mapping[str, StagedMover],
+    sample: Sequence[tuple[int, torch.dtype]],
+    synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Collective: seconds that each takes for the sample, all of it begun at once; the median of the slowest rank's.
 
-    They take turns. All ranks get the same numbers, so all decide alike.
+    They take turns. All ranks get the same numbers, so all decide alike. `synchronize` waits for what has landed.
     """
     collectives = collectives_of(world)
     wires = {name: mover.open_wires(sample) for name, mover in movers.items()}
@@ -157,6 +242,7 @@ def _measure(
                 flight.contribute()
             for flight in flights:
                 flight.land()
+            synchronize()
             taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
             slowest = float(collectives.all_reduce(taken, "max"))
             if turn or slowest > _PATIENCE_SECONDS / 4:

@@ -149,7 +149,8 @@ def check_gpus(report: Report) -> list[Finding]:
     if report.ranks and not found:
         return [Finding("note", "GPUs", "none")]
     if found:
-        found.append(Finding("note", "GPUs", "this release reduces gradients of CPU tensors only"))
+        text = 'gradients of a model on a GPU: "auto" is direct where all ranks reach each other\'s memory'
+        found.append(Finding("note", "GPUs", f"{text}, else the backend's own or hierarchical; the table is the CPU's"))
     return found
 
 

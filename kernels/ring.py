@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ring: all-reduce in which every rank reads from its left neighbour alone, in one launch per rank.
+
+The wire is cut into N slices. In N-1 steps each slice travels once around the ring, every rank adding its own; then, in
+N-1 more, the sums travel around. Step by step, for 3 ranks, "1+2" being the sum of ranks 1's and 2's:
+
+    step           rank 0 reads from 2      rank 1 reads from 0      rank 2 reads from 1
+    reduce 0       slice 2 -> 2+0           slice 0 -> 0+1           slice 1 -> 1+2
+    reduce 1       slice 1 -> 1+2+0         slice 2 -> 2+0+1         slice 0 -> 0+1+2
+    gather 0       slice 0, whole           slice 1, whole           slice 2, whole
+    gather 1       slice 2, whole           slice 0, whole           slice 1, whole
+
+So rank r works on slice r-s-1 in reduce step s and on slice r-s in gather step s, modulo N. A step begins when the left
+neighbour has signalled the end of its step before; there is one word for each, so no sender waits for a free one. At
+last each rank tells its left neighbour that it has pulled everything, and waits for its right neighbour to say so: from
+then on its wire may be overwritten.
+
+Example: 2 ranks, wires fp32 [1, 2, ..., 32] and [10, 20, ..., 320], scale 0.5
+    rank 0 makes elements 16 to 31, 93.5 to 176.0, rank 1 elements 0 to 15, 5.5 to 88.0, and each copies the other's
+
+Blocks go around on their own: block b reads what block b of the left neighbour has written, and waits for it alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, no_type_check
+
+from torch import Tensor
+
+from . import reference
+from .finite import first_index, is_finite, report
+from .lazy import lazy_jit, triton_dtype
+from .signals import MAX_BLOCKS, NUM_WARPS, check, num_blocks, poison, send, take, tile_numel, word_of
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@lazy_jit()
+@no_type_check
+def hop_lanes(
+    left,  # pointer to the left neighbour's wire
+    own,  # pointer to the own wire
+    lane,  # int64 [n]: which elements
+    limit,  # int64: lanes from here on are left alone
+    theirs,  # scalar of dtype COMPUTE: factor of the left neighbour's
+    ours,  # scalar of dtype COMPUTE: factor of the own
+    COMPUTE: tl.constexpr,
+    ADD_LEFT: tl.constexpr,
+    ADD_OWN: tl.constexpr,
+):
+    """Sum, scale or copy for some lanes; returns what was written."""
+    DTYPE: tl.constexpr = own.dtype.element_ty
+    # torch goes from fp64 to 16 bits by way of fp32; so must this, to round alike.
+    ROUNDED: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
+    if ADD_OWN:
+        total = tl.load(own + lane, mask=lane < limit).to(COMPUTE) * ours
+        if ADD_LEFT:
+            total = tl.load(left + lane, mask=lane < limit).to(COMPUTE) * theirs + total
+        result = total.to(ROUNDED).to(DTYPE)
+    else:
+        result = tl.load(left + lane, mask=lane < limit)
+    tl.store(own + lane, result, mask=lane < limit)
+    return result
+
+
+@lazy_jit(uses=(hop_lanes, is_finite, first_index, report))
+@no_type_check
+def hop(
+    left,
+    own,
+    begin,  # int64: the slice, which may lie beyond the wire's end; a multiple of 64 bytes
+    share,  # int64: elements of a slice
+    numel,  # int64: elements of the wire
+    theirs,
+    ours,
+    found,
+    COMPUTE: tl.constexpr,
+    ADD_LEFT: tl.constexpr,
+    ADD_OWN: tl.constexpr,
+    CHECK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """This block's share of one slice: own <- left * theirs + own * ours, or what of it is asked for."""
+    # As in accumulate: 128 bits at a time for a multiple of 16 elements, the last 0 to 15 apart.
+    begin = begin // 8 * 8  # nothing is lost, but now the compiler sees that vectors begin here
+    count = tl.maximum(tl.minimum(share, numel - begin), 0)
+    end = begin + count
+    whole = begin + count // 16 * 16
+    start = begin + tl.program_id(0).to(tl.int64) * TILE
+    stride = tl.num_programs(0).to(tl.int64) * TILE
+    turn = 0
+    first = tl.full([TILE], 2147483647, tl.int32)
+    for tile in range(start, whole, stride):
+        lane = tile + tl.arange(0, TILE)
+        result = hop_lanes(left, own, lane, whole, theirs, ours, COMPUTE, ADD_LEFT, ADD_OWN)
+        if CHECK:
+            bad = (lane < whole) & (is_finite(result, COMPUTE) == 0)
+            first = tl.where(bad, tl.minimum(first, turn), first)
+            turn += 1
+    if CHECK:
+        report(found, first_index(first, start, stride, TILE))
+    if tl.program_id(0) == 0:
+        rest = whole + tl.arange(0, 16)
+        last = hop_lanes(left, own, rest, end, theirs, ours, COMPUTE, ADD_LEFT, ADD_OWN)
+        if CHECK:
+            fine = (rest >= end) | is_finite(last, COMPUTE)
+            report(found, first_index(tl.where(fine, 2147483647, 0), whole, stride, 16))
+
+
+@lazy_jit(
+    do_not_specialize=("wires", "signals", "rank", "share", "numel", "abort", "found"),
+    uses=(word_of, send, take, poison, hop),
+)
+@no_type_check
+def _ring_kernel(
+    wires,  # [N] int64 IN: where each rank's wire begins, a multiple of 64 bytes
+    signals,  # [N] int64 IN: where each rank's signal pad begins
+    wire,  # [numel] IN and OUT: this rank's own wire, one of `wires`
+    rank: tl.int32,
+    share: tl.int64,  # elements of a slice, a multiple of 64 bytes; the last ones may be shorter, or empty
+    numel: tl.int64,
+    scale: tl.float64,  # fp64 so that fp64 wires lose nothing
+    abort,  # [1] int32 IN
+    found,  # [1] int32 IN and OUT; None without CHECK
+    COMPUTE: tl.constexpr,  # fp32, or fp64 for fp64 wires
+    NUM_RANKS: tl.constexpr,
+    CHECK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    factor = tl.full([], scale, COMPUTE)
+    left = (rank + NUM_RANKS - 1) % NUM_RANKS
+    right = (rank + 1) % NUM_RANKS
+    source = tl.multiple_of(tl.load(wires + left).to(tl.pointer_type(wire.dtype.element_ty)), 16)
+    share = share // 8 * 8
+    STEPS: tl.constexpr = 2 * NUM_RANKS  # the first step's word
+    PULLED: tl.constexpr = 4 * NUM_RANKS - 1
+    if NUM_RANKS == 1:
+        hop(source, wire, 0, share, numel, factor, factor, found, COMPUTE, False, True, CHECK, TILE)
+    else:
+        send(word_of(signals, right, STEPS, NUM_RANKS))
+        met = 1
+        for step in range(NUM_RANKS - 1):
+            met &= take(word_of(signals, rank, STEPS + step, NUM_RANKS), abort)
+            if met != 0:
+                begin = ((rank + NUM_RANKS - step - 1) % NUM_RANKS) * share
+                theirs = tl.where(step == 0, factor, 1.0)  # from then on it is a sum of what was scaled already
+                hop(source, wire, begin, share, numel, theirs, factor, found, COMPUTE, True, True, CHECK, TILE)
+                send(word_of(signals, right, STEPS + step + 1, NUM_RANKS))
+        for step in range(NUM_RANKS - 1):
+            met &= take(word_of(signals, rank, STEPS + NUM_RANKS - 1 + step, NUM_RANKS), abort)
+            if met != 0:
+                begin = ((rank + NUM_RANKS - step) % NUM_RANKS) * share
+                hop(source, wire, begin, share, numel, factor, factor, found, COMPUTE, True, False, False, TILE)
+                if step < NUM_RANKS - 2:
+                    send(word_of(signals, right, STEPS + NUM_RANKS + step, NUM_RANKS))
+        if met != 0:
+            send(word_of(signals, left, PULLED, NUM_RANKS))
+            met = take(word_of(signals, rank, PULLED, NUM_RANKS), abort)
+        if met == 0:
+            poison(wire, numel, TILE)
+
+
+def ring(
+    wires: Tensor,
+    signals: Tensor,
+    wire: Tensor,
+    *,
+    rank: int,
+    num_ranks: int,
+    scale: float = 1.0,
+    abort: Tensor,
+    found: Tensor | None = None,
+    max_blocks: int = MAX_BLOCKS,
+) -> None:
+    """All wires <- the sum of scale * each, added around a ring; rank r reads from rank r-1, modulo num_ranks, alone.
+
+    Collective: all ranks launch it alike. Slices are equal to within 64 bytes, in rank order.
+
+    Arithmetic is fp32 (fp64 for fp64), rounded once to the wire's dtype after every addition, so num_ranks - 1 times
+    for each element (once, for the scale, with a single rank); all ranks end with the same bits.
+    found: int32 [1], `finite.NOT_FOUND` or less. Lowered to the index of the first element for which a sum written by
+        this rank is NaN or infinite; over all ranks, the first element of the result that is.
+
+    Other arguments, stream, ownership, abort and errors are those of `direct`. Of `wires` and `signals` a rank uses its
+    neighbours' and its own.
+    """
+    check("ring", wires, signals, wire, rank, num_ranks, abort, found, max_blocks)
+    numel, itemsize = wire.numel(), wire.dtype.itemsize
+    line = 64 // itemsize
+    tile = tile_numel(itemsize, 2)
+    _ring_kernel.launch(
+        wire.device,
+        num_blocks(numel, num_ranks, tile, max_blocks),
+        wires,
+        signals,
+        wire,
+        rank,
+        -(-numel // (num_ranks * line)) * line,
+        numel,
+        scale,
+        abort,
+        found,
+        COMPUTE=triton_dtype(reference.compute_dtype(wire.dtype, wire.dtype)),
+        NUM_RANKS=num_ranks,
+        CHECK=found is not None,
+        TILE=tile,
+        num_warps=NUM_WARPS,
+    )

@@ -1,0 +1,195 @@
+"""How a bucket's gradients get into its wire buffer and back: by the thread of backward, or in streams of a device.
+
+On the host a copy is done when the call returns. On a device, one kernel gathers a bucket on the communication stream,
+once the streams that computed its gradients have come that far; results are copied back on the current stream, which
+the reduction's landing has made wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol, TypeVar
+
+import torch
+
+from torchring.platform import Platform, Stream, span
+from torchring.kernels import ChunkTable, pack, reference, unpack
+from torchring.kernels.chunks import layout
+from torchring.plan import BucketPlan
+
+_T = TypeVar("_T")
+_MOST_TABLES: Final = 16  # of a bucket: one for each set of parameters that a step reaches
+
+
+class Packing(Protocol):
+    """The copies of one bucket.
+
+    Attributes:
+        on_arrival: whether a big gradient is best copied the moment it arrives.
+    """
+
+    on_arrival: bool
+
+    def arrived(self) -> None:
+        """A gradient is there, by what the current stream has been told to do."""
+
+    def pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        """views[i] <- cast(grads[i] * scale), where views[i] is the place of slot slots[i] in the wire buffer.
+
+        Raises RuntimeError, ValueError or TypeError for gradients that do not fit.
+        """
+
+    def packed(self) -> None:
+        """All is in the wire buffer, or called for: what reduces it may follow."""
+
+    def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """grads[i] <- cast(views[i])."""
+
+    def release(self) -> None:
+        """The reduction has landed: let go of what it read."""
+
+
+class HostPacking:
+    """See `Packing`. Without a scale, shapes get no look of ours: torch refuses what does not fit."""
+
+    on_arrival = True
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def arrived(self) -> None: ...
+
+    def pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        if self._scale == 1.0:
+            torch._foreach_copy_(list(views), list(grads))
+        else:
+            reference.pack(grads, views, scale=self._scale)
+
+    def packed(self) -> None: ...
+
+    def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        reference.unpack(views, grads)
+
+    def release(self) -> None: ...
+
+
+class DevicePacking:
+    """See `Packing`.
+
+    Gradients are kept alive until the reduction has landed. By then the current stream waits for the one that reads
+    them, so their memory may be used again there, and no `record_stream` is needed, which would hold it for longer.
+
+    Args:
+        scale: applied before the cast.
+        plan: of the bucket.
+        wire: its buffer, on the platform's device.
+        found: int32[1], where the first chunk with a NaN or an infinity is noted; see `kernels.pack`.
+        stream: where buckets are packed and reduced.
+    """
+
+    on_arrival = False
+
+    def __init__(
+        self,
+        scale: float,
+        plan: BucketPlan,
+        wire: torch.Tensor,
+        found: torch.Tensor,
+        stream: Stream,
+        platform: Platform,
+    ) -> None:
+        self._plan = plan
+        self._wire = wire
+        self._found = found
+        self._scale = scale
+        self._stream = stream
+        self._platform = platform
+        self._producers: set[object] = set()  # streams that computed gradients
+        self._has_followed = False
+        self._held: list[torch.Tensor] = []
+        self._tables: dict[tuple[int, ...], ChunkTable] = {}
+        self._packed: list[tuple[Sequence[int], ChunkTable]] = []
+        self._name = f"torchring.pack bucket {plan.index}, {plan.num_bytes / 2**20:.2f} MiB"
+
+    def arrived(self) -> None:
+        self._producers.add(self._platform.current_stream())
+
+    def pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        if odd := _odd(grads, views):
+            reference.pack([grads[i] for i in odd], [views[i] for i in odd], scale=self._scale)
+            slots, grads, views = _without(slots, odd), _without(grads, odd), _without(views, odd)
+        table = self._table(slots, views) if slots else None  # before: its columns are filled on the current stream
+        self._follow()
+        if table is None:
+            return
+        wire, found, scale = self._wire, self._found, self._scale
+        with span(self._name):
+            self._stream.run(lambda: pack(grads, wire, table, scale=scale, found=found))
+        self._held += grads
+        self._packed.append((slots, table))
+
+    def packed(self) -> None:
+        if not self._has_followed:  # nothing was to be packed: gradients were accumulated in place, or zeroed
+            self._follow()
+        self._has_followed = False
+
+    def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        if odd := _odd(grads, views):
+            reference.unpack([views[i] for i in odd], [grads[i] for i in odd])
+            slots, grads, views = _without(slots, odd), _without(grads, odd), _without(views, odd)
+        if slots:
+            with span(self._name.replace("pack", "unpack", 1)):
+                unpack(self._wire, grads, self._table(slots, views))
+
+    def release(self) -> None:
+        self._held.clear()
+
+    def _follow(self) -> None:
+        """Have the communication stream wait for the gradients."""
+        self._stream.follow(self._producers - {self._platform.current_stream()})
+        self._producers.clear()
+        self._has_followed = True
+
+    def take_packed(self) -> list[tuple[Sequence[int], ChunkTable]]:
+        """What was packed since the last call, for `slot_of`."""
+        packed, self._packed = self._packed, []
+        return packed
+
+    def _table(self, slots: Sequence[int], views: Sequence[torch.Tensor]) -> ChunkTable:
+        """Which a step that reaches all parameters needs one of."""
+        key = tuple(slots)
+        if key not in self._tables:
+            if len(self._tables) >= _MOST_TABLES:
+                self._tables.clear()
+            places = [self._plan.slots[slot] for slot in slots]
+            self._tables[key] = ChunkTable(
+                [place.numel for place in places],
+                [place.offset for place in places],
+                wire_dtype=self._wire.dtype,
+                device=self._wire.device,
+                layouts=[layout(view) for view in views],
+            )
+        return self._tables[key]
+
+
+def slot_of(packed: Sequence[tuple[Sequence[int], ChunkTable]], chunk: int) -> int | None:
+    """The slot that a chunk belongs to; None if the bucket was packed in several goes, so that nobody knows which."""
+    if len(packed) != 1:
+        return None
+    slots, table = packed[0]
+    return slots[table.tensor_of(chunk)]
+
+
+def _odd(grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> list[int]:
+    """Those not laid out like their place in the wire: kernels copy in memory order, torch by index."""
+    if list(map(torch.Tensor.stride, grads)) == list(map(torch.Tensor.stride, views)):
+        return []
+    return [
+        i
+        for i, (grad, view) in enumerate(zip(grads, views, strict=True))
+        if grad.stride() != view.stride() and layout(grad) != layout(view)
+    ]
+
+
+def _without(items: Sequence[_T], odd: Sequence[int]) -> list[_T]:
+    return [item for i, item in enumerate(items) if i not in odd]

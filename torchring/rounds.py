@@ -1,0 +1,192 @@
+"""Rounds of a device: what the ranks' hosts tell each other, and what a host hears of its device afterwards.
+
+The device reduces gradients and nothing else. Which parameters were used, which round it is, the signals and what was
+found in earlier rounds travel between the hosts, in one small message at the end of each backward, when most of the
+round is still to be computed. So nobody waits for a device, and a rank that is dead or out of step is found before
+anybody steps.
+
+How long a round took, and whether gradients were finite, is known when the device has come that far: at one of the next
+rounds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from torchring.allreduce import TAGS_PER_ROUND
+from torchring.allreduce.mover import tag_mismatch
+from torchring.allreduce.on_device import NOTHING_FOUND, DeviceWire, OnStream, StreamFlight, has_come
+from torchring.bucket import Bucket
+from torchring.collectives import collectives_of
+from torchring.platform import Mark
+from torchring.kernels import ChunkTable
+from torchring.packing import DevicePacking, slot_of
+from torchring.plan import NUM_SIGNALS
+from torchring.world import World
+
+_HEADER: Final = 3 + NUM_SIGNALS  # int64 words: round, what was found, in which parameter; signals
+_IN_INPUT, _IN_SUM = 1, 2
+
+
+@dataclass
+class _Round:
+    """One that the device is still busy with, as far as the host knows."""
+
+    flights: list[StreamFlight]
+    backward_end: Mark
+    buckets: list[Bucket]
+    packed: list[list[tuple[Sequence[int], ChunkTable]]]
+    reports: dict[int, torch.Tensor]  # by id of the tensor on the device
+
+    def is_over(self) -> bool:
+        return all(map(has_come, self.reports.values())) and self.backward_end.is_reached()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know at the end of a round.
+
+    Attributes:
+        heard: for each signal, the share of ranks that had set it.
+        non_finite: (rank, parameter index) of a NaN or infinity in an earlier round; the rank is None if only the sum
+            overflowed.
+    """
+
+    heard: list[float]
+    non_finite: tuple[int | None, int] | None
+
+
+class DeviceRounds:
+    """The rounds of one optimizer.
+
+    Args:
+        world: of any size.
+        mover: of its device.
+        on_timing: called with the seconds of communication, and those during which backward's stream stood still, of
+            every round that the device has finished.
+    """
+
+    def __init__(self, world: World, mover: OnStream, on_timing: Callable[[float, float], None]) -> None:
+        self._world = world
+        self._mover = mover
+        self._on_timing = on_timing
+        self._under_way: deque[_Round] = deque()
+        self._finding: tuple[int, int] | None = None  # (kind, parameter), to be told
+        self._backward_end: Mark | None = None
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """A round begins. Raises what ended the mover meanwhile."""
+        self.check()
+        self.poll()
+        if self._mover.take_flights():  # of a round that was broken off
+            self._seal(buckets)
+        reports = list(_reports_of(buckets).values())
+
+        def clear_reports() -> None:
+            for report in reports:
+                report.fill_(NOTHING_FOUND)
+
+        self._mover.stream.run(clear_reports)
+
+    def check(self) -> None:
+        """Raise what ended the mover, if something has."""
+        self._mover.check()
+
+    def backward_is_over(self) -> None:
+        """As far as the host goes."""
+        self._backward_end = self._mover.platform.mark_current()
+
+    def end(self, buckets: Sequence[Bucket]) -> None:
+        """Every bucket has been launched."""
+        assert self._backward_end is not None
+        packed = [bucket.packing.take_packed() for bucket in buckets if isinstance(bucket.packing, DevicePacking)]
+        flights, reports = self._mover.take_flights(), self._seal(buckets)
+        self._under_way.append(_Round(flights, self._backward_end, list(buckets), packed, reports))
+
+    def agree(self, round_number: int, signals: Sequence[float], buckets: Sequence[Bucket]) -> Agreement:
+        """Collective: ranks compare rounds, and every bucket's flags become their sum over ranks.
+
+        Raises PlanMismatchError where a rank is in another round, PeerLostError, PeerTimeoutError.
+        """
+        kind, parameter = self._finding or (0, 0)
+        self._finding = None
+        header = torch.tensor([round_number, kind, parameter, *map(int, signals)])
+        flags = [bucket.flags[: len(bucket.names)] for bucket in buckets]
+        used = torch.cat(flags).ne(0) if flags else torch.empty(0, dtype=torch.bool)
+        mine = torch.cat([header.view(torch.uint8), used.view(torch.uint8)])
+        everybody = collectives_of(self._world).all_gather(mine)
+        headers = [theirs[: 8 * _HEADER].clone().view(torch.int64).tolist() for theirs in everybody]
+        for rank, theirs in enumerate(headers):
+            if theirs[0] != round_number:
+                tags = round_number * TAGS_PER_ROUND, theirs[0] * TAGS_PER_ROUND
+                raise tag_mismatch(self._world.rank, tags[0], rank, tags[1])
+        total = torch.stack([theirs[8 * _HEADER :] for theirs in everybody]).sum(0, dtype=torch.float32)
+        for own, part in zip(flags, torch.split(total, [len(own) for own in flags]), strict=True):
+            own.copy_(part)
+        heard = [sum(theirs[3 + i] for theirs in headers) / len(headers) for i in range(NUM_SIGNALS)]
+        return Agreement(heard, _first_finding(headers))
+
+    def poll(self) -> None:
+        """Take in what the device has finished."""
+        while self._under_way and self._under_way[0].is_over():
+            finished = self._under_way.popleft()
+            self._take_time(finished)
+            self._finding = self._finding or _find(finished)
+
+    def settle(self) -> None:
+        """Wait until the device has finished all rounds. Before buffers are given up."""
+        self._mover.platform.synchronize()
+        self.poll()
+
+    def _seal(self, buckets: Sequence[Bucket]) -> dict[int, torch.Tensor]:
+        """Have what was found sent to the host, behind all that was launched."""
+        fetched: dict[int, torch.Tensor] = {}
+        fetch, reports = self._mover.platform.fetch, _reports_of(buckets)
+        self._mover.stream.run(lambda: fetched.update({key: fetch(report) for key, report in reports.items()}))
+        for copy in fetched.values():
+            self._mover.seal(copy)
+        return fetched
+
+    def _take_time(self, finished: _Round) -> None:
+        flights = finished.flights
+        if not flights:
+            return
+        busy = sum(flight.end.milliseconds_since(flight.begin) for flight in flights)
+        exposed = max(0.0, flights[-1].end.milliseconds_since(finished.backward_end))
+        self._on_timing(busy / 1e3, min(busy, exposed) / 1e3)
+
+
+def _reports_of(buckets: Sequence[Bucket]) -> dict[int, torch.Tensor]:
+    """Where kernels note what they find, a tensor for each set of wires that was opened together."""
+    wires = [bucket.wire for bucket in buckets]
+    return {id(wire.report): wire.report for wire in wires if isinstance(wire, DeviceWire)}
+
+
+def _find(finished: _Round) -> tuple[int, int] | None:
+    """(what was found, in which parameter) first in a round, inputs of this rank before sums."""
+    found = None
+    for bucket, packed in zip(finished.buckets, finished.packed, strict=True):
+        wire = bucket.wire
+        assert isinstance(wire, DeviceWire)
+        chunk, element = finished.reports[id(wire.report)][wire.row].tolist()
+        if chunk != NOTHING_FOUND:
+            slot = slot_of(packed, chunk)
+            return _IN_INPUT, bucket.plan.slots[slot or 0].parameter
+        if element != NOTHING_FOUND and found is None:
+            slots = [slot for slot in bucket.plan.slots if slot.offset <= element]
+            found = _IN_SUM, slots[-1].parameter
+    return found
+
+
+def _first_finding(headers: Sequence[Sequence[int]]) -> tuple[int | None, int] | None:
+    """Of the lowest rank that found something in its own gradients; else of one that found it in the sum."""
+    for kind in (_IN_INPUT, _IN_SUM):
+        for rank, header in enumerate(headers):
+            if header[1] == kind:
+                return (rank if kind == _IN_INPUT else None), header[2]
+    return None
