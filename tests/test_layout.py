@@ -45,8 +45,7 @@ ORDER = [
     "memory.host", "memory", "memory.semaphore", "memory.heap",
     "rendezvous", "worker",
     "backward", "plan",
-    "kernels.ring", "kernels.direct",
-    "kernels", "kernels.pack", "kernels.unpack", "kernels.accumulate",
+    "kernels", "kernels.ring", "kernels.direct", "kernels.pack", "kernels.unpack", "kernels.accumulate",
     "kernels.signals", "kernels.finite", "kernels.chunks", "kernels.lazy", "kernels.reference",
     "errors",
 ]

@@ -20,11 +20,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from torchring.call import OPS, Call, call_for
-from torchring.platform import PLATFORMS
 from torchring.errors import PeerLostError, PlanMismatchError
 from torchring.memory.exchange import HostExchange, combine
 from torchring.memory.host import bytes_of
 from torchring.plan import fingerprint, first_difference
+from torchring.platform import PLATFORMS
 from torchring.transport.c10d import C10dTransport
 from torchring.transport.exchange import GroupExchange
 from torchring.worker import Worker

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.collectives import collectives_of
-from torchring.platform import platform_of
 from torchring.errors import GradientError, PlanMismatchError
 from torchring.hooks import GradientHooks, neighbours_of
 from torchring.plan import COMPRESSIONS, ParameterSpec
+from torchring.platform import platform_of
 from torchring.reduction import Options, Reduction
 from torchring.replicas import ReplicaCheck
 from torchring.state import broadcast_optimizer_state, broadcast_parameters

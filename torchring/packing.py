@@ -12,10 +12,10 @@ from typing import Final, Protocol, TypeVar
 
 import torch
 
-from torchring.platform import Platform, Stream, span
 from torchring.kernels import ChunkTable, pack, reference, unpack
 from torchring.kernels.chunks import layout
 from torchring.plan import BucketPlan
+from torchring.platform import Platform, Stream, span
 
 _T = TypeVar("_T")
 _MOST_TABLES: Final = 16  # of a bucket: one for each set of parameters that a step reaches

@@ -17,10 +17,10 @@ from torchring.allreduce.on_device import DeviceWire, OnStream
 from torchring.allreduce.select import Choice, open_chosen, open_mover, open_on_device
 from torchring.bucket import Bucket, BucketState, GradientStatus
 from torchring.collectives import collectives_of
-from torchring.platform import platform_of
 from torchring.memory.heap import keep_freed
 from torchring.packing import DevicePacking, HostPacking, Packing
 from torchring.plan import NUM_SIGNALS, BucketPlan, ParameterSpec, Plan, build_plan, describe, shifted
+from torchring.platform import platform_of
 from torchring.rounds import DeviceRounds
 from torchring.scheduler import Scheduler
 from torchring.sparse import SparseReduction

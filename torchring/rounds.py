@@ -23,10 +23,10 @@ from torchring.allreduce.mover import tag_mismatch
 from torchring.allreduce.on_device import NOTHING_FOUND, DeviceWire, OnStream, StreamFlight, has_come
 from torchring.bucket import Bucket
 from torchring.collectives import collectives_of
-from torchring.platform import Mark
 from torchring.kernels import ChunkTable
 from torchring.packing import DevicePacking, slot_of
 from torchring.plan import NUM_SIGNALS
+from torchring.platform import Mark
 from torchring.world import World
 
 _HEADER: Final = 3 + NUM_SIGNALS  # int64 words: round, what was found, in which parameter; signals

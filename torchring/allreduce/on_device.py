@@ -25,14 +25,12 @@ import torch.distributed as dist
 
 from torchring.allreduce.mover import TAGS_PER_ROUND, NonFinite, Wire
 from torchring.allreduce.slices import slice_bounds
-from torchring.platform import Backend, Mark, Platform, Stream, span
 from torchring.errors import PeerTimeoutError, RingError
-from torchring.kernels import accumulate
-from torchring.kernels.direct import direct
-from torchring.kernels.ring import ring
+from torchring.kernels import accumulate, direct, ring
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.memory.cuda import SymmetricGroup
 from torchring.memory.host import HostGroup
+from torchring.platform import Backend, Mark, Platform, Stream, span
 
 NOTHING_FOUND: Final = torch.iinfo(torch.int32).max
 _ALIGNMENT_BYTES: Final = 256

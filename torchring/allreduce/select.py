@@ -19,9 +19,9 @@ from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.on_device import BackendEngine, Engine, HierarchicalEngine, OnStream, SharedMemoryEngine
 from torchring.allreduce.ring import RingAllReduce
 from torchring.collectives import collectives_of
-from torchring.platform import Backend, Platform
 from torchring.errors import TopologyError
 from torchring.memory.channel import POLL_SECONDS
+from torchring.platform import Backend, Platform
 from torchring.transport.open import open_transport
 from torchring.world import World
 
