@@ -16,6 +16,8 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "bench.network", "bench.memory",
+    "bench.gpu", "bench.overlap", "bench.gpu_training", "bench.gpu_buckets", "bench.gpu_kernels", "bench.gpu_timing",
+    "bench.gpu_models", "bench.gpu_dry",
     "bench.micro.bench_allreduce", "bench.micro.bench_hooks", "bench.micro.bench_kernels", "bench.micro.bench_plan",
     "bench.micro.peer", "bench.micro", "bench.micro.conftest",
     "bench.allreduce", "bench.step", "bench", "bench.turns", "bench.measure", "bench.models",

@@ -151,7 +151,7 @@ class DevicePacking:
         self._has_followed = True
 
     def take_packed(self) -> list[tuple[Sequence[int], ChunkTable]]:
-        """What was packed since the last call, for `slot_of`."""
+        """What was packed since the last call, for `slots_of`."""
         packed, self._packed = self._packed, []
         return packed
 
@@ -172,12 +172,9 @@ class DevicePacking:
         return self._tables[key]
 
 
-def slot_of(packed: Sequence[tuple[Sequence[int], ChunkTable]], chunk: int) -> int | None:
-    """The slot that a chunk belongs to; None if the bucket was packed in several goes, so that nobody knows which."""
-    if len(packed) != 1:
-        return None
-    slots, table = packed[0]
-    return slots[table.tensor_of(chunk)]
+def slots_of(packed: Sequence[tuple[Sequence[int], ChunkTable]], chunk: int) -> list[int]:
+    """The slots that a chunk may belong to: one for each go in which the bucket was packed."""
+    return [slots[table.tensor_of(chunk)] for slots, table in packed if chunk < table.num_chunks]
 
 
 def _odd(grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> list[int]:

@@ -24,7 +24,7 @@ from torchring.allreduce.on_device import NOTHING_FOUND, DeviceWire, OnStream, S
 from torchring.bucket import Bucket
 from torchring.collectives import collectives_of
 from torchring.kernels import ChunkTable
-from torchring.packing import DevicePacking, slot_of
+from torchring.packing import DevicePacking, slots_of
 from torchring.plan import NUM_SIGNALS
 from torchring.platform import Mark
 from torchring.world import World
@@ -85,6 +85,7 @@ class DeviceRounds:
         self.poll()
         if self._mover.take_flights():  # of a round that was broken off
             self._seal(buckets)
+        _take_packed(buckets)
         reports = list(_reports_of(buckets).values())
 
         def clear_reports() -> None:
@@ -104,9 +105,8 @@ class DeviceRounds:
     def end(self, buckets: Sequence[Bucket]) -> None:
         """Every bucket has been launched."""
         assert self._backward_end is not None
-        packed = [bucket.packing.take_packed() for bucket in buckets if isinstance(bucket.packing, DevicePacking)]
         flights, reports = self._mover.take_flights(), self._seal(buckets)
-        self._under_way.append(_Round(flights, self._backward_end, list(buckets), packed, reports))
+        self._under_way.append(_Round(flights, self._backward_end, list(buckets), _take_packed(buckets), reports))
 
     def agree(self, round_number: int, signals: Sequence[float], buckets: Sequence[Bucket]) -> Agreement:
         """Collective: ranks compare rounds, and every bucket's flags become their sum over ranks.
@@ -161,6 +161,11 @@ class DeviceRounds:
         self._on_timing(busy / 1e3, min(busy, exposed) / 1e3)
 
 
+def _take_packed(buckets: Sequence[Bucket]) -> list[list[tuple[Sequence[int], ChunkTable]]]:
+    """What was packed since the last call, in this round or in one that was broken off."""
+    return [bucket.packing.take_packed() for bucket in buckets if isinstance(bucket.packing, DevicePacking)]
+
+
 def _reports_of(buckets: Sequence[Bucket]) -> dict[int, torch.Tensor]:
     """Where kernels note what they find, a tensor for each set of wires that was opened together."""
     wires = [bucket.wire for bucket in buckets]
@@ -175,12 +180,19 @@ def _find(finished: _Round) -> tuple[int, int] | None:
         assert isinstance(wire, DeviceWire)
         chunk, element = finished.reports[id(wire.report)][wire.row].tolist()
         if chunk != NOTHING_FOUND:
-            slot = slot_of(packed, chunk)
-            return _IN_INPUT, bucket.plan.slots[slot or 0].parameter
+            return _IN_INPUT, bucket.plan.slots[_suspect(bucket, slots_of(packed, chunk))].parameter
         if element != NOTHING_FOUND and found is None:
             slots = [slot for slot in bucket.plan.slots if slot.offset <= element]
             found = _IN_SUM, slots[-1].parameter
     return found
+
+
+def _suspect(bucket: Bucket, slots: Sequence[int]) -> int:
+    """Of several slots, the first whose parameter shows it by now. If none does, the step was left out."""
+    if len(slots) == 1:
+        return slots[0]
+    spoiled = (slot for slot in slots if not bool(bucket.parameters[slot].isfinite().all()))
+    return next(spoiled, slots[0])
 
 
 def _first_finding(headers: Sequence[Sequence[int]]) -> tuple[int | None, int] | None:

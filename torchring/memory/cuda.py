@@ -73,7 +73,8 @@ class CudaGroup:
         turn = next(_turns)
         store = PrefixStore(f"symmetric/{turn}/{host.ranks[0]}", rendezvous.store)
         self._name = f"torchring/{turn}/{host.ranks[0]}"
-        _register_group(self._name, store, self.index, self.size, rendezvous.timeout_seconds)
+        # Kept: the registry, in which symmetric memory looks it up at every allocation, refers to it weakly.
+        self._process_group = _register_group(self._name, store, self.index, self.size, rendezvous.timeout_seconds)
 
     @property
     def size(self) -> int:
@@ -156,7 +157,8 @@ def _open(host: HostGroup, rendezvous: Rendezvous, device: torch.device) -> Cuda
 def _try(operation: Callable[[], CudaGroup]) -> tuple[str, CudaGroup | None]:
     try:
         return "", operation()
-    except (RuntimeError, ImportError, AttributeError) as error:  # alpha: whatever it says, there are other ways
+    # Alpha: whatever it says, there are other ways.
+    except (RuntimeError, ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
         return f"symmetric memory is not to be had: {error}", None
 
 
@@ -180,11 +182,12 @@ def _unreachable(device: torch.device) -> list[str]:
     return [_identity(other) for other in others if not torch.cuda.can_device_access_peer(device, other)]
 
 
-def _register_group(name: str, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> None:
-    """Make a process group that symmetric memory finds by `name`; it is for its store, and carries nothing.
+def _register_group(name: str, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.ProcessGroup:
+    """Make a process group that symmetric memory finds by `name` while it lives; it is for its store, carries nothing.
 
     Without torch.distributed.new_group, which would need a default group: that is the script's to make, or not.
     """
+    import torch.distributed._symmetric_memory as symmetric_memory
     from torch._C import _distributed_c10d as c10d
 
     group = dist.ProcessGroup(store, rank, size)
@@ -193,7 +196,10 @@ def _register_group(name: str, store: dist.Store, rank: int, size: int, timeout_
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(cast(Any, name))
     c10d._register_process_group(cast(Any, name), group)
-    c10d._SymmetricMemory.set_group_info(name, rank, size, store)  # where releases before 2.13 look
+    # Where releases before 2.13 look; they would do both themselves, with what the default group knows of this one.
+    c10d._SymmetricMemory.set_group_info(name, rank, size, store)
+    getattr(symmetric_memory, "_group_name_to_store", {})[name] = store
+    return group
 
 
 _turns: Final = itertools.count()

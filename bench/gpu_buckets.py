@@ -1,0 +1,269 @@
+"""Sections of `gpu.py` about buckets: what one costs the host, and all-reduce by size."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity
+
+import torchring
+from torchring.allreduce.on_device import DeviceWire, OnStream
+from torchring.allreduce.select import open_on_device
+from torchring.bench import gpu_models, measure
+from torchring.bench.gpu_models import Shapes
+from torchring.bench.gpu_timing import spreads
+from torchring.bucket import Bucket
+from torchring.packing import DevicePacking
+from torchring.plan import ParameterSpec, build_plan
+from torchring.platform import Platform, platform_of
+from torchring.world import World, default_world
+
+Row = dict[str, Any]
+BUCKET_BYTES: Final = 25 << 20
+SMALL_BYTES: Final = 1 << 20
+CALLS_IF_SMALL: Final = 10
+_ROUNDS_BETWEEN_WAITS: Final = 8  # at the most; each puts about ten things into a queue that takes a thousand
+_SCALE: Final = 0.5
+_PHASES: Final = ("arrive", "pack", "reduce", "land")
+_API_CALL: Final = re.compile(r"cu(da)?[A-Z]\w+")
+_LAUNCH: Final = re.compile(r"cu(da)?LaunchKernel\w*")
+
+
+# What a bucket costs the host
+
+
+def bucket_loads(*, is_dry: bool) -> dict[str, Shapes]:
+    """25 MiB from the middle of GPT-2's gradients, and 20 small tensors."""
+    small = [torch.Size([1000])] * 20
+    if is_dry:
+        return {"20 small": [torch.Size([8])] * 2}
+    shapes = gpu_models.LISTS["gpt2"]()
+    begin, num_bytes = len(shapes) // 2, 0
+    chosen: Shapes = []
+    for shape in shapes[begin:]:
+        if num_bytes >= BUCKET_BYTES:
+            break
+        chosen.append(shape)
+        num_bytes += 4 * shape.numel()
+    return {"gpt2 25 MiB": chosen, "20 small": small}
+
+
+def host_times(device: torch.device, *, is_dry: bool, until: float, most: int) -> Iterator[Row]:
+    """A row for each bucket, algorithm and wire: host time by phase, and what is called for on the device.
+
+    The world is one of a single rank, so kernels do all but wait for others. "arrive" is what the hooks of all
+    parameters but the last take, "pack" that of the last, "reduce" the launch, "land" the wait and unpacking.
+    """
+    torchring.init()
+    world, platform = default_world(), _platform(device)
+    configurations = [
+        (load, algorithm, compression, moves)
+        for load in bucket_loads(is_dry=is_dry)
+        for algorithm in ("direct", "ring")
+        for compression, moves in ((None, False), ("bf16", False), (None, True))
+    ]
+    for i, (load, algorithm, compression, moves) in enumerate(configurations):
+        row: Row = {"section": "bucket", "load": load, "algorithm": algorithm, "compression": compression}
+        row["addresses_change"] = moves
+        now = time.monotonic()
+        try:
+            one = OneBucket.open(world, platform, bucket_loads(is_dry=is_dry)[load], algorithm, compression)
+            limit = now + (until - now) / (len(configurations) - i)
+            yield row | one.measure(moves=moves, until=limit, most=most)
+            one.mover.close()
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            yield row | {"problem": f"{type(error).__name__}: {error}"}
+
+
+@dataclass
+class OneBucket:
+    """A bucket with its mover, fed with gradients by hand instead of by autograd.
+
+    Attributes:
+        grads: two sets of them, apart from each other in memory.
+        originals: what they hold at first: whole numbers, the halves of which bf16 holds, too.
+    """
+
+    platform: Platform
+    mover: OnStream
+    bucket: Bucket
+    grads: list[list[Tensor]]
+    originals: list[list[Tensor]]
+
+    @staticmethod
+    def open(world: World, platform: Platform, shapes: Shapes, algorithm: str, compression: str | None) -> OneBucket:
+        device = platform.device
+        parameters = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+        specs = [
+            ParameterSpec(f"p{i}", tuple(p.shape), p.stride(), p.dtype, p.device, False)
+            for i, p in enumerate(parameters)
+        ]
+        plan = build_plan(specs, bucket_bytes=1 << 40, first_bucket_bytes=1 << 40, compression=compression).buckets[0]
+        mover, _ = open_on_device(world, algorithm, "auto", [(plan.numel, plan.wire_dtype)], platform)
+        wire = mover.open_wires([(plan.numel, plan.wire_dtype)])[0]
+
+        def packing(scale: float) -> DevicePacking:
+            return DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, mover.stream, platform)
+
+        bucket = Bucket(plan, wire, specs, parameters, scale=_SCALE, packing=packing)
+        grads = [[torch.randint(-99, 100, p.shape, device=device).float() for p in bucket.parameters] for _ in "ab"]
+        return OneBucket(platform, mover, bucket, grads, [[grad.clone() for grad in one] for one in grads])
+
+    def measure(self, *, moves: bool, until: float, most: int) -> Row:
+        """Go through many rounds.
+
+        moves: whether gradients lie elsewhere than in the round before, as after zero_grad() they may.
+        """
+        times: dict[str, list[float]] = {phase: [] for phase in _PHASES}
+        self.check()
+        for repetition in range(-1, most):
+            for turn in range(min(most, _ROUNDS_BETWEEN_WAITS)):
+                taken = self.round(turn % 2 if moves else 0)
+                if repetition >= 0:
+                    for phase, seconds in zip(_PHASES, taken, strict=True):
+                        times[phase].append(seconds)
+            self.platform.synchronize()
+            if repetition >= 2 and time.monotonic() > until:
+                break
+        self.check()
+        totals = [sum(parts) for parts in zip(*(times[phase] for phase in _PHASES[1:]), strict=True)]
+        calls, on_device = what_is_called(lambda: self.round(0), self.platform)
+        plan = self.bucket.plan
+        return {
+            "tensors": len(plan.slots),
+            "bytes": plan.num_bytes,
+            "ms": spreads(times | {"total": totals}),
+            "launches": sum(count for name, count in calls.items() if _LAUNCH.fullmatch(name)),
+            "api_calls": calls,
+            "on_device": on_device,
+            "is_checked": True,
+        }
+
+    def round(self, chosen: int) -> tuple[float, float, float, float]:
+        """Gradients arrive, are packed, reduced, and handed out; seconds of the host for each of the phases."""
+        bucket, mover = self.bucket, self.mover
+        for parameter, grad in zip(bucket.parameters, self.grads[chosen], strict=True):
+            parameter.grad = grad
+        last = len(bucket.parameters) - 1
+        begin = time.perf_counter()
+        for slot in range(last):
+            bucket.arrive(slot)
+        arrived = time.perf_counter()
+        bucket.arrive(last)
+        packed = time.perf_counter()
+        bucket.begin_reduce()
+        flight = mover.start(bucket.wire, scale=bucket.reduce_scale)
+        started = time.perf_counter()
+        bucket.end_reduce(flight.land())
+        landed = time.perf_counter()
+        bucket.close_round()
+        mover.take_flights()
+        assert isinstance(bucket.packing, DevicePacking)
+        bucket.packing.take_packed()
+        return arrived - begin, packed - arrived, started - packed, landed - started
+
+    def check(self) -> None:
+        """A round of each set; raises RuntimeError unless gradients come back halved."""
+        for chosen, (grads, originals) in enumerate(zip(self.grads, self.originals, strict=True)):
+            for grad, original in zip(grads, originals, strict=True):
+                grad.copy_(original)
+            self.round(chosen)
+            self.platform.synchronize()
+            for parameter, original in zip(self.bucket.parameters, originals, strict=True):
+                if parameter.grad is None or not torch.equal(parameter.grad, original * _SCALE):
+                    raise RuntimeError("a bucket came back with other gradients than it should")
+
+
+def what_is_called(work: Callable[[], object], platform: Platform) -> tuple[dict[str, int], dict[str, int]]:
+    """Of torch.profiler: the CUDA functions that the host calls, and what runs on the device, by name, with counts."""
+    activities = [ProfilerActivity.CPU]
+    if platform.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    platform.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        work()
+        platform.synchronize()
+    events = profiler.events() or []
+    calls = Counter(event.name for event in events if _API_CALL.fullmatch(event.name))
+    on_device = Counter(
+        event.name
+        for event in events
+        if event.device_type != DeviceType.CPU and not event.name.startswith("torchring.")
+    )
+    return dict(calls), dict(on_device)
+
+
+# All-reduce by size
+
+
+def all_reduces(
+    device: torch.device, algorithm: str, sizes: Sequence[int], *, until: float, most: int
+) -> Iterator[Row]:
+    """A row for each size in bytes; collective. Times are the host's, from a barrier until the device is done.
+
+    Every result is checked once per size, bit for bit, with whole numbers.
+    """
+    world, platform = default_world(), _platform(device)
+    mover, choice = open_on_device(world, algorithm, "auto", [(max(sizes) // 4, torch.float32)], platform)
+    for i, size in enumerate(sizes):
+        row: Row = {"section": "allreduce", "algorithm": mover.algorithm, "ranks": world.size, "size": size}
+        row |= {"shares_one_gpu": shares_one_gpu(world, device), "reason": choice.reason}
+        now = time.monotonic()
+        if torchring.broadcast_object(now > until):
+            yield row | {"problem": "there was no time left"}
+            continue
+        seconds = (until - now) / (len(sizes) - i)
+        yield row | _time_all_reduce(world, platform, mover, size // 4, seconds, most)
+    torchring.barrier()
+    mover.close()
+
+
+def _time_all_reduce(world: World, platform: Platform, mover: OnStream, numel: int, seconds: float, most: int) -> Row:
+    wire: DeviceWire = mover.open_wires([(numel, torch.float32)])[0]
+    pattern = torch.arange(numel, dtype=torch.float32, device=platform.device).remainder_(251)
+    source = pattern + world.rank
+    expected = pattern * world.size + sum(range(world.size))
+    wire.buffer.copy_(source)
+    mover.all_reduce(wire)
+    platform.synchronize()
+    is_right = torch.equal(wire.buffer, expected)
+    wrong = [rank for rank, right in enumerate(torchring.all_gather_object(is_right)) if not right]
+    if wrong:
+        return {"problem": f"the result is wrong on ranks {wrong}"}
+    calls = min(CALLS_IF_SMALL, most) if 4 * numel <= SMALL_BYTES else 1
+
+    def turn() -> None:
+        for _ in range(calls):
+            mover.all_reduce(wire, scale=1 / world.size)
+        platform.synchronize()
+        mover.take_flights()
+
+    def prepare(name: str) -> None:
+        wire.buffer.copy_(source)
+        platform.synchronize()
+
+    spread = measure.take_turns({"all": turn}, prepare=prepare, warmups=1, seconds=seconds, most=most)["all"]
+    times = {key: value / calls for key, value in vars(spread).items() if key != "repetitions"}
+    bus = 4 * numel / (times["p50"] / 1e3) / 1e9 * 2 * (world.size - 1) / world.size
+    return {"ms": times | {"repetitions": spread.repetitions}, "bus_gb_per_s": bus, "is_checked": True}
+
+
+def shares_one_gpu(world: World, device: torch.device) -> bool:
+    """Whether there are fewer GPUs than ranks, which therefore take turns."""
+    return world.size > 1 and (device.type != "cuda" or torch.cuda.device_count() < world.size)
+
+
+@functools.cache
+def _platform(device: torch.device) -> Platform:
+    platform = platform_of(device)
+    assert platform is not None, f"{device} does not work in streams"
+    return platform

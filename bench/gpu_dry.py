@@ -1,0 +1,86 @@
+"""A device that is none, for dry runs of the GPU benchmarks: its streams do at once what they are told, on the CPU.
+
+With TRITON_INTERPRET=1 torchring's kernels run on it, interpreted, and ranks share memory of the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+from torchring.memory.cuda import LonelyGroup, SymmetricGroup
+from torchring.memory.host import HostGroup
+from torchring.platform import PLATFORMS, Backend, Mark
+from torchring.rendezvous import Rendezvous
+
+
+class DryMark:
+    """See `torchring.platform.Mark`."""
+
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+
+    def is_reached(self) -> bool:
+        return True
+
+    def hold_current(self) -> None: ...
+
+    def milliseconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, DryMark)
+        return 1e3 * (self._time - earlier._time)
+
+
+class DryStream:
+    """See `torchring.platform.Stream`."""
+
+    def follow(self, streams: Iterable[object] = ()) -> None: ...
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def mark(self) -> DryMark:
+        return DryMark()
+
+
+class DryPlatform:
+    """See `torchring.platform.Platform`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def open_stream(self, *, in_background: bool) -> DryStream:
+        return DryStream()
+
+    def current_stream(self) -> object:
+        return "current"
+
+    def mark_current(self) -> DryMark:
+        return DryMark()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def write_aside(self, word: torch.Tensor, value: int) -> None:
+        word.fill_(value)
+
+    def synchronize(self) -> None: ...
+
+    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> SymmetricGroup:
+        return LonelyGroup(0, self.device) if host is None or host.size == 1 else host
+
+    def open_backend(self, store: Store, rank: int, size: int, timeout_seconds: float) -> Backend:
+        return cast(Backend, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_seconds)))
+
+
+def install() -> None:
+    """From now on, in this process, torchring takes the CPU for such a device. Before it has been asked for one."""
+    PLATFORMS["cpu"] = DryPlatform

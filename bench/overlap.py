@@ -1,0 +1,284 @@
+"""Overlap of communication with backward on a GPU, in one profiled training step.
+
+    torchring bench overlap --trace step.json                     one rank, on which torchring reduces all the same
+    torchring run -np 8 bench/overlap.py --model gpt2-bf16        a GPU each
+    torchring bench overlap --from-trace step.json                what another machine has written
+
+Profiles a step with torch.profiler after some that warm up, writes a Chrome trace (for Perfetto), and says how
+much of the time of communication kernels lies under kernels of other streams, which while buckets are reduced are
+backward's. Communication kernels are those launched inside the ranges torchring.pack, torchring.direct, torchring.ring
+and so on, but not torchring.unpack, and NCCL's. Above that, a line for each range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import re
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.profiler import ProfilerActivity
+
+import torchring
+from torchring.bench import gpu_training, measure
+
+Interval = tuple[float, float]
+Place = tuple[str, str]
+
+_OURS: Final = "torchring."
+_UNPACK: Final = "torchring.unpack"  # on the stream that computes
+_COMMUNICATION: Final = re.compile(r"^_(pack|direct|ring)_kernel|nccl", re.IGNORECASE)  # where nobody knows the range
+_LAUNCHES: Final = ("cuda_runtime", "cuda_driver")
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union, as intervals that are apart and ascend; empty ones are dropped.
+
+    Example: (5, 6), (0, 2), (1, 3), (3, 4) -> (0, 4), (5, 6).
+    """
+    union: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if begin >= end:
+            continue
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((begin, end))
+    return union
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Of the union."""
+    return math.fsum(end - begin for begin, end in merged(intervals))
+
+
+def common(first: Iterable[Interval], second: Iterable[Interval]) -> float:
+    """Length of what lies in both unions.
+
+    Example: (0, 4), (5, 6) and (1, 2), (3, 8) -> 1 + 1 + 1 = 3.
+    """
+    a, b = merged(first), merged(second)
+    total, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One that ran on the device; times in microseconds. `correlation` leads to the call that launched it."""
+
+    name: str
+    stream: Place
+    span: Interval
+    correlation: int | None
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range that torchring named, on a thread of the host."""
+
+    name: str
+    thread: Place
+    span: Interval
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a Chrome trace of torch.profiler says. `launches`: by correlation, on which thread and when."""
+
+    kernels: list[Kernel]
+    ranges: list[Range]
+    launches: dict[int, tuple[Place, float]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was launched inside one range, in milliseconds since the first kernel of the step."""
+
+    name: str
+    begin_ms: float
+    busy_ms: float
+    hidden_ms: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Milliseconds in which communication kernels ran, and those in which kernels of other streams ran, too."""
+
+    num_kernels: int
+    communication_ms: float
+    hidden_ms: float
+    compute_ms: float
+    lines: list[Line]
+
+    @property
+    def share(self) -> float:
+        """Hidden, 0 to 1; NaN where there was no communication."""
+        return self.hidden_ms / self.communication_ms if self.communication_ms else math.nan
+
+
+def read_trace(file: str | Path) -> Trace:
+    """Of a file, gzipped or not. Raises ValueError for what is no Chrome trace."""
+    data = Path(file).read_bytes()
+    content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if not isinstance(events, list):
+        raise ValueError(f"{file} is no Chrome trace: there is no list of events in it")
+    kernels: list[Kernel] = []
+    ranges: list[Range] = []
+    launches: dict[int, tuple[Place, float]] = {}
+    for event in events:
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        begin, arguments = float(event["ts"]), event.get("args", {})
+        span, category = (begin, begin + float(event.get("dur", 0))), event.get("cat")
+        thread = (str(event.get("pid")), str(event.get("tid")))
+        correlation = arguments.get("correlation")
+        if category == "kernel":
+            stream = (str(arguments.get("device", event.get("pid"))), str(arguments.get("stream", event.get("tid"))))
+            kernels.append(Kernel(event["name"], stream, span, correlation))
+        elif category == "user_annotation" and event["name"].startswith(_OURS):
+            ranges.append(Range(event["name"], thread, span))
+        elif category in _LAUNCHES and correlation is not None:
+            launches[correlation] = (thread, begin)
+    return Trace(kernels, ranges, launches)
+
+
+def analyse(trace: Trace) -> Overlap:
+    """How much communication lies under the kernels of streams that do not communicate."""
+    inside = {one: _launched_in(one, trace) for one in trace.ranges}
+    known = {kernel for one, found in inside.items() if not one.name.startswith(_UNPACK) for kernel in found}
+    communicates = [kernel for kernel in trace.kernels if kernel in known or _COMMUNICATION.search(kernel.name)]
+    streams = {kernel.stream for kernel in communicates}
+    computing = merged(kernel.span for kernel in trace.kernels if kernel.stream not in streams)
+    busy = merged(kernel.span for kernel in communicates)
+    origin = min((kernel.span[0] for kernel in trace.kernels), default=0.0)
+    lines = []
+    for one, found in inside.items():
+        if found:
+            spans = [kernel.span for kernel in found]
+            under = common(spans, computing) if found[0].stream in streams else 0.0
+            lines.append(Line(one.name, (min(spans)[0] - origin) / 1e3, length(spans) / 1e3, under / 1e3))
+    return Overlap(
+        num_kernels=len(communicates),
+        communication_ms=length(busy) / 1e3,
+        hidden_ms=common(busy, computing) / 1e3,
+        compute_ms=length(computing) / 1e3,
+        lines=sorted(lines, key=lambda line: line.begin_ms),
+    )
+
+
+def _launched_in(one: Range, trace: Trace) -> list[Kernel]:
+    found = []
+    for kernel in trace.kernels:
+        thread, moment = trace.launches.get(-1 if kernel.correlation is None else kernel.correlation, (None, 0.0))
+        if thread == one.thread and one.span[0] <= moment <= one.span[1]:
+            found.append(kernel)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models = {course.name: course for course in gpu_training.courses(is_dry=False)}
+    parser.add_argument("--model", choices=list(models), default=next(iter(models)))
+    parser.add_argument("--algorithm", help="as of torchring.wrap; ring for one rank, else auto, unless said")
+    parser.add_argument("--warmup", type=int, default=6, help="steps before the one that is profiled")
+    parser.add_argument("--trace", metavar="FILE", help="where to write the Chrome trace")
+    parser.add_argument("--from-trace", metavar="FILE", help="analyse this one, and measure nothing")
+    parser.add_argument("--json", metavar="FILE", help="also write what is said to this file")
+    options = parser.parse_args()
+    about = measure.provenance() | {"script": Path(__file__).name}
+    if options.from_trace:
+        try:
+            trace = read_trace(options.from_trace)
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            print(f"cannot read {options.from_trace}: {error}", file=sys.stderr)
+            return 2
+        return report(analyse(trace), {"trace": options.from_trace}, about, options.json)
+    if not torch.cuda.is_available():
+        print("torchring bench overlap needs a CUDA GPU, or a trace made on one: --from-trace FILE", file=sys.stderr)
+        return 2
+    torchring.init()
+    device = torchring.device()
+    torch.cuda.set_device(device)
+    algorithm = options.algorithm or ("ring" if torchring.size() == 1 else "auto")
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        target = options.trace or file.name
+        row = profile_step(models[options.model], algorithm, device, options.warmup, target)
+        code = 0
+        if torchring.rank() == 0:
+            code = report(analyse(read_trace(target)), row, about | {"gpu": torch.cuda.get_device_name()}, options.json)
+        torchring.barrier()
+    return code
+
+
+def profile_step(
+    course: gpu_training.Course, algorithm: str, device: torch.device, num_warmups: int, file: str
+) -> dict[str, Any]:
+    """Collective: train for a while; rank 0 profiles the last step, and writes the trace."""
+    activities, synchronize = [ProfilerActivity.CPU], _nothing
+    if device.type == "cuda":
+        activities, synchronize = [*activities, ProfilerActivity.CUDA], torch.cuda.synchronize
+    trainee, workload, batches = gpu_training.start_course(course, algorithm, device)
+    for _ in range(num_warmups):
+        trainee.step(workload, batches)
+    synchronize()
+    torchring.barrier()
+    if torchring.rank() == 0:
+        with torch.profiler.profile(activities=activities) as profiler:
+            trainee.step(workload, batches)
+            synchronize()
+        profiler.export_chrome_trace(file)
+    else:
+        trainee.step(workload, batches)
+        synchronize()
+    stats = trainee.optimizer.stats()
+    torchring.barrier()
+    trainee.optimizer.close()
+    return {"model": course.name, "ranks": torchring.size(), "algorithm": stats.algorithm, "stats": vars(stats)}
+
+
+def report(overlap: Overlap, row: dict[str, Any], about: dict[str, Any], json_file: str | None) -> int:
+    """Print it; 1 if there was no communication to be seen, else 0."""
+    table = [
+        [line.name, f"{line.begin_ms:.3f}", f"{line.busy_ms:.3f}", f"{line.hidden_ms:.3f}", _share(line)]
+        for line in overlap.lines
+    ]
+    columns = ["range", "begins at ms", "kernels ms", "under others ms", "share"]
+    subject = ", ".join(str(row[key]) for key in ("trace", "model", "ranks", "algorithm") if key in row)
+    measure.print_table(f"Ranges of {subject} {measure.origin(about)}", columns, table)
+    if not overlap.num_kernels:
+        print("\nThere is no communication kernel in this trace.")
+    else:
+        print(
+            f"\n{overlap.hidden_ms:.3f} of {overlap.communication_ms:.3f} ms of communication, {overlap.share:.0%}, "
+            f"lie under kernels of other streams, which ran for {overlap.compute_ms:.3f} ms."
+        )
+    lines = [vars(line) for line in overlap.lines]
+    share = overlap.share if overlap.num_kernels else None
+    measure.write_json(json_file, [row | vars(overlap) | {"lines": lines, "share": share}], about)
+    return 0 if overlap.num_kernels else 1
+
+
+def _nothing() -> None: ...
+
+
+def _share(line: Line) -> str:
+    return f"{line.hidden_ms / line.busy_ms:.0%}" if line.busy_ms else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
