@@ -4,13 +4,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test bench check lint types clean
+.PHONY: demo test test-ranks test-kernels bench lint types clean
 
 demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
 	$(BIN)/torchring run -np 2 examples/train_digits.py
 
 test: lint types $(INSTALLED)  ## everything that CI checks
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest  # mpirun is there
+	$(MAKE) --no-print-directory --jobs 2 --output-sync test-ranks test-kernels
+
+# Tests of ranks mostly wait, those of kernels mostly compute; beside each other, the second ones give way to the first.
+KERNEL_TESTS := tests/test_kernels_*.py tests/test_on_device.py tests/test_device*.py tests/test_bench_gpu.py \
+                tests/test_examples.py tests/test_packaging.py
+RUN_PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest  # mpirun is there
+
+test-ranks: $(INSTALLED)
+	$(RUN_PYTEST) tests $(foreach pattern,$(KERNEL_TESTS),--ignore-glob '$(pattern)')
+
+test-kernels: $(INSTALLED)
+	nice -n 10 env $(RUN_PYTEST) $(KERNEL_TESTS)
 
 bench: $(INSTALLED)  ## all-reduce and training steps against their rivals, then the microbenchmarks: 10 minutes
 	$(BIN)/torchring bench allreduce

@@ -83,14 +83,16 @@ class ChunkTable:
         self._addresses: list[int] = []
         self._source_dtype: torch.dtype | None = None
 
-        sizes = torch.tensor(self.numels, dtype=torch.int64)
+        sizes = torch.tensor(self.numels, dtype=torch.int64, device="cpu")
         chunks = (sizes + chunk_numel - 1) // chunk_numel
         first_row = chunks.cumsum(0) - chunks
         self.num_chunks = int(chunks.sum())
         # The two columns that only the host needs stay there: they are folded into `address`.
-        self.tensor_index = torch.arange(len(self.numels)).repeat_interleave(chunks)
-        self.source_offset = (torch.arange(self.num_chunks) - first_row[self.tensor_index]) * chunk_numel
-        starts = torch.tensor(self.wire_offsets, dtype=torch.int64)[self.tensor_index] + self.source_offset
+        self.tensor_index = torch.arange(len(self.numels), device="cpu").repeat_interleave(chunks)
+        self.source_offset = (torch.arange(self.num_chunks, device="cpu") - first_row[self.tensor_index]) * chunk_numel
+        starts = (
+            torch.tensor(self.wire_offsets, dtype=torch.int64, device="cpu")[self.tensor_index] + self.source_offset
+        )
         self.wire_offset = starts.to(device)
         self.numel = (sizes[self.tensor_index] - self.source_offset).clamp_(max=chunk_numel).to(device)
         self.address = torch.zeros(self.num_chunks, dtype=torch.int64, device=device)
@@ -113,7 +115,7 @@ class ChunkTable:
         if addresses == self._addresses and dtype == self._source_dtype:
             return
         if dtype is not None:
-            bases = torch.tensor(addresses, dtype=torch.int64)
+            bases = torch.tensor(addresses, dtype=torch.int64, device="cpu")
             rows = bases[self.tensor_index] + self.source_offset * dtype.itemsize
             # Fresh pinned memory for every refresh: an earlier copy may not have left its own yet.
             self.address.copy_(_pinned(rows, self.device), non_blocking=True)
@@ -179,7 +181,7 @@ def address_column(addresses: tuple[int, ...], device: torch.device, stream: int
 
     `stream`, the current stream's handle, is part of the key: a column is only ever used on the stream that filled it.
     """
-    column = torch.tensor(addresses, dtype=torch.int64)
+    column = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     return _pinned(column, device).to(device, non_blocking=True)
 
 

@@ -1,10 +1,18 @@
 """Every test starts from the same seed; a GPU test on a machine that should have a GPU must not skip."""
 
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """Tests send themselves these signals, which a process started with nohup or in the background ignores."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

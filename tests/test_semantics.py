@@ -808,6 +808,40 @@ def test_a_compiled_model() -> None:
     assert_as_one_process(_compiled)
 
 
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "native"])
+def test_another_default_device(algorithm: str) -> None:
+    """What torchring makes for itself on the host does not follow torch.set_default_device."""
+    assert_as_one_process(_elsewhere, algorithm)
+
+
+def _elsewhere(side: Side, algorithm: str) -> Sequence[Any]:
+    model = small_model()
+    batches = [[batch(rank, step) for step in range(3)] for rank in range(2)]
+    torch.set_default_device("meta")  # which nothing could be computed on
+    try:
+        optimizer = side.wrap(momentum(model), model, algorithm=algorithm)
+        for step in range(3):
+            optimizer.zero_grad()
+            side.mean(
+                lambda rank, step=step: nn.functional.mse_loss(model(batches[rank][step][0]), batches[rank][step][1])
+            ).backward()
+            optimizer.step()
+        if side.is_wrapped:
+            with optimizer.no_sync():
+                model(batches[0][0][0]).sum().backward()
+            optimizer.synchronize()
+            optimizer.zero_grad()
+            numbers = torch.arange(4.0, device="cpu")
+            torchring.all_reduce(numbers)
+            torchring.all_gather(numbers)
+            torchring.reduce_scatter(numbers)
+            torchring.all_to_all(numbers)
+            torchring.broadcast_object("word")
+    finally:
+        torch.set_default_device(None)
+    return values(model)
+
+
 def _with_loader(side: Side) -> Sequence[Any]:
     """Worker processes are forked while torchring is up, and live on beside it."""
     model = small_model()

@@ -7,6 +7,7 @@ packed, and holds the mean as soon as the buffer does. Otherwise packing scales 
 from __future__ import annotations
 
 import enum
+import math
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -90,10 +91,11 @@ class Bucket:
         self.packing = packing(1.0 if self._gradients_live_here else scale)
         self.reduce_scale = scale if self._gradients_live_here else 1.0
         self._views = [_view(wire.tensor, slot.offset, specs[slot.parameter]) for slot in plan.slots]
+        self._addresses = [view.data_ptr() for view in self._views]
         self.flags = wire.tensor[plan.flags_offset :]
         self._is_on_device = not self.packing.on_arrival
         if self._is_on_device:
-            self.flags = torch.zeros(self.flags.shape)
+            self.flags = torch.zeros(self.flags.shape, dtype=torch.float32, device="cpu")
         element_bytes = plan.dtype.itemsize
         self.copies_on_arrival = [
             self.packing.on_arrival and slot.numel * element_bytes >= COPY_ON_ARRIVAL_BYTES for slot in plan.slots
@@ -203,13 +205,14 @@ class Bucket:
 
     def abandon(self) -> None:
         """The round was broken off. What is under way goes on, so gradients must not stay where it will be written."""
-        if self.state not in (BucketState.REDUCING, BucketState.REDUCED):
+        is_under_way = self.state in (BucketState.REDUCING, BucketState.REDUCED)
+        if not (is_under_way or (self._is_on_device and self.state is BucketState.PACKED)):
             return
         self._is_abandoned = True
         for slot, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is not None and (grad is self._views[slot] or slot in self._packed):
-                parameter.grad = grad.clone()
+                parameter.grad = self._apart(slot, grad)
                 self.status[slot] = _LOCAL
 
     def reset(self) -> None:
@@ -297,6 +300,16 @@ class Bucket:
         self._settled[slot] = weakref.ref(grad)
         self._settled_versions[slot] = grad._version
 
+    def _apart(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient outside of the wire buffer."""
+        if not self._is_on_device:
+            return grad.clone()
+        if grad is not self._views[slot]:
+            return grad
+        # To copy it might meet what is under way. One that was accumulated in the buffer is lost; that has to show.
+        original = self.packing.original(slot)
+        return torch.full_like(self.parameters[slot].detach(), math.nan) if original is None else original
+
     def _check_untouched(self) -> None:
         """No hook of the script's may have had its hands on what was under way."""
         if not all(map(operator.is_, map(_grad_of, self.parameters), self._views)):
@@ -360,6 +373,8 @@ class Bucket:
         """Copy these gradients to the wire."""
         # Loops in C where there is one pass for each parameter: they are most of what a small gradient costs.
         views = [self._views[slot] for slot in slots]
+        if list(map(torch.Tensor.data_ptr, views)) != [self._addresses[slot] for slot in slots]:
+            raise self._converted(slots)
         grads = [self.parameters[slot].grad for slot in slots]
         if any(map(operator.is_, grads, views)):  # accumulated in place
             self._pack([slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view])
@@ -388,12 +403,7 @@ class Bucket:
             misfit = self._first_misfit(slots)
             if misfit is None:
                 raise
-            name = self.names[misfit]
-            raise GradientError(
-                f"{name} is not what it was when it was wrapped ({error}); convert or reshape a model first, then call "
-                "torchring.wrap",
-                parameters=(name,),
-            ) from error
+            raise self._misfit(misfit, str(error)) from error
 
     def _unpack(self, slots: Sequence[int]) -> None:
         grads = []
@@ -425,6 +435,19 @@ class Bucket:
             if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
                 return slot
         return None
+
+    def _converted(self, slots: Sequence[int]) -> GradientError:
+        """model.double() and the like give a `.grad` other memory behind its back, also one that is a view of ours."""
+        slot = next(slot for slot in slots if self._views[slot].data_ptr() != self._addresses[slot])
+        return self._misfit(slot, f"its gradient, now {self._views[slot].dtype}, was moved out of torchring's buffer")
+
+    def _misfit(self, slot: int, why: str) -> GradientError:
+        name = self.names[slot]
+        return GradientError(
+            f"{name} is not what it was when it was wrapped ({why}); convert or reshape a model first, then call "
+            "torchring.wrap",
+            parameters=(name,),
+        )
 
     def _taken(self, slot: int) -> GradientError:
         return GradientError(

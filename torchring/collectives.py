@@ -152,9 +152,13 @@ class Collectives:
         def operation(exchange: _Exchange) -> bytes:
             mine = data if self.world.rank == src and data is not None else b""
             call = Call("broadcast_object", f"src={src}")
-            length = torch.tensor([len(mine)])
+            length = torch.tensor([len(mine)], device="cpu")
             exchange.broadcast(bytes_of(length), src, call)
-            buffer = _tensor_of(mine) if self.world.rank == src else torch.empty(int(length), dtype=torch.uint8)
+            buffer = (
+                _tensor_of(mine)
+                if self.world.rank == src
+                else torch.empty(int(length), dtype=torch.uint8, device="cpu")
+            )
             exchange.broadcast(buffer, src, call)
             return buffer.numpy().tobytes()
 
@@ -183,7 +187,7 @@ class Collectives:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
-        return bool(self.all_reduce(torch.tensor([int(flag)]), "max"))
+        return bool(self.all_reduce(torch.tensor([int(flag)], device="cpu"), "max"))
 
 
 _of_world: dict[World, Collectives] = {}
@@ -251,7 +255,7 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "mean", async_op: bool = Fals
     world = default_world()
 
     def operation(exchange: _Exchange) -> torch.Tensor:
-        splits = [len(part) for part in torch.arange(tensor.shape[0]).tensor_split(world.size)]
+        splits = [len(part) for part in torch.arange(tensor.shape[0], device="cpu").tensor_split(world.size)]
         call = call_for("reduce_scatter", tensor, f"op={op!r}")
         parts = _all_to_all(exchange, tensor, splits, call)[0]
         return _reduce_parts(parts, op)
@@ -353,7 +357,7 @@ def _broadcast(exchange: _Exchange, tensor: torch.Tensor, src: int) -> torch.Ten
 def _hand_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """The bytes of these tensors, one after the other, become theirs."""
     for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
-        fresh = torch.empty(tensor.shape, dtype=tensor.dtype)
+        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         bytes_of(fresh).copy_(part)
         tensor.detach().copy_(fresh)
 
@@ -363,7 +367,7 @@ def _all_gather(exchange: _Exchange, tensor: torch.Tensor) -> list[torch.Tensor]
     data = _plain(tensor.reshape(1) if tensor.dim() == 0 else tensor)
     call = call_for("all_gather", data, any_rows=True)
     if not data.shape[1:].numel():  # rows without bytes: only their number travels
-        counts = exchange.all_gather(bytes_of(torch.tensor([len(data)])), call)
+        counts = exchange.all_gather(bytes_of(torch.tensor([len(data)], device="cpu")), call)
         return [tensor.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]
     parts = exchange.all_gather(bytes_of(data), call)
     return [_from_bytes(part, data).to(tensor.device) for part in parts]
@@ -429,7 +433,11 @@ def _check_rank(src: int) -> None:
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _from_bytes(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

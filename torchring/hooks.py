@@ -115,7 +115,9 @@ class GradientHooks:
             needs = self.reduction.needs_synchronize()
         except GradientError as error:
             problem = error
-        wants = collectives.all_reduce(torch.tensor([int(needs), int(problem is not None)]), "max").tolist()
+        wants = collectives.all_reduce(
+            torch.tensor([int(needs), int(problem is not None)], device="cpu"), "max"
+        ).tolist()
         if wants[1]:
             raise problem or GradientError("synchronize() was refused on another rank; its error says why")
         if wants[0]:
@@ -277,7 +279,9 @@ class Neighbours:
             return
         try:
             # 0: not reached on any rank; 1: accumulates; 2: reduces on some rank, and so on all.
-            wants = torch.tensor([member.in_backward + member.wants_reduction for member in self._members])
+            wants = torch.tensor(
+                [member.in_backward + member.wants_reduction for member in self._members], device="cpu"
+            )
             collectives_of(self._world).all_reduce(wants, "max")
             for member, want in zip(list(self._members), wants.tolist(), strict=True):
                 if want:
@@ -292,7 +296,7 @@ class Neighbours:
         if not self._members:
             return
         gc.collect()  # a scheduler and its optimizer refer to each other
-        alive = torch.tensor([member.owner() is not None for member in self._members], dtype=torch.uint8)
+        alive = torch.tensor([member.owner() is not None for member in self._members], dtype=torch.uint8, device="cpu")
         collectives_of(self._world).all_reduce(alive, "min")
         for member, is_alive in zip(list(self._members), alive.tolist(), strict=True):
             if not is_alive:

@@ -45,6 +45,9 @@ class Packing(Protocol):
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         """grads[i] <- cast(views[i])."""
 
+    def original(self, slot: int) -> torch.Tensor | None:
+        """The gradient that was packed in this round. None if there was none, or it is not kept."""
+
     def release(self) -> None:
         """The reduction has landed: let go of what it read."""
 
@@ -69,6 +72,8 @@ class HostPacking:
 
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         reference.unpack(views, grads)
+
+    def original(self, slot: int) -> torch.Tensor | None: ...
 
     def release(self) -> None: ...
 
@@ -106,7 +111,7 @@ class DevicePacking:
         self._platform = platform
         self._producers: set[object] = set()  # streams that computed gradients
         self._has_followed = False
-        self._held: list[torch.Tensor] = []
+        self._held: dict[int, torch.Tensor] = {}  # by slot
         self._tables: dict[tuple[int, ...], ChunkTable] = {}
         self._packed: list[tuple[Sequence[int], ChunkTable]] = []
         self._name = f"torchring.pack bucket {plan.index}, {plan.num_bytes / 2**20:.2f} MiB"
@@ -115,9 +120,17 @@ class DevicePacking:
         self._producers.add(self._platform.current_stream())
 
     def pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        if odd := _odd(grads, views):
+        try:
+            self._launch_pack(slots, grads, views)
+        except ValueError:  # by the table, before anything was launched
+            odd = _odd(grads, views)
+            if not odd:
+                raise
             reference.pack([grads[i] for i in odd], [views[i] for i in odd], scale=self._scale)
-            slots, grads, views = _without(slots, odd), _without(grads, odd), _without(views, odd)
+            self._held.update((slots[i], grads[i]) for i in odd)
+            self._launch_pack(_without(slots, odd), _without(grads, odd), _without(views, odd))
+
+    def _launch_pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
         table = self._table(slots, views) if slots else None  # before: its columns are filled on the current stream
         self._follow()
         if table is None:
@@ -125,7 +138,7 @@ class DevicePacking:
         wire, found, scale = self._wire, self._found, self._scale
         with span(self._name):
             self._stream.run(lambda: pack(grads, wire, table, scale=scale, found=found))
-        self._held += grads
+        self._held.update(zip(slots, grads, strict=True))
         self._packed.append((slots, table))
 
     def packed(self) -> None:
@@ -134,12 +147,24 @@ class DevicePacking:
         self._has_followed = False
 
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        if odd := _odd(grads, views):
+        try:
+            self._launch_unpack(slots, views, grads)
+        except ValueError:
+            odd = _odd(grads, views)
+            if not odd:
+                raise
             reference.unpack([views[i] for i in odd], [grads[i] for i in odd])
-            slots, grads, views = _without(slots, odd), _without(grads, odd), _without(views, odd)
+            self._launch_unpack(_without(slots, odd), _without(views, odd), _without(grads, odd))
+
+    def _launch_unpack(
+        self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> None:
         if slots:
             with span(self._name.replace("pack", "unpack", 1)):
                 unpack(self._wire, grads, self._table(slots, views))
+
+    def original(self, slot: int) -> torch.Tensor | None:
+        return self._held.get(slot)
 
     def release(self) -> None:
         self._held.clear()
@@ -179,13 +204,7 @@ def slots_of(packed: Sequence[tuple[Sequence[int], ChunkTable]], chunk: int) -> 
 
 def _odd(grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> list[int]:
     """Those not laid out like their place in the wire: kernels copy in memory order, torch by index."""
-    if list(map(torch.Tensor.stride, grads)) == list(map(torch.Tensor.stride, views)):
-        return []
-    return [
-        i
-        for i, (grad, view) in enumerate(zip(grads, views, strict=True))
-        if grad.stride() != view.stride() and layout(grad) != layout(view)
-    ]
+    return [i for i, (grad, view) in enumerate(zip(grads, views, strict=True)) if layout(grad) != layout(view)]
 
 
 def _without(items: Sequence[_T], odd: Sequence[int]) -> list[_T]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from torchring.memory.cuda import SymmetricGroup, share_memory
+from torchring.memory.cuda import SymmetricGroup, environment, share_memory
 from torchring.memory.host import HostGroup
 from torchring.rendezvous import Rendezvous
 
@@ -136,23 +136,32 @@ class CudaStream:
         _wait_for(self._stream, streams)
 
     def run(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self._stream):
-            work()
+        if torch.cuda.current_device() == self._device.index:
+            with torch.cuda.stream(self._stream):
+                work()
+        else:
+            with torch.cuda.device(self._device):  # alone, a stream would go back by way of a context on the other GPU
+                self.run(work)
 
     def mark(self) -> CudaMark:
         return CudaMark(self._stream, self._device)
 
 
 class CurrentCudaStream:
-    """Whichever stream is current. See `Stream`."""
+    """Whichever stream is current; what is put into one after the other is done in order. See `Stream`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._last: torch.cuda.Stream | None = None
 
     def follow(self, streams: Iterable[object] = ()) -> None:
         _wait_for(torch.cuda.current_stream(self._device), streams)
 
     def run(self, work: Callable[[], None]) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if self._last is not None and self._last != stream:  # reductions share their signals
+            stream.wait_stream(self._last)
+        self._last = stream
         work()
 
     def mark(self) -> CudaMark:
@@ -177,7 +186,10 @@ class CudaPlatform:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._aside: torch.cuda.Stream | None = None
+        # For `write_aside`, made now: later, to open a stream or to pin memory might wait for kernels that never end.
+        self._aside = _stream_on(self.device)
+        self._pinned: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._pin(1, torch.int32)
 
     def open_stream(self, *, in_background: bool) -> Stream:
         return CudaStream(self.device) if in_background else CurrentCudaStream(self.device)
@@ -192,17 +204,21 @@ class CudaPlatform:
         return torch.cuda.is_current_stream_capturing()
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.full(tensor.shape, -1, dtype=tensor.dtype, pin_memory=True)
+        copy = torch.full(tensor.shape, -1, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return copy.copy_(tensor, non_blocking=True)
 
     def write_aside(self, word: torch.Tensor, value: int) -> None:
-        # By a copy, not a kernel: copies need no room beside kernels that wait. Synchronised: the source is freed here.
-        if self._aside is None:
-            self._aside = _stream_on(self.device)
-        source = torch.full(word.shape, value, dtype=word.dtype).pin_memory()
-        with torch.cuda.stream(self._aside):
+        # By a copy, not a kernel: copies need no room beside kernels that wait.
+        source = self._pin(value, word.dtype)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._aside):
             word.copy_(source, non_blocking=True)
         self._aside.synchronize()
+
+    def _pin(self, value: int, dtype: torch.dtype) -> torch.Tensor:
+        """[1], in memory that a device copies from by itself."""
+        if (value, dtype) not in self._pinned:
+            self._pinned[value, dtype] = torch.full((1,), value, dtype=dtype, device="cpu", pin_memory=True)
+        return self._pinned[value, dtype]
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -212,8 +228,11 @@ class CudaPlatform:
 
     def open_backend(self, store: Store, rank: int, size: int, timeout_seconds: float) -> Backend:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timedelta(seconds=timeout_seconds)
-        return cast(Backend, dist.ProcessGroupNCCL(store, rank, size, options))
+        # Its watchdog ends the process. Ours, which names the rank, comes first.
+        options._timeout = timedelta(seconds=2 * timeout_seconds + 60)
+        # It would also end the process when a peer's links break. The hosts find out who is gone, and `abort` ends it.
+        with environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+            return cast(Backend, dist.ProcessGroupNCCL(store, rank, size, options))
 
 
 PLATFORMS: Final[dict[str, Callable[[torch.device], Platform]]] = {"cuda": CudaPlatform}

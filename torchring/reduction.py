@@ -335,7 +335,7 @@ class Reduction:
         if self.buckets:
             first = self.buckets[0]
             return [value / (first.reduce_scale * size) for value in first.heard()]
-        sums = torch.tensor(self._signals)  # nothing but sparse gradients
+        sums = torch.tensor(self._signals, device="cpu")  # nothing but sparse gradients
         collectives_of(self.world).all_reduce(sums, "sum")
         return [value / size for value in sums.tolist()]
 
@@ -348,7 +348,7 @@ class Reduction:
         order = list(dict.fromkeys(self._seen_order))
         order += sorted(set(range(len(self.specs))).difference(order), reverse=True)
         collectives = collectives_of(self.world)
-        agreed = collectives.broadcast(torch.tensor(order, dtype=torch.int64), 0).tolist()
+        agreed = collectives.broadcast(torch.tensor(order, dtype=torch.int64, device="cpu"), 0).tolist()
         plan = self._plan(self.specs, agreed)
         self._seen_order = None
         if plan.buckets != tuple(bucket.plan for bucket in self.buckets):

@@ -101,7 +101,7 @@ def _digests(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """
     parameters = list(parameters)
     if parameters[0].device.type == "cpu":
-        return torch.tensor([_digest(parameter) for parameter in parameters])
+        return torch.tensor([_digest(parameter) for parameter in parameters], device="cpu")
     return torch.stack([_digest_on_device(parameter) for parameter in parameters]).cpu()
 
 

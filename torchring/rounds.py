@@ -115,9 +115,9 @@ class DeviceRounds:
         """
         kind, parameter = self._finding or (0, 0)
         self._finding = None
-        header = torch.tensor([round_number, kind, parameter, *map(int, signals)])
+        header = torch.tensor([round_number, kind, parameter, *map(int, signals)], device="cpu")
         flags = [bucket.flags[: len(bucket.names)] for bucket in buckets]
-        used = torch.cat(flags).ne(0) if flags else torch.empty(0, dtype=torch.bool)
+        used = torch.cat(flags).ne(0) if flags else torch.empty(0, dtype=torch.bool, device="cpu")
         mine = torch.cat([header.view(torch.uint8), used.view(torch.uint8)])
         everybody = collectives_of(self._world).all_gather(mine)
         headers = [theirs[: 8 * _HEADER].clone().view(torch.int64).tolist() for theirs in everybody]

@@ -37,7 +37,7 @@ class NativeAllReduce:
                 raise ValueError(
                     f"algorithm='native' under {transport.engine} does not reduce {dtype}; use algorithm='ring'"
                 )
-        buffers = [torch.zeros(numel, dtype=dtype) for numel, dtype in specs]
+        buffers = [torch.zeros(numel, dtype=dtype, device="cpu") for numel, dtype in specs]
         return [NativeWire(buffer.data, buffer) for buffer in buffers]
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:

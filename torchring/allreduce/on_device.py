@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -25,10 +26,10 @@ import torch.distributed as dist
 
 from torchring.allreduce.mover import TAGS_PER_ROUND, NonFinite, Wire
 from torchring.allreduce.slices import slice_bounds
-from torchring.errors import PeerTimeoutError, RingError
+from torchring.errors import PeerLostError, PeerTimeoutError, RingError
 from torchring.kernels import accumulate, direct, ring
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
-from torchring.memory.cuda import SymmetricGroup
+from torchring.memory.cuda import LonelyGroup, SymmetricGroup
 from torchring.memory.host import HostGroup
 from torchring.platform import Backend, Mark, Platform, Stream, span
 
@@ -141,6 +142,7 @@ class OnStream:
         self._engine = engine
         self._lock = threading.Lock()
         self._flights: list[StreamFlight] = []  # since `take_flights`
+        self._rank = 0 if host is None else host.rank
         self._guard = _Guard(self, host, timeout_seconds)
 
     @property
@@ -187,7 +189,23 @@ class OnStream:
             self.failure = error
         self._engine.abort()
 
+    def finish(self) -> None:
+        """Wait until the device is through with the rounds that were sealed, and end what was broken off.
+
+        Peers' devices wait for this one. If it left with the end of the process, they would find it dead, and its last
+        round would leave NaN behind.
+        """
+        failed_before = self.failure is not None
+        if self._guard.is_open:
+            self.fail(PeerLostError("a round was broken off", rank=self._rank, peers=(self._rank,)))
+        elif self._guard.is_pending() and not failed_before:
+            self.platform.synchronize()
+            if self.failure is not None:
+                text = f"gradients of the last backward became NaN, and what was trained on them: {self.failure}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+
     def close(self) -> None:
+        self.finish()
         self._guard.close()
         self._engine.close()
 
@@ -206,6 +224,7 @@ class _Guard:
         self._lock = threading.Lock()
         self._open_since: float | None = None  # of a round that is not sealed
         self._sealed: deque[tuple[torch.Tensor, float]] = deque()
+        self._suspicious: object = None  # what was waited for when a peer was first seen to be gone
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -216,7 +235,17 @@ class _Guard:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="torchring-guard", daemon=True)
             self._thread.start()
-            atexit.register(self.close)  # no thread may come back from the device while the interpreter ends
+            atexit.register(self._leave)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round was started and not sealed."""
+        return self._open_since is not None
+
+    def is_pending(self) -> bool:
+        """Whether the device has not yet sent what some round was sealed with."""
+        with self._lock:
+            return not all(has_come(fetched) for fetched, _ in self._sealed)
 
     def sealed(self, fetched: torch.Tensor) -> None:
         """See `OnStream.seal`."""
@@ -229,7 +258,14 @@ class _Guard:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
-            atexit.unregister(self.close)
+            atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """A script ends without closing. No thread may come back from the device while the interpreter ends."""
+        mover = self._mover()
+        if mover is not None:
+            mover.finish()
+        self.close()
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
@@ -248,18 +284,24 @@ class _Guard:
                 self._sealed.popleft()
             is_sealed = bool(self._sealed)
             since = self._sealed[0][1] if is_sealed else self._open_since
+            waits_for = self._sealed[0][0] if is_sealed else self
+        suspicious, self._suspicious = self._suspicious, None
         if since is None:
             return None
         try:
             if self._host is not None:
                 self._host.check_peers([rank for rank in self._host.ranks if rank != self._host.rank])
         except RingError as error:
-            return error
+            # A peer that is done may have left while what it sent is still on its way: look again.
+            self._suspicious = waits_for
+            return error if suspicious is waits_for else None
         waited = time.monotonic() - since
         if not is_sealed or waited < self._timeout_seconds:  # how long a backward takes is the script's business
             return None
         return PeerTimeoutError(
-            "a reduction on the device did not come to an end; some rank's device is stuck, or slow", seconds=waited
+            "a reduction on the device did not come to an end; some rank's device is stuck, or slow",
+            rank=None if self._host is None else self._host.rank,
+            seconds=waited,
         )
 
 
@@ -346,6 +388,8 @@ class BackendEngine:
         self._backend = backend
         self._platform = platform
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        # As if there were one rank: all of the buffer is its slice.
+        self._alone = SharedMemoryEngine("direct", LonelyGroup(backend.rank(), platform.device), platform)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
         device = self._platform.device
@@ -361,12 +405,16 @@ class BackendEngine:
         return wires
 
     def launch(self, wire: DeviceWire, scale: float) -> None:
-        if scale != 1.0:
+        if not wire.buffer.numel():
+            return
+        if scale != 1.0 and wire.buffer.dtype.itemsize == 2:
             wire.buffer.mul_(scale)  # first: 16-bit sums might overflow where the result would fit
+            scale = 1.0
         if self.algorithm == "native":
             all_reduce(self._backend, wire.buffer)
         else:
             self._ring(wire.buffer)
+        self._alone.direct(wire, scale, spread=False)  # scales, and looks for what is not finite
 
     def abort(self) -> None:
         abort(self._backend)
@@ -393,7 +441,9 @@ class BackendEngine:
         rank, size = self._backend.rank(), self._backend.size()
         to = [send.numel() if peer == (rank + 1) % size else 0 for peer in range(size)]
         of = [receive.numel() if peer == (rank - 1) % size else 0 for peer in range(size)]
-        self._backend.alltoall_base(receive, send, of, to, dist.AllToAllOptions()).wait()
+        options = dist.AllToAllOptions()
+        options.asyncOp = False
+        self._backend.alltoall_base(receive, send, of, to, options).wait()
 
 
 class HierarchicalEngine:
@@ -432,11 +482,11 @@ class HierarchicalEngine:
 
 
 def all_reduce(backend: Backend, buffer: torch.Tensor) -> None:
-    """Sum, on the current stream."""
-    if buffer.numel():
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        backend.allreduce([buffer], options).wait()
+    """Sum, on the current stream. Not empty."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+    options.asyncOp = False  # NCCL: in the current stream, not in one of its own
+    backend.allreduce([buffer], options).wait()
 
 
 def abort(backend: Backend) -> None:
@@ -446,7 +496,7 @@ def abort(backend: Backend) -> None:
 
 
 def _addresses(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64).to(device)
+    return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device="cpu").to(device)
 
 
 def _new_report(count: int, device: torch.device) -> torch.Tensor:

@@ -73,8 +73,10 @@ class _Lane:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._room = torch.empty(NUM_AHEAD, BLOCK_BYTES, dtype=torch.uint8)
-        self.scratch = torch.empty(BLOCK_BYTES // 2)  # fp32, for a block of 16-bit elements
+        self._room = torch.empty(NUM_AHEAD, BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+        self.scratch = torch.empty(
+            BLOCK_BYTES // 2, dtype=torch.float32, device="cpu"
+        )  # for a block of 16-bit elements
 
     def place(self, number: int, like: torch.Tensor) -> torch.Tensor:
         """Where the block that is received as the n-th goes if it is to be added."""
@@ -102,7 +104,7 @@ class RingAllReduce:
         self._lanes = [_Lane(transport) for transport in transports]
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[RingWire]:
-        return [self.wire_over(torch.zeros(numel, dtype=dtype)) for numel, dtype in specs]
+        return [self.wire_over(torch.zeros(numel, dtype=dtype, device="cpu")) for numel, dtype in specs]
 
     def wire_over(self, whole: torch.Tensor) -> RingWire:
         """A wire in memory that exists: flat, of the same length on all members."""
@@ -145,9 +147,9 @@ class RingAllReduce:
             if scale != 1.0:
                 whole.mul_(scale)
             return None if is_finite(whole) else culprit or NonFinite(None, first_non_finite(whole) or 0)
-        their_tag = torch.zeros(1, dtype=torch.int64)
+        their_tag = torch.zeros(1, dtype=torch.int64, device="cpu")
         tag_comes = transport.receive(their_tag, self._left)
-        tag_goes = transport.send(torch.tensor([tag]), self._right)
+        tag_goes = transport.send(torch.tensor([tag], device="cpu"), self._right)
         if whole.dtype.itemsize == 2 and scale != 1.0:
             whole.mul_(scale)  # partial sums travel in 16 bits
             scale = 1.0
@@ -193,7 +195,7 @@ class RingAllReduce:
     def _gather(self, number: int, transport: Transport) -> list[int]:
         """Every member's number, in ring order."""
         size = len(self.members)
-        numbers = torch.full((size,), number)
+        numbers = torch.full((size,), number, device="cpu")
         for step in range(size - 1):
             origin = (self._index - step - 1) % size
             receiving = transport.receive(numbers[origin : origin + 1], self._left)

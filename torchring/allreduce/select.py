@@ -16,7 +16,14 @@ from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_membe
 from torchring.allreduce.lanes import Lanes, StandingBy
 from torchring.allreduce.mover import StagedMover
 from torchring.allreduce.native import NativeAllReduce
-from torchring.allreduce.on_device import BackendEngine, Engine, HierarchicalEngine, OnStream, SharedMemoryEngine
+from torchring.allreduce.on_device import (
+    BackendEngine,
+    Engine,
+    HierarchicalEngine,
+    OnStream,
+    SharedMemoryEngine,
+    all_reduce,
+)
 from torchring.allreduce.ring import RingAllReduce
 from torchring.collectives import collectives_of
 from torchring.errors import TopologyError
@@ -211,7 +218,13 @@ def _backend(world: World, members: tuple[int, ...] | None, platform: Platform) 
         return None
     assert world.rendezvous is not None
     store = PrefixStore(f"backend/{name}/{members[0]}", world.rendezvous.store)
-    return platform.open_backend(store, members.index(world.rank), len(members), world.timeout_seconds)
+    try:
+        backend = platform.open_backend(store, members.index(world.rank), len(members), world.timeout_seconds)
+        all_reduce(backend, torch.zeros(1, device=platform.device))  # connects: here, not in a backward
+        platform.synchronize()
+    except RuntimeError as error:
+        raise TopologyError(f"torch.distributed's backend does not connect: {error}", rank=world.rank) from error
+    return backend
 
 
 def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.dtype]]:
@@ -243,7 +256,7 @@ def _measure(
             for flight in flights:
                 flight.land()
             synchronize()
-            taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device="cpu")
             slowest = float(collectives.all_reduce(taken, "max"))
             if turn or slowest > _PATIENCE_SECONDS / 4:
                 seconds[name].append(slowest)

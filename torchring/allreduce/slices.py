@@ -82,7 +82,7 @@ class Slices:
         me, dtype = self._group.index, parts[0].dtype
         if dtype not in self._scratch:
             wide = reference.compute_dtype(dtype, dtype)
-            self._scratch[dtype] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=wide)
+            self._scratch[dtype] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=wide, device="cpu")
         scratch = self._scratch[dtype]
         start, stop = self.bounds(parts[0])
         step = BLOCK_BYTES // dtype.itemsize

@@ -6,10 +6,11 @@ Every rank allocates as much, and maps what the others have allocated; kernels t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol, cast
 
@@ -65,10 +66,18 @@ class CudaBlock:
 
 
 class CudaGroup:
-    """See `SymmetricGroup`; of `host`, on `device`. Opening it is collective among the ranks of this host."""
+    """See `SymmetricGroup`; of `host`, on `device`. Opening it is collective among the ranks of this host.
 
-    def __init__(self, host: HostGroup, rendezvous: Rendezvous, device: torch.device) -> None:
+    Args:
+        is_isolated: whether ranks have GPUs of their own under the same number, as CUDA_VISIBLE_DEVICES arranges it.
+            PyTorch takes them for the same one unless it is told that this is allowed.
+    """
+
+    def __init__(
+        self, host: HostGroup, rendezvous: Rendezvous, device: torch.device, *, is_isolated: bool = False
+    ) -> None:
         self.ranks, self.index = host.ranks, host.index
+        self._is_isolated = is_isolated
         self._device = device
         turn = next(_turns)
         store = PrefixStore(f"symmetric/{turn}/{host.ranks[0]}", rendezvous.store)
@@ -84,7 +93,8 @@ class CudaGroup:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         length = -(-max(num_bytes, 1) // 16) * 16
-        with torch.cuda.device(self._device):
+        overlapping = environment(OVERLAPPING_DEVICES, "1") if self._is_isolated else contextlib.nullcontext()
+        with torch.cuda.device(self._device), overlapping:
             own = symmetric_memory.empty(length, dtype=torch.uint8, device=self._device)
             own.zero_()
             torch.cuda.synchronize(self._device)  # before a peer can see it
@@ -120,12 +130,14 @@ def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: 
             _exchange(rendezvous, {})
             _raise_first(_exchange(rendezvous, {"problem": ""}), rendezvous.rank)
         return LonelyGroup(0 if host is None else host.rank, device)
-    mine = {"device": _identity(device), "unreachable": _unreachable(device)}
+    mine = {"device": _identity(device), "number": device.index, "unreachable": _unreachable(device)}
     cards = _exchange(rendezvous, mine)
     problem = find_problem({rank: cards[rank] for rank in host.ranks}, allow_overlap=OVERLAPPING_DEVICES in os.environ)
     group: CudaGroup | None = None
     if not problem:
-        problem, group = _try(lambda: _open(host, rendezvous, device))
+        numbers = [cards[rank]["number"] for rank in host.ranks]
+        is_isolated = len(set(numbers)) < len(numbers)
+        problem, group = _try(lambda: _open(host, rendezvous, device, is_isolated=is_isolated))
     _raise_first(_exchange(rendezvous, {"problem": problem}), host.rank)
     assert group is not None
     return group
@@ -148,8 +160,21 @@ def find_problem(cards: dict[int, dict[str, Any]], *, allow_overlap: bool) -> st
     return ""
 
 
-def _open(host: HostGroup, rendezvous: Rendezvous, device: torch.device) -> CudaGroup:
-    group = CudaGroup(host, rendezvous, device)
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """With a variable set for libraries that ask for it now; what the user has set stays."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _open(host: HostGroup, rendezvous: Rendezvous, device: torch.device, *, is_isolated: bool) -> CudaGroup:
+    group = CudaGroup(host, rendezvous, device, is_isolated=is_isolated)
     group.allocate(16)  # fails where it cannot be mapped
     return group
 

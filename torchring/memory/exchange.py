@@ -88,7 +88,7 @@ class HostExchange:
         first = data[:STAGE_BYTES]
         stages[me][: first.numel()].copy_(first)
         sizes = [row[0] for row in self._round(call, [data.numel()])]
-        gathered = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        gathered = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         for start in range(0, max(*sizes, 1), STAGE_BYTES):
             if start:
                 stages = self._next_half(torch.uint8)
@@ -113,7 +113,7 @@ class HostExchange:
                 stages[me][rank * share : rank * share + part.numel()].copy_(part)
             if turn == 0:
                 sizes = self._round(call, [data.numel() for data in pieces])
-                received = [torch.empty(row[me], dtype=torch.uint8) for row in sizes]
+                received = [torch.empty(row[me], dtype=torch.uint8, device="cpu") for row in sizes]
                 num_rounds = max(1, math.ceil(max(max(row) for row in sizes) / share))
             else:
                 self._round(None)

@@ -97,7 +97,7 @@ class C10dTransport:
             self.collective(lambda group: group.allreduce([tensor], options))
 
     def all_gather(self, number: int) -> list[int]:
-        mine = torch.tensor([number])
+        mine = torch.tensor([number], device="cpu")
         numbers = [torch.zeros_like(mine) for _ in range(self.size)]
         self.collective(lambda group: group.allgather([numbers], [mine]))
         return [int(other) for other in numbers]
@@ -126,7 +126,7 @@ class C10dTransport:
         for peer in range(self.size):
             if peer != self.rank:
                 try:
-                    nothing = torch.empty(1, dtype=torch.uint8)
+                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                     group.recv([nothing], peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))
                 except RuntimeError as failure:  # another one, where this link was broken already
                     if "timed out" in str(failure).lower():
@@ -212,7 +212,7 @@ class C10dTransport:
         for other in range(self.size) if peer is None else (peer,):
             if other != self.rank:
                 try:
-                    self._open_group().recv([torch.empty(1, dtype=torch.uint8)], other, _PROBE_TAG)
+                    self._open_group().recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, _PROBE_TAG)
                 except RingError:
                     return None
                 except RuntimeError as failure:

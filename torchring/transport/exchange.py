@@ -58,9 +58,9 @@ class GroupExchange:
         sizes = [int(row[0]) for row in self._agree(call, [data.numel()])]
         # Gloo gathers equal sizes only.
         longest = max(sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
-        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        gathered = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in sizes]
         if longest:
             self._transport.collective(lambda group: group.allgather([gathered], [padded]))
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
@@ -68,7 +68,7 @@ class GroupExchange:
     def all_to_all(self, pieces: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
         rows = self._agree(call, [piece.numel() for piece in pieces])
         sizes = [int(row[self._transport.rank]) for row in rows]
-        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         if sum(int(row.sum()) for row in rows):
             data = torch.cat(list(pieces))
             lengths = [piece.numel() for piece in pieces]
@@ -87,7 +87,7 @@ class GroupExchange:
         # Every row has room for as many sizes as any call sends, so that rows of different calls are equally long.
         room = self._transport.size
         text = torch.frombuffer(bytearray(call.text.ljust(Call.MAX_BYTES, b"\0")), dtype=torch.int64)
-        mine = torch.cat([torch.tensor([call.checksum, *sizes, *[0] * (room - len(sizes))]), text])
+        mine = torch.cat([torch.tensor([call.checksum, *sizes, *[0] * (room - len(sizes))], device="cpu"), text])
         rows = [torch.empty_like(mine) for _ in range(room)]
         self._transport.collective(lambda group: group.allgather([rows], [mine]))
         for rank, row in enumerate(rows):

@@ -92,7 +92,7 @@ class MpiTransport:
         self._device_pointers = takes_device_pointers(ctypes.CDLL(mpi.__file__), os.environ)
         with self._lock:
             self._communicator, opening = parent.Idup()
-        MpiTransfer(self, opening, torch.empty(0), None).wait()
+        MpiTransfer(self, opening, torch.empty(0, device="cpu"), None).wait()
         self._communicator.Set_errhandler(mpi.ERRORS_RETURN)
         _open.add(self)
 
@@ -122,7 +122,7 @@ class MpiTransport:
         ).wait()
 
     def all_gather(self, number: int) -> list[int]:
-        numbers = torch.zeros(self.size, dtype=torch.int64)
+        numbers = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         numbers[self.rank] = number
         mpi = self._mpi
         self._start(

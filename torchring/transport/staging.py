@@ -53,4 +53,4 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _host_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available(), device="cpu")

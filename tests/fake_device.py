@@ -1,0 +1,493 @@
+"""A device that is none: CPU tensors, and a communication stream that is as late as it is allowed to be.
+
+    with FakePlatform().installed() as platform: torchring.wrap(...)      under TRITON_INTERPRET=1, see run_ranks(env=)
+
+What Python does in `Stream.run` is done at once, as on a GPU; the work that it calls for (kernels, in-place operations,
+the backend's collectives) is queued, and done when somebody waits for it. So whoever reads a result without waiting
+reads what was there before, and whoever gives memory back too soon has it overwritten.
+
+What the compute stream does is noted, byte range by byte range. A queued piece of work that touches what the compute
+stream wrote (or writes what it read) since the communication stream followed it last is a race, as it would be on a
+GPU: a `follow` or a `hold_current` is missing, or memory was used again. It raises `Race`, and stays in `races`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchring.errors import TopologyError
+from torchring.kernels import ChunkTable
+from torchring.kernels.lazy import Kernel
+from torchring.memory.cuda import LonelyGroup, SymmetricGroup
+from torchring.memory.host import HostGroup
+from torchring.platform import PLATFORMS, _open
+from torchring.rendezvous import Rendezvous
+
+COMPUTE = "compute"  # what current_stream() says unless a test says otherwise
+
+# Tensor arguments of kernels that are written, and those that belong to a protocol of their own.
+_WRITTEN = {"_pack_kernel": {"wire", "found"}, "_unpack_kernel": set(), "_accumulate_kernel": {"out"}}
+_SHARED = {"wires", "signals", "abort", "addresses"}
+
+
+class Race(AssertionError):  # noqa: N818 - it says what happened
+    """Two streams touched the same memory, one of them wrote, and nothing says in which order."""
+
+
+class Access(NamedTuple):
+    begin: int
+    end: int
+    writes: bool
+
+
+class _Noted(NamedTuple):
+    clock: int
+    stream: object
+    access: Access
+    what: str
+
+
+@dataclass
+class _Task:
+    run: Callable[[], object]
+    accesses: Callable[[], list[Access]]
+    what: str
+    seen: dict[object, int] = field(default_factory=dict)
+
+
+class FakeMark:
+    """See `torchring.platform.Mark`."""
+
+    def __init__(self, stream: FakeStream | None) -> None:
+        self._stream = stream
+        self._reached = threading.Event()
+        self._at = 0.0
+
+    def reach(self) -> None:
+        self._at = time.perf_counter()
+        self._reached.set()
+
+    def is_reached(self) -> bool:
+        return self._reached.is_set()
+
+    def hold_current(self) -> None:
+        if self._stream is not None:
+            self._stream.platform.hold(self._stream, self)
+
+    def milliseconds_since(self, earlier: Any) -> float:
+        assert self.is_reached(), "a mark that is not reached has no time"
+        assert earlier.is_reached(), "a mark that is not reached has no time"
+        return float((self._at - earlier._at) * 1e3)
+
+
+class FakeStream:
+    """See `torchring.platform.Stream`."""
+
+    def __init__(self, platform: FakePlatform) -> None:
+        self.platform = platform
+        self.queue: deque[_Task] = deque()
+        self.seen: dict[object, int] = {}  # by stream: its clock when this one followed it last
+        self._more = threading.Condition()
+        self._failure: BaseException | None = None
+        if platform.mode == "thread":
+            threading.Thread(target=self._work, name="fake device", daemon=True).start()
+
+    def follow(self, streams: Iterable[object] = ()) -> None:
+        self.platform.calls["follow"] += 1
+        for stream in (self.platform.current, *streams):
+            self.seen[stream] = self.platform.clock
+        self.platform.forget_before(min([self.seen[COMPUTE], *(task.seen.get(COMPUTE, 0) for task in self.queue)]))
+
+    def run(self, work: Callable[[], None]) -> None:
+        with self.platform.on_stream(self):
+            work()
+
+    def mark(self) -> FakeMark:
+        mark = FakeMark(self)
+        self.call(mark.reach, list, "mark")
+        return mark
+
+    def call(self, run: Callable[[], object], accesses: Callable[[], list[Access]], what: str) -> None:
+        """Put work here."""
+        task = _Task(run, accesses, what, dict(self.seen))
+        if self.platform.mode == "eager":
+            self._do(task)
+            return
+        with self._more:
+            self.queue.append(task)
+            self._more.notify_all()
+
+    def do_until(self, mark: FakeMark) -> None:
+        if self.platform.mode == "thread":
+            assert mark._reached.wait(60), "the fake device is stuck"
+            if self._failure is not None:
+                raise self._failure
+            return
+        while not mark.is_reached():
+            self._do(self.queue.popleft())
+
+    def do_all(self) -> None:
+        if self.platform.mode == "thread":
+            self.do_until(self.mark())
+        while self.queue:
+            self._do(self.queue.popleft())
+
+    def _do(self, task: _Task) -> None:
+        if self.platform.mode in ("late", "eager"):
+            self.platform.check_order(task)
+        with self.platform.executing():
+            task.run()
+
+    def _work(self) -> None:
+        """Mode "thread": one piece of work after the other, each after a short while."""
+        delays = torch.rand(64, generator=torch.Generator().manual_seed(id(self) % 1000)).tolist()
+        for turn in range(1 << 30):
+            with self._more:
+                self._more.wait_for(lambda: self.queue)
+                task = self.queue.popleft()
+            time.sleep(delays[turn % 64] * 2e-3)
+            try:
+                self._do(task)
+            except BaseException as error:
+                self._failure = self._failure or error
+
+
+class _CurrentStream:
+    """For overlap="inline": whatever is current, which on a CPU is done at once."""
+
+    def __init__(self, platform: FakePlatform) -> None:
+        self._platform = platform
+
+    def follow(self, streams: Iterable[object] = ()) -> None:
+        self._platform.calls["follow"] += 1
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def mark(self) -> FakeMark:
+        return self._platform.mark_current()
+
+
+class FakePlatform:
+    """See `torchring.platform.Platform`.
+
+    Args:
+        mode: "late"; "eager", in which work is done when it is called for, so that backward waits for peers; "thread",
+            in which a thread does it a little later; or "lazy": not even `hold_current` does it, but whoever touches a
+            wire afterwards, so that the host goes on while the device waits for peers. Races are looked for in the
+            first two.
+        problem: why memory cannot be shared, if it cannot.
+
+    Attributes:
+        calls: how often the streams' and the platform's methods were called.
+        races: what was found; see the module.
+    """
+
+    def __init__(self, mode: str = "late", problem: str = "") -> None:
+        assert mode in ("late", "eager", "thread", "lazy"), mode
+        self.device = torch.device("cpu")
+        self.mode = mode
+        self.problem = problem
+        self.capturing = False
+        self.calls: Counter[str] = Counter()
+        self.races: list[str] = []
+        self.current: object = COMPUTE
+        self.clock = 0
+        self.streams: list[FakeStream] = []
+        self._noted: list[_Noted] = []
+        self._one_kernel = threading.RLock()  # the interpreter runs one at a time
+        self._executing = threading.local()
+        self._holds: list[tuple[FakeStream, FakeMark]] = []  # mode "lazy": what the compute stream is to wait for
+        self._wires: set[tuple[int, int]] = set()  # where results come
+        self._pointed_at: Sequence[torch.Tensor] = ()  # by the last column of addresses
+
+    # What torchring asks of it
+
+    def open_stream(self, *, in_background: bool) -> Any:
+        if not in_background:
+            return _CurrentStream(self)
+        self.streams.append(FakeStream(self))
+        return self.streams[-1]
+
+    def current_stream(self) -> object:
+        return self.current
+
+    def mark_current(self) -> FakeMark:
+        mark = FakeMark(None)
+        mark.reach()
+        return mark
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.executing():
+            copy = torch.full_like(tensor, -1)
+
+        def fill() -> None:
+            copy.copy_(tensor)
+
+        self._call(fill, lambda: [_access(tensor, writes=False)], "fetch")
+        return copy
+
+    def write_aside(self, word: torch.Tensor, value: int) -> None:
+        self.calls["write_aside"] += 1
+        with self.executing():  # whatever the streams wait for
+            word.fill_(value)
+
+    def synchronize(self) -> None:
+        self.calls["synchronize"] += 1
+        for stream in self.streams:
+            stream.do_all()
+            stream.seen = dict.fromkeys({COMPUTE, *(noted.stream for noted in self._noted)}, self.clock)
+
+    def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> SymmetricGroup:
+        if self.problem:
+            raise TopologyError(self.problem)
+        if host is None or host.size == 1:
+            return LonelyGroup(0 if host is None else host.rank, self.device)
+        return host
+
+    def open_backend(self, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Any:
+        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_seconds))
+        return FakeBackend(self, group)
+
+    # Scenery
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[FakePlatform]:
+        """The platform of torch.device("cpu"), in this thread, for what is opened in here."""
+        launch, point_at = Kernel.launch, ChunkTable.point_at
+        platform = self
+
+        def launch_later(kernel: Kernel, device: torch.device, programs: int, *args: Any, **options: Any) -> None:
+            kept = platform._pointed_at if platform.mode == "lazy" else None
+
+            def run(kept: object = kept) -> None:
+                with platform._one_kernel, platform.executing():
+                    launch(kernel, device, programs, *args, **options)
+
+            if kernel.fn.__name__ != "_unpack_kernel":
+                platform.results_come_to(*(arg for arg in args if isinstance(arg, torch.Tensor)))
+            platform._call(run, lambda: _accesses_of(kernel, args, options), kernel.fn.__name__)
+
+        def point_at_noted(table: ChunkTable, tensors: Sequence[torch.Tensor]) -> None:
+            if platform.mode == "lazy":
+                platform._pointed_at = tensors
+            point_at(table, tensors)
+
+        kept = dict(_open)
+        _open.clear()
+        try:
+            with (
+                mock.patch.dict(PLATFORMS, {"cpu": lambda device: self}),
+                mock.patch.object(Kernel, "launch", launch_later),
+                mock.patch.object(ChunkTable, "point_at", point_at_noted),
+                _Watch(self),
+            ):
+                yield self
+        finally:
+            _open.clear()
+            _open.update(kept)
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: object) -> Iterator[None]:
+        """With another stream the current one. Streams that are no `FakeStream` compute at once."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def executing(self) -> Iterator[None]:
+        """What is done in here is done, and not noted."""
+        before = getattr(self._executing, "now", False)
+        self._executing.now = True
+        try:
+            yield
+        finally:
+            self._executing.now = before
+
+    @property
+    def is_executing(self) -> bool:
+        return getattr(self._executing, "now", False)
+
+    def _call(self, run: Callable[[], object], accesses: Callable[[], list[Access]], what: str) -> None:
+        if not self.is_executing and isinstance(self.current, FakeStream):
+            self.current.call(run, accesses, what)
+            return
+        if not self.is_executing:
+            self.wait_for_holds()
+            self.note(accesses(), what)
+        run()
+
+    # Mode "lazy"
+
+    def hold(self, stream: FakeStream, mark: FakeMark) -> None:
+        self.calls["hold_current"] += 1
+        if self.mode == "lazy":
+            self._holds.append((stream, mark))
+        else:
+            stream.do_until(mark)
+
+    def results_come_to(self, *tensors: torch.Tensor) -> None:
+        self._wires |= {_access(tensor, writes=True)[:2] for tensor in tensors}
+
+    def wait_for_holds(self, touched: Iterable[Access] | None = None) -> None:
+        """If somebody is about to touch a wire; without `touched`, anyhow."""
+        if self._holds and (touched is None or any(a.begin < e and b < a.end for a in touched for b, e in self._wires)):
+            holds, self._holds = self._holds, []
+            for stream, mark in holds:
+                stream.do_until(mark)
+
+    # Who may touch what
+
+    def note(self, accesses: Iterable[Access], what: str) -> None:
+        self.clock += 1
+        self._noted.extend(_Noted(self.clock, self.current, a, what) for a in accesses if a.end > a.begin)
+
+    def forget_before(self, clock: int) -> None:
+        self._noted = [noted for noted in self._noted if noted.clock > clock or noted.stream != COMPUTE]
+
+    def check_order(self, task: _Task) -> None:
+        mine = task.accesses()
+        for clock, stream, theirs, what in self._noted:
+            if clock <= task.seen.get(stream, 0):
+                continue
+            for access in mine:
+                overlap = access.begin < theirs.end and theirs.begin < access.end
+                if overlap and (access.writes or theirs.writes):
+                    verbs = ["writes" if touch.writes else "reads" for touch in (access, theirs)]
+                    self.races.append(f"{task.what} {verbs[0]} what {what} {verbs[1]} on {stream}, in no order")
+                    raise Race(self.races[-1])
+
+
+class FakeBackend:
+    """Gloo, on whichever stream is current. An operation that ends in an error leaves NaN, as an aborted one may."""
+
+    def __init__(self, platform: FakePlatform, group: Any) -> None:
+        self._platform = platform
+        self._group = group
+
+    def rank(self) -> int:
+        return int(self._group.rank())
+
+    def size(self) -> int:
+        return int(self._group.size())
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> FakeBackend:
+        self._call(lambda: self._group.allreduce(list(tensors), options), tensors[0], [])
+        return self
+
+    def alltoall_base(self, out: torch.Tensor, source: torch.Tensor, of: Any, to: Any, options: Any) -> FakeBackend:
+        self._call(lambda: self._group.alltoall_base(out, source, of, to, options), out, [source])
+        return self
+
+    def wait(self) -> None:
+        """On a GPU this has the current stream wait; here it is the one that works."""
+
+    def abort(self) -> None:
+        self._platform.calls["abort"] += 1
+
+    def shutdown(self) -> None:
+        self._group.shutdown()
+
+    def _call(self, start: Callable[[], Any], written: torch.Tensor, read: Sequence[torch.Tensor]) -> None:
+        def run() -> None:
+            try:
+                start().wait()
+            except RuntimeError:
+                written.fill_(float("nan"))
+
+        self._platform.results_come_to(written)
+        accesses = [_access(written, writes=True), *(_access(tensor, writes=False) for tensor in read)]
+        self._platform._call(run, lambda: accesses, "backend")
+
+
+class _Watch(TorchDispatchMode):
+    """Every operation of torch: noted if it is the compute stream's, queued if it writes and is the other's."""
+
+    def __init__(self, platform: FakePlatform) -> None:
+        super().__init__()
+        self._platform = platform
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, platform = kwargs or {}, self._platform
+        if platform.is_executing:
+            return func(*args, **kwargs)
+        read, written = _operands(func, args, kwargs)
+        if isinstance(platform.current, FakeStream):
+            if not written:  # on the host, such as a column of addresses before it is sent
+                return func(*args, **kwargs)
+            accesses = [_access(tensor, writes=True) for tensor in written]
+            platform.current.call(lambda: func(*args, **kwargs), lambda: accesses, str(func))
+            return args[0] if func._schema.returns else None
+        touched = [_access(tensor, writes=False) for tensor in read]
+        touched += [_access(tensor, writes=True) for tensor in written]
+        platform.wait_for_holds(touched)
+        result = func(*args, **kwargs)
+        platform.note([*touched, *(_access(tensor, writes=True) for tensor in _new(func, result))], str(func))
+        return result
+
+
+def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors that an operation reads, and those that it writes in place."""
+    read: list[torch.Tensor] = []
+    written: list[torch.Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        tensors = [t for t in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(t, torch.Tensor)]
+        if argument.alias_info is None:
+            read += tensors
+        elif argument.alias_info.is_write:
+            written += tensors
+    return read, written
+
+
+def _new(func: Any, result: Any) -> list[torch.Tensor]:
+    """Results that are no views."""
+    results = result if isinstance(result, (list, tuple)) else [result]
+    if len(results) != len(func._schema.returns):  # one list of tensors
+        return []
+    pairs = zip(results, func._schema.returns, strict=True)
+    return [value for value, kind in pairs if isinstance(value, torch.Tensor) and kind.alias_info is None]
+
+
+def _access(tensor: torch.Tensor, *, writes: bool) -> Access:
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return Access(0, 0, writes)
+    length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    begin = tensor.data_ptr()
+    return Access(begin, begin + length * tensor.element_size(), writes)
+
+
+def _accesses_of(kernel: Kernel, args: Sequence[Any], options: dict[str, Any]) -> list[Access]:
+    """What a launch touches, in its tensors and behind its column of addresses."""
+    names = inspect.signature(kernel.fn).parameters
+    known = {name: value for name, value in options.items() if name in names}
+    bound = inspect.signature(kernel.fn).bind_partial(*args, **known).arguments
+    written = _WRITTEN.get(kernel.fn.__name__)
+    accesses = [
+        _access(value, writes=name in written if written is not None else True)
+        for name, value in bound.items()
+        if isinstance(value, torch.Tensor) and name not in _SHARED
+    ]
+    if "address" in bound:
+        itemsize = bound.get("SOURCE", bound.get("TARGET")).primitive_bitwidth // 8
+        for address, count in zip(bound["address"].tolist(), bound["numel"].tolist(), strict=True):
+            accesses.append(Access(address, address + count * itemsize, "TARGET" in bound))
+    return accesses

@@ -1,0 +1,497 @@
+"""The pieces of the device path by themselves: platforms, packing, rounds, symmetric memory's arrangements."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_device import COMPUTE, FakePlatform, FakeStream, Race
+
+from torchring import rounds as rounds_module
+from torchring.allreduce.on_device import (
+    NOTHING_FOUND,
+    BackendEngine,
+    DeviceWire,
+    HierarchicalEngine,
+    OnStream,
+    StreamFlight,
+)
+from torchring.errors import PeerLostError, PeerTimeoutError
+from torchring.kernels import ChunkTable
+from torchring.memory.cuda import LonelyGroup, _register_group, find_problem, share_memory
+from torchring.packing import DevicePacking, slots_of
+from torchring.plan import ParameterSpec, build_plan
+from torchring.platform import PLATFORMS, CudaPlatform, platform_of, span
+from torchring.rounds import DeviceRounds, _first_finding
+from torchring.world import World
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def platform() -> Iterator[FakePlatform]:
+    with FakePlatform().installed() as platform:
+        yield platform
+
+
+# Platforms
+
+
+def test_a_cpu_is_no_device_that_works_in_streams() -> None:
+    assert platform_of(CPU) is None
+    assert platform_of(torch.device("meta")) is None
+    assert PLATFORMS["cuda"] is CudaPlatform
+    with FakePlatform().installed() as platform:
+        assert platform_of(CPU) is platform
+    assert platform_of(CPU) is None
+
+
+def test_ranges_are_there_while_a_profiler_looks() -> None:
+    with span("torchring.unseen"):
+        pass
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, span("torchring.seen"):
+        pass
+    names = {event.name for event in profile.events() or ()}
+    assert "torchring.seen" in names
+    assert "torchring.unseen" not in names
+
+
+# The fake itself
+
+
+def test_work_is_done_when_somebody_waits_and_in_order(platform: FakePlatform) -> None:
+    stream = platform.open_stream(in_background=True)
+    value = torch.zeros(8)
+    stream.follow()
+    stream.run(lambda: value.fill_(1.0))
+    first = stream.mark()
+    stream.run(lambda: value.mul_(3.0))
+    last = stream.mark()
+    assert not first.is_reached()
+    first.hold_current()
+    assert first.is_reached()
+    assert not last.is_reached()
+    last.hold_current()
+    assert value.tolist() == [3.0] * 8
+    assert last.milliseconds_since(first) >= 0
+    assert platform.races == []
+
+
+def test_what_was_fetched_is_not_there_before_its_time(platform: FakePlatform) -> None:
+    stream = platform.open_stream(in_background=True)
+    value, fetched = torch.full((4,), 7, dtype=torch.int32), []
+    stream.follow()
+    stream.run(lambda: fetched.append(platform.fetch(value)))
+    assert fetched[0].tolist() == [-1] * 4
+    platform.synchronize()
+    assert fetched[0].tolist() == [7] * 4
+
+
+@pytest.mark.parametrize("mode", ["late", "eager"])
+def test_an_order_that_nothing_says_is_a_race(mode: str) -> None:
+    with FakePlatform(mode).installed() as platform:
+        stream = platform.open_stream(in_background=True)
+        value = torch.zeros(8)
+
+        def write() -> None:
+            stream.run(lambda: value.fill_(1.0))
+            stream.mark().hold_current()
+
+        with pytest.raises(Race, match=r"writes what .* writes on compute, in no order"):
+            write()
+        assert len(platform.races) == 1
+
+
+def test_a_result_that_was_not_waited_for_is_a_race(platform: FakePlatform) -> None:
+    stream = platform.open_stream(in_background=True)
+    value = torch.zeros(8)
+    stream.follow()
+    stream.run(lambda: value.fill_(1.0))
+    assert value.sum() == 0  # too early
+    with pytest.raises(Race, match=r"writes what aten\.sum\.default reads on compute"):
+        stream.mark().hold_current()
+
+
+def test_other_streams_have_to_be_followed_by_name(platform: FakePlatform) -> None:
+    stream = platform.open_stream(in_background=True)
+    value = torch.zeros(8)
+    for streams in ((), ("another",)):
+        platform.synchronize()
+        with platform.on_stream("another"):
+            value.fill_(5.0)
+        stream.follow(streams)
+        stream.run(lambda: value.fill_(6.0))
+        mark = stream.mark()
+        if streams:
+            mark.hold_current()
+        else:
+            with pytest.raises(Race, match="on another, in no order"):
+                mark.hold_current()
+    assert platform.current == COMPUTE
+
+
+# Packing
+
+
+def _packing(platform: FakePlatform, *, compression: str | None = None, shapes: Any = ((40,), (3, 5), (2,))) -> Any:
+    specs = [ParameterSpec(f"p{i}", s, torch.empty(s).stride(), torch.float32, CPU) for i, s in enumerate(shapes)]
+    [plan] = build_plan(specs, bucket_bytes=1 << 20, compression=compression, order=range(len(specs))).buckets
+    wire = torch.zeros(plan.numel, dtype=plan.wire_dtype)
+    found = torch.full((1,), NOTHING_FOUND, dtype=torch.int32)
+    stream = platform.open_stream(in_background=True)
+    packing = DevicePacking(0.5, plan, wire, found, stream, platform)
+    views = [wire[slot.offset : slot.offset + slot.numel].view(shapes[slot.parameter]) for slot in plan.slots]
+    return SimpleNamespace(packing=packing, plan=plan, wire=wire, found=found, stream=stream, views=views)
+
+
+def test_every_stream_that_computed_a_gradient_is_followed(platform: FakePlatform) -> None:
+    here = _packing(platform)
+    followed: list[set[object]] = []
+    here.stream.follow = lambda streams=(): followed.append(set(streams))
+    here.packing.arrived()
+    with platform.on_stream("another"):
+        here.packing.arrived()
+    with platform.on_stream("a third"):
+        here.packing.arrived()
+        here.packing.pack([0], [torch.ones(40)], here.views[:1])
+        here.packing.packed()
+    here.packing.arrived()
+    here.packing.packed()  # accumulated in place: nothing to copy, but what reduces it follows all the same
+    assert followed == [{COMPUTE, "another"}, set()]
+
+
+def test_gradients_laid_out_otherwise_are_copied_by_index(platform: FakePlatform) -> None:
+    here = _packing(platform, shapes=((3, 5), (4,), (2, 2)))
+    transposed, expanded, plain = (
+        torch.arange(15.0).view(5, 3).t(), torch.tensor(2.0).expand(4), torch.arange(4.0).view(2, 2)
+    )  # fmt: skip
+    here.packing.pack([0, 1, 2], [transposed, expanded, plain], here.views)
+    platform.synchronize()
+    for view, gradient in zip(here.views, (transposed, expanded, plain), strict=True):
+        assert torch.equal(view, gradient * 0.5)
+    results = [torch.zeros(5, 3).t(), torch.zeros(4), torch.zeros(2, 2)]
+    here.packing.unpack([0, 1, 2], here.views, results)
+    for result, view in zip(results, here.views, strict=True):
+        assert torch.equal(result, view)
+
+
+def test_a_table_for_each_set_of_parameters_and_not_ever_more(platform: FakePlatform) -> None:
+    here = _packing(platform, shapes=tuple((1,) for _ in range(6)))
+    for mask in range(1, 64):
+        slots = [i for i in range(6) if mask >> i & 1]
+        here.packing.pack(slots, [torch.full((1,), float(mask)) for _ in slots], [here.views[i] for i in slots])
+        platform.synchronize()
+        assert {float(here.views[i]) for i in slots} == {mask / 2}
+        assert len(here.packing._tables) <= 16
+    assert len(here.packing.take_packed()) == 63
+    assert here.packing.take_packed() == []
+
+
+def test_the_slots_of_a_chunk() -> None:
+    table = ChunkTable([5000, 3], [0, 5008], wire_dtype=torch.float32, device="cpu")
+    assert [slots_of([([7, 9], table)], chunk) for chunk in range(3)] == [[7], [7], [9]]
+    small = ChunkTable([3], [0], wire_dtype=torch.float32, device="cpu")
+    assert slots_of([([7, 9], table), ([2], small)], 0) == [7, 2]
+    assert slots_of([([7, 9], table), ([2], small)], 1) == [7]
+
+
+# Rounds
+
+
+class _Mark:
+    def __init__(self, milliseconds: float) -> None:
+        self.milliseconds = milliseconds
+
+    def is_reached(self) -> bool:
+        return True
+
+    def hold_current(self) -> None: ...
+
+    def milliseconds_since(self, earlier: Any) -> float:
+        return self.milliseconds - float(earlier.milliseconds)
+
+
+@pytest.mark.parametrize(
+    ("flights", "backward_end", "expected"),
+    [
+        ([(10, 14), (20, 30)], 26, (14, 4)),  # the last 4 ms of it stuck out
+        ([(10, 14), (20, 30)], 35, (14, 0)),  # all hidden
+        ([(40, 44), (44, 45)], 10, (5, 5)),  # begun long after backward: no more is exposed than there was
+        ([], 10, None),
+    ],
+)
+def test_how_long_a_round_took_and_how_much_of_it_showed(
+    flights: list[tuple[float, float]], backward_end: float, expected: tuple[float, float] | None
+) -> None:
+    told: list[tuple[float, float]] = []
+    platform = SimpleNamespace(
+        mark_current=lambda: _Mark(backward_end), fetch=lambda report: report.clone(), synchronize=lambda: None
+    )
+    mover: Any = SimpleNamespace(
+        platform=platform,
+        stream=SimpleNamespace(run=lambda work: work()),
+        take_flights=lambda: [StreamFlight(_Mark(begin), _Mark(end)) for begin, end in flights],
+        check=lambda: None,
+        seal=lambda fetched: None,
+    )
+    world = World(None, 0, 1)
+    rounds = DeviceRounds(world, mover, lambda busy, exposed: told.append((busy * 1e3, exposed * 1e3)))
+    rounds.backward_is_over()
+    rounds.end([])
+    rounds.poll()
+    world.close()
+    assert told == ([] if expected is None else [pytest.approx(expected)])
+
+
+def test_who_is_named_when_several_have_found_something() -> None:
+    nothing, of_input, of_sum = [5, 0, 0], [5, 1, 3], [5, 2, 4]
+    assert _first_finding([nothing, nothing]) is None
+    assert _first_finding([of_sum, nothing]) == (None, 4)
+    assert _first_finding([of_sum, of_input, [5, 1, 9]]) == (1, 3)
+
+
+def test_what_a_round_found_is_found_again() -> None:
+    """The first chunk of the inputs goes before an element of the result; rows are those of the wires."""
+    specs = [ParameterSpec(f"p{i}", (20,), (1,), torch.float32, CPU) for i in range(4)]
+    plans = build_plan(specs, bucket_bytes=160, first_bucket_bytes=160, order=range(4)).buckets
+    report = torch.full((2, 2), NOTHING_FOUND, dtype=torch.int32)
+    nowhere = torch.zeros(1)
+    wires = [DeviceWire(nowhere, nowhere, nowhere, (0, 0), report, row) for row in range(2)]
+    tables = [
+        ChunkTable([20, 20], [s.offset for s in plan.slots], wire_dtype=torch.float32, device="cpu") for plan in plans
+    ]
+    packed = [[((0, 1), table)] for table in tables]
+    buckets: Any = [SimpleNamespace(plan=plan, wire=wire) for plan, wire in zip(plans, wires, strict=True)]
+
+    def found(values: list[list[int]]) -> tuple[int, int] | None:
+        reports = {id(report): torch.tensor(values, dtype=torch.int32)}
+        finished: Any = SimpleNamespace(buckets=buckets, packed=packed, reports=reports)
+        return rounds_module._find(finished)
+
+    no = NOTHING_FOUND
+    assert found([[no, no], [no, no]]) is None
+    assert found([[no, no], [1, no]]) == (1, 3)
+    assert found([[no, 5], [no, no]]) == (2, 0)
+    assert found([[no, plans[0].slots[1].offset], [no, no]]) == (2, 1)
+    assert found([[no, 5], [0, no]]) == (1, 2)
+
+
+# Engines
+
+
+def test_an_engine_of_one_rank_on_a_backend(platform: FakePlatform) -> None:
+    """Has nobody to send to; an empty buffer needs no kernel."""
+    backend = platform.open_backend(dist.HashStore(), 0, 1, 10.0)
+    engine = BackendEngine("native", backend, platform)
+    first, second = engine.open_wires([(5, torch.float32), (0, torch.float16)])
+    assert (first.row, second.row, first.bounds) == (0, 1, (0, 5))
+    assert first.report is second.report
+    assert first.tensor.data_ptr() == first.buffer.data_ptr()
+    first.buffer.fill_(4.0)
+    assert first.tensor._version == 0  # not the engine's writes
+    engine.launch(second, 0.5)
+    engine.close()
+
+
+def test_engines_abort_what_they_have() -> None:
+    calls: list[str] = []
+    column: Any = SimpleNamespace(abort=lambda: calls.append("column"), shutdown=lambda: calls.append("down"))
+    shared: Any = SimpleNamespace(abort=lambda: calls.append("shared"), close=lambda: calls.append("closed"))
+    for engine in (HierarchicalEngine(shared, column), HierarchicalEngine(shared, None)):
+        engine.abort()
+        engine.close()
+    assert calls == ["shared", "column", "closed", "down", "shared", "closed"]
+
+
+# Symmetric memory
+
+
+class _Engine:
+    """Does nothing, and notes that it was told to stop."""
+
+    algorithm = "direct"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def launch(self, wire: DeviceWire, scale: float) -> None: ...
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class _Host:
+    """Two ranks, the other of which is gone in some looks."""
+
+    rank, ranks, size = 0, (0, 1), 2
+
+    def __init__(self, *gone: bool) -> None:
+        self._gone = list(gone)
+
+    def check_peers(self, needed: Any) -> None:
+        if self._gone.pop(0):
+            raise PeerLostError("gone", rank=0, peers=needed)
+
+
+def _mover(platform: FakePlatform, host: Any = None, timeout_seconds: float = 30.0) -> tuple[OnStream, _Engine]:
+    engine = _Engine()
+    mover = OnStream(engine, platform, in_background=True, host=host, timeout_seconds=timeout_seconds)
+    mover._guard._stop.set()  # tests look themselves
+    report = torch.full((1, 2), NOTHING_FOUND, dtype=torch.int32)
+    buffer = torch.zeros(4)
+    mover.start(DeviceWire(buffer, buffer, torch.zeros(1, dtype=torch.int64), (0, 4), report, 0))
+    return mover, engine
+
+
+def _sealed(mover: OnStream) -> torch.Tensor:
+    fetched = torch.full((1, 2), -1, dtype=torch.int32)
+    mover.seal(fetched)
+    return fetched
+
+
+def test_a_rank_leaves_when_its_device_is_through(platform: FakePlatform) -> None:
+    mover, engine = _mover(platform)
+    fetched = _sealed(mover)
+    waited = platform.calls["synchronize"]
+    mover.close()
+    assert platform.calls["synchronize"] == waited + 1
+    assert engine.calls == ["close"]
+    mover, engine = _mover(platform)
+    fetched = _sealed(mover)
+    fetched.fill_(NOTHING_FOUND)
+    waited = platform.calls["synchronize"]
+    mover.close()
+    assert platform.calls["synchronize"] == waited, "there is nothing to wait for"
+
+
+def test_a_round_that_was_broken_off_is_not_waited_for(platform: FakePlatform) -> None:
+    """Its peers will not come."""
+    mover, engine = _mover(platform)
+    waited = platform.calls["synchronize"]
+    mover.close()
+    assert (engine.calls, platform.calls["synchronize"]) == (["abort", "close"], waited)
+
+
+def test_a_last_round_that_fails_is_not_left_without_a_word(
+    platform: FakePlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover, _ = _mover(platform)
+    _sealed(mover)
+    monkeypatch.setattr(platform, "synchronize", lambda: mover.fail(PeerLostError("rank 1 is gone", peers=(1,))))
+    with pytest.warns(RuntimeWarning, match="NaN.*rank 1 is gone"):
+        mover.close()
+
+
+@pytest.mark.parametrize(("gone", "is_lost"), [((True, True), True), ((True, False, True), False), ((False,), False)])
+def test_a_peer_is_lost_if_it_is_gone_at_two_looks(
+    platform: FakePlatform, gone: tuple[bool, ...], *, is_lost: bool
+) -> None:
+    mover, _ = _mover(platform, _Host(*gone))
+    _sealed(mover)
+    found = [mover._guard._look() for _ in gone]
+    assert [error is not None for error in found] == [False] * (len(gone) - 1) + [is_lost]
+    mover.close()
+
+
+def test_a_peer_that_is_done_may_leave_before_its_words_have_come(platform: FakePlatform) -> None:
+    mover, engine = _mover(platform, _Host(True, True, True))
+    first = _sealed(mover)
+    assert mover._guard._look() is None
+    first.fill_(NOTHING_FOUND)
+    assert mover._guard._look() is None
+    assert mover._guard._look() is None
+    mover.close()
+    assert engine.calls == ["close"]
+
+
+def test_a_device_that_does_not_come_to_an_end_is_late(platform: FakePlatform) -> None:
+    mover, _ = _mover(platform, timeout_seconds=0.0)
+    assert mover._guard._look() is None, "how long a backward takes is the script's business"
+    _sealed(mover)
+    assert isinstance(mover._guard._look(), PeerTimeoutError)
+    mover.close()
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring"])
+def test_backends_results_are_looked_at(platform: FakePlatform, algorithm: str) -> None:
+    """A gradient that was accumulated in place is not packed, so nobody else has looked."""
+    engine = BackendEngine(algorithm, platform.open_backend(dist.HashStore(), 0, 1, 10.0), platform)
+    launched: list[Any] = []
+    with mock.patch.object(engine._alone, "direct", lambda wire, scale, **options: launched.append((scale, options))):
+        for dtype in (torch.float32, torch.float16):
+            (wire,) = engine.open_wires([(5, dtype)])
+            wire.buffer.fill_(4.0)
+            engine.launch(wire, 0.5)
+            assert wire.buffer.tolist() == [2.0 if dtype == torch.float16 else 4.0] * 5
+    assert launched == [(0.5, {"spread": False}), (1.0, {"spread": False})]
+    engine.close()
+
+
+def test_why_ranks_cannot_share_memory() -> None:
+    def card(device: str, *unreachable: str) -> dict[str, Any]:
+        return {"device": device, "unreachable": list(unreachable)}
+
+    assert find_problem({0: card("a"), 1: card("b")}, allow_overlap=False) == ""
+    assert find_problem({0: card("a", "c"), 1: card("b")}, allow_overlap=False) == "", "nobody is on c"
+    same = find_problem({2: card("a"), 5: card("a")}, allow_overlap=False)
+    assert "ranks 2 and 5 use the same GPU" in same
+    assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in same
+    assert find_problem({2: card("a"), 5: card("a")}, allow_overlap=True) == ""
+    apart = find_problem({0: card("a"), 1: card("b"), 3: card("c", "b")}, allow_overlap=True)
+    assert apart == "the GPU of rank 3 has no peer access to that of rank 1"
+
+
+def test_a_rank_that_is_alone_needs_nobody() -> None:
+    group = share_memory(None, None, CPU)
+    assert isinstance(group, LonelyGroup)
+    assert (group.ranks, group.index, group.size) == ((0,), 0, 1)
+    block = group.allocate(48)
+    assert len(block.parts) == 1
+    assert block.own is block.parts[0]
+    assert block.own.tolist() == [0] * 48
+
+
+def test_a_group_is_found_by_name_without_a_default_group() -> None:
+    """As symmetric memory looks for it."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+    from torch._C import _distributed_c10d as c10d
+
+    store = dist.HashStore()
+    group = _register_group("torchring/a test", store, 0, 1, 5.0)
+    found = c10d._resolve_process_group("torchring/a test")
+    assert found.group_name == group.group_name == "torchring/a test"
+    assert (found.rank(), found.size()) == (0, 1)
+    assert not dist.is_initialized()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric_memory.enable_symm_mem_for_group("torchring/a test")  # as rendezvous() does before 2.13
+    value = torch.ones(3)
+    found.allreduce([value]).wait()
+    assert value.tolist() == [1.0] * 3
+    del group, found
+    with pytest.raises(RuntimeError, match="destroyed"):  # so whoever needs it keeps it
+        c10d._resolve_process_group("torchring/a test")
+
+
+def test_the_fake_keeps_to_the_contract() -> None:
+    """Methods of the real platform, stream and mark have the fakes' names and parameters."""
+    import inspect
+
+    from fake_device import FakeMark
+
+    from torchring.platform import CudaMark, CudaStream
+
+    for real, fake in ((CudaPlatform, FakePlatform), (CudaStream, FakeStream), (CudaMark, FakeMark)):
+        for name, method in inspect.getmembers(real, inspect.isfunction):
+            if not name.startswith("_"):
+                theirs = inspect.signature(getattr(fake, name)).parameters
+                assert list(theirs) == list(inspect.signature(method).parameters), name
