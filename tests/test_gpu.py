@@ -228,6 +228,46 @@ def test_a_dead_rank_is_named_while_the_device_waits() -> None:
     assert waited < 20  # seconds; a deadline, not a measurement
 
 
+def leave_early(rank: int, size: int) -> bool:
+    """One rank ends right after its last step, without a word; its device has yet to do its part for the other."""
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(5):
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        loss = nn.functional.cross_entropy(model(x), y)
+        torch.cuda._sleep(200_000_000)  # cycles: a host well ahead of its device
+        loss.backward()
+        optimizer.step()
+    if rank == 0:
+        time.sleep(2.0)
+        return all(bool(p.isfinite().all()) for p in model.parameters())
+    return True
+
+
+def test_a_script_that_ends_leaves_no_peer_behind() -> None:
+    assert run_ranks(leave_early, 2, env=SHARED, deadline=DEADLINE) == [True, True]
+
+
+def train_elsewhere(rank: int, size: int) -> list[torch.Tensor]:
+    torch.set_default_device("cuda")
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((4, 300), float(rank + step))).square().mean().backward()
+        optimizer.step()
+    torchring.all_reduce(torch.ones(3))
+    parameters = [p.detach().cpu() for p in model.parameters()]
+    torchring.shutdown()
+    return parameters
+
+
+def test_the_gpu_as_the_default_device() -> None:
+    per_rank = run_ranks(train_elsewhere, 2, env=SHARED, deadline=DEADLINE)
+    assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
+
+
 def capture(rank: int, size: int) -> None:
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)

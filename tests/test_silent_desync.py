@@ -390,6 +390,24 @@ def _changed_alike(side: Side) -> Sequence[Any]:
     return values(model)
 
 
+def _converted_with_gradients(rank: int, size: int) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    x = torch.full((4, 4), float(rank))
+    model(x).square().mean().backward()
+    optimizer.step()
+    model.double()  # the gradients, too, which are views of torchring's buffer and stay the same objects
+    with pytest.raises(torchring.GradientError) as error:
+        model(x.double()).square().mean().backward()
+    return str(error.value)
+
+
+def test_h_a_model_that_is_converted_with_its_gradients_is_refused() -> None:
+    for text in run_ranks(_converted_with_gradients, 2):
+        assert "is not what it was when it was wrapped (its gradient, now torch.float64" in text
+
+
 def test_h_changes_that_all_ranks_make_alike_are_no_drift() -> None:
     assert_as_one_process(_changed_alike)
 

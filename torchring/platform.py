@@ -136,12 +136,16 @@ class CudaStream:
         _wait_for(self._stream, streams)
 
     def run(self, work: Callable[[], None]) -> None:
-        if torch.cuda.current_device() == self._device.index:
-            with torch.cuda.stream(self._stream):
-                work()
-        else:
-            with torch.cuda.device(self._device):  # alone, a stream would go back by way of a context on the other GPU
+        if torch.cuda.current_device() != self._device.index:
+            with torch.cuda.device(self._device):
                 self.run(work)
+            return
+        before = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(self._stream)  # for every bucket: two of these take less than torch.cuda.stream
+        try:
+            work()
+        finally:
+            torch.cuda.set_stream(before)
 
     def mark(self) -> CudaMark:
         return CudaMark(self._stream, self._device)
