@@ -164,10 +164,11 @@ def run_until(commands: Sequence[Command], limit_seconds: float) -> str:
     """Run processes side by side, for so long at the most; what went wrong, or nothing. None outlives the call."""
     processes: list[subprocess.Popen[bytes]] = []
     end, failure = time.monotonic() + limit_seconds, f"ended after {limit_seconds:.3g} s, its limit"
-    with measure.stopped_by_signals():
+    with measure.stopped_by_signals() as held:
         try:
             for command in commands:
-                processes.append(command.start())
+                with held():
+                    processes.append(command.start())
             has_failed = False
             while time.monotonic() < end:
                 codes = [process.poll() for process in processes]

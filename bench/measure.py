@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from multiprocessing import connection
@@ -149,10 +149,11 @@ def run_together(commands: Sequence[Command]) -> int:
     have to say; then, and on an exception or a signal (see `stopped_by_signals`) at once, they are ended.
     """
     processes: list[subprocess.Popen[bytes]] = []
-    with stopped_by_signals():
+    with stopped_by_signals() as held:
         try:
             for command in commands:
-                processes.append(command.start())
+                with held():
+                    processes.append(command.start())
             first = _first_failure(processes)
             if first is None:
                 return 0
@@ -178,11 +179,14 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Inside, Ctrl-C, SIGTERM and SIGHUP raise SystemExit, with the shell's exit code, unless they were ignored."""
+def stopped_by_signals() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Inside, Ctrl-C, SIGTERM and SIGHUP raise SystemExit, with the shell's exit code, unless they were ignored.
+
+    Yields a context in which they wait.
+    """
     try:
-        with signals_raise():
-            yield
+        with signals_raise() as held:
+            yield held
     except Stopped as stop:
         raise SystemExit(128 + stop.number) from None
 

@@ -262,6 +262,22 @@ def test_a_signal_ends_the_processes_and_the_script(number: signal.Signals) -> N
 
 
 @pytest.mark.usefixtures("_leaves_no_process")
+def test_a_signal_that_comes_while_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Command.start
+
+    def slowly(command: Command) -> subprocess.Popen[bytes]:
+        process = start(command)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        return process
+
+    monkeypatch.setattr(Command, "start", slowly)
+    with pytest.raises(SystemExit) as error:
+        measure.run_together([python("rank 0", "import time; time.sleep(60)")])
+    assert error.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.usefixtures("_leaves_no_process")
 def test_a_process_that_cannot_be_started_ends_the_others() -> None:
     with pytest.raises(FileNotFoundError):
         measure.run_together([python("rank 0", "import time; time.sleep(60)"), Command("rank 1", ["/nowhere"], {})])

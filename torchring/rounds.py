@@ -11,11 +11,13 @@ rounds.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from torchring.allreduce import TAGS_PER_ROUND
@@ -29,7 +31,7 @@ from torchring.plan import NUM_SIGNALS
 from torchring.platform import Mark
 from torchring.world import World
 
-_HEADER: Final = 3 + NUM_SIGNALS  # int64 words: round, what was found, in which parameter; signals
+_HEADER: Final = struct.Struct(f"{3 + NUM_SIGNALS}q")  # round, what was found, in which parameter; signals
 _IN_INPUT, _IN_SUM = 1, 2
 
 
@@ -109,25 +111,26 @@ class DeviceRounds:
         self._under_way.append(_Round(flights, self._backward_end, list(buckets), _take_packed(buckets), reports))
 
     def agree(self, round_number: int, signals: Sequence[float], buckets: Sequence[Bucket]) -> Agreement:
-        """Collective: ranks compare rounds, and every bucket's flags become their sum over ranks.
+        """Collective: ranks compare rounds, and a bucket's flags become 0 where they are on all ranks only.
 
         Raises PlanMismatchError where a rank is in another round, PeerLostError, PeerTimeoutError.
         """
         kind, parameter = self._finding or (0, 0)
         self._finding = None
-        header = torch.tensor([round_number, kind, parameter, *map(int, signals)], device="cpu")
-        flags = [bucket.flags[: len(bucket.names)] for bucket in buckets]
-        used = torch.cat(flags).ne(0) if flags else torch.empty(0, dtype=torch.bool, device="cpu")
-        mine = torch.cat([header.view(torch.uint8), used.view(torch.uint8)])
-        everybody = collectives_of(self._world).all_gather(mine)
-        headers = [theirs[: 8 * _HEADER].clone().view(torch.int64).tolist() for theirs in everybody]
+        flags = [bucket.flags.numpy()[: len(bucket.names)] for bucket in buckets]
+        used = np.concatenate(flags).astype(np.bool_).tobytes() if flags else b""
+        mine = _HEADER.pack(round_number, kind, parameter, *map(int, signals)) + used
+        everybody = collectives_of(self._world).all_gather_bytes(mine)
+        headers = [_HEADER.unpack_from(theirs) for theirs in everybody]
         for rank, theirs in enumerate(headers):
             if theirs[0] != round_number:
                 tags = round_number * TAGS_PER_ROUND, theirs[0] * TAGS_PER_ROUND
                 raise tag_mismatch(self._world.rank, tags[0], rank, tags[1])
-        total = torch.stack([theirs[8 * _HEADER :] for theirs in everybody]).sum(0, dtype=torch.float32)
-        for own, part in zip(flags, torch.split(total, [len(own) for own in flags]), strict=True):
-            own.copy_(part)
+        if any(text[_HEADER.size :] != used for text in everybody):  # else what nobody uses is flagged so already
+            parts = [np.frombuffer(text, np.uint8, offset=_HEADER.size) for text in everybody]
+            ends = np.cumsum([len(own) for own in flags])
+            for own, part in zip(flags, np.split(np.sum(parts, axis=0), ends), strict=False):
+                own[:] = part
         heard = [sum(theirs[3 + i] for theirs in headers) / len(headers) for i in range(NUM_SIGNALS)]
         return Agreement(heard, _first_finding(headers))
 

@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -378,18 +378,36 @@ class Stopped(BaseException):
 
 
 @contextlib.contextmanager
-def signals_raise() -> Iterator[None]:
-    """Inside, those that stop a process raise Stopped, except where whoever started this one had them ignored."""
+def signals_raise() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Inside, those that stop a process raise Stopped, except where whoever started this one had them ignored.
+
+    Yields a context in which they wait: for what must not be left half done, such as to start a process and note it.
+    """
+    waiting: list[int] = []
+    is_held = False
 
     def stop(number: int, _: object) -> None:
-        raise Stopped(number)
+        if not is_held:
+            raise Stopped(number)
+        waiting.append(number)
+
+    @contextlib.contextmanager
+    def held() -> Iterator[None]:
+        nonlocal is_held
+        is_held = True
+        try:
+            yield
+        finally:
+            is_held = False
+        if waiting:
+            raise Stopped(waiting[0])
 
     before = {number: signal.getsignal(number) for number in _STOPPING}
     try:
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(number, stop)
-        yield
+        yield held
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
