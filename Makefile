@@ -21,7 +21,7 @@ test-ranks: $(INSTALLED)
 	$(RUN_PYTEST) tests $(foreach pattern,$(KERNEL_TESTS),--ignore-glob '$(pattern)')
 
 test-kernels: $(INSTALLED)
-	nice -n 10 env $(RUN_PYTEST) $(KERNEL_TESTS)
+	nice -n 19 env $(RUN_PYTEST) $(KERNEL_TESTS)
 
 bench: $(INSTALLED)  ## all-reduce and training steps against their rivals, then the microbenchmarks: 10 minutes
 	$(BIN)/torchring bench allreduce

@@ -236,7 +236,9 @@ def test_nothing_is_left_behind_and_processes_are_killed() -> None:
     process = None
     with pytest.raises(KeyboardInterrupt), Network(2) as network:  # noqa: PT012 - what was raised inside
         assert len(namespaces(os.getpid()) - before) == 3
-        process = python(network, 1, "import time; time.sleep(60)")
+        process = python(network, 1, "import time; print('here', flush=True); time.sleep(60)")
+        assert process.stdout is not None
+        process.stdout.readline()  # before, `ip` itself may not have come there yet
         raise KeyboardInterrupt
     assert namespaces(os.getpid()) <= before
     assert process is not None
@@ -269,7 +271,8 @@ def test_the_next_network_removes_what_a_killed_process_left() -> None:
     sys.path.insert(0, {str(BENCH)!r})
     import netns
     network = netns.Network(1).__enter__()
-    child = subprocess.Popen(network.command(0, ["sleep", "60"]), stdout=subprocess.DEVNULL)
+    child = subprocess.Popen(network.command(0, ["sh", "-c", "echo here; exec sleep 60"]), stdout=subprocess.PIPE)
+    child.stdout.readline()
     print(network.name(0), child.pid, flush=True)
     os.read(0, 1)
     """
