@@ -105,8 +105,7 @@ def _try(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[Choice
         raise
     best = ours if seconds[ours] * _LEAST_ADVANTAGE < seconds["native"] else "native"
     mib = sum(numel * dtype.itemsize for numel, dtype in sample) / 2**20
-    times = ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
-    return Choice(best, f"{why}; measured for {mib:.3g} MiB: {times}", seconds), movers
+    return Choice(best, f"{why}; measured for {mib:.3g} MiB: {_in_words(seconds)}", seconds), movers
 
 
 def open_mover(world: World, algorithm: str, overlap: str) -> StagedMover:
@@ -121,12 +120,7 @@ def open_mover(world: World, algorithm: str, overlap: str) -> StagedMover:
     fills_the_cores = world.local_size * torch.get_num_threads() >= world.num_cores
     in_background = overlap == "thread" or (overlap == "auto" and not (algorithm == "direct" and fills_the_cores))
     if algorithm == "direct":
-        if not world.shares_memory:
-            raise TopologyError(
-                f"algorithm='direct' takes one host, but ranks share memory only within {list(world.hosts)}; "
-                "use algorithm='auto' or 'hierarchical'",
-                rank=world.rank,
-            )
+        _check_one_host(world)
         # A lane that polled would take turns with the thread that computes.
         direct = DirectAllReduce(host, poll_seconds=0.0 if in_background else POLL_SECONDS)
         return Lanes(direct) if in_background else direct
@@ -151,11 +145,9 @@ def open_on_device(
     does, unless several hosts have several GPUs each: then it measures that against "hierarchical". With
     overlap="inline" buckets are reduced in the stream that computes. Raises TopologyError where `algorithm` cannot be.
     """
-    if algorithm in ("direct", "hierarchical", "ring") or world.size == 1:
+    if algorithm != "auto" or world.size == 1:
         algorithm = "direct" if algorithm == "auto" else algorithm
         return _open_engine(world, algorithm, overlap, platform), Choice(algorithm, "asked for")
-    if algorithm == "native":
-        return _open_engine(world, "native", overlap, platform), Choice("native", "asked for")
     if max(map(len, world.hosts)) == 1:
         why = "every host has one rank, and the backend's own all-reduce knows the network"
         return _open_engine(world, "native", overlap, platform), Choice("native", why)
@@ -172,18 +164,13 @@ def open_on_device(
     for name, other in movers.items():
         if name != best:
             other.close()
-    times = ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
-    return movers[best], Choice(best, f"measured: {times}", seconds)
+    return movers[best], Choice(best, f"measured: {_in_words(seconds)}", seconds)
 
 
 def _open_engine(world: World, algorithm: str, overlap: str, platform: Platform) -> OnStream:
     """Collective."""
-    if algorithm == "direct" and world.size > 1 and not world.shares_memory:
-        raise TopologyError(
-            f"algorithm='direct' takes one host, but ranks share memory only within {list(world.hosts)}; "
-            "use algorithm='auto' or 'hierarchical'",
-            rank=world.rank,
-        )
+    if algorithm == "direct" and world.size > 1:
+        _check_one_host(world)
     return OnStream(
         _engine(world, algorithm, platform),
         platform,
@@ -225,6 +212,19 @@ def _backend(world: World, members: tuple[int, ...] | None, platform: Platform) 
     except RuntimeError as error:
         raise TopologyError(f"torch.distributed's backend does not connect: {error}", rank=world.rank) from error
     return backend
+
+
+def _check_one_host(world: World) -> None:
+    if not world.shares_memory:
+        raise TopologyError(
+            f"algorithm='direct' takes one host, but ranks share memory only within {list(world.hosts)}; "
+            "use algorithm='auto' or 'hierarchical'",
+            rank=world.rank,
+        )
+
+
+def _in_words(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
 
 
 def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.dtype]]:
