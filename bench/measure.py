@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 import torchring
+from torchring.memory.linux import open_process
 from torchring.run import Stopped, signals_raise
 from torchring.world import default_world
 
@@ -353,7 +354,7 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
     with ExitStack() as stack:
         running: dict[Any, int] = {}
         for index, process in enumerate(processes):
-            pidfd = os.pidfd_open(process.pid)
+            pidfd = open_process(process.pid)
             stack.callback(os.close, pidfd)
             running[pidfd] = index
         while running:

@@ -543,6 +543,16 @@ def test_ranks_of_one_host_meet_on_loopback() -> None:
     assert len(card["token"]) == 32
 
 
+def test_without_proc_nobody_takes_another_for_a_process_of_the_same_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert meeting._network_digest() == meeting._network_digest()
+
+    def missing(path: str) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(meeting.os, "stat", missing)
+    assert meeting._network_digest() != meeting._network_digest()
+
+
 @pytest.mark.parametrize("is_local", [True, False])
 def test_where_the_store_listens(is_local: bool) -> None:
     part = meeting._Meeting(Comm(0, 1, {}))

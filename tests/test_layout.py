@@ -44,7 +44,7 @@ ORDER = [
     "call",
     "world",
     "meeting", "launch",
-    "memory.host", "memory", "memory.semaphore", "memory.heap",
+    "memory.host", "memory", "memory.linux", "memory.semaphore", "memory.heap",
     "rendezvous", "worker",
     "backward", "plan",
     "kernels", "kernels.ring", "kernels.direct", "kernels.pack", "kernels.unpack", "kernels.accumulate",

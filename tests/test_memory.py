@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import json
 import os
 import random
+import select
 import signal
 import socket
 import struct
@@ -27,6 +29,7 @@ from torchring.allreduce.select import choose, open_mover
 from torchring.collectives import Collectives
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError
 from torchring.memory import host as host_module
+from torchring.memory import linux
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, connect, partition
 from torchring.rendezvous import Rendezvous
@@ -424,8 +427,19 @@ def test_different_sizes_are_an_error_on_every_rank(sizes: tuple[int, ...]) -> N
     assert count_open_fds() <= before
 
 
-def test_no_peer_can_shrink_or_grow_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+_UNDECLARED = {
+    os: ("memfd_create", "MFD_CLOEXEC", "MFD_ALLOW_SEALING", "pidfd_open"),
+    fcntl: ("F_ADD_SEALS", "F_SEAL_SHRINK", "F_SEAL_GROW"),
+}
+
+
+@pytest.mark.parametrize("is_declared", [True, False], ids=["", "python built against an old glibc"])
+def test_no_peer_can_shrink_or_grow_a_block(monkeypatch: pytest.MonkeyPatch, is_declared: bool) -> None:
     """Shrinking a file under a mapping would crash the other with SIGBUS."""
+    if not is_declared:
+        for module, names in _UNDECLARED.items():
+            for name in names:
+                monkeypatch.delattr(module, name)
     refused: list[int] = []
     map_it = host_module._map
 
@@ -445,6 +459,37 @@ def test_no_peer_can_shrink_or_grow_a_block(monkeypatch: pytest.MonkeyPatch) -> 
     run_groups(2, body)
     assert refused.count(0) == 8  # two blocks (one holds last words) x two ranks x own and peer's
     assert refused.count(8192) == 8
+
+
+@pytest.mark.parametrize("is_declared", [True, False], ids=["", "python built against an old glibc"])
+def test_the_end_of_a_process_shows_in_its_descriptor(monkeypatch: pytest.MonkeyPatch, is_declared: bool) -> None:
+    if not is_declared:
+        monkeypatch.delattr(os, "pidfd_open")
+    end, lives = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(lives)
+        os.read(end, 1)  # until the parent closes its end, or is gone
+        os._exit(0)
+    os.close(end)
+    descriptor = linux.open_process(pid)
+    assert not os.get_inheritable(descriptor)
+    assert not select.select([descriptor], [], [], 0)[0]
+    os.close(lives)
+    assert select.select([descriptor], [], [], 20)[0] == [descriptor]
+    os.waitpid(pid, 0)
+    os.close(descriptor)
+    with pytest.raises(ProcessLookupError):
+        linux.open_process(pid)
+
+
+def test_ranks_share_memory_where_proc_is_not_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_proc(file: Any, *args: Any, **kwargs: Any) -> Any:
+        return open(f"/nonexistent{file}" if str(file).startswith("/proc/") else file, *args, **kwargs)
+
+    monkeypatch.setattr(linux, "open", without_proc, raising=False)
+    monkeypatch.setattr(host_module, "open", without_proc, raising=False)
+    assert run_groups(2, lambda group: group.ranks) == [(0, 1), (0, 1)]
 
 
 def test_the_attack_would_work_without_seals() -> None:

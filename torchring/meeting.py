@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 
 from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.launch import CHOICE, LaunchEnvironment
+from torchring.memory.linux import boot_id
 
 _LOOPBACK: Final = "127.0.0.1"
 _SIOCGIFADDR: Final = 0x8915
@@ -256,10 +257,15 @@ def own_addresses() -> list[str]:
 
 
 def _network_digest() -> bytes:
-    """Equal on processes that share a loopback interface: same boot of the same kernel, same network namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        text = f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    return hashlib.sha256(text.encode()).digest()
+    """Equal on processes that share a loopback interface: same boot of the same kernel, same network namespace.
+
+    Unique where /proc is not mounted, so that nobody can tell: rank 0 then listens on all of its addresses.
+    """
+    try:
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return secrets.token_bytes(_DIGEST_BYTES)
+    return hashlib.sha256(f"{boot_id()} {namespace}".encode()).digest()
 
 
 def _first_line(error: BaseException) -> str:

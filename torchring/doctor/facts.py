@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from torchring.doctor.report import RankFacts
+from torchring.memory.linux import boot_id, create_memory
 
 _PACKAGES: Final = ("torchring", "torch", "triton", "numpy", "mpi4py")
 _SIOCGIFADDR: Final = 0x8915
@@ -55,7 +56,7 @@ def gather(rank: int) -> RankFacts:
         hostname=socket.gethostname(),
         pid=os.getpid(),
         uid=os.getuid(),
-        boot=_read("/proc/sys/kernel/random/boot_id"),
+        boot=boot_id(),
         network_namespace=_link("/proc/self/ns/net"),
         versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         platform=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
@@ -162,13 +163,12 @@ def memory_bytes() -> tuple[int, int | None]:
 def try_memfd() -> str | None:
     """Why memory without a name in a file system cannot be made and mapped here; None if it can."""
     try:
-        descriptor = os.memfd_create("torchring-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = create_memory("torchring-doctor", mmap.PAGESIZE)
         try:
-            os.posix_fallocate(descriptor, 0, mmap.PAGESIZE)
             mmap.mmap(descriptor, mmap.PAGESIZE).close()
         finally:
             os.close(descriptor)
-    except (OSError, AttributeError) as error:  # Python was built without it
+    except OSError as error:
         return str(error)
     return None
 

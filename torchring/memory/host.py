@@ -13,7 +13,6 @@ signals of the algorithm at hand (see `channel.py`), which says who owns which s
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hmac
 import json
 import mmap
@@ -39,6 +38,7 @@ from torchring.errors import (
     decode_error,
     encode_error,
 )
+from torchring.memory.linux import boot_id, create_memory, open_process
 from torchring.rendezvous import Rendezvous
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -111,12 +111,8 @@ class HostGroup:
         serial = self._num_blocks
         self._num_blocks += 1
         length = max(num_bytes, 1)  # a mapping of 0 bytes does not exist
-        descriptor = os.memfd_create(f"torchring-{serial}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = create_memory(f"torchring-{serial}", length)
         try:
-            # Reserve now, so that running out of memory shows here and not as a SIGBUS in the middle of a step.
-            os.posix_fallocate(descriptor, 0, length)
-            # No peer can shrink the file under a mapping and so crash the others.
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             own = _map(descriptor, length, populate=True)
             if prepare is not None:
                 prepare(own)
@@ -332,9 +328,11 @@ def partition(reachable: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def _host_identity() -> str:
-    """Equal on ranks that may share memory: same boot of the same kernel, and the same layout of sem_t."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {platform.machine()} {' '.join(platform.libc_ver())}"
+    """Equal on ranks that may share memory: same boot of the same kernel, and the same layout of sem_t.
+
+    Without /proc the host's name stands in for the boot. Two hosts of one name do no harm: the hand-over fails.
+    """
+    return f"{boot_id() or platform.node()} {platform.machine()} {' '.join(platform.libc_ver())}"
 
 
 def _dial(rendezvous: Rendezvous, peer: int, card: dict[str, str]) -> socket.socket | None:
@@ -417,7 +415,7 @@ def _peer(rank: int, link: socket.socket) -> _Peer:
     # Our own pid: ranks that are threads of one process (tests). 0: another pid namespace; the socket's end tells.
     if pid not in (0, os.getpid()):
         try:
-            pidfd = os.pidfd_open(pid)
+            pidfd = open_process(pid)
         except OSError:
             pidfd = -1
     link.settimeout(None)

@@ -1,0 +1,69 @@
+"""What torchring asks of Linux that a Python, or a container, may lack.
+
+`os` has `memfd_create` and `pidfd_open` only where Python was built against a glibc that declares them. The Pythons of
+conda-forge, and those of uv until 2026, were built against glibc 2.17, which declares neither, and so lack both on
+every machine that they run on. The system calls are there all the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+from typing import Final
+
+# Numbers and flags as the kernel's headers give them: `os` and `fcntl` lack the flags' names where they lack the calls.
+_MEMFD_CREATE: Final = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "riscv64": 279, "s390x": 350}
+_PIDFD_OPEN: Final = 434  # on all of these
+_CLOSE_ON_EXEC, _ALLOW_SEALING = 0x1, 0x2
+_ADD_SEALS, _SEAL_SHRINK, _SEAL_GROW = 1033, 0x2, 0x4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def create_memory(name: str, length: int) -> int:
+    """A descriptor of `length` bytes of zeroed memory, `memfd:NAME` in /proc/PID/maps. Nobody can change its length.
+
+    The memory is reserved: running out of it shows here, and not as a SIGBUS in the middle of a step. Raises OSError.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(name, _CLOSE_ON_EXEC | _ALLOW_SEALING)
+    elif number := _MEMFD_CREATE.get(platform.machine()):
+        descriptor = _call(number, ctypes.c_char_p(name.encode()), ctypes.c_uint(_CLOSE_ON_EXEC | _ALLOW_SEALING))
+    else:
+        raise OSError(errno.ENOSYS, f"this Python has no os.memfd_create, which {platform.machine()} needs")
+    try:
+        os.posix_fallocate(descriptor, 0, length)
+        # No peer can shrink the file under a mapping and so crash the others.
+        fcntl.fcntl(descriptor, _ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_process(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends. Raises OSError."""
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    return _call(_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(0))
+
+
+def boot_id() -> str:
+    """Equal for all processes that one running kernel runs; "" where /proc is not mounted."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _call(number: int, *arguments: object) -> int:
+    descriptor: int = _libc.syscall(ctypes.c_long(number), *arguments)
+    if descriptor < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return descriptor
