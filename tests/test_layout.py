@@ -30,7 +30,7 @@ ORDER = [
     "state", "hooks",
     "reduction",
     "rounds", "replicas", "sparse", "scheduler",
-    "bucket", "packing",
+    "bucket", "gradient_views", "packing",
     "allreduce.select",
     "collectives",
     "allreduce.hierarchical", "allreduce.lanes",

@@ -458,6 +458,11 @@ def _zero(way: str, model: nn.Module, optimizer: Any) -> None:
         model.zero_grad()
     elif way == "model, in place":
         model.zero_grad(set_to_none=False)
+    elif way == "by hand, as PyTorch once did":
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.detach_()
+                p.grad.zero_()
     else:
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if way == "by hand, anew" else None
@@ -478,12 +483,39 @@ def _zeroed(side: Side, way: str) -> Sequence[Any]:
 
 
 _ZEROING = ["optimizer", "optimizer, in place", "wrapped optimizer", "wrapped optimizer, in place", "model",
-            "model, in place", "by hand", "by hand, anew"]  # fmt: skip
+            "model, in place", "by hand", "by hand, anew", "by hand, as PyTorch once did"]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", _ZEROING)
 def test_zeroing_gradients(way: str) -> None:
     assert_as_one_process(_zeroed, way)
+
+
+def _kept(side: Side, keep: str) -> Sequence[Any]:
+    """Two tasks, as in PCGrad: the first one's gradients are kept, take part in the second loss, and are added."""
+    model = small_model()
+    optimizer = side.wrap(_momentum(model), model)
+    seen: list[Any] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
+        grads: list[Tensor] = [p.grad for p in model.parameters() if p.grad is not None]
+        first = [grad.detach() if keep == "detached" else grad for grad in grads]
+        seen += [grad.clone() for grad in first]
+        optimizer.zero_grad()
+        pull = sum((grad * p).square().sum() for grad, p in zip(first, model.parameters(), strict=True))
+        (side.mean(lambda rank, step=step: loss_on(model, rank, step + 10)) + pull).backward()
+        seen += first
+        for p, grad in zip(model.parameters(), first, strict=True):
+            assert p.grad is not None
+            p.grad.add_(grad)
+        optimizer.step()
+    return [*seen, *values(model)]
+
+
+@pytest.mark.parametrize("keep", ["the gradient", "detached"])
+def test_gradients_kept_over_zeroing(keep: str) -> None:
+    assert_as_one_process(_kept, keep)
 
 
 def _clipped(side: Side, kind: str) -> Sequence[Any]:

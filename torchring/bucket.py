@@ -17,6 +17,7 @@ import torch
 
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
+from torchring.gradient_views import gradient_view, held, leave, storage_of
 from torchring.packing import HostPacking, Packing
 from torchring.plan import NUM_SIGNALS, BucketPlan, ParameterSpec
 
@@ -92,6 +93,7 @@ class Bucket:
         self.reduce_scale = scale if self._gradients_live_here else 1.0
         self._views = [_view(wire.tensor, slot.offset, specs[slot.parameter]) for slot in plan.slots]
         self._addresses = [view.data_ptr() for view in self._views]
+        self._storages = [storage_of(view) for view in self._views]
         self.flags = wire.tensor[plan.flags_offset :]
         self._is_on_device = not self.packing.on_arrival
         if self._is_on_device:
@@ -112,8 +114,8 @@ class Bucket:
         self._settled_versions = [0] * len(plan.slots)
         # Of gradients that are copied to the wire: the tensor that was packed, and its version.
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}
-        # The wire tensor's version counts our writes and the script's (through `.grad`), but not the mover's.
-        self._version = wire.tensor._version
+        # A view's version counts our writes and the script's (through `.grad`), but not the mover's.
+        self._versions = list(map(_version_of, self._views))
 
     def arrive(self, slot: int) -> bool:
         """A gradient was accumulated, in a backward that reduces. True if it was the last one: the bucket is PACKED."""
@@ -162,7 +164,10 @@ class Bucket:
                 if self._gradients_live_here:  # the reduction will overwrite it
                     self._kept[slot] = grad.clone()
         if absent:
-            torch._foreach_zero_([self._views[slot] for slot in absent])
+            views = [self._views[slot] for slot in absent]
+            self._leave_held(absent, views)
+            torch._foreach_zero_(views)
+            del views
         self._pack(present)
         self._pack_rest()
 
@@ -174,7 +179,7 @@ class Bucket:
     def begin_reduce(self) -> None:
         """The buffer goes to the mover."""
         self._move(BucketState.PACKED, BucketState.REDUCING)
-        self._version = self.wire.tensor._version
+        self._note_versions()
 
     def end_reduce(self, non_finite: NonFinite | None) -> None:
         """The buffer comes back reduced. Gradients that do not live in it are written."""
@@ -200,8 +205,9 @@ class Bucket:
             self.status = [old if slot in unused else _REDUCED for slot, old in enumerate(self.status)]
         if self._gradients_live_here:
             self._settled = list(self._view_refs)
+            if self._kept:
+                self._note_versions()
         self.reset()
-        self._version = self.wire.tensor._version
 
     def abandon(self) -> None:
         """The round was broken off. What is under way goes on, so gradients must not stay where it will be written."""
@@ -260,7 +266,7 @@ class Bucket:
         for slot, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self._settle(slot, parameter.grad)
-        self._version = self.wire.tensor._version
+        self._note_versions()
 
     def adopt(self, slot: int, other: Bucket, other_slot: int) -> None:
         """Take over what `other`, which this bucket replaces, knew about a parameter."""
@@ -291,14 +297,32 @@ class Bucket:
         return (status is _REDUCED or status is _ZEROED) and settled is not None and settled() is grad
 
     def _settled_version(self, slot: int) -> int:
-        """Of a settled gradient: what its version was when it was. Those that live here share the wire's."""
+        """Of a settled gradient: what its version was when it was."""
         settled = self._settled[slot]
         lives_here = bool(self._views) and settled is not None and settled() is self._views[slot]
-        return self._version if lives_here else self._settled_versions[slot]
+        return self._versions[slot] if lives_here else self._settled_versions[slot]
 
     def _settle(self, slot: int, grad: torch.Tensor) -> None:
         self._settled[slot] = weakref.ref(grad)
         self._settled_versions[slot] = grad._version
+
+    def _note_versions(self) -> None:
+        if self._gradients_live_here:
+            self._versions = list(map(_version_of, self._views))
+
+    def _leave_held(self, slots: Sequence[int], views: list[torch.Tensor]) -> None:
+        """Before `views` are overwritten: a script that still has an older gradient of these slots keeps its values."""
+        if not self._gradients_live_here or not views:
+            return
+        for i in held(views, [self._storages[slot] for slot in slots]):
+            slot = slots[i]
+            if not self._views[slot].numel():
+                continue
+            views[i] = self._views[slot] = leave(views[i], self.wire.tensor)
+            self._view_refs[slot] = weakref.ref(self._views[slot])
+            self._storages[slot] = storage_of(self._views[slot])
+            self._versions[slot] = self._views[slot]._version
+            self.packing.arrived()  # on a device: the copy comes before what is packed
 
     def _apart(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
         """A gradient outside of the wire buffer."""
@@ -316,13 +340,16 @@ class Bucket:
             for slot, arrived in enumerate(self._has_arrived):
                 if arrived and self.parameters[slot].grad is not self._views[slot]:
                     raise self._taken(slot)
-        if self.wire.tensor._version != self._version:
+        versions = list(map(_version_of, self._views))
+        if versions != self._versions:
+            name = self.names[
+                next(i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then)
+            ]
             raise GradientError(
-                f"a gradient of bucket {self.index} ({self.names[0]} .. {self.names[-1]}) was written to while it "
-                "was being reduced. A hook that changes gradients must be registered before torchring.wrap, so that "
-                "it runs before they leave",
+                f"the gradient of {name} was written to while it was being reduced. A hook that changes gradients must "
+                "be registered before torchring.wrap, so that it runs before they leave",
                 bucket=self.index,
-                parameters=self.names,
+                parameters=(name,),
             )
 
     def _open(self, slot: int) -> None:
@@ -377,8 +404,9 @@ class Bucket:
             raise self._converted(slots)
         grads = [self.parameters[slot].grad for slot in slots]
         if any(map(operator.is_, grads, views)):  # accumulated in place
-            self._pack([slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view])
-            return
+            slots = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view]
+            views = [self._views[slot] for slot in slots]
+            grads = [self.parameters[slot].grad for slot in slots]
         packed: list[torch.Tensor] = [grad for grad in grads if grad is not None]
         if len(packed) < len(slots):
             raise self._taken(slots[next(i for i, grad in enumerate(grads) if grad is None)])
@@ -395,6 +423,7 @@ class Bucket:
             self.packing.pack(slots, packed, views)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, packed, strict=True)}
             return
+        self._leave_held(slots, views)
         try:
             self.packing.pack(slots, packed, views)
             for slot, view in zip(slots, views, strict=True):
@@ -464,12 +493,11 @@ _FILLING = BucketState.FILLING
 _LOCAL, _REDUCED, _ZEROED = GradientStatus.LOCAL, GradientStatus.REDUCED, GradientStatus.ZEROED
 
 _grad_of = operator.attrgetter("grad")
+_version_of = operator.attrgetter("_version")
 _is_sparse = operator.attrgetter("is_sparse")
 
 
 def _view(flat: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:
     """The slot's elements, shaped and strided like the parameter (autograd lays gradients out the same way)."""
-    piece = flat[offset : offset + spec.numel]
-    if spec.numel and spec.is_dense:
-        return piece.as_strided(spec.shape, spec.stride, piece.storage_offset())
-    return piece.view(spec.shape)
+    stride = spec.stride if spec.numel and spec.is_dense else torch.empty(spec.shape, device="meta").stride()
+    return gradient_view(flat, offset, spec.shape, stride)

@@ -1,0 +1,101 @@
+"""The tensors that a script sees as `.grad`: each one is a piece of a wire buffer, but a tensor in its own right.
+
+A script may keep a gradient over `zero_grad(set_to_none=True)`, to log the gradient or to combine it with the next one
+(PCGrad). Plain PyTorch makes a new gradient for the next backward, so the kept one keeps its values. torchring writes
+the next gradient to the same place in the buffer. Before torchring does so, `held` tells which gradients somebody still
+has, and `leave` moves those to a copy. Where nobody has any, nothing is copied.
+
+Every gradient has a storage and a version counter of its own: others that share the buffer are not kept along with it,
+`torch.save` writes one gradient and not the whole buffer, and `grad.detach_()` works, as it does not on views.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils import dlpack
+
+# Private names of PyTorch's, which CUDA graph trees use for the same purpose. Where a release of PyTorch lacks them, a
+# kept gradient keeps its values, but tensors that share its memory (`p.grad.detach()`) do not.
+_num_owners: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+_CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def gradient_view(wire: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """The elements of the flat tensor `wire` from `offset` on, as a tensor that autograd does not take for a view.
+
+    The memory of `wire` lives as long as the result.
+    """
+    numel = torch.Size(shape).numel()
+    piece = dlpack.from_dlpack(dlpack.to_dlpack(wire[offset : offset + numel]))  # type: ignore[attr-defined]
+    return _shaped(piece.untyped_storage(), piece, shape, stride)
+
+
+def storage_of(view: torch.Tensor) -> int:
+    """Identifies the storage of a gradient for `held`, for as long as the gradient lives."""
+    return int(view.untyped_storage()._cdata)
+
+
+def held(views: Sequence[torch.Tensor], storages: Sequence[int]) -> list[int]:
+    """Positions of the gradients that somebody else has, or whose memory another tensor shares.
+
+    Args:
+        views: each one referred to by this list and by one other, and by nothing else in torchring.
+        storages: their `storage_of`.
+
+    Takes 45 ns for each gradient.
+    """
+    references, owners = list(map(sys.getrefcount, views)), list(map(_num_owners, storages))
+    if max(references) == _FREE_REFERENCES and max(owners) == _FREE_OWNERS:
+        return []
+    return [i for i in range(len(views)) if references[i] > _FREE_REFERENCES or owners[i] > _FREE_OWNERS]
+
+
+def leave(view: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
+    """A new tensor in the place of `view` in the buffer. `view`, and all that shares its memory, moves to a copy.
+
+    A numpy array that was made from `view` cannot be moved: the array goes on showing the buffer, and keeps it alive.
+    """
+    copy = _copy(view, wire)
+    storage = view.untyped_storage()
+    if _CAN_SWAP:
+        storage._swap_data_ptr_(copy)  # type: ignore[attr-defined]
+        return _shaped(copy, view.new_empty(0), view.shape, view.stride())
+    new = _shaped(storage, view.new_empty(0), view.shape, view.stride())
+    _shaped(copy, view, view.shape, view.stride())
+    return new
+
+
+class _Holding(np.ndarray):
+    """Memory that keeps `wire` alive, too: an array may still point there."""
+
+    wire: torch.Tensor
+
+
+def _copy(view: torch.Tensor, wire: torch.Tensor) -> torch.UntypedStorage:
+    storage = view.untyped_storage()
+    if view.device.type != "cpu":
+        return view.clone().untyped_storage()
+    memory: Any = np.empty(storage.nbytes(), dtype=np.uint8).view(_Holding)
+    memory.wire = wire
+    return torch.from_numpy(memory).untyped_storage().copy_(storage)
+
+
+def _shaped(
+    storage: torch.UntypedStorage, tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    return tensor.set_(storage, 0, tuple(shape), tuple(stride))
+
+
+def _free() -> tuple[int, int]:
+    """What `held` counts of a gradient that nobody else has."""
+    kept = [torch.empty(1, device="cpu")]
+    passed = [kept[0]]
+    return next(map(sys.getrefcount, passed)), _num_owners(storage_of(passed[0]))
+
+
+_FREE_REFERENCES, _FREE_OWNERS = _free()
