@@ -46,7 +46,7 @@ ORDER = [
     "meeting", "launch",
     "memory.host", "memory", "memory.linux", "memory.semaphore", "memory.heap",
     "rendezvous", "worker",
-    "backward", "plan",
+    "backward", "dynamo", "plan",
     "kernels", "kernels.ring", "kernels.direct", "kernels.pack", "kernels.unpack", "kernels.accumulate",
     "kernels.signals", "kernels.finite", "kernels.chunks", "kernels.lazy", "kernels.reference",
     "errors",

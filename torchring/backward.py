@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch.autograd import Variable
 
+from torchring.dynamo import run_eagerly
+
 
 class BackwardWatch:
     """Calls back once at the end of the outermost backward.
@@ -52,7 +54,7 @@ class BackwardWatch:
         self._token = weakref.ref(token, self._dropped)
         for successor, _ in node.next_functions:
             if successor is not None:
-                token.handles.append(successor.register_prehook(lambda _: self._rearm(token)))
+                token.handles.append(successor.register_prehook(run_eagerly(lambda _: self._rearm(token))))
 
     def _rearm(self, token: _EndToken) -> None:
         for handle in token.handles:
@@ -61,6 +63,7 @@ class BackwardWatch:
         if self._token is not None and self._token() is token:
             self._queue(token)
 
+    @run_eagerly
     def _dropped(self, reference: weakref.ref[_EndToken]) -> None:
         if reference is self._token:  # the engine let go of it without calling it
             self._token = None
@@ -75,5 +78,6 @@ class _EndToken:
         self._watch = watch
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
 
+    @run_eagerly
     def __call__(self) -> None:
         self._watch._ended()

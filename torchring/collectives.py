@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from torchring.call import OPS, Call, call_for
+from torchring.dynamo import run_eagerly
 from torchring.errors import PeerLostError, PlanMismatchError
 from torchring.memory.exchange import HostExchange, combine
 from torchring.memory.host import bytes_of
@@ -102,12 +103,14 @@ class Collectives:
         self._last: Future[Any] | None = None
         world.on_close(self.close)
 
+    @run_eagerly
     def run(self, operation: Callable[[_Exchange], _T]) -> _T:
         """Now, or after the asynchronous ones that were called before."""
         if self._last is not None and not self._last.done():
             return self.start(operation).result()
         return operation(self._exchange)
 
+    @run_eagerly
     def start(self, operation: Callable[[_Exchange], _T]) -> Future[_T]:
         """On the background thread."""
         future = self._background.submit(lambda: operation(self._exchange))

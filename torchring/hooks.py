@@ -15,6 +15,7 @@ import torch
 
 from torchring.backward import BackwardWatch
 from torchring.collectives import collectives_of
+from torchring.dynamo import is_compiled_backward, run_eagerly
 from torchring.errors import GradientError, RingError
 from torchring.plan import ParameterSpec
 from torchring.reduction import Reduction
@@ -134,6 +135,7 @@ class GradientHooks:
         self.reduction.close()
 
     def _hook(self, index: int) -> Hook:
+        @run_eagerly
         def hook(_: torch.Tensor) -> None:
             if not self._watch.is_armed:
                 self._enter()
@@ -153,6 +155,11 @@ class GradientHooks:
             if self.failure is not None:
                 failure = str(self.failure) or type(self.failure).__name__
                 raise GradientError(f"an earlier backward failed: {failure}") from self.failure
+            if is_compiled_backward():
+                raise GradientError(
+                    "compiled autograd runs this backward() and does not say when it ends, so gradients would never "
+                    "be reduced. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it"
+                )
             if torch.is_grad_enabled():
                 raise GradientError(
                     "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Take inner "

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.collectives import collectives_of
+from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError, PlanMismatchError
 from torchring.hooks import GradientHooks, neighbours_of
 from torchring.plan import COMPRESSIONS, ParameterSpec
@@ -367,6 +368,7 @@ class DistributedOptimizer(Optimizer):
     def _connect_with_first_gradient(self) -> None:
         """For a copy: it is made on one rank at a time, but used on all of them."""
 
+        @run_eagerly
         def hook(parameter: torch.Tensor) -> None:
             self._drop_early_hooks()
             world = default_world()
