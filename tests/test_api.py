@@ -69,6 +69,7 @@ MEMBERS = {
         "load_state_dict": "(self, state_dict: 'Mapping[str, Any]') -> 'None'",
         "no_sync": "(self) -> 'AbstractContextManager[None]'",
         "param_groups": "property",
+        "profile_hook_step": "(func: 'Callable[..., Any]') -> 'Callable[..., Any]'",
         **dict.fromkeys(
             (
                 "register_load_state_dict_post_hook",
@@ -81,7 +82,7 @@ MEMBERS = {
         "state": "property",
         "state_dict": "(self) -> 'dict[str, Any]'",
         "stats": "(self) -> 'Stats'",
-        "step": "(self, closure: 'Callable[[], Any] | None' = None) -> 'Any'",
+        "step": "(self, closure: 'Callable[[], Any] | None' = None, *args: 'Any', **kwargs: 'Any') -> 'Any'",
         "synchronize": "(self) -> 'None'",
         "zero_grad": "(self, set_to_none: 'bool' = True) -> 'None'",
     },

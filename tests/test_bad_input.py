@@ -70,6 +70,12 @@ def _meta() -> Callable[[], Any]:
     return lambda: torchring.wrap(_sgd(model), model)
 
 
+def _with_buffer(buffer: torch.Tensor) -> Callable[[], Any]:
+    model = _model()
+    model[0].register_buffer("odd", buffer)
+    return lambda: torchring.wrap(_sgd(model), model)
+
+
 def _frozen() -> Callable[[], Any]:
     model = _model().requires_grad_(False)
     return lambda: torchring.wrap(_sgd(model), model)
@@ -128,16 +134,8 @@ _BAD: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]] = 
     "non-leaf, model": (lambda: _with_member(lambda m: m[0].weight * 2), "ValueError|TypeError", ("param4",)),
     "not a tensor": (lambda: _with_member(lambda _: 3.5, False), "TypeError|ValueError", ("param4", "float|3.5")),
     "twice": (lambda: _with_member(lambda m: m[2].bias), "ValueError", ("2.bias", "twice|again|dupl")),
-    "integer": (
-        lambda: _with_member(lambda _: nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False), False),
-        "TypeError|ValueError",
-        ("param4", "int64"),
-    ),
-    "complex": (
-        lambda: _with_member(lambda _: nn.Parameter(torch.zeros(3, dtype=torch.complex64)), False),
-        "TypeError|ValueError",
-        ("param4", "complex64"),
-    ),
+    "sparse buffer": (lambda: _with_buffer(torch.eye(3).to_sparse()), "ValueError", ("0.odd", "sparse", "to_dense")),
+    "expanded buffer": (lambda: _with_buffer(torch.zeros(3, 1).expand(3, 4)), "ValueError", ("0.odd", "clone")),
     "lazy": (_lazy, "ValueError", ("1.weight",)),
     "meta": (_meta, "ValueError", ("2.weight", "meta")),
     "frozen": (_frozen, "ValueError", ("gradient",)),

@@ -362,6 +362,27 @@ def test_compressed_results_are_written_when_the_bucket_returns() -> None:
     assert [grad(bucket, 0), grad(bucket, 1)] == [[7.0, 7.0], [7.0]]
 
 
+@pytest.mark.parametrize("conjugate", [False, True])
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_complex_gradients_travel_as_real_numbers(compression: str | None, conjugate: bool) -> None:
+    columns = torch.zeros(2, 3, dtype=torch.complex64).t()
+    ranks = [make([columns.clone(), torch.zeros(2)], world_size=2, compression=compression) for _ in range(2)]
+    numbers = torch.arange(1.0, 7.0).reshape(3, 2)  # no zero, whose sign would count
+    for rank, bucket in enumerate(ranks):
+        value = torch.complex(numbers * (2 * rank + 2), -numbers)
+        bucket.parameters[0].grad = value.conj() if conjugate else value
+        bucket.arrive(0)
+        give(bucket, 1, 1.0)
+        assert (bucket.plan.dtype, bucket.plan.slots[0].numel) == (torch.float32, 12)
+    finish(*ranks)
+    expected = torch.complex(numbers * 3, numbers if conjugate else -numbers)
+    for bucket in ranks:
+        result = bucket.parameters[0].grad
+        assert result is not None
+        assert_bitwise(result.resolve_conj(), expected)
+        assert grad(bucket, 1) == [1.0, 1.0]
+
+
 def test_a_narrow_gradient_is_not_compressed() -> None:
     bucket = make([torch.ones(3, dtype=torch.bfloat16)], compression="fp16", world_size=2)
     give(bucket, 0, 3.0)

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import test_optimizer_contract as contract
 import test_semantics as semantics
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
@@ -236,6 +237,9 @@ _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
     "number, empty, strided": (semantics._kinds, ("number, empty, strided", {}), 1e-9),
     "channels_last": (semantics._kinds, ("channels_last", {}), 1e-9),
     "channels_last, fp16": (semantics._kinds, ("channels_last", {"compression": "fp16"}), 5e-2),
+    "complex": (semantics._kinds, ("complex, quantised", {}), 1e-9),
+    "kept gradients": (contract._kept, ("the gradient",), 1e-9),
+    "kept detached gradients": (contract._kept, ("detached",), 1e-9),
     "sparse": (semantics._sparse, (True, True), 1e-9),
     "frozen, then thawed": (semantics._frozen, ("ffttt",), 1e-9),
     "checkpointed": (semantics._checkpointed, ("reentrant, nested", {}), 1e-9),

@@ -24,6 +24,7 @@ from checks import assert_bitwise, assert_same_on_all_ranks, digest
 from harness import count_open_fds, run_ranks
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import torchring
 
@@ -159,18 +160,39 @@ def test_it_is_an_optimizer_that_shares_everything_with_the_wrapped_one(world_si
         assert all(seen.values()), seen
 
 
-class _WithExtra(torch.optim.SGD):
+class _Unusual(torch.optim.SGD):
+    """With a method and a switch of its own, and signatures that torch.optim.Optimizer does not have."""
+
+    is_noisy = False
+
     def warm(self, factor: float) -> float:
         return factor * self.param_groups[0]["lr"]
 
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
 
-def _forwarded(rank: int, world_size: int) -> float:
+    def step(self, *, noise: float = 0.0) -> str:  # type: ignore[override]
+        super().step()
+        return f"noise {noise}, switched {self.is_noisy}"
+
+
+def _forwarded(rank: int, world_size: int) -> list[Any]:
     model = small_model()
-    return torchring.wrap(_WithExtra(model.parameters(), lr=0.5), model).warm(4.0)
+    plain = _Unusual(model.parameters(), lr=0.5)
+    optimizer = torchring.wrap(plain, model)
+    loss_on(model, rank, 0).backward()
+    seen: list[Any] = [optimizer.warm(4.0), optimizer.step()]
+    optimizer.is_noisy = True
+    optimizer.zero_grad()
+    seen += [[p.grad for p in model.parameters()] == [None] * 6, plain.is_noisy, optimizer.step(noise=2.0)]
+    del optimizer.is_noisy
+    return [*seen, plain.is_noisy]
 
 
-def test_methods_of_the_users_optimizer_class_are_within_reach() -> None:
-    assert run_ranks(_forwarded, 2) == [2.0, 2.0]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_special_about_the_users_optimizer_class_is_within_reach(world_size: int) -> None:
+    expected = [2.0, "noise 0.0, switched False", True, True, "noise 2.0, switched True", False]
+    assert run_ranks(_forwarded, world_size) == [expected] * world_size
 
 
 def _alone(rank: int, world_size: int) -> list[Any]:
@@ -313,7 +335,10 @@ def _hooked(rank: int, world_size: int) -> list[Any]:
     plain = _momentum(model)
     optimizer = torchring.wrap(plain, model)
     heard: list[str] = []
-    handles = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda it, *_: heard.append(f"all pre, {type(it).__name__}")),
+        register_optimizer_step_post_hook(lambda it, *_: heard.append(f"all post, {type(it).__name__}")),
+    ]
     for name, target in (("wrapper", optimizer), ("wrapped", plain)):
         handles += [
             target.register_step_pre_hook(lambda *_, name=name: heard.append(f"{name} pre")),
@@ -331,7 +356,8 @@ def _hooked(rank: int, world_size: int) -> list[Any]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_step_hooks_run_once_a_step(world_size: int) -> None:
     for heard, is_optimizer in run_ranks(_hooked, world_size):
-        assert heard == ["wrapper pre", "wrapped pre", "wrapped post", "wrapper post"]
+        wrapped = ["all pre, SGD", "wrapped pre", "wrapped post", "all post, SGD"]
+        assert heard == ["wrapper pre", *wrapped, "wrapper post"]
         assert is_optimizer == [True, True]
 
 

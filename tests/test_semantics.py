@@ -318,11 +318,28 @@ class _Images(nn.Module):
         return self.second(torch.tanh(self.first(images))).sum((2, 3))
 
 
+class _Complex(nn.Module):
+    """Complex parameters, one of which gets the conjugate of a tensor as its gradient, and quantised weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.rotation = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128).t().contiguous().t())
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        self.offset = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.quantised = nn.Parameter(torch.tensor([3, -2, 1], dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = (x.to(torch.complex128) @ self.rotation).conj() * self.phase
+        return turned.abs() * self.quantised.double() + self.offset
+
+
 _KINDS: dict[str, Callable[[], nn.Module]] = {
     "tied": _Tied,
     "number, empty, strided": _Odd,
     "convolution": lambda: _Images(False),
     "channels_last": lambda: _Images(True),
+    "complex, quantised": _Complex,
 }
 
 

@@ -17,9 +17,9 @@ import torch
 
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
-from torchring.gradient_views import gradient_view, held, leave, storage_of
+from torchring.gradient_views import as_real, gradient_view, held, leave, storage_of
 from torchring.packing import HostPacking, Packing
-from torchring.plan import NUM_SIGNALS, BucketPlan, ParameterSpec
+from torchring.plan import NUM_SIGNALS, BucketPlan, ParameterSpec, Slot
 
 # From here on a gradient is copied the moment it arrives: still in cache, and its memory goes straight back to the
 # allocator for the next one. Smaller ones are only counted, and copied by one call per bucket: a call each would cost
@@ -91,7 +91,9 @@ class Bucket:
         # A cast rounds, so the scale goes before it; without one the mover scales what it has just summed, in cache.
         self.packing = packing(1.0 if self._gradients_live_here else scale)
         self.reduce_scale = scale if self._gradients_live_here else 1.0
-        self._views = [_view(wire.tensor, slot.offset, specs[slot.parameter]) for slot in plan.slots]
+        make_view = _gradient if self._gradients_live_here else _place
+        self._views = [make_view(wire.tensor, slot, specs[slot.parameter]) for slot in plan.slots]
+        self._are_complex = any(specs[slot.parameter].dtype.is_complex for slot in plan.slots)
         self._addresses = [view.data_ptr() for view in self._views]
         self._storages = [storage_of(view) for view in self._views]
         self.flags = wire.tensor[plan.flags_offset :]
@@ -332,7 +334,9 @@ class Bucket:
             return grad
         # To copy it might meet what is under way. One that was accumulated in the buffer is lost; that has to show.
         original = self.packing.original(slot)
-        return torch.full_like(self.parameters[slot].detach(), math.nan) if original is None else original
+        if original is None:
+            return torch.full_like(self.parameters[slot].detach(), math.nan)
+        return torch.view_as_complex(original) if grad.is_complex() else original
 
     def _check_untouched(self) -> None:
         """No hook of the script's may have had its hands on what was under way."""
@@ -420,12 +424,12 @@ class Bucket:
         if not packed:
             return
         if not self._gradients_live_here:
-            self.packing.pack(slots, packed, views)
+            self.packing.pack(slots, self._reals(packed), views)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, packed, strict=True)}
             return
         self._leave_held(slots, views)
         try:
-            self.packing.pack(slots, packed, views)
+            self.packing.pack(slots, self._reals(packed), self._reals(views))
             for slot, view in zip(slots, views, strict=True):
                 self.parameters[slot].grad = view
         except (RuntimeError, TypeError, ValueError) as error:
@@ -435,16 +439,24 @@ class Bucket:
             raise self._misfit(misfit, str(error)) from error
 
     def _unpack(self, slots: Sequence[int]) -> None:
-        grads = []
+        grads: list[torch.Tensor] = []
         for slot in slots:
             grad = self.parameters[slot].grad
             packed, version = self._packed.get(slot, (grad, -1))
             if grad is None or grad is not packed or (version >= 0 and grad._version != version):
                 raise self._taken(slot)
             grads.append(grad)
-        self.packing.unpack(slots, [self._views[slot] for slot in slots], grads)
+        reals = self._reals(grads)
+        self.packing.unpack(slots, [self._views[slot] for slot in slots], reals)
+        if self._are_complex:
+            for grad, real in zip(grads, reals, strict=True):
+                if grad.is_conj():  # of which `real` is a copy
+                    grad.copy_(torch.view_as_complex(real))
         for slot, grad in zip(slots, grads, strict=True):
             self._settle(slot, grad)
+
+    def _reals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(map(as_real, tensors)) if self._are_complex else tensors
 
     def _hand_out(self, slots: Sequence[int]) -> None:
         """Gradients that this rank did not compute in this backward, but another did."""
@@ -497,7 +509,19 @@ _version_of = operator.attrgetter("_version")
 _is_sparse = operator.attrgetter("is_sparse")
 
 
-def _view(flat: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:
-    """The slot's elements, shaped and strided like the parameter (autograd lays gradients out the same way)."""
-    stride = spec.stride if spec.numel and spec.is_dense else torch.empty(spec.shape, device="meta").stride()
-    return gradient_view(flat, offset, spec.shape, stride)
+def _gradient(wire: torch.Tensor, slot: Slot, spec: ParameterSpec) -> torch.Tensor:
+    """The slot's elements as the parameter's gradient."""
+    return gradient_view(wire[slot.offset : slot.offset + slot.numel], spec.shape, _strides(spec), spec.dtype)
+
+
+def _place(wire: torch.Tensor, slot: Slot, spec: ParameterSpec) -> torch.Tensor:
+    """The slot's elements where gradients do not live in the wire: real numbers, in the shape of `as_real`."""
+    shape, stride = spec.shape, _strides(spec)
+    if spec.dtype.is_complex:
+        shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
+    return wire.as_strided(shape, stride, wire.storage_offset() + slot.offset)
+
+
+def _strides(spec: ParameterSpec) -> tuple[int, ...]:
+    """Of the gradient: those of the parameter, as autograd lays it out, unless the parameter has gaps."""
+    return spec.stride if spec.numel and spec.is_dense else torch.empty(spec.shape, device="meta").stride()

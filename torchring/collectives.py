@@ -132,8 +132,8 @@ class Collectives:
         """Many at once, in messages of some MiB: between hosts, one message for each of 800 took 2 s."""
         tensors = list(tensors)
         for checked in tensors:
-            _check_dense(checked)
-            _check_writable(checked)
+            check_dense(checked)
+            check_writable(checked)
         batch: list[torch.Tensor] = []
         num_bytes = 0
         for tensor in [*tensors, None]:
@@ -217,8 +217,8 @@ def all_reduce(tensor: torch.Tensor, op: str = "mean", async_op: bool = False) -
     Raises ValueError for an unknown op or a tensor on another device, TypeError for its dtype, PlanMismatchError
     where ranks differ, PeerLostError and PeerTimeoutError.
     """
-    _check_dense(tensor)
-    _check_writable(tensor)
+    check_dense(tensor)
+    check_writable(tensor)
     _check_reducible(tensor, op)
     return _dispatch(lambda exchange: _all_reduce(exchange, tensor, op), async_op, tensor.device)
 
@@ -228,8 +228,8 @@ def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> Any
 
     Returns `tensor` or a `Work`. Raises ValueError for a rank that does not exist; else as `all_reduce`.
     """
-    _check_dense(tensor)
-    _check_writable(tensor)
+    check_dense(tensor)
+    check_writable(tensor)
     _check_rank(src)
     return _dispatch(lambda exchange: _broadcast(exchange, tensor, src), async_op, tensor.device)
 
@@ -240,7 +240,7 @@ def all_gather(tensor: torch.Tensor, async_op: bool = False) -> Any:
     Sizes of dimension 0 may differ between ranks, the others not. 0-dim tensors become a vector of size().
     Returns a new tensor or a `Work`. Raises PlanMismatchError where ranks differ; else as `all_reduce`.
     """
-    _check_dense(tensor)
+    check_dense(tensor)
     return _dispatch(lambda exchange: torch.cat(_all_gather(exchange, tensor)), async_op, tensor.device)
 
 
@@ -251,7 +251,7 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "mean", async_op: bool = Fals
     Horovod deal them out. Combined in rank order, 16-bit values in fp32. `tensor` is left as it is.
     Returns a new tensor or a `Work`. Raises as `all_reduce`, and ValueError for a 0-dim tensor.
     """
-    _check_dense(tensor)
+    check_dense(tensor)
     _check_reducible(tensor, op)
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"reduce_scatter deals out rows of at least one element, got {tuple(tensor.shape)}")
@@ -278,7 +278,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
 
     Raises ValueError for splits that do not fit; else as `all_reduce`.
     """
-    _check_dense(tensor)
+    check_dense(tensor)
     world = default_world()
     if tensor.dim() == 0 or not tensor.shape[1:].numel():
         raise ValueError(f"all_to_all splits dimension 0 into rows of at least one element, got {tuple(tensor.shape)}")
@@ -406,7 +406,7 @@ def is_movable(device: torch.device) -> bool:
     return device.type in ("cpu", *PLATFORMS)
 
 
-def _check_dense(tensor: torch.Tensor) -> None:
+def check_dense(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
     if not is_movable(tensor.device):
@@ -415,7 +415,7 @@ def _check_dense(tensor: torch.Tensor) -> None:
         raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; pass tensor.to_dense()")
 
 
-def _check_writable(tensor: torch.Tensor) -> None:
+def check_writable(tensor: torch.Tensor) -> None:
     if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError("an expanded tensor has elements that share memory and cannot be written; pass tensor.clone()")
 

@@ -25,14 +25,18 @@ _num_owners: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lamb
 _CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
-def gradient_view(wire: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """The elements of the flat tensor `wire` from `offset` on, as a tensor that autograd does not take for a view.
+def gradient_view(piece: torch.Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The memory of the flat tensor `piece`, as a tensor that autograd does not take for a view.
 
-    The memory of `wire` lives as long as the result.
+    `dtype` may be the complex dtype of the real numbers in `piece`. The memory lives as long as the result.
     """
-    numel = torch.Size(shape).numel()
-    piece = dlpack.from_dlpack(dlpack.to_dlpack(wire[offset : offset + numel]))  # type: ignore[attr-defined]
-    return _shaped(piece.untyped_storage(), piece, shape, stride)
+    storage = dlpack.from_dlpack(dlpack.to_dlpack(piece)).untyped_storage()  # type: ignore[attr-defined]
+    return _shaped(storage, piece.new_empty(0, dtype=dtype), shape, stride)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its real and imaginary parts in a last dimension of 2."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def storage_of(view: torch.Tensor) -> int:

@@ -27,7 +27,7 @@ from torchring.plan import COMPRESSIONS, ParameterSpec
 from torchring.platform import platform_of
 from torchring.reduction import Options, Reduction
 from torchring.replicas import ReplicaCheck
-from torchring.state import broadcast_optimizer_state, broadcast_parameters
+from torchring.state import broadcast_optimizer_state, broadcast_parameters, check_broadcastable
 from torchring.world import World, default_world
 
 _OPS = ("mean", "sum")
@@ -149,6 +149,8 @@ class DistributedOptimizer(Optimizer):
             check_options(options)
             names = named_parameters(optimizer, model)
             _check_free(names, world)
+            if sync_initial_state and model is not None:
+                check_broadcastable(model)
         except Exception as error:
             problem = error
         _raise_together(world, problem)
@@ -188,12 +190,13 @@ class DistributedOptimizer(Optimizer):
         if not self._is_initialising:
             self.optimizer.defaults = value
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped optimizer's step.
 
         Args:
             closure: evaluates the model and calls backward, as for any optimizer. The loss that it returns is averaged
                 over ranks, so that an optimizer that decides by it (LBFGS) decides alike everywhere.
+            args, kwargs: passed on, for optimizers whose step() takes more.
 
         Raises:
             GradientError: a gradient is known to be unreduced or not finite, or parameters have drifted apart.
@@ -201,22 +204,56 @@ class DistributedOptimizer(Optimizer):
         """
         hooks = self._live_hooks()
         if hooks is None:
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            return self._step_wrapped(closure, *args, **kwargs)
         self._replicas.has_changed()  # remembered, before the step writes to them, too
         if closure is None:
             self._refuse_bad_gradients(hooks)
-            result = self.optimizer.step()
+            result = self._step_wrapped(None, *args, **kwargs)
         else:
-            result = self.optimizer.step(lambda: self._evaluate(closure, hooks))
+            result = self._step_wrapped(lambda: self._evaluate(closure, hooks), *args, **kwargs)
         self._replicas.accept()
         hooks.num_steps += 1
         return result
 
+    def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        """An optimizer's step() need not take a closure, so none is passed unless it has to be."""
+        if closure is None and not args:
+            return self.optimizer.step(**kwargs)
+        return self.optimizer.step(closure, *args, **kwargs)
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch.optim.Optimizer makes of `step`: here, a step with the step hooks of this optimizer only.
+
+        The wrapped optimizer's own step() runs the hooks of all optimizers (`register_optimizer_step_pre_hook`).
+        """
+
+        @functools.wraps(func)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            optimizer: DistributedOptimizer = args[0]
+            for pre_hook in list(optimizer._optimizer_step_pre_hooks.values()):
+                changed: Any = pre_hook(optimizer, args, kwargs)
+                if changed is not None:
+                    if not (isinstance(changed, tuple) and len(changed) == 2):
+                        raise RuntimeError(
+                            f"a step pre-hook must return None or (new_args, new_kwargs), got {changed!r}"
+                        )
+                    args, kwargs = changed
+            result = func(*args, **kwargs)
+            for post_hook in list(optimizer._optimizer_step_post_hooks.values()):
+                post_hook(optimizer, args, kwargs)
+            return result
+
+        return step
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer.zero_grad."""
-        self.optimizer.zero_grad(set_to_none)
-        if self._hooks is not None and not set_to_none:
-            self._hooks.reduction.mark_zeroed()
+        if set_to_none:
+            self.optimizer.zero_grad()  # which is the default, and there are optimizers that take no argument
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
+            if self._hooks is not None:
+                self._hooks.reduction.mark_zeroed()
 
     def synchronize(self) -> None:
         """Reduce now whatever any rank has accumulated locally; collective, and harmless where there is nothing.
@@ -311,6 +348,19 @@ class DistributedOptimizer(Optimizer):
         if name.startswith("_") or "optimizer" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["optimizer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A switch of the wrapped optimizer's (`optimizer.acc_stats = True`) is set where the step looks for it."""
+        if name.startswith("_") or name == "optimizer" or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -528,8 +578,6 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
                     f"{name} is on {parameter.device}, {names[first]} on {first.device}; one optimizer reduces "
                     "parameters of one device: give every rank a GPU of its own, or every device an optimizer"
                 )
-            if not parameter.is_floating_point():
-                raise TypeError(f"{name} is {parameter.dtype}; gradients of floating point parameters can be reduced")
             names[parameter] = name
     if not any(parameter.requires_grad for parameter in names):
         raise ValueError("none of the optimizer's parameters requires a gradient, so there is nothing to reduce")

@@ -18,6 +18,9 @@ ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, an
 FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward
 NUM_SIGNALS: Final = 3
 
+# A complex gradient travels as twice as many real numbers.
+_REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
 COMPRESSIONS: Final[dict[str | None, torch.dtype | None]] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -35,6 +38,16 @@ class ParameterSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def real_dtype(self) -> torch.dtype:
+        """Of the real numbers that the gradient consists of."""
+        return _REAL.get(self.dtype, self.dtype)
+
+    @property
+    def num_reals(self) -> int:
+        """How many of them."""
+        return self.numel * self.dtype.itemsize // self.real_dtype.itemsize
 
     @property
     def is_dense(self) -> bool:
@@ -61,7 +74,7 @@ class Slot:
 
     parameter: int  # index into the list of specs
     offset: int  # elements, in the wire buffer
-    numel: int
+    numel: int  # real numbers
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,7 @@ class BucketPlan:
     """One wire buffer: its slots, then one flag per slot that says whether any rank used the parameter, then signals.
 
     Attributes:
-        dtype: of the gradients.
+        dtype: of the gradients; of their real and imaginary parts where they are complex.
         wire_dtype: of the buffer.
         flags_offset: elements; the flags follow, one element per slot, and NUM_SIGNALS elements for what else ranks
             have to tell each other in a round.
@@ -134,12 +147,12 @@ def build_plan(
         spec = specs[index]
         if spec.is_sparse:
             continue
-        key = (spec.dtype, spec.device)
+        key = (spec.real_dtype, spec.device)
         open_buckets.setdefault(key, []).append(index)
         open_bytes[key] = open_bytes.get(key, 0) + spec.numel * spec.dtype.itemsize
         cap = bucket_bytes if num_closed.get(key) else min(first_bucket_bytes, bucket_bytes)
         if open_bytes[key] >= cap:
-            closed.append((spec.dtype, open_buckets.pop(key)))
+            closed.append((spec.real_dtype, open_buckets.pop(key)))
             open_bytes[key] = 0
             num_closed[key] = num_closed.get(key, 0) + 1
     closed += [(dtype, members) for (dtype, _), members in open_buckets.items()]
@@ -204,8 +217,8 @@ def _lay_out(
     wire = wire_dtype(dtype, compression)
     slots, offset = [], 0
     for parameter in members:
-        slots.append(Slot(parameter, offset, specs[parameter].numel))
-        offset += _round_up(specs[parameter].numel, wire)
+        slots.append(Slot(parameter, offset, specs[parameter].num_reals))
+        offset += _round_up(specs[parameter].num_reals, wire)
     return BucketPlan(index, dtype, wire, tuple(slots), offset, offset + len(slots) + NUM_SIGNALS)
 
 

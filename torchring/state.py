@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from torchring.collectives import collectives_of, is_movable
+from torchring.collectives import check_dense, check_writable, collectives_of
 from torchring.world import default_world
 
 
@@ -18,28 +18,45 @@ def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any
     """Overwrite every tensor of a module (parameters and buffers) or of a mapping with that of rank `src`, in place.
 
     Collective; tensors on a GPU travel by way of the host. Raises TypeError for anything else, ValueError for a tensor
-    that is neither on the CPU nor on a GPU or a rank that does not exist, PlanMismatchError where ranks pass different
-    tensors.
+    that cannot be broadcast (see `check_broadcastable`) or a rank that does not exist, PlanMismatchError where ranks
+    pass different tensors.
     """
-    if isinstance(model_or_state_dict, torch.nn.Module):
-        # Not state_dict(): non-persistent buffers are part of what a replica computes with.
-        module = model_or_state_dict
-        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    elif isinstance(model_or_state_dict, Mapping):
-        tensors = {name: value for name, value in model_or_state_dict.items() if isinstance(value, torch.Tensor)}
-    else:
-        raise TypeError(f"expected a torch.nn.Module or a mapping, got {type(model_or_state_dict).__name__}")
+    tensors = _tensors_of(model_or_state_dict)
     world = default_world()
     if not 0 <= src < world.size:
         raise ValueError(f"src must be a rank, 0 .. {world.size - 1}, got {src}")
-    for name, tensor in tensors.items():
-        if not is_movable(tensor.device):
-            raise ValueError(f"{name} is on {tensor.device}; tensors on the CPU or on CUDA can be moved")
+    _check_broadcastable(tensors)
     if world.size == 1:
         return
     collectives = collectives_of(world)
     collectives.check_equal([f"tensor {i}: {n} {tuple(t.shape)} {t.dtype}" for i, (n, t) in enumerate(tensors.items())])
     collectives.broadcast_together(tensors.values(), src)
+
+
+def check_broadcastable(model: torch.nn.Module) -> None:
+    """Raise ValueError, with its name, for a parameter or buffer that `broadcast_parameters` cannot write to.
+
+    Those are sparse or expanded tensors, and tensors that are neither on the CPU nor on a GPU.
+    """
+    _check_broadcastable(_tensors_of(model))
+
+
+def _tensors_of(model_or_state_dict: Any) -> dict[str, torch.Tensor]:
+    if isinstance(model_or_state_dict, torch.nn.Module):
+        # Not state_dict(): non-persistent buffers are part of what a replica computes with.
+        return dict(model_or_state_dict.named_parameters()) | dict(model_or_state_dict.named_buffers())
+    if isinstance(model_or_state_dict, Mapping):
+        return {name: value for name, value in model_or_state_dict.items() if isinstance(value, torch.Tensor)}
+    raise TypeError(f"expected a torch.nn.Module or a mapping, got {type(model_or_state_dict).__name__}")
+
+
+def _check_broadcastable(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        try:
+            check_dense(tensor)
+            check_writable(tensor)
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be broadcast: {error}") from None
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
