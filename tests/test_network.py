@@ -9,19 +9,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
-from harness import RanksFailed
+from harness import RanksFailed, wait_until
 from netns import HostedWorld, hosts_of, needs_hosts, run_on_hosts, run_worlds
 
 import torchring
 from torchring.allreduce.select import ALGORITHMS
 from torchring.bench.netns import Network
-from torchring.errors import RingError
+from torchring.errors import PeerLostError, RingError
+from torchring.transport.c10d import C10dTransport
 
 pytestmark = needs_hosts
 
@@ -209,6 +211,55 @@ def _call_everything(rank: int, world_size: int) -> Any:
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_collectives(network: Network, layout: str) -> None:
     assert_same_on_all_ranks(run_on_hosts(network, _LAYOUTS[layout], _call_everything))
+
+
+# ---- slow lines
+
+
+@pytest.fixture
+def slow_network(network: Network) -> Iterator[Network]:
+    """Host 1 sends at 1 Mbit/s: 125 KB take a second."""
+    network.set_rate("1mbit", host=1)
+    yield network
+    network.set_rate("1gbit", host=1)
+
+
+def _end_when_all_is_sent(rank: int, world_size: int) -> None:
+    """Rank 2 has all it needs at once, rank 1 has when the kernel has taken its bytes. Both exit without a word."""
+    torchring.init(timeout_seconds=20.0)
+    splits = [200_000, 10, 10] if rank == 1 else [10, 10, 10]
+    received, counts = torchring.all_to_all(torch.arange(sum(splits)).to(torch.uint8), splits)
+    ends = [10 * rank + 10, 200_000 if rank == 0 else 200_000 + 10 * rank, 10 * rank + 10]
+    wanted = [torch.arange(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    assert counts == [10, 200_000 if rank == 0 else 10, 10]
+    assert_bitwise(received, torch.cat(wanted).to(torch.uint8))
+
+
+def test_the_last_bytes_of_ranks_that_have_exited_arrive(slow_network: Network) -> None:
+    run_on_hosts(slow_network, (1, 1, 1), _end_when_all_is_sent)
+
+
+def _close_in_the_midst(rank: int, world_size: int) -> None:
+    """Of a message: Gloo waits for the rest of it until the time-out."""
+    world = torchring.init(timeout_seconds=200.0)
+    assert world.rendezvous is not None
+    transport = C10dTransport(world.rendezvous, "test", world.host)
+    data = torch.full((500_000,), rank, dtype=torch.uint8)
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = 1
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(transport.collective, lambda group: group.broadcast([data], options))
+        if rank == 0:
+            wait_until(lambda: data[0] == 1, "the beginning of the message")
+            transport.close()
+            assert data[-1] == 0
+            with pytest.raises(PeerLostError, match="is closed"):
+                receiving.result()
+    world.rendezvous.exchange("over", b"")  # rank 0 has the store
+
+
+def test_closing_a_transport_does_not_wait_for_the_rest_of_a_message(slow_network: Network) -> None:
+    run_on_hosts(slow_network, (1, 1), _close_in_the_midst)
 
 
 # ---- faults

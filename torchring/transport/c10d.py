@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from torchring.errors import PeerLostError, RingError
 from torchring.memory.host import HostGroup
 from torchring.rendezvous import Rendezvous
 from torchring.transport.culprit import Culprits
+from torchring.transport.links import Links, open_sockets
 from torchring.transport.staging import contiguous_bytes
 from torchring.worker import Worker
 
@@ -29,6 +31,10 @@ _T = TypeVar("_T")
 _INTERRUPTIBLE_SECONDS: Final = 0.1
 _LATE_SECONDS: Final = 1.0
 _FIRST_LOOK_SECONDS: Final = 0.2  # and then at twice the time
+# After a connection has closed in a collective, whose other end may have done its part: how long others send nothing.
+_SILENT_SECONDS: Final = 1.0
+_DIGEST_SECONDS: Final = 0.5  # for what arrived before the connection closed
+_CLOSING_SECONDS: Final = 0.5
 _PROBE_TAG: Final = 2**15 + 1
 _CLOSING_TAG: Final = 2**15  # nobody sends with this one
 _SUMMED: Final = (
@@ -66,9 +72,11 @@ class C10dTransport:
         self._waiter = Worker(f"torchring-{name}-waiter")
         self._group: Backend | None = None
         weakref.finalize(self, self._waiter.close).atexit = False
+        before = open_sockets()
         self._group = self.guard(lambda: self._connect(store, timeout), None)
+        self._links = Links(before)
         # Nobody closes its links while others are still connecting: Gloo takes that for a failure.
-        rendezvous.exchange(f"transport/{name}/connected", b"")
+        self._links.match(self.rank, rendezvous.exchange(f"transport/{name}/connected", self._links.card()))
 
     def _connect(self, store: Store, timeout: timedelta) -> Backend:
         connecting = self._waiter.submit(lambda: ProcessGroupGloo(store, self.rank, self.size, timeout))
@@ -110,10 +118,12 @@ class C10dTransport:
         self._is_closed = True
         if self._pid != os.getpid():  # a forked child: links and threads are the parent's
             return
-        # abort() and shutdown() leave Gloo's sockets open; dropping the last reference closes them.
         group, self._group = self._group, None
         if group is not None:  # which what failed to start may refer to, too
             self._break_links(group)
+            last = [group]
+            del group
+            _let_go(last)
         self._under_way.clear()
         for waiter in (self._waiter, *self._all_waiters):
             waiter.close()
@@ -190,33 +200,54 @@ class C10dTransport:
         future = waiter.submit(wait)
         pause = _FIRST_LOOK_SECONDS
         broken: RuntimeError | None = None
-        end = time.monotonic() + pause
+        probe_at = time.monotonic() + pause
         while True:
             try:
-                future.result(_INTERRUPTIBLE_SECONDS)
+                future.result(_INTERRUPTIBLE_SECONDS if broken is None else _DIGEST_SECONDS)
                 return
             except FutureTimeout:
                 if future.done():  # it was the wait's own
                     raise
                 if self._is_closed:
                     raise self._closed() from None
-                if broken is not None:  # what had arrived by then would be here
+                if broken is not None:  # Gloo has read all that came
                     raise broken from None
-            if time.monotonic() > end:
-                broken = self._broken_link(peer)
+            is_time_to_probe = time.monotonic() > probe_at
+            broken = self._broken_link(peer, probes=is_time_to_probe)
+            if is_time_to_probe:
                 pause *= 2
-                end = time.monotonic() + pause
+                probe_at = time.monotonic() + pause
 
-    def _broken_link(self, peer: int | None) -> RuntimeError | None:
-        """Why the link to `peer`, or any, is closed. A receive that nobody answers tells by failing to start."""
+    def _broken_link(self, peer: int | None, *, probes: bool) -> RuntimeError | None:
+        """Why nothing more will come from `peer`, or in a collective: the connection is closed.
+
+        One that did its part of a collective may have left while others still send.
+        """
         for other in range(self.size) if peer is None else (peer,):
-            if other != self.rank:
-                try:
-                    self._open_group().recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, _PROBE_TAG)
-                except RingError:
-                    return None
-                except RuntimeError as failure:
-                    return failure
+            if other == self.rank:
+                continue
+            is_open = self._links.is_open(other)
+            if is_open is None and probes:
+                broken = self._probe(other)
+            elif is_open is False and (peer is not None or self._links.seconds_silent() > _SILENT_SECONDS):
+                broken = RuntimeError(f"the connection to rank {other} is closed")
+            else:
+                continue
+            if broken is not None:
+                return broken
+        return None
+
+    def _probe(self, peer: int) -> RuntimeError | None:
+        """For a connection that is not known (`Links`): a receive that nobody answers fails to start if it is closed.
+
+        It does send something, so it may cost the last bytes of a peer that has exited.
+        """
+        try:
+            self._open_group().recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _PROBE_TAG)
+        except RingError:
+            return None
+        except RuntimeError as failure:
+            return failure
         return None
 
     def fail(self, error: RingError) -> RingError:
@@ -225,6 +256,20 @@ class C10dTransport:
             self._culprits.report(error)
         self.close()
         return error
+
+
+def _let_go(last: list[Backend]) -> None:
+    """Drop the last reference to a group: abort() and shutdown() leave Gloo's sockets open, its destructor closes them.
+
+    The destructor waits for collectives, which may be in the midst of a message that does not come: it gets a thread of
+    its own, and only a moment.
+    """
+    worker = Worker("torchring-closer")
+    done = worker.submit(last.clear)
+    del last
+    done.add_done_callback(lambda _: worker.close())
+    with contextlib.suppress(FutureTimeout):
+        done.result(_CLOSING_SECONDS)
 
 
 class C10dTransfer:
