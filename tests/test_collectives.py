@@ -92,6 +92,13 @@ def _all_reduce_everything(rank: int, size: int) -> None:
                     assert_within_rounding(tensor, wanted, bound, slack, dtype)
                 else:
                     assert_bitwise(tensor, expected_of(op, parts).to(dtype), what)
+    for dtype, op, who in itertools.product(FLOATS, ("min", "max"), range(size)):  # a NaN counts, whoever has it
+        parts = [torch.tensor([r, -r, math.inf, -math.inf, r - 1, -0.0], dtype=dtype) for r in range(size)]
+        parts[who][[0, 2, 3]] = math.nan
+        result = torchring.all_reduce(parts[rank].clone(), op)
+        torch.testing.assert_close(result.double(), expected_of(op, parts), rtol=0, atol=0, equal_nan=True)
+        bits = torchring.all_gather(result.view(torch.uint8))
+        assert_same_on_all_ranks(list(bits.split(len(parts[0]) * dtype.itemsize)))
 
 
 @in_worlds

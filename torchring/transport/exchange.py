@@ -31,20 +31,29 @@ class GroupExchange:
         self._transport = transport
 
     def all_reduce(self, data: torch.Tensor, op: str, call: Call) -> None:
-        self._agree(call)
+        # Gloo's own comparison keeps or loses a NaN depending on the rank that has it.
+        may_lose = op in ("min", "max") and data.is_floating_point() and data.numel() > 0
+        has_nan = any(row[0] for row in self._agree(call, [int(may_lose and bool(data.amax().isnan()))]))
         if not data.numel():
             return
         # 16-bit values travel as fp32, so that they are rounded once. int16 is no dtype of Gloo's.
         wide = torch.int32 if data.dtype == torch.int16 else reference.compute_dtype(data.dtype, data.dtype)
         buffer = data if data.dtype in _NATIVE_DTYPES else data.to(wide)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op])
-        self._transport.collective(lambda group: group.allreduce([buffer], options))
-        torch.autograd.graph.increment_version(buffer)  # the group writes behind autograd's back
+        if has_nan:
+            self._reduce(ordered := _as_integers(buffer, nan_is_least=op == "min"), op)
+            data.copy_(_as_floats(ordered))
+            return
+        self._reduce(buffer, op)
         if op == "mean":
             buffer.mul_(1.0 / self._transport.size)
         if buffer is not data:
             data.copy_(buffer)
+
+    def _reduce(self, buffer: torch.Tensor, op: str) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op])
+        self._transport.collective(lambda group: group.allreduce([buffer], options))
+        torch.autograd.graph.increment_version(buffer)  # the group writes behind autograd's back
 
     def broadcast(self, data: torch.Tensor, src: int, call: Call) -> None:
         self._agree(call)
@@ -94,3 +103,20 @@ class GroupExchange:
             if row[0] != mine[0]:
                 raise mismatch(self._transport.rank, call, rank, row[1 + room :].numpy().tobytes())
         return [row[1 : 1 + len(sizes)] for row in rows]
+
+
+def _as_integers(values: torch.Tensor, *, nan_is_least: bool) -> torch.Tensor:
+    """Integers in the same order as the fp32 or fp64 `values`, with NaN beyond one end, so that it is kept."""
+    dtype = torch.int32 if values.dtype == torch.float32 else torch.int64
+    limits = torch.iinfo(dtype)
+    return _flipped(values.view(dtype)).masked_fill_(values.isnan(), limits.min if nan_is_least else limits.max)
+
+
+def _as_floats(integers: torch.Tensor) -> torch.Tensor:
+    return _flipped(integers).view(torch.float32 if integers.dtype == torch.int32 else torch.float64)
+
+
+def _flipped(bits: torch.Tensor) -> torch.Tensor:
+    """Among negative floats the greater bits are the lesser number: all but the sign change. Its own inverse."""
+    limits = torch.iinfo(bits.dtype)
+    return (bits >> (limits.bits - 1)).bitwise_and_(limits.max).bitwise_xor_(bits)
