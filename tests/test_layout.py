@@ -47,7 +47,7 @@ ORDER = [
     "meeting", "launch",
     "memory.host", "memory", "memory.linux", "memory.semaphore", "memory.heap",
     "rendezvous", "worker",
-    "backward", "dynamo", "plan",
+    "backward", "dynamo", "module_wrappers", "plan",
     "kernels", "kernels.ring", "kernels.direct", "kernels.pack", "kernels.unpack", "kernels.accumulate",
     "kernels.signals", "kernels.finite", "kernels.chunks", "kernels.lazy", "kernels.reference",
     "errors",

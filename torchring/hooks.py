@@ -17,6 +17,7 @@ from torchring.backward import BackwardWatch
 from torchring.collectives import collectives_of
 from torchring.dynamo import is_compiled_backward, run_eagerly
 from torchring.errors import GradientError, RingError
+from torchring.module_wrappers import ModuleWrappers, explain
 from torchring.plan import ParameterSpec
 from torchring.reduction import Reduction
 from torchring.replicas import ReplicaCheck
@@ -64,6 +65,7 @@ class GradientHooks:
         self._in_backward = False
         self._reduces = False
         self._accept = reduction.accumulated
+        self._num_wrappers_seen = -1  # value of ModuleWrappers.num_built for which these parameters were checked
         self._watch = BackwardWatch(self._end, self.forget)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._neighbours = neighbours_of(reduction.world)
@@ -90,6 +92,7 @@ class GradientHooks:
 
     def _attach(self) -> None:
         """Hook the parameters that the reduction has and that have no hook yet."""
+        self._num_wrappers_seen = -1
         for index in range(len(self._handles), len(self.reduction.parameters)):
             parameter = self.reduction.parameters[index]
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))  # type: ignore[no-untyped-call]
@@ -124,6 +127,19 @@ class GradientHooks:
         if wants[0]:
             self._guard(self._reduce_now)
             self._num_backwards = 0
+
+    def refuse_module_wrappers(self) -> None:
+        """Raise GradientError if a DDP or FSDP, built before or since, reduces one of these parameters, too."""
+        wrappers = self._neighbours.module_wrappers
+        if self._num_wrappers_seen == wrappers.num_built:
+            return
+        if shared := wrappers.first_shared(self.reduction.parameters):
+            index, kind = shared
+            name = self.reduction.specs[index].name
+            raise GradientError(
+                explain(name, kind), rank=self.reduction.world.rank, parameters=(name,), step=self.num_steps
+            )
+        self._num_wrappers_seen = wrappers.num_built
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -160,6 +176,7 @@ class GradientHooks:
                     "compiled autograd runs this backward() and does not say when it ends, so gradients would never "
                     "be reduced. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it"
                 )
+            self.refuse_module_wrappers()
             if torch.is_grad_enabled():
                 raise GradientError(
                     "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Take inner "
@@ -260,9 +277,13 @@ class Neighbours:
     With one, its buckets leave during backward. With several (a GAN), one backward may reach the parameters of any of
     them, and not of the same ones on every rank: so buckets wait for the end of backward, ranks agree in one small
     message on who takes part, and those reduce in the order of wrapping.
+
+    Attributes:
+        module_wrappers: of this process; none of them may reduce what a member does.
     """
 
     def __init__(self, world: World) -> None:
+        self.module_wrappers = ModuleWrappers()
         self._world = world
         self._members: list[GradientHooks] = []
 
@@ -313,6 +334,7 @@ class Neighbours:
         """The world is closing: gradients of its optimizers stay local from now on."""
         for member in list(self._members):
             member.close()
+        self.module_wrappers.close()
         _of_world.pop(self._world, None)
 
     def owners_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[GradientHooks]:

@@ -9,13 +9,13 @@ gradient is reduced, so clipping, GradScaler, schedulers and closures need no ex
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
@@ -23,6 +23,7 @@ from torchring.collectives import collectives_of
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError, PlanMismatchError
 from torchring.hooks import GradientHooks, neighbours_of
+from torchring.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
 from torchring.plan import COMPRESSIONS, ParameterSpec
 from torchring.platform import platform_of
 from torchring.reduction import Options, Reduction
@@ -154,7 +155,7 @@ class DistributedOptimizer(Optimizer):
         except Exception as error:
             problem = error
         _raise_together(world, problem)
-        self._initialise(optimizer, options, names, sparse_parameters(model))
+        self._initialise(optimizer, options, names, sparse_parameters(model), model)
         if sync_initial_state:
             broadcast_parameters(model if model is not None else {name: p.data for p, name in names.items()})
             broadcast_optimizer_state(optimizer)
@@ -386,11 +387,13 @@ class DistributedOptimizer(Optimizer):
         options: Options,
         names: dict[torch.nn.Parameter, str],
         sparse: set[torch.nn.Parameter],
+        model: torch.nn.Module | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._options = options
         self._names = names
         self._sparse = sparse
+        self._model = weakref.ref(model) if model is not None else None
         self._hooks: GradientHooks | None = None
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_closed = False
@@ -480,6 +483,9 @@ class DistributedOptimizer(Optimizer):
         if hooks.failure is not None:
             raise GradientError(f"the last backward did not reduce its gradients: {hooks.failure}") from hooks.failure
         hooks.reduction.poll()
+        hooks.refuse_module_wrappers()
+        if hooks.reduction.num_rounds == 0:
+            self._refuse_replaced_model(hooks)
         if hooks.in_backward:
             raise GradientError(
                 "step() was called inside backward(), before all gradients are reduced; call it after backward()"
@@ -519,6 +525,20 @@ class DistributedOptimizer(Optimizer):
                     step=hooks.num_steps,
                 )
 
+    def _refuse_replaced_model(self, hooks: GradientHooks) -> None:
+        """Raise GradientError if the model has other parameters by now, which nobody reduces or steps."""
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return
+        present = set(map(id, model.parameters()))
+        if (gone := next((p for p in hooks.reduction.parameters if id(p) not in present), None)) is not None:
+            raise GradientError(
+                f"{self._names[gone]} is not a parameter of the model any more, as after fully_shard() or FSDP, which "
+                f"put others in the place of a model's parameters. {WAY_OUT}",
+                rank=hooks.reduction.world.rank,
+                parameters=(self._names[gone],),
+            )
+
 
 def check_options(options: Options) -> None:
     """Raise ValueError for an option that does not exist, with those that do."""
@@ -548,8 +568,8 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
         raise ValueError("this optimizer is distributed already; wrap the plain one, once")
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("the model is a DistributedDataParallel, which reduces gradients itself; pass model.module")
+    if model is not None and is_module_wrapper(model):
+        raise ValueError(f"the model is a {type(model).__name__}, which reduces gradients itself. {WAY_OUT}")
     of_model = {p: name for name, p in model.named_parameters()} if model is not None else {}
     names: dict[torch.nn.Parameter, str] = {}
     for g, group in enumerate(optimizer.param_groups):
@@ -559,6 +579,8 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
                 raise TypeError(f"{place} of the optimizer is a {type(parameter).__name__}, not a tensor")
             parameter = cast(torch.nn.Parameter, parameter)
             name = of_model.get(parameter, place)
+            if how := sharded_by(parameter):
+                raise ValueError(f"{name} {how}; torchring reduces the gradients of whole parameters. {WAY_OUT}")
             if not parameter.is_leaf:
                 raise ValueError(f"{name} is the result of a computation (non-leaf), so it gets no gradient to reduce")
             if parameter in names:
@@ -611,10 +633,16 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 
 def _check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
-    """A gradient is reduced by one optimizer."""
-    for owner in neighbours_of(world).owners_of(names):
+    """A gradient is reduced by one optimizer, and not by a module wrapper as well."""
+    neighbours = neighbours_of(world)
+    for owner in neighbours.owners_of(names):
         taken = next(name for p, name in names.items() if any(p is other for other in owner.reduction.parameters))
         raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
+    neighbours.module_wrappers.find()
+    trainable = [parameter for parameter in names if parameter.requires_grad]
+    if shared := neighbours.module_wrappers.first_shared(trainable):
+        index, kind = shared
+        raise ValueError(explain(names[trainable[index]], kind))
 
 
 def _raise_together(world: World, problem: Exception | None) -> None:

@@ -1,0 +1,108 @@
+"""Finds DistributedDataParallel (DDP) and FullyShardedDataParallel (FSDP) around parameters that torchring reduces.
+
+DDP and FSDP write a result of their own to `.grad`. Where torchring reduces the same parameter, the outcome is wrong,
+and equally wrong on all ranks, so that comparing ranks does not show it.
+
+Module wrappers that exist when an optimizer is wrapped are found among the objects that Python's garbage collector
+knows, in 30 ms for 300,000 objects. Later ones are noticed when they are built, through PyTorch's public hook on the
+registration of submodules. A training step only compares two integers.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+WAY_OUT: Final = (
+    "Train the bare model, without DistributedDataParallel or FSDP around it, and pass it to torchring.wrap(). Where a "
+    "framework wraps the model: with Accelerate, leave the model out of accelerator.prepare(); with a transformers "
+    "Trainer, set trainer.accelerator.prepare_model = functools.partial(trainer.accelerator.prepare_model, "
+    "evaluation_mode=True) before train(); with Lightning, use Trainer(strategy='auto', devices=1)"
+)
+
+
+class ModuleWrappers:
+    """The DDP and FSDP instances of this process, as far as they are alive.
+
+    Attributes:
+        num_built: goes up when one is built.
+    """
+
+    def __init__(self) -> None:
+        self.num_built = 0
+        self._alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._handle = register_module_module_registration_hook(self._notice)
+
+    def find(self) -> None:
+        """Find those that were built before this object existed."""
+        kinds = tuple(_with_subclasses(_kinds()))
+        self._alive.update(found for found in gc.get_referrers(*kinds) if type(found) in kinds)
+
+    def first_shared(self, parameters: Sequence[torch.Tensor]) -> tuple[int, str] | None:
+        """The first of `parameters` whose gradient a module wrapper reduces: its index, and the wrapper's class."""
+        if (shared := self._first_shared(parameters)) is None:
+            return None
+        del shared
+        gc.collect()  # a module wrapper that the script has dropped is no mistake
+        return self._first_shared(parameters)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._handle.remove()
+
+    def _first_shared(self, parameters: Sequence[torch.Tensor]) -> tuple[int, str] | None:
+        reducers = {id(p): type(wrapper).__name__ for wrapper in list(self._alive) for p in _reduced_by(wrapper)}
+        return next(((i, reducers[id(p)]) for i, p in enumerate(parameters) if id(p) in reducers), None)
+
+    def _notice(self, module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+        """A submodule is assigned to `module`: in the constructor of DDP or FSDP that is the model."""
+        if isinstance(module, _kinds()):
+            self._alive.add(module)
+            self.num_built += 1
+
+
+def explain(name: str, kind: str) -> str:
+    """The error's text for a parameter that a module wrapper of class `kind` reduces as well."""
+    return f"{name} belongs to a {kind}, which reduces its gradient as well; the result would be wrong. {WAY_OUT}"
+
+
+def sharded_by(parameter: torch.Tensor) -> str | None:
+    """What has split up the parameter over ranks, if something has."""
+    dtensor = _loaded("torch.distributed.tensor", "DTensor")
+    return "is a DTensor, as fully_shard() makes them" if dtensor and isinstance(parameter, dtensor) else None
+
+
+def is_module_wrapper(model: torch.nn.Module) -> bool:
+    """Whether `model` is a DDP or FSDP, or was given to fully_shard()."""
+    fsdp2 = _loaded("torch.distributed.fsdp", "FSDPModule")
+    return isinstance(model, _kinds()) or (fsdp2 is not None and isinstance(model, fsdp2))
+
+
+def _kinds() -> tuple[type, ...]:
+    """The classes of module wrappers. FSDP takes a while to import, and a script that uses it has done so."""
+    fsdp = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    return (DistributedDataParallel,) if fsdp is None else (DistributedDataParallel, fsdp)
+
+
+def _loaded(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _with_subclasses(kinds: Iterable[type]) -> Iterator[type]:
+    for kind in kinds:
+        yield kind
+        yield from _with_subclasses(kind.__subclasses__())
+
+
+def _reduced_by(wrapper: torch.nn.Module) -> Iterable[torch.Tensor]:
+    if not isinstance(wrapper, DistributedDataParallel):
+        return wrapper.parameters()
+    # Those of its constructor, without the ones to ignore. One whose constructor raised has no reducer.
+    return wrapper._module_parameters if "reducer" in vars(wrapper) else ()
