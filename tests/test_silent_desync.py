@@ -199,34 +199,62 @@ def test_d_a_local_gradient_in_the_place_of_a_reduced_one(compression: str | Non
 # e, f: parameters that come later
 
 
-def _smuggled(rank: int, world_size: int, how: str) -> tuple[str, list[str]]:
-    """Past the wrapper's add_param_group, into what it shares with the wrapped optimizer."""
-    model = small_model()
-    plain = _momentum(model)
-    optimizer = torchring.wrap(plain, model)
-    model.append(nn.Linear(2, 2).double())
-    model[5].load_state_dict({"weight": torch.eye(2), "bias": torch.zeros(2)})
-    added = list(model[5].parameters())
-    if how == "wrapped optimizer":
-        plain.add_param_group({"params": added})
+def _past_the_wrapper(model: nn.Sequential, plain: torch.optim.Optimizer, how: str) -> None:
+    """Change the parameters in what the wrapper shares with the optimizer that it wraps."""
+    mine = plain.param_groups[0]["params"]
+    if how == "order":
+        plain.param_groups[0]["params"] = mine[::-1]
+    elif how == "removed":
+        del mine[2]
+    elif how == "replaced":
+        model[2] = nn.Linear(7, 3).double()
+        plain.param_groups[0]["params"] = list(model.parameters())
     else:
-        plain.param_groups[0]["params"].extend(added)
-
-    def train() -> None:
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_on(model, rank, step).backward()
-            optimizer.step()
-
-    return attempt(train), [digest(values(model))]
+        model.append(nn.Linear(2, 2).double())
+        added = list(model[5].parameters())
+        if how == "group":
+            plain.add_param_group({"params": added})
+        else:
+            mine.extend(added)
 
 
-@pytest.mark.parametrize("how", ["wrapped optimizer", "list of parameters"])
-def test_e_parameters_that_reach_the_optimizer_by_a_back_door(how: str) -> None:
-    results = run_ranks(_smuggled, 2, how, deadline=20)
-    if not all(error.startswith(("GradientError", "ValueError")) for error, _ in results):
-        assert [error for error, _ in results] == ["", ""]
-        assert_same_on_all_ranks([trained for _, [trained] in results])
+def _changed_past_the_wrapper(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
+    found = {}
+    for how in _CHANGES:
+        model = small_model()
+        plain = _momentum(model)
+        optimizer = torchring.wrap(plain, model)
+
+        def train(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            for step in range(2):
+                optimizer.zero_grad()
+                loss_on(model, rank, step).backward()
+                optimizer.step()
+
+        train()
+        _past_the_wrapper(model, plain, how)
+        found[how] = attempt(train), digest(values(model))
+        optimizer.close()
+    return found
+
+
+_CHANGES = {
+    "group": "group1.param0 of the wrapped optimizer, shape (2, 2),",
+    "list": "group0.param6 of the wrapped optimizer, shape (2, 2),",
+    "replaced": "group0.param2 of the wrapped optimizer, shape (3, 7),",
+    "removed": "2.weight was taken out",
+    "order": "",
+}
+
+
+def test_e_parameters_that_change_past_the_wrapper() -> None:
+    """What is only put in another order goes on."""
+    results = run_ranks(_changed_past_the_wrapper, 2, deadline=20)
+    for how, fragment in _CHANGES.items():
+        for error, _ in (result[how] for result in results):
+            assert error.startswith("GradientError: ") == bool(fragment), error
+            assert fragment in error
+    assert_same_on_all_ranks([result["order"][1] for result in results])
 
 
 def _unfrozen(side: Side, when: str) -> Sequence[Any]:

@@ -9,10 +9,12 @@ gradient is reduced, so clipping, GradScaler, schedulers and closures need no ex
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -301,6 +303,7 @@ class DistributedOptimizer(Optimizer):
         hooks = self._live_hooks()
         self.optimizer.add_param_group(param_group)
         added: list[torch.nn.Parameter] = self.param_groups[-1]["params"]
+        self._stepped += added
         for i, parameter in enumerate(added):
             self._names[parameter] = f"group{len(self.param_groups) - 1}.param{i}"
         if hooks is not None:
@@ -392,6 +395,7 @@ class DistributedOptimizer(Optimizer):
         self.optimizer = optimizer
         self._options = options
         self._names = names
+        self._stepped = list(names)  # in the order of `param_groups`
         self._sparse = sparse
         self._model = weakref.ref(model) if model is not None else None
         self._hooks: GradientHooks | None = None
@@ -490,12 +494,7 @@ class DistributedOptimizer(Optimizer):
             raise GradientError(
                 "step() was called inside backward(), before all gradients are reduced; call it after backward()"
             )
-        if sum(len(group["params"]) for group in self.param_groups) != len(self._names):
-            raise GradientError(
-                "the wrapped optimizer has parameters that torchring was not told of, so their gradients are local; "
-                "add them with add_param_group() of the DistributedOptimizer",
-                rank=hooks.reduction.world.rank,
-            )
+        self._refuse_unknown_parameters(hooks)
         if (thawed := hooks.first_thawed()) is not None:
             raise GradientError(
                 f"{self._names[thawed]} was frozen and has a gradient now that has never been reduced; call "
@@ -524,6 +523,31 @@ class DistributedOptimizer(Optimizer):
                     parameters=(name,),
                     step=hooks.num_steps,
                 )
+
+    def _refuse_unknown_parameters(self, hooks: GradientHooks) -> None:
+        """Raise GradientError unless the optimizer steps exactly the parameters that torchring reduces."""
+        lists = [group["params"] for group in self.param_groups]
+        stepped = chain.from_iterable(lists)
+        if sum(map(len, lists)) == len(self._stepped) and all(map(operator.is_, stepped, self._stepped)):
+            return  # 11 us for 802 parameters
+        again = "close() this optimizer and call torchring.wrap() again, on all ranks"
+        for g, parameters in enumerate(lists):
+            for i, parameter in enumerate(parameters):
+                if parameter not in self._names:
+                    raise GradientError(
+                        f"group{g}.param{i} of the wrapped optimizer, shape {tuple(parameter.shape)}, came there past "
+                        f"torchring, so its gradient is this rank's own. After replacing parameters, {again}; add "
+                        "parameters with add_param_group() of the DistributedOptimizer",
+                        rank=hooks.reduction.world.rank,
+                    )
+        if gone := self._names.keys() - _parameters_of(self.optimizer):
+            name = next(name for parameter, name in self._names.items() if parameter in gone)
+            raise GradientError(
+                f"{name} was taken out of the wrapped optimizer. After that, {again}",
+                rank=hooks.reduction.world.rank,
+                parameters=(name,),
+            )
+        self._stepped = list(_parameters_of(self.optimizer))  # the same in another order
 
     def _refuse_replaced_model(self, hooks: GradientHooks) -> None:
         """Raise GradientError if the model has other parameters by now, which nobody reduces or steps."""
