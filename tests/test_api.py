@@ -49,7 +49,9 @@ SIGNATURES = {
     "broadcast_optimizer_state": "(optimizer: 'Optimizer', src: 'int' = 0) -> 'None'",
     "broadcast_parameters": ("(model_or_state_dict: 'torch.nn.Module | Mapping[str, Any]', src: 'int' = 0) -> 'None'"),
     "device": "() -> 'torch.device'",
-    "init": "(backend: 'str' = 'auto', *, timeout_seconds: 'float | None' = None) -> 'World'",
+    "init": (
+        "(backend: 'str' = 'auto', *, timeout_seconds: 'float | None' = None, process_group: 'bool' = False) -> 'World'"
+    ),
     "is_initialized": "() -> 'bool'",
     "local_rank": "() -> 'int'",
     "local_size": "() -> 'int'",

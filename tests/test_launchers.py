@@ -42,14 +42,21 @@ SRUN = {
     "SLURMD_NODENAME": "gpu003", "SLURM_NODEID": "0",
 }  # fmt: skip
 
-# Joins, leaves and joins again; then prints what rank, size, local rank, host and sum it had.
+# Joins, leaves and joins again; then prints what rank, size, local rank, host and sum it had. A default process group
+# comes and goes with it.
 SCRIPT = """
-import json, torch, torchring
+import json, torch, torch.distributed as dist, torchring
+from torch.utils.data import DistributedSampler
 for turn in range(2):
-    world = torchring.init(timeout_seconds=30)
+    world = torchring.init(timeout_seconds=30, process_group=True)
     total = torchring.all_reduce(torch.tensor([10.0 ** torchring.rank()]), "sum").item()
+    theirs = torch.tensor([10.0 ** dist.get_rank()])
+    dist.all_reduce(theirs)
+    assert theirs.item() == total
+    assert list(DistributedSampler(range(torchring.size()), shuffle=False)) == [torchring.rank()]
     if turn == 0:
         torchring.shutdown()
+        assert not dist.is_initialized()
 place = [torchring.rank(), torchring.size(), torchring.local_rank(), torchring.node_rank()]
 print(json.dumps([*place, total, world.launcher]) + "\\n", end="", flush=True)
 """

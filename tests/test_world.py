@@ -51,11 +51,13 @@ def _alone(rank: int, size: int) -> Any:
     facts = (torchring.rank(), torchring.size(), torchring.local_rank(), torchring.local_size())
     assert torchring.is_initialized(), "the first question joins the world"
     more = (torchring.node_rank(), torchring.num_nodes(), torchring.device())
-    assert torchring.init() is torchring.init() is default_world()
+    assert torchring.init() is torchring.init(process_group=True) is default_world()
+    assert dist.get_world_size() == 1
     assert torchring.all_reduce(torch.tensor([2.0])).tolist() == [2.0]
     torchring.shutdown()
     torchring.shutdown()
     assert not torchring.is_initialized()
+    assert not dist.is_initialized()
     return facts, more, os.listdir("/proc/self/fd") and len(default_world().hosts)
 
 
@@ -266,7 +268,7 @@ def _beside(rank: int, size: int, first: str) -> Any:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo")
-        torchring.init(timeout_seconds=10.0)
+        torchring.init(timeout_seconds=10.0, process_group=True)
     group = dist.distributed_c10d._get_default_group()
     sums = []
     for turn in range(3):

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Final
 
 import torch
@@ -135,19 +136,25 @@ class World:
 _default: World | None = None
 _num_inits = 0
 _own_store: Store | None = None
+_num_groups = 0
+_own_group: dist.ProcessGroup | None = None  # the default process group, if it was made here
 _pid: int | None = None  # the process that joined
 
 
-def init(backend: str = "auto", *, timeout_seconds: float | None = None) -> World:
+def init(backend: str = "auto", *, timeout_seconds: float | None = None, process_group: bool = False) -> World:
     """Join the world that the launcher started; collective. `wrap` and the collectives call it themselves.
 
     A process group that the script already made is used for its rank, size and store, and otherwise left alone; the
-    script's own collectives never mix with torchring's. None is made, so the script may still make its own.
+    script's own collectives never mix with torchring's. None is made unless asked for, so the script may still make its
+    own.
 
     Args:
         backend: the engine between hosts: "gloo", or "mpi" (mpi4py) where mpirun started the script. "auto" is "gloo".
         timeout_seconds: a rank that keeps others waiting longer than this raises PeerTimeoutError on them; 300 unless
             said.
+        process_group: make torch.distributed's default process group, too, unless the script has made it: over NCCL for
+            tensors on a GPU, over Gloo for others. `DistributedSampler(dataset)` and metrics that call `dist.*` need
+            it. `shutdown()` destroys the one that was made here.
 
     Returns the default world; a second call returns the same one.
 
@@ -173,6 +180,8 @@ def init(backend: str = "auto", *, timeout_seconds: float | None = None) -> Worl
                 f"the world is open with backend={_default.backend!r}, got {backend!r}; call init() with it before "
                 "anything else, or shutdown() first"
             )
+        if process_group:
+            _make_process_group(_default)
         return _default
     timeout_seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     if dist.is_available() and dist.is_initialized():
@@ -209,15 +218,20 @@ def init(backend: str = "auto", *, timeout_seconds: float | None = None) -> Worl
         store_host=store_host,
         backend="gloo" if backend == "auto" else backend,
     )
+    if process_group:
+        _make_process_group(_default)
     return _default
 
 
 def shutdown() -> None:
     """Leave the world. `init()` may be called again, by all ranks. Harmless when there is none."""
-    global _default
+    global _default, _own_group
     if _default is not None:
         world, _default = _default, None
         world.close()
+    group, _own_group = _own_group, None
+    if group is not None and dist.group.WORLD is group and _pid == os.getpid():
+        dist.destroy_process_group()
 
 
 def is_initialized() -> bool:
@@ -268,6 +282,27 @@ def device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
+
+
+def _make_process_group(world: World) -> None:
+    """Make the default process group, unless there is one. Collective where there is none."""
+    global _num_groups, _own_group
+    if dist.is_initialized():
+        return
+    name = f"process_group/{_num_groups}"
+    _num_groups += 1
+    store: Store = dist.HashStore()
+    if world.rendezvous is not None:
+        world.rendezvous.exchange(name, b"")  # an absent rank is named here; torch.distributed would not name it
+        store = PrefixStore(name, world.rendezvous.store)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=world.timeout_seconds),
+    )
+    _own_group = dist.group.WORLD
 
 
 def _launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
