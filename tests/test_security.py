@@ -22,6 +22,7 @@ import torch.distributed as dist
 from harness import run_ranks, run_threads
 
 import torchring
+from torchring import state
 from torchring.errors import RingError
 from torchring.memory import host as host_module
 from torchring.memory.channel import Channel
@@ -291,9 +292,12 @@ def _receive_traps(rank: int, size: int, folder: str) -> str:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5 / (rank + 1))
     if rank == 0:
         optimizer.param_groups[0]["trap"] = _Trap(f"{folder}/state")
+        state._load = lambda data: None
     try:
         torchring.broadcast_optimizer_state(optimizer)
         outcome = "loaded"
+    except torchring.PlanMismatchError as error:
+        outcome = str(error)
     except pickle.UnpicklingError as error:
         outcome = f"refused, lr {optimizer.param_groups[0]['lr']}: {error}"
     torchring.broadcast_object(_Trap(f"{folder}/object") if rank == 0 else None)
@@ -302,9 +306,12 @@ def _receive_traps(rank: int, size: int, folder: str) -> str:
 
 
 def test_optimizer_state_from_a_peer_runs_no_code(tmp_path: Path) -> None:
-    """And the trap works: an object that the script broadcasts springs it, as the docstring says."""
+    """And the trap works: an object that the script broadcasts springs it, as the docstring says.
+
+    The sender, who would refuse to send it, is one that does not look.
+    """
     sender, receiver = run_ranks(_receive_traps, 2, str(tmp_path))
-    assert sender == "loaded"
+    assert sender.startswith("rank 1 could not read the optimizer's state: UnpicklingError")
     assert receiver.startswith("refused, lr 0.25: ")
     assert "mkdir" in receiver
     assert [path.name for path in tmp_path.iterdir()] == ["object"]

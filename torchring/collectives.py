@@ -184,6 +184,21 @@ class Collectives:
         others = [rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]]
         raise PlanMismatchError(first_difference(everybody), rank=self.world.rank, peers=others)
 
+    def raise_together(self, problem: Exception | None, what: str) -> None:
+        """Raise `problem`, and PlanMismatchError on ranks that have none where another one has: nobody waits for it.
+
+        `what` goes between that rank's number and its problem: "could not wrap its optimizer".
+        """
+        text = f"{type(problem).__name__}: {problem}" if problem is not None else ""
+        problems = self.all_gather_bytes(text.encode())
+        others = [rank for rank, other in enumerate(problems) if other]
+        if problem is not None:
+            raise problem
+        if others:
+            raise PlanMismatchError(
+                f"rank {others[0]} {what}: {problems[others[0]].decode()}", rank=self.world.rank, peers=others
+            )
+
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self.run(lambda exchange: exchange.barrier(Call("barrier")))

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.collectives import collectives_of
 from torchring.dynamo import run_eagerly
-from torchring.errors import GradientError, PlanMismatchError
+from torchring.errors import GradientError
 from torchring.hooks import GradientHooks, neighbours_of
 from torchring.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
 from torchring.plan import COMPRESSIONS, ParameterSpec
@@ -156,7 +156,10 @@ class DistributedOptimizer(Optimizer):
                 check_broadcastable(model)
         except Exception as error:
             problem = error
-        _raise_together(world, problem)
+        if world.size > 1:
+            collectives_of(world).raise_together(problem, "could not wrap its optimizer")
+        elif problem is not None:
+            raise problem
         self._initialise(optimizer, options, names, sparse_parameters(model), model)
         if sync_initial_state:
             broadcast_parameters(model if model is not None else {name: p.data for p, name in names.items()})
@@ -209,6 +212,10 @@ class DistributedOptimizer(Optimizer):
         if hooks is None:
             return self._step_wrapped(closure, *args, **kwargs)
         self._replicas.has_changed()  # remembered, before the step writes to them, too
+        if closure is None and self._only_creates_state():
+            result = self._step_wrapped(None, *args, **kwargs)
+            self._replicas.accept()
+            return result
         if closure is None:
             self._refuse_bad_gradients(hooks)
             result = self._step_wrapped(None, *args, **kwargs)
@@ -471,6 +478,21 @@ class DistributedOptimizer(Optimizer):
         self._drop_early_hooks()
         return self._connect(world)
 
+    def _only_creates_state(self) -> bool:
+        """Whether a step now would change no parameter, and find nothing in a gradient.
+
+        torch.distributed.checkpoint takes such a step before it reads or loads the state of an optimizer that has none:
+        it sets the learning rates to 0 and the gradients to zeros.
+        """
+        if self.optimizer.state:
+            return False
+        for group in self.param_groups:
+            lr = group.get("lr")
+            if lr is None or (isinstance(lr, torch.Tensor) and lr.device.type != "cpu") or lr != 0:
+                return False
+        grads = [parameter.grad for parameter in self._names if parameter.grad is not None]
+        return not any(grad.is_sparse or bool(grad.any()) for grad in grads)
+
     def _evaluate(self, closure: Callable[[], Any], hooks: GradientHooks) -> Any:
         self._replicas.accept()
         with torch.enable_grad():
@@ -667,19 +689,3 @@ def _check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
     if shared := neighbours.module_wrappers.first_shared(trainable):
         index, kind = shared
         raise ValueError(explain(names[trainable[index]], kind))
-
-
-def _raise_together(world: World, problem: Exception | None) -> None:
-    """Raise `problem`; if another rank has one, raise too, so that nobody waits for a rank that gave up."""
-    if world.size > 1:
-        text = f"{type(problem).__name__}: {problem}" if problem is not None else ""
-        problems = collectives_of(world).all_gather_bytes(text.encode())
-        others = [rank for rank, other in enumerate(problems) if other]
-        if problem is None and others:
-            raise PlanMismatchError(
-                f"rank {others[0]} could not wrap its optimizer: {problems[others[0]].decode()}",
-                rank=world.rank,
-                peers=others,
-            )
-    if problem is not None:
-        raise problem

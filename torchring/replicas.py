@@ -75,8 +75,7 @@ class ReplicaCheck:
 
     def compare(self) -> None:
         """Collective: raise GradientError naming the first parameter that is not the same on all ranks, and where."""
-        digests = _digests(self._names)
-        everybody = collectives_of(self._world).all_gather(digests)
+        everybody = collectives_of(self._world).all_gather(digests(self._names))
         first = everybody[0]
         differing = [rank for rank, digest in enumerate(everybody) if not torch.equal(digest, first)]
         if not differing:
@@ -94,15 +93,16 @@ class ReplicaCheck:
         )
 
 
-def _digests(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """[P, 2] int64 on the host: a sum over the bits, which any single change changes, and one that their order changes.
+def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """[N, 2] int64 on the host: a sum over the bits, which any single change changes, and one that their order changes.
 
-    All parameters are on one device.
+    A device works its own out, and is waited for once.
     """
-    parameters = list(parameters)
-    if parameters[0].device.type == "cpu":
-        return torch.tensor([_digest(parameter) for parameter in parameters], device="cpu")
-    return torch.stack([_digest_on_device(parameter) for parameter in parameters]).cpu()
+    found = [_digest(t) if t.device.type == "cpu" else _digest_on_device(t) for t in tensors]
+    on_device = [digest for digest in found if isinstance(digest, torch.Tensor)]
+    fetched = iter(torch.stack(on_device).tolist() if on_device else [])
+    rows = [next(fetched) if isinstance(digest, torch.Tensor) else digest for digest in found]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
 
 def _digest(parameter: torch.Tensor) -> tuple[int, int]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from torchring.collectives import check_dense, check_writable, collectives_of
+from torchring.collectives import check_dense, check_writable, collectives_of, is_movable
+from torchring.replicas import digests
 from torchring.world import default_world
 
 
@@ -62,23 +65,125 @@ def _check_broadcastable(tensors: Mapping[str, torch.Tensor]) -> None:
 def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
     """Load rank `src`'s state and hyperparameters into `optimizer` on the other ranks.
 
-    Collective. The bytes that arrive are loaded with torch.load(weights_only=True), so they cannot run code.
+    Collective. Where all ranks have the same, nothing but a digest travels. Else tensors travel one after the other,
+    into those that the other ranks have. What is no tensor is loaded with torch.load(weights_only=True), so that bytes
+    which arrive cannot run code.
+
+    Raises TypeError for a value that cannot be sent, with its place in the optimizer's state_dict(), ValueError if the
+    state is of another optimizer, and PlanMismatchError on ranks that could go on but another one could not.
     """
     world = default_world()
     if world.size == 1:
         return
-    buffer = io.BytesIO()
-    torch.save(_plain(optimizer.state_dict()), buffer)
-    mine = buffer.getvalue()
-    theirs = collectives_of(world).broadcast_bytes(mine if world.rank == src else None, src)
-    if world.rank != src and theirs != mine:
-        optimizer.load_state_dict(torch.load(io.BytesIO(theirs), map_location="cpu", weights_only=True))
+    collectives = collectives_of(world)
+    mine: dict[str, torch.Tensor] = {}
+    outline = _outline(optimizer.state_dict(), "", mine)
+    problem: Exception | None = None
+    data = b""
+    try:
+        data = _save(outline)
+    except Exception as error:
+        problem = _cannot_be_sent(outline, _save, error)
+    collectives.raise_together(problem, "could not send its optimizer's state")
+    digest = hashlib.sha256(data + digests(mine.values()).numpy().tobytes()).digest()
+    if len(set(collectives.all_gather_bytes(digest))) == 1:
+        return
+    if world.rank == src:
+        try:
+            _load(data)
+        except Exception as error:
+            problem = _cannot_be_sent(outline, lambda value: _load(_save(value)), error)
+    collectives.raise_together(problem, "could not send its optimizer's state")
+    data = collectives.broadcast_bytes(data, src)
+    wanted = mine
+    state: dict[str, Any] = {}
+    if world.rank != src:
+        wanted = {}
+        try:
+            state = _fill(_load(data), "", mine, wanted)
+        except Exception as error:
+            problem = error
+    collectives.raise_together(problem, "could not read the optimizer's state")
+    collectives.broadcast_together(wanted.values(), src)
+    if world.rank != src:
+        try:
+            optimizer.load_state_dict(state)
+        except Exception as error:
+            problem = error
+    collectives.raise_together(problem, "could not load the optimizer's state")
 
 
-def _plain(value: Any) -> Any:
-    """Numpy's numbers as Python's, which weights_only loading accepts (a learning rate may well be an np.float64)."""
+def _outline(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A copy of a state_dict in which tensors have no values; those are put into `tensors`, by their place.
+
+    Numpy's numbers become Python's, which weights_only loading accepts (a learning rate may well be an np.float64).
+    """
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+        return {key: _outline(item, _inside(place, key), tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_outline(item, _inside(place, i), tensors) for i, item in enumerate(value))
+    if type(value) is torch.Tensor and value.layout == torch.strided and is_movable(value.device):
+        tensors[place] = value.contiguous() if 0 in value.stride() else value  # an expanded one cannot be written
+        return tensors[place].to("meta")
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _fill(outline: Any, place: str, mine: Mapping[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Any:
+    """The state_dict of an outline; its tensors, also put into `wanted`, are this rank's own where they fit."""
+    if isinstance(outline, dict):
+        return {key: _fill(item, _inside(place, key), mine, wanted) for key, item in outline.items()}
+    if type(outline) in (list, tuple):
+        return type(outline)(_fill(item, _inside(place, i), mine, wanted) for i, item in enumerate(outline))
+    if isinstance(outline, torch.Tensor) and outline.device.type == "meta":
+        own = mine.get(place)
+        if own is None or own.shape != outline.shape or own.dtype != outline.dtype:
+            own = torch.empty_like(outline, device="cpu")
+        wanted[place] = own
+        return own
+    return outline
+
+
+def _inside(place: str, key: object) -> str:
+    """As in Python: param_groups[0]['lr']."""
+    return f"{place}[{key!r}]" if place else str(key)
+
+
+def _save(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _cannot_be_sent(outline: Any, send: Callable[[Any], object], error: Exception) -> TypeError:
+    """The error that says which value `send` fails with; `error` is what it raised for all of them together."""
+    what = "the optimizer's state"
+    for place, value in _leaves(outline, ""):
+        try:
+            send(value)
+        except Exception as its_error:
+            what, error = f"{place} of the optimizer, of type {type(value).__name__},", its_error
+            break
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, pickle.UnpicklingError):  # whose own text takes a page
+        reason = "torch.load(weights_only=True) does not accept it"
+    problem = TypeError(
+        f"{what} cannot be sent to other ranks: {reason}. Set it after torchring.wrap, or pass "
+        "sync_initial_state=False to torchring.wrap if all ranks start alike"
+    )
+    problem.__cause__ = error
+    return problem
+
+
+def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, _inside(place, key))
+    elif type(value) in (list, tuple):
+        for i, item in enumerate(value):
+            yield from _leaves(item, _inside(place, i))
+    else:
+        yield place, value
