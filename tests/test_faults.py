@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -266,8 +267,8 @@ def _free_port() -> int:
 # ---- a rank that leaves, or raises
 
 
-def _leave_early(rank: int, size: int, algorithm: str, politely: bool) -> Any:
-    torchring.init(timeout_seconds=20.0)
+def _leave_early(rank: int, size: int, algorithm: str, topology: str, end: str) -> Any:
+    _start(rank, topology)
 
     class Done(Exception):  # noqa: N818
         pass
@@ -279,19 +280,32 @@ def _leave_early(rank: int, size: int, algorithm: str, politely: bool) -> Any:
     try:
         _train(algorithm, 5, before_step)
     except Done:
-        if politely:
+        if end == "shutdown":
             torchring.shutdown()
+        elif end == "exception":  # as the interpreter does when nobody catches one
+            sys.last_value = ZeroDivisionError("too few episodes")
         return None
     except RingError as error:
-        return type(error).__name__, error.peers, error.step
+        return type(error).__name__, error.peers, error.step, str(error)
     return "no error"
 
 
-@pytest.mark.parametrize("politely", [True, False], ids=["shutdown", "exit"])
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-def test_a_rank_that_has_finished_early_is_named(algorithm: str, politely: bool) -> None:
-    results = run_ranks(_leave_early, 3, algorithm, politely)
-    assert results == [("PeerLostError", (2,), 2)] * 2 + [None]
+_ENDS = {
+    "shutdown": "it called torchring.shutdown()",
+    "exit": "its script had ended",
+    "exception": "its script ended with ZeroDivisionError: too few episodes",
+}
+
+
+@pytest.mark.parametrize("end", _ENDS)
+@pytest.mark.parametrize(("algorithm", "topology"), [("direct", "one host"), ("ring", "one host"), ("auto", "hosts")])
+def test_a_rank_that_has_finished_early_says_so(algorithm: str, topology: str, end: str) -> None:
+    results = run_ranks(_leave_early, 3, algorithm, topology, end)
+    for *facts, message in results[:2]:
+        assert facts == ["PeerLostError", (2,), 2]
+        assert f"rank 2 stopped: {_ENDS[end]}, after 2 reductions of gradients" in message
+        assert "DistributedSampler" in message
+    assert results[2] is None
 
 
 def _last_step(rank: int, size: int, algorithm: str) -> str:

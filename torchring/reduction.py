@@ -202,6 +202,7 @@ class Reduction:
         if self._rounds is None:
             self.heard = self._hear()
         self.num_rounds += 1
+        self.world.num_reductions += 1
         self._round_number += 1
         if self._ready_order is not None:
             self._seen_order, self._ready_order = self._ready_order, None

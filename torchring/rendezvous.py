@@ -27,6 +27,11 @@ _T = TypeVar("_T")
 _LONGEST_PAUSE_SECONDS: Final = 0.02  # between two looks for a key
 
 
+def ended_key(rank: int) -> str:
+    """Where a rank whose script has ended says so."""
+    return f"ended/{rank}"
+
+
 class Rendezvous:
     """The store as seen by one rank of one world.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -14,14 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from torchring.errors import RingError, TopologyError
+from torchring.errors import PeerLostError, RingError, TopologyError, encode_error
 from torchring.launch import LaunchEnvironment, check_group, read_environment
 from torchring.meeting import mpi_world, open_store, unannounced_mpi
 from torchring.memory.host import HostGroup, connect
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous import Rendezvous, ended_key
 
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
 BACKENDS: Final = ("auto", "gloo", "mpi")
+_ADVICE: Final = (
+    "If the others still have batches, give every rank equally many, as torch's DistributedSampler does, or end the "
+    "loop on all ranks at once, by a torchring.all_reduce of who has batches left"
+)
+_GOODBYE_SECONDS: Final = 2.0
 
 
 class World:
@@ -42,6 +48,7 @@ class World:
         host: the ranks that share memory with this one.
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
         num_cores: processor cores that the ranks of this host may use together.
+        num_reductions: of gradients, by all optimizers of this rank.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class World:
         self.hosts: tuple[tuple[int, ...], ...] = ((rank,),)
         self.num_cores = len(os.sched_getaffinity(0))
         self.is_open = True
+        self.num_reductions = 0
         self._pid = os.getpid()
         self._num_streams = 0
         self._closing: list[Callable[[], None]] = []
@@ -121,11 +129,21 @@ class World:
         if self.host is not None:
             self.host.report_failure(error)
 
+    def say_why_it_ends(self, reason: str) -> None:
+        """Tell the peers why this rank takes part in nothing more. The first reason that is given counts."""
+        count = f"{self.num_reductions} reduction{'' if self.num_reductions == 1 else 's'} of gradients"
+        error = PeerLostError(f"{reason}, after {count}. {_ADVICE}", peers=(self.rank,))
+        self.report_failure(error)
+        if self.rendezvous is not None and not self.shares_memory:
+            with contextlib.suppress(RingError):  # the store may be gone
+                self.rendezvous.hurried(_GOODBYE_SECONDS).note(ended_key(self.rank), encode_error(error))
+
     def close(self) -> None:
         """Leave. Peers that still wait for this rank raise PeerLostError. A forked child forgets: its parent stays."""
         self.is_open = False
         if self._pid != os.getpid():
             return
+        self.say_why_it_ends("it called torchring.shutdown()")
         while self._closing:
             self._closing.pop()()
         if self.host is not None:
@@ -318,10 +336,17 @@ def _launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store 
 
 
 def _leave_at_exit() -> None:
-    """Under MPI a script that ends without shutdown() leaves the world before MPI's own exit.
+    """Tell the peers that this script has ended, and why; they may still wait for this rank.
 
-    MPI_Finalize waits for all ranks, so a rank that has raised would linger there, and its peers would wait for it here
-    until the time-out. Elsewhere the end of the process tells them. Not in a fork, which shares its parent's sockets.
+    Under MPI a script that ends without shutdown() leaves the world, too, before MPI's own exit: MPI_Finalize waits for
+    all ranks, so a rank that has raised would linger there, and its peers would wait for it here until the time-out.
+    Elsewhere the end of the process tells them. Not in a fork, which shares its parent's sockets.
     """
-    if _default is not None and _pid == os.getpid() and "mpi4py.MPI" in sys.modules:
+    if _default is None or _pid != os.getpid():
+        return
+    # Set for an exception that nobody caught. In an interactive session the exception may be an old one.
+    error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
+    reason = "its script had ended" if error is None else f"its script ended with {type(error).__name__}: {error}"
+    _default.say_why_it_ends(reason)
+    if "mpi4py.MPI" in sys.modules:
         shutdown()

@@ -14,7 +14,7 @@ from typing import Final
 
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError, decode_error, encode_error
 from torchring.memory.host import HostGroup
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous import Rendezvous, ended_key
 
 # After a timeout, how long to look for the last words of the suspect: if it was itself waiting for somebody, its own
 # timeout comes at about the same moment as ours.
@@ -95,6 +95,10 @@ class Culprits:
             names = "some rank, although each one was still there to say so,"
         if timed_out:
             return PeerTimeoutError(f"{names} did not answer within {self._timeout_seconds:g} s", peers=culprits)
+        for rank in culprits:
+            with contextlib.suppress(RingError):
+                if self._rendezvous.is_published(ended_key(rank)):
+                    return decode_error(self._rendezvous.fetch(ended_key(rank), rank), rank)
         return PeerLostError(f"{names} died or exited", peers=culprits)
 
     def signed(self, error: RingError, seconds: float) -> RingError:
@@ -122,7 +126,7 @@ class Culprits:
                 if (words := self._look_up("last_words", rank, 0.0)) is not None:
                     return decode_error(words, rank)
                 if self._look_up("left", rank, 0.0) is not None:
-                    return PeerLostError(f"rank {rank} closed its end; it called shutdown() or exited", peers=(rank,))
+                    return self._fault_of([rank], timed_out=False)
         except PeerTimeoutError:  # says nothing of the peers; the way to the store may be back in time
             return None
         except RingError as error:  # no store: only its host is known to have gone
