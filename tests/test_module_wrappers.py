@@ -12,6 +12,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from test_optimizer_contract import attempt, loss_on, small_model
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp import ShardingStrategy as Shard
 from torch.nn.modules import module as module_hooks
@@ -83,7 +84,7 @@ class _Cases:
         optimizer = self.wrapped(self.model)
         _train(self.model, optimizer, self.rank, steps=3)
         net = DistributedDataParallel(self.model)
-        net.register_comm_hook(None, lambda _, bucket: torch.futures.Future().set_result(bucket.buffer()))
+        net.register_comm_hook(None, default_hooks.allreduce_hook)
         _train(net, optimizer, self.rank)
 
     def replicate_later(self) -> None:
