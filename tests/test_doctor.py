@@ -38,6 +38,7 @@ from torchring.doctor.report import (
     read,
     verdict,
 )
+from torchring.interfaces import gloo_address
 
 needs_namespaces = pytest.mark.skipif(netns.why_unavailable() is not None, reason=str(netns.why_unavailable()))
 
@@ -258,7 +259,7 @@ def test_the_network_is_not_tried_where_it_cannot_work() -> None:
     ],
 )
 def test_where_gloo_will_listen(environ: dict[str, str], resolved: list[str], expected: str) -> None:
-    assert facts.gloo_address(environ, [["lo", "127.0.0.1"], ["eth0", "10.0.0.5"]], resolved) == expected
+    assert gloo_address(environ, [["lo", "127.0.0.1"], ["eth0", "10.0.0.5"]], resolved) == expected
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -211,6 +212,44 @@ def _call_everything(rank: int, world_size: int) -> Any:
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_collectives(network: Network, layout: str) -> None:
     assert_same_on_all_ranks(run_on_hosts(network, _LAYOUTS[layout], _call_everything))
+
+
+# ---- connecting
+
+
+def _meet_where_it_cannot_work(rank: int, world_size: int, interfaces: dict[int, str | None]) -> tuple[str, str]:
+    """`interfaces`: GLOO_SOCKET_IFNAME by rank, where it is another one. Returns class and text of the error."""
+    if rank in interfaces:
+        os.environ["GLOO_SOCKET_IFNAME"] = interfaces[rank] or ""
+    with pytest.raises(RingError) as caught:
+        torchring.barrier()
+    return type(caught.value).__name__, caught.value.message
+
+
+def test_why_gloo_cannot_connect_is_said_on_every_rank(network: Network) -> None:
+    """At once: the time-out is that of `init`, longer than the harness waits."""
+    for host in range(2):  # as Docker's: the same address on every host
+        for command in ("link add same0 type bridge", "addr add 172.17.0.1/24 dev same0", "link set same0 up"):
+            subprocess.run(network.command(host, ["ip", *command.split()]), check=True)
+    cases: list[tuple[tuple[int, ...], dict[int, str | None], str]] = [
+        ((1, 1, 1), {1: "ib0"}, r"Gloo cannot listen on rank 1 .*IFNAME=ib0: Unable .* ib0; .* eth0 \(10\.[0-9.]+\)"),
+        (
+            (2, 1),
+            {0: None, 1: None, 2: None},
+            r"rank 0 .* at 127\.0\.[01]\.1, .* not set, and the name .*set GLOO_SOCKET_IF",
+        ),
+        (
+            (1, 1, 1),
+            {0: "same0", 1: "same0"},
+            r"Gloo on rank \d .*refused.* rank 1 \(.*\) at 172\.17\.0\.1.* set GLOO_SOC",
+        ),
+    ]
+    worlds = [HostedWorld(network, layout, (interfaces,)) for layout, interfaces, _ in cases]
+    results = run_worlds(worlds, _meet_where_it_cannot_work)
+    for (_, _, wanted), of_ranks in zip(cases, results, strict=True):
+        for kind, message in of_ranks:
+            assert kind == "TopologyError", message
+            assert re.search(wanted, message), message
 
 
 # ---- slow lines

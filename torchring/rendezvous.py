@@ -110,8 +110,7 @@ class Rendezvous:
                 )
             if self.watch is not None:
                 self.watch((owner,))
-            if self.is_published("gave_up"):
-                raise TopologyError(self._call(lambda: self.store.get("gave_up")).decode(), rank=self.rank)
+            self.raise_if_given_up()
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
         value: bytes = self._call(lambda: self.store.get(key))
@@ -131,6 +130,11 @@ class Rendezvous:
     def give_up(self, text: str) -> None:
         """Tell every rank that waits in `fetch`, now or later, that this world will not come to be."""
         self._call(lambda: self.store.set("gave_up", text))
+
+    def raise_if_given_up(self) -> None:
+        """Raise what a rank gave up with."""
+        if self.is_published("gave_up"):
+            raise TopologyError(self._call(lambda: self.store.get("gave_up")).decode(), rank=self.rank)
 
     def _call(self, operation: Callable[[], _T]) -> _T:
         host = "the launcher" if self.store_host is None else f"rank {self.store_host}"

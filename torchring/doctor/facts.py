@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -15,8 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from ipaddress import IPv6Address
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from torchring.doctor.report import RankFacts
+from torchring.interfaces import gloo_address, list_interfaces, resolve
 from torchring.memory.linux import boot_id, create_memory
 
 _PACKAGES: Final = ("torchring", "torch", "triton", "numpy", "mpi4py")
-_SIOCGIFADDR: Final = 0x8915
 _LISTENING: Final = "0A"  # in /proc/net/tcp
 _UNLIMITED_BYTES: Final = 1 << 60  # control groups of the first version write a number close to 2**63 for "none"
 _MPI_SECONDS: Final = 20.0
@@ -79,41 +76,6 @@ def gather(rank: int) -> RankFacts:
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
         gloo_address=gloo_address(os.environ, interfaces, resolve(socket.gethostname())),
     )
-
-
-def gloo_address(environ: Mapping[str, str], interfaces: Sequence[Sequence[str]], resolved: Sequence[str]) -> str:
-    """The address at which Gloo listens, as torch.distributed chooses it.
-
-    That of the (first) interface in GLOO_SOCKET_IFNAME; else the first that this machine's name resolves to and that is
-    its own; else 127.0.0.1. Returns "" if GLOO_SOCKET_IFNAME names an interface that does not exist.
-    """
-    if named := environ.get("GLOO_SOCKET_IFNAME"):
-        return next((address for name, address in interfaces if name == named.split(",")[0]), "")
-    own = {address for _, address in interfaces}
-    return next((address for address in resolved if address in own or address.startswith("127.")), "127.0.0.1")
-
-
-def resolve(host: str) -> list[str]:
-    """Addresses of a name, IPv4 and IPv6, in the resolver's order; none if it is not known."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
-def list_interfaces() -> list[list[str]]:
-    """[name, address] pairs: the first IPv4 address of each interface, all IPv6 ones."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # has none
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append([name, socket.inet_ntoa(answer[20:24])])
-    for line in _read("/proc/net/if_inet6").splitlines():
-        digits, *_, name = line.split()
-        found.append([name, str(IPv6Address(bytes.fromhex(digits)))])
-    return found
 
 
 def listening_addresses(port: int) -> list[str]:

@@ -20,9 +20,10 @@ from torchring import world as worlds
 from torchring.allreduce.select import choose
 from torchring.doctor import probe
 from torchring.doctor.checks import check_gloo_addresses, name_ranks
-from torchring.doctor.facts import gather, listening_addresses, resolve
+from torchring.doctor.facts import gather, listening_addresses
 from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts, read
 from torchring.errors import RingError, TopologyError
+from torchring.interfaces import resolve
 from torchring.launch import LaunchEnvironment
 from torchring.rendezvous import Rendezvous
 from torchring.transport.open import open_transport

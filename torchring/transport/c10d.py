@@ -7,21 +7,22 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, ProcessGroupGloo
 from torch.distributed import Work as BackendWork
 
-from torchring.errors import PeerLostError, RingError
+from torchring.errors import PeerLostError, PeerTimeoutError, RingError, TopologyError
 from torchring.memory.host import HostGroup
 from torchring.rendezvous import Rendezvous
 from torchring.transport.culprit import Culprits
 from torchring.transport.links import Links, open_sockets
+from torchring.transport.places import Place, cannot_connect, check_places, own_place
 from torchring.transport.staging import contiguous_bytes
 from torchring.worker import Worker
 
@@ -30,6 +31,7 @@ Backend = dist.ProcessGroup
 _T = TypeVar("_T")
 _INTERRUPTIBLE_SECONDS: Final = 0.1
 _LATE_SECONDS: Final = 1.0
+_CONNECTING_LOOK_SECONDS: Final = 0.2
 _FIRST_LOOK_SECONDS: Final = 0.2  # and then at twice the time
 # After a connection has closed in a collective, whose other end may have done its part: how long others send nothing.
 _SILENT_SECONDS: Final = 1.0
@@ -62,28 +64,56 @@ class C10dTransport:
         self._pid = os.getpid()
         self.rank = rendezvous.rank
         self.size = rendezvous.size
-        # Everyone is known to be here before Gloo connects, so that an absent rank is reported by name.
-        rendezvous.exchange(f"transport/{name}", b"")
-        timeout = timedelta(seconds=rendezvous.timeout_seconds)
-        store = PrefixStore(f"transport/{name}/gloo", rendezvous.store)
         self._name = name
         self._waiters = threading.local()
         self._all_waiters: list[Worker] = []
         self._waiter = Worker(f"torchring-{name}-waiter")
         self._group: Backend | None = None
         weakref.finalize(self, self._waiter.close).atexit = False
+        # Everyone is known to be here before Gloo connects, so that an absent rank is reported by name.
+        cards = rendezvous.exchange(f"transport/{name}", own_place().encode())
+        places = [Place.decode(card) for card in cards]
+        try:
+            check_places(self.rank, places)
+        except TopologyError as error:
+            self.fail(error)
+            raise
         before = open_sockets()
-        self._group = self.guard(lambda: self._connect(store, timeout), None)
+        self._group = self.guard(lambda: self._connect(rendezvous, places), None)
         self._links = Links(before)
         # Nobody closes its links while others are still connecting: Gloo takes that for a failure.
         self._links.match(self.rank, rendezvous.exchange(f"transport/{name}/connected", self._links.card()))
 
-    def _connect(self, store: Store, timeout: timedelta) -> Backend:
+    def _connect(self, rendezvous: Rendezvous, places: Sequence[Place]) -> Backend:
+        """Gloo connects every rank with every other one, or none: whoever fails tells the others, who would wait."""
+        store = PrefixStore(f"transport/{self._name}/gloo", rendezvous.store)
+        timeout = timedelta(seconds=rendezvous.timeout_seconds)
+        others = [rank for rank in range(self.size) if rank != self.rank]
         connecting = self._waiter.submit(lambda: ProcessGroupGloo(store, self.rank, self.size, timeout))
-        try:
-            return cast(Backend, connecting.result(timeout.total_seconds() + _LATE_SECONDS))
-        except FutureTimeout:  # Gloo's own is for the links, not for the store that it asks where they go
-            raise RuntimeError("timed out") from None
+        end = time.monotonic() + rendezvous.timeout_seconds + _LATE_SECONDS
+        while True:
+            try:
+                return cast(Backend, connecting.result(_CONNECTING_LOOK_SECONDS))
+            except FutureTimeout:
+                if time.monotonic() > end:  # Gloo's own is for the links, not for the store that it asks where they go
+                    raise RuntimeError("timed out") from None
+            except dist.DistError:  # the store
+                raise
+            except RuntimeError as failure:
+                error = self._culprits.seen_by_the_host(others)
+                if error is None:
+                    error = cannot_connect(self.rank, places, failure)
+                    with contextlib.suppress(RingError):
+                        rendezvous.give_up(error.message)
+                raise self.fail(error) from failure
+            if (lost := self._culprits.seen_by_the_host(others)) is not None:
+                raise self.fail(lost)
+            try:
+                rendezvous.hurried(_LATE_SECONDS).raise_if_given_up()
+            except PeerTimeoutError:  # Gloo has the store to itself while it waits for an address there
+                continue
+            except RingError as given_up:
+                raise self.fail(given_up) from None
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> C10dTransfer:
         data = contiguous_bytes(tensor)

@@ -48,7 +48,8 @@ class Culprits:
         self._leave("last_words", encode_error(error))
         if self._host is not None:
             self._host.report_failure(error)
-        survivors = [rank for rank in self._others if rank not in error.peers]
+        lost = error.peers if isinstance(error, (PeerLostError, PeerTimeoutError)) else ()
+        survivors = [rank for rank in self._others if rank not in lost]
         self._rendezvous.stay_until_published([self._key("last_words", rank) for rank in survivors], _STAY_SECONDS)
 
     def suspect(self, peer: int | None, *, timed_out: bool) -> None:
