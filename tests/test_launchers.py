@@ -641,6 +641,21 @@ def test_ranks_of_mpirun_meet(script: Path) -> None:
     assert all(rank[3:] == [0, 111.0, "mpirun (Open MPI)"] for rank in ranks)
 
 
+@needs_mpirun
+def test_a_rank_of_mpirun_that_raises_ends_the_job(tmp_path: Path) -> None:
+    """Without a word from MPI it would wait at its exit for the others, which do not communicate."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time, torchring\n"
+        "sys.excepthook = lambda kind, *_: print('the script sees', kind.__name__, flush=True)\n"
+        "if torchring.rank() == 1:\n    raise KeyError\n"
+        "time.sleep(300)\n"
+    )
+    ran = mpirun(3, script)
+    assert ran.returncode == 1, ran.stderr
+    assert "the script sees KeyError" in ran.stdout
+
+
 def _without_mpi4py(rank: int, size: int) -> str:
     sys.modules["mpi4py"] = None  # type: ignore[assignment]
     with pytest.raises(TopologyError) as caught:

@@ -328,6 +328,7 @@ needs_mpirun = pytest.mark.skipif(run_module._why_no_mpirun() is not None, reaso
 @needs_mpirun
 def test_mpirun_on_this_machine(cluster: Cluster) -> None:
     code = RANK.replace('os.environ["RANK"]', 'os.environ["OMPI_COMM_WORLD_RANK"]')
+    code = "import mpi4py.MPI\n" + code  # at its exit, a rank waits for the others
     options = ["--launcher", "mpirun", "-H", "localhost:2", "--env", "SETTING=a, b's $c"]
     ran = cluster.run(*options, "script.py", "fail", "1", "x y", code=code)
     assert ran.returncode == 3, ran.stderr

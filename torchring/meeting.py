@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import secrets
+import signal
 import socket
 import struct
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -63,7 +65,28 @@ def mpi_world(launcher: str, rank: int, size: int, *, instead: str) -> Any:
             f"mpi4py for the MPI whose mpirun you use, or {instead}",
             rank=rank,
         )
+    if size > 1:
+        _abort_on_exception()
     return comm
+
+
+def _abort_on_exception() -> None:
+    """Have a rank that ends with an exception end the others: MPI_Finalize, at its exit, would wait for them.
+
+    `python -m mpi4py` sees to that for sys.exit(), too.
+    """
+    inner = sys.excepthook
+    if getattr(inner, "aborts_mpi", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        inner(kind, error, trace)
+        from mpi4py.run import set_abort_status
+
+        set_abort_status(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)  # at exit
+
+    hook.aborts_mpi = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def unannounced_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:

@@ -275,7 +275,8 @@ def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
         options.append("--allow-run-as-root")
     for key, value in _forwarded(env).items():
         options += ["-x", f"{key}={value}"]
-    return [*options, "sh", "-c", _SHARE_CORES, "sh", sys.executable, "-u", *command]
+    # mpi4py has a rank that fails end the others.
+    return [*options, "sh", "-c", _SHARE_CORES, "sh", sys.executable, "-u", "-m", "mpi4py", *command]
 
 
 def _agents(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str]) -> list[_Job]:
