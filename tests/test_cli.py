@@ -20,19 +20,22 @@ from harness import is_running, wait_until
 
 import torchring
 from torchring import cli
+from torchring.output import OutputOptions
 from torchring.run import Host
 
 REPORT = """
 import json, os, sys
 from pathlib import Path
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"]
-text = json.dumps({"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}})
+text = json.dumps({"argv": sys.argv[1:], "input": sys.stdin.read(), **{name: os.environ.get(name) for name in names}})
 Path(os.environ["REPORTS"], os.environ["RANK"]).write_text(text)
 """
 
 
 class Launcher:
-    """Runs `python -m torchring.cli ...` in a folder of its own; what ranks write to $REPORTS is in `reports`."""
+    """Runs `python -m torchring ...` in a folder of its own; what ranks write to $REPORTS is in `reports`."""
+
+    input = "for rank 0\n"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,9 +51,10 @@ class Launcher:
 
     def start(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "torchring.cli", *arguments],
+            [sys.executable, "-m", "torchring", *arguments],
             cwd=self.folder,
             env={**self.environ, **environ},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -60,7 +64,7 @@ class Launcher:
     def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, **environ)
         try:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(self.input, timeout=60)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -100,6 +104,7 @@ def test_ranks_get_their_place_and_the_scripts_arguments(launcher: Launcher) -> 
     assert ran.returncode == 0, ran.stderr
     reports = launcher.reports()
     assert [report["argv"] for report in reports] == [given, given]
+    assert [report["input"] for report in reports] == [launcher.input, ""]
     assert [report["RANK"] for report in reports] == ["0", "1"]
     assert [report["LOCAL_RANK"] for report in reports] == ["0", "1"]
     assert [report["WORLD_SIZE"] for report in reports] == ["2", "2"]
@@ -108,8 +113,12 @@ def test_ranks_get_their_place_and_the_scripts_arguments(launcher: Launcher) -> 
 
 
 def test_a_double_dash_first_belongs_to_the_script(launcher: Launcher) -> None:
-    ran = launcher.run("run", "--num-proc=1", launcher.script(REPORT), "--", "--epochs", "3", OMP_NUM_THREADS="3")
-    assert ran.returncode == 0, ran.stderr
+    """A module, and a terminal's worth of nothing: what it prints is in the log file only."""
+    launcher.script(REPORT + "print('all', 'well')")
+    logs = ["--log-dir", "logs", "--quiet"]
+    ran = launcher.run("run", "--num-proc=1", *logs, "-m", "script", "--", "--epochs", "3", OMP_NUM_THREADS="3")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert (launcher.folder / "logs" / "rank0.log").read_text() == "all well\n"
     (report,) = launcher.reports()
     assert [report[name] for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")] == ["0", "1", "3"]
     assert report["argv"] == ["--", "--epochs", "3"]
@@ -136,7 +145,7 @@ def test_what_stands_behind_the_script_is_taken_apart_by_nobody(
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(cli, "start", lambda *arguments: seen.append(arguments) or 0)  # type: ignore[func-returns-value]
     assert cli.main(["run", "-np", "2", *before, __file__, *given]) == 0
-    assert seen == [([__file__, *expected], 2, None, {}, "auto")]
+    assert seen == [([__file__, *expected], 2, None, {}, "auto", OutputOptions())]
 
 
 def test_options_of_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -146,10 +155,11 @@ def test_options_of_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert cli.main(["run", "-H", "a:2,b:3", "--env", "K=V=W x", "--env", "EMPTY=", __file__, "--env", "A=B"]) == 7
     (tmp_path / "hosts").write_text("a slots=2\nb:3  # fast\n")
     file = f"--hostfile={tmp_path / 'hosts'}"
-    assert cli.main(["run", "-np", "4", file, "--launcher", "ssh", __file__]) == 7
+    logs = ["--log-dir", "logs", "--tag-output", "--quiet"]
+    assert cli.main(["run", "--nproc-per-node", "4", file, "--launcher", "ssh", *logs, "-m", "module", "-np", "1"]) == 7
     assert seen == [
-        ([__file__, "--env", "A=B"], None, hosts, {"K": "V=W x", "EMPTY": ""}, "auto"),
-        ([__file__], 4, hosts, {}, "ssh"),
+        ([__file__, "--env", "A=B"], None, hosts, {"K": "V=W x", "EMPTY": ""}, "auto", OutputOptions()),
+        (["-m", "module", "-np", "1"], 4, hosts, {}, "ssh", OutputOptions(True, "logs", True)),
     ]
 
 
@@ -163,6 +173,10 @@ def test_options_of_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         (["-H", "a", "--hostfile", "b"], "usage: torchring run"),
         (["-np", "1", "--env", "K"], "usage: torchring run"),
         (["-np", "1", "--env", "2K=V"], "usage: torchring run"),
+        (["-np", "1", "--env", "RANK=3"], "usage: torchring run"),
+        (["-np", "1", "--quiet"], "usage: torchring run"),
+        (["-np", "1", "--nproc", "x"], "usage: torchring run"),
+        (["--nprocs", "1"], "usage: torchring run"),
         (["-np", "1", "--launcher", "horse"], "usage: torchring run"),
         ([], "usage: torchring run"),
     ],
@@ -234,17 +248,41 @@ time.sleep(60)
         wait_until(lambda: {f.name for f in launcher.reports_folder.iterdir()} >= {"0", "1"}, "the ranks")
         pids = [int((launcher.reports_folder / rank).read_text()) for rank in "01"]
         assert all(map(is_running, pids))
-        process.send_signal(signal.SIGINT)
+        for _ in range(3):  # as by somebody in a hurry
+            process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=45)
         assert process.returncode == 130, err
         wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=1)
-        assert "torchring/cli.py" not in err  # tracebacks are the ranks' own
+        assert "torch" not in err  # tracebacks are the ranks' own
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         for pid in launcher.reports_folder.glob("[01]"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_what_needs_no_torch_imports_none(launcher: Launcher) -> None:
+    """And Ctrl-C during its import, which takes seconds, ends the command without a traceback."""
+    sign = launcher.folder / "importing"
+    (launcher.folder / "fake").mkdir()
+    launcher.script(f"open({str(sign)!r}, 'w').close()\nimport time\ntime.sleep(60)\n", "fake/torch.py")
+    environ = {"PYTHONPATH": str(launcher.folder / "fake")}
+    for arguments, code in [(["--version"], 0), (["run", "--help"], 0), (["run"], 2), (["bench", "--help"], 0)]:
+        assert launcher.run(*arguments, **environ).returncode == code
+        assert not sign.exists()
+    for command in (["run", "-np", "2", launcher.script("")], ["doctor"]):
+        process = launcher.start(*command, **environ)
+        try:
+            wait_until(sign.exists, "the import")
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=45)
+            assert process.returncode in (130, -signal.SIGINT)  # 130 to a shell
+            assert (out, err) == ("", "")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        sign.unlink()
 
 
 # Wrong use, in this process: it ends before anything is started
@@ -260,10 +298,14 @@ def called(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[in
 
 
 def test_missing_script_is_2_with_a_plain_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for missing in (str(tmp_path / "nowhere.py"), str(tmp_path)):
-        code, out, err = called(["run", "-np", "2", missing], capsys)
+    folder, missing = str(tmp_path), str(tmp_path / "nowhere.py")
+    for script, complaint in [
+        (missing, f"there is no script {missing!r}"),
+        (folder, f"{folder!r} is a directory without a __main__.py"),
+    ]:
+        code, out, err = called(["run", "-np", "2", script], capsys)
         assert (code, out) == (2, "")
-        assert err == f"torchring run: there is no script {missing!r}\n"
+        assert err == f"torchring run: {complaint}\n"
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "-3"])
@@ -271,7 +313,7 @@ def test_too_few_processes(number: str, capsys: pytest.CaptureFixture[str]) -> N
     code, out, err = called(["run", f"--num-proc={number}", __file__], capsys)
     assert (code, out) == (2, "")
     assert "usage: torchring run" in err
-    assert f"argument -np/--num-proc: needs a number of processes, 1 or more, got {number!r}" in err
+    assert f"argument -np/-n/--num-proc/--nproc-per-node: needs a number of processes, 1 or more, got {number!r}" in err
 
 
 @pytest.mark.parametrize("text", ["many", "2.5", "", "0x2"])
@@ -279,7 +321,7 @@ def test_not_a_number_of_processes(text: str, capsys: pytest.CaptureFixture[str]
     code, out, err = called(["run", f"--num-proc={text}", __file__], capsys)
     assert (code, out) == (2, "")
     assert "usage: torchring run" in err
-    assert f"argument -np/--num-proc: needs a number of processes, 1 or more, got {text!r}" in err
+    assert f"argument -np/-n/--num-proc/--nproc-per-node: needs a number of processes, 1 or more, got {text!r}" in err
     assert "_positive" not in err  # a name of ours, which says nothing to a user
 
 

@@ -109,7 +109,7 @@ def test_wheel_metadata(wheel: Path) -> None:
         scripts.read_string(archive.read(f"{folder}/entry_points.txt").decode())
         assert archive.read(f"{folder}/top_level.txt").decode().split() == ["torchring"]
         assert f"{folder}/licenses/LICENSE" in archive.namelist()
-    assert dict(scripts["console_scripts"]) == {"torchring": "torchring.cli:main"}
+    assert dict(scripts["console_scripts"]) == {"torchring": "torchring.__main__:main"}
     assert metadata["Version"] == torchring.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     required = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]

@@ -51,11 +51,16 @@ rank = os.environ["RANK"]
 path = pathlib.Path(os.environ["REPORTS"], rank)
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SETTING"]
 facts = {"argv": sys.argv[1:], "pid": os.getpid(), "cwd": os.getcwd(), **{name: os.environ.get(name) for name in names}}
+for i in range(300):
+    print("line", i, "of", rank)
+print("end of", rank, end="", file=sys.stderr)
 path.with_name("." + rank).write_text(json.dumps(facts))
 path.with_name("." + rank).rename(path)
 if sys.argv[1:2] == ["wait"]:
     time.sleep(60)
 if sys.argv[1:2] == ["fail"]:
+    while not all(path.with_name(rank).exists() for rank in "01"):
+        time.sleep(0.05)
     sys.exit(3) if rank == sys.argv[2] else time.sleep(60)
 """
 
@@ -65,6 +70,16 @@ total = torchring.all_reduce(torch.tensor([10.0 ** torchring.rank()]), "sum").it
 facts = [torchring.rank(), torchring.local_rank(), torchring.node_rank(), total, os.environ["SETTING"], os.getcwd()]
 print(json.dumps(facts) + "\\n", end="", flush=True)
 """
+
+
+def check_lines(out: str, ranks: int, tag: str = "") -> None:
+    """Each of them whole, and each rank's in order."""
+    lines = out.splitlines()
+    for rank in range(ranks):
+        start = tag.format(rank)
+        mine = [line for line in lines if line.endswith(f" of {rank}")]
+        assert mine == [f"{start}line {i} of {rank}" for i in range(300)]
+    assert len(lines) == 300 * ranks
 
 
 class Cluster:
@@ -194,7 +209,13 @@ def test_what_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_mpirun_that_is_not_open_mpis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
     assert "no mpirun on PATH" in str(run_module._why_no_mpirun())
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    beside = tmp_path / "venv" / "bin" / "mpirun"
+    beside.write_text("#!/bin/sh\necho Intel\n")
+    beside.chmod(0o755)
+    assert str(run_module._why_no_mpirun()).startswith(f"{beside} is not Open MPI's"), "pip puts it there"
     (tmp_path / "mpirun").write_text("#!/bin/sh\necho HYDRA build details:\n")
     (tmp_path / "mpirun").chmod(0o755)
     assert "not Open MPI's" in str(run_module._why_no_mpirun())
@@ -241,35 +262,17 @@ def test_the_guard_leaves_nothing(ending: str, tmp_path: Path) -> None:
         os.close(lifeline)
 
 
-def test_the_watch_ends_those_with_the_mark_and_no_others() -> None:
-    pids = {mark: subprocess.Popen(["sleep", "60"], env={"MARK": mark}) for mark in ("mine", "other")}
-    try:
-        wait_until(lambda: all(b"MARK" in Path(f"/proc/{p.pid}/environ").read_bytes() for p in pids.values()), "them")
-        process, lifeline = guarded("--watch", "MARK=mine")
-        os.write(lifeline, b".")
-        assert process.wait(20) == 0
-        os.close(lifeline)
-        assert pids["mine"].poll() is None, "all went well"
-        process, lifeline = guarded("--watch", "MARK=mine")
-        os.close(lifeline)
-        assert pids["mine"].wait(20) == -signal.SIGTERM
-        process.wait(20)
-        assert pids["other"].poll() is None
-    finally:
-        for other in pids.values():
-            other.kill()
-            other.wait()
-
-
 # ---- over ssh
 
 
 def test_hosts_over_ssh(cluster: Cluster) -> None:
     """Two hosts of unequal size; everything that a shell could take apart arrives whole."""
     given = ["a b", "$HOME", "it's", "--", "-np", "*", ""]
-    hosts = ["-H", "far:2,further:9", "-np", "3"]
+    hosts = ["-H", "far:2,further:9", "-np", "3", "--tag-output"]
     ran = cluster.run("--launcher", "ssh", *hosts, "--env", "SETTING=x y's $Z", "script.py", *given)
     assert ran.returncode == 0, ran.stderr
+    check_lines(ran.stdout, 3, "[{}] ")
+    assert sorted(ran.stderr.splitlines()) == [f"[{rank}] end of {rank}" for rank in range(3)]
     assert sorted(cluster.log.read_text().split()) == ["far", "further"]
     assert "Traceback" not in ran.stderr, "no agent was left without the store"
     reports = cluster.reports()
@@ -329,9 +332,15 @@ needs_mpirun = pytest.mark.skipif(run_module._why_no_mpirun() is not None, reaso
 def test_mpirun_on_this_machine(cluster: Cluster) -> None:
     code = RANK.replace('os.environ["RANK"]', 'os.environ["OMPI_COMM_WORLD_RANK"]')
     code = "import mpi4py.MPI\n" + code  # at its exit, a rank waits for the others
-    options = ["--launcher", "mpirun", "-H", "localhost:2", "--env", "SETTING=a, b's $c"]
+    logs = cluster.folder / "logs"
+    options = ["--launcher", "mpirun", "-H", "localhost:2", "--env", "SETTING=a, b's $c", "--log-dir", str(logs)]
     ran = cluster.run(*options, "script.py", "fail", "1", "x y", code=code)
     assert ran.returncode == 3, ran.stderr
+    check_lines(ran.stdout, 2)
+    for rank in range(2):
+        file = (logs / f"rank{rank}.log").read_text()
+        assert file.count(f" of {rank}\n") == file.count("\n") == 300
+        assert f"end of {rank}" in file
     reports = cluster.reports()
     assert [report["argv"] for report in reports] == [["fail", "1", "x y"]] * 2
     assert [report["SETTING"] for report in reports] == ["a, b's $c"] * 2

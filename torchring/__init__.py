@@ -5,39 +5,42 @@
 Start the script with `torchring run -np 2 script.py` or torchrun. To read the code, begin with `optimizer.py`.
 """
 
-from torchring.collectives import (
-    Work,
-    all_gather,
-    all_gather_object,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    broadcast_object,
-    reduce_scatter,
-)
-from torchring.errors import (
-    GradientError,
-    PeerLostError,
-    PeerTimeoutError,
-    PlanMismatchError,
-    RingError,
-    TopologyError,
-)
-from torchring.optimizer import DistributedOptimizer, Stats, wrap
-from torchring.state import broadcast_optimizer_state, broadcast_parameters
-from torchring.world import (
-    device,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    node_rank,
-    num_nodes,
-    rank,
-    shutdown,
-    size,
-)
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchring.collectives import (
+        Work,
+        all_gather,
+        all_gather_object,
+        all_reduce,
+        all_to_all,
+        barrier,
+        broadcast,
+        broadcast_object,
+        reduce_scatter,
+    )
+    from torchring.errors import (
+        GradientError,
+        PeerLostError,
+        PeerTimeoutError,
+        PlanMismatchError,
+        RingError,
+        TopologyError,
+    )
+    from torchring.optimizer import DistributedOptimizer, Stats, wrap
+    from torchring.state import broadcast_optimizer_state, broadcast_parameters
+    from torchring.world import (
+        device,
+        init,
+        is_initialized,
+        local_rank,
+        local_size,
+        node_rank,
+        num_nodes,
+        rank,
+        shutdown,
+        size,
+    )
 
 __version__ = "0.1.0"
 
@@ -73,3 +76,33 @@ __all__ = [
     "size",
     "wrap",
 ]
+
+if not TYPE_CHECKING:  # else any misspelt name would be of type Any
+    # Imported when first used: they import torch, which takes seconds that `torchring --version` need not wait for.
+    _HOMES = {
+        "collectives": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object "
+        "reduce_scatter",
+        "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
+        "optimizer": "DistributedOptimizer Stats wrap",
+        "state": "broadcast_optimizer_state broadcast_parameters",
+        "world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
+    }
+    _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+    def __getattr__(name):
+        import importlib
+
+        if name in _HOME_OF:
+            found = getattr(importlib.import_module(f"torchring.{_HOME_OF[name]}"), name)
+            globals()[name] = found
+            return found
+        if not name.startswith("_"):
+            try:
+                return importlib.import_module(f"torchring.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != f"torchring.{name}":
+                    raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

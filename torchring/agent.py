@@ -1,41 +1,55 @@
-"""One host's part of a launch: `python -m torchring.agent NUM_PROC NUM_HOSTS HOST_NUMBER ADDRESS PORT COMMAND...`.
+"""One host's part of a launch: starts its ranks through torch.distributed.run, and passes on what they print.
 
-Starts the host's ranks through torch.distributed.run, which must be the same version on all hosts. COMMAND is what
-stands behind `python`: a script, or -m and a module, and arguments.
+    python -c BOOT '{"num_proc": 2, ...}' COMMAND...
+
+The first argument is a `Part`; COMMAND is what stands behind `python`: a script, or -m and a module, and arguments. All
+hosts need the same version of torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
-import socket
 import sys
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 from torch.distributed import DistError, TCPStore
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+
+from torchring.output import STDERR, STDOUT, Output
+from torchring.part import Part
 
 _PATIENCE_SECONDS: Final = 10.0  # for the agents to say goodbye to each other
+# Rank 0 reads what we were given to read. If all did, each would get some of it.
+_RANK: Final = '[ "$RANK" = 0 ] || exec </dev/null; exec "$@"'
 
 
 def main(arguments: Sequence[str]) -> int:
-    num_proc, num_hosts, number, address, port = arguments[:5]
-    where = [f"--nnodes={num_hosts}", f"--node-rank={number}", f"--master-addr={address}", f"--master-port={port}"]
+    """Returns the exit code of the first of these ranks that failed: as the shell has it, 128 + n for signal n."""
+    part, command = Part.from_json(arguments[0]), arguments[1:]
     # The first agent serves the store that all use, torchrun on the same port included. It must not go before the last
     # has left it: they would print a page each.
-    store = _store("127.0.0.1", int(port), is_master=True) if number == "0" else None
-    code = run(int(num_proc), where, arguments[5:], host=socket.gethostname())
-    if code == 0:
+    has_store = part.num_hosts > 1
+    store = _store("127.0.0.1", part.port, is_master=True) if has_store and part.number == 0 else None
+    try:
+        code = _run(part, command)
+    except OSError as error:
+        print(f"torchring run: cannot start the ranks: {error}", file=sys.stderr)
+        return 2
+    if code == 0 and has_store:
         with contextlib.suppress(DistError):
             if store is None:
-                _store(address, int(port)).set(f"torchring/done{number}", "")
+                _store(part.address, part.port).set(f"torchring/done{part.number}", "")
             else:
-                store.wait([f"torchring/done{other}" for other in range(1, int(num_hosts))])
+                store.wait([f"torchring/done{other}" for other in range(1, part.num_hosts)])
     return code
 
 
@@ -44,40 +58,66 @@ def _store(address: str, port: int, *, is_master: bool = False) -> TCPStore:
     return TCPStore(address, port, is_master=is_master, wait_for_workers=False, multi_tenant=True, timeout=timeout)
 
 
-def run(num_proc: int, where: Sequence[str], command: Sequence[str], *, host: str | None = None) -> int:
-    """Start this host's ranks and wait for them.
-
-    Args:
-        num_proc: number of ranks.
-        where: torchrun's options that say where agents meet.
-        command: as above.
-        host: to name in messages; None where there is only one.
-
-    Returns the exit code of the first of these ranks that failed: as the shell has it, 128 + n for signal n.
-    """
+def _run(part: Part, command: Sequence[str]) -> int:
+    """Start this host's ranks and wait for them."""
     # torchrun would set 1, and warn. The cores are shared out evenly instead.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_proc)))
-    # An option of python's, such as -m, is not torchrun's to understand.
-    python = ["--no-python", "--", sys.executable, "-u"] if command[0].startswith("-") else ["--"]
-    options = torchrun.parse_args([*where, f"--nproc-per-node={num_proc}", *python, *command])  # type: ignore[no-untyped-call]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // part.num_proc)))
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):  # what fails is said below, shorter
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    if part.num_hosts == 1:
+        where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
+    else:
+        where = [f"--nnodes={part.num_hosts}", f"--node-rank={part.number}"]
+        where += [f"--master-addr={part.address}", f"--master-port={part.port}"]
+    rank = ["sh", "-c", _RANK, "sh", sys.executable, "-u", *command]
+    options = torchrun.parse_args(  # type: ignore[no-untyped-call]
+        [*where, f"--nproc-per-node={part.num_proc}", f"--log-dir={os.devnull}", "--no-python", "--", *rank]
+    )
+    config, entrypoint, arguments = torchrun.config_from_args(options)
+    output = Output(part.output)
+    config.logs_specs = _Pipes(output)
+    before = signal.signal(signal.SIGWINCH, lambda *_: output.resize())
+    failure: ChildFailedError | None = None
     try:
-        torchrun.run(options)  # type: ignore[no-untyped-call]
+        elastic_launch(config, entrypoint)(*arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = failure.exitcode
-        on = f" on {host}" if host else ""
-        print(f"torchring run: rank {rank} (pid {failure.pid}{on}) ended first, {_ending(code)}", file=sys.stderr)
-        return code if code >= 0 else 128 - code
+        failure = error
     except SignalException as error:
         return 128 + int(error.sigval)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+    finally:
+        signal.signal(signal.SIGWINCH, before)
+        output.close()
+    if failure is None:
+        return 0
+    rank_number, first = failure.get_first_failure()
+    on = f" on {part.host}" if part.num_hosts > 1 else ""
+    text = f"rank {rank_number} (pid {first.pid}{on}) ended first, {_ending(first.exitcode)}"
+    print(f"torchring run: {text}", file=sys.stderr)
+    return first.exitcode if first.exitcode >= 0 else 128 - first.exitcode
+
+
+class _Pipes(LogsSpecs):
+    """Has torch's agent start each rank with pipes of `output` for stdout and stderr, and write no files."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__()
+        self._output = output
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        ends: dict[int, dict[int, Any]] = {STDOUT: {}, STDERR: {}}  # torch calls open(), which takes a descriptor, too
+        for local_rank, environ in envs.items():
+            environ["TORCHELASTIC_ERROR_FILE"] = ""
+            for stream, of_ranks in ends.items():
+                of_ranks[local_rank] = self._output.pipe(stream, int(environ["RANK"]))
+        self._output.start()
+        no_files = dict.fromkeys(envs, os.devnull)
+        return LogsDest(stdouts=ends[STDOUT], stderrs=ends[STDERR], error_files=no_files)
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
 
 
 def _ending(code: int) -> str:
     return f"with exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,7 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from torchring.run import LAUNCHERS, LaunchError, Stopped, parse_hostfile, parse_hosts, signals_raise, start
+from torchring.arguments import hosts_of, positive, setting
+from torchring.output import OutputOptions
+from torchring.run import LAUNCHERS, LaunchError, Stopped, signals_raise, start
 
 _BENCH: Final = Path(__file__).with_name("bench")
 _PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have a network to take down
@@ -27,7 +28,8 @@ _PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="torchring", description="Data-parallel training for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"torchring {importlib.metadata.version('torchring')}")
+    version = f"torchring {importlib.metadata.version('torchring')}"
+    parser.add_argument("-V", "--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",
@@ -35,21 +37,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Start a script on N processes: through torch.distributed.run on this machine; on several through "
         "mpirun (Open MPI, with mpi4py) where it is installed, else through ssh and torch.distributed.run.",
     )
-    run.add_argument("-np", "--num-proc", type=_positive, metavar="N", help="number of processes; all slots by default")
+    run.add_argument(
+        *("-np", "-n", "--num-proc", "--nproc-per-node"),
+        dest="num_proc",
+        type=positive,
+        metavar="N",
+        help="number of processes; all slots by default",
+    )
     where = run.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="machines, and how many processes each takes")
     where.add_argument("--hostfile", metavar="FILE", help="the same, one `host slots=N` or `host:N` a line")
     run.add_argument(
         "--env",
-        type=_setting,
+        type=setting,
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="for all processes; may be repeated",
     )
     run.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
-    run.add_argument("script", help="the Python script")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script")
+    run.add_argument("--tag-output", action="store_true", help="put [rank] before each line that a process prints")
+    run.add_argument(
+        "--log-dir", metavar="DIR", help="also write what rank N prints to DIR/rankN.log, on the host where it runs"
+    )
+    run.add_argument("--quiet", action="store_true", help="with --log-dir: do not show it here")
+    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    run.add_argument("script", nargs="?", metavar="SCRIPT", help="the Python script, or a folder with a __main__.py")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the script")
     doctor = commands.add_parser("doctor", help="say what this machine offers, and what is wrong", add_help=False)
     doctor.add_argument("arguments", nargs=argparse.REMAINDER)
     benchmarks = _benchmarks()
@@ -69,35 +83,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from torchring.doctor import main as doctor_main
 
         return int(doctor_main(arguments[1:]))
-    options = parser.parse_args(arguments)
+    if arguments[:1] == ["run"]:  # by its own parser, whose errors show its own usage
+        options = run.parse_args(arguments[1:], argparse.Namespace(command="run"))
+    else:
+        options = parser.parse_args(arguments)
     # argparse drops a leading "--" from what belongs to the script.
     if arguments[-len(options.arguments) - 1] == "--":
         options.arguments.insert(0, "--")
     if options.command == "bench":
         return _bench(options.name, options.arguments)
+    if options.script is None:
+        run.error("say which script to run")
     if options.num_proc is None and options.hosts is None and options.hostfile is None:
         run.error("say how many processes: -np N, or -H HOST:SLOTS,..., or --hostfile FILE")
+    if options.quiet and options.log_dir is None:
+        run.error("--quiet drops what processes print, unless --log-dir says where to write it")
     return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
     """Returns the exit code of the first process that failed: as the shell has it, 128 + n for signal n."""
-    if not os.path.isfile(options.script):
-        print(f"torchring run: there is no script {options.script!r}", file=sys.stderr)
-        return 2
     try:
-        hosts = None
-        if options.hosts is not None:
-            hosts = parse_hosts(options.hosts)
-        if options.hostfile is not None:
-            hosts = parse_hostfile(Path(options.hostfile).read_text())
-        command = [options.script, *options.arguments]
-        return start(command, options.num_proc, hosts, dict(options.env), options.launcher)
+        command = [*_program(options.script, options.module), *options.arguments]
+        output = OutputOptions(options.tag_output, options.log_dir, options.quiet)
+        return start(command, options.num_proc, hosts_of(options), dict(options.env), options.launcher, output)
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
-    except (OSError, UnicodeDecodeError) as error:
-        print(f"torchring run: cannot read the host file {options.hostfile!r}: {error}", file=sys.stderr)
     return 2
+
+
+def _program(script: str, is_module: bool) -> list[str]:
+    """What stands behind `python`. Raises LaunchError for a script that is not there."""
+    if is_module:
+        return ["-m", script]
+    if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
+        raise LaunchError(f"{script!r} is a directory without a __main__.py")
+    if not os.path.exists(script):
+        raise LaunchError(f"there is no script {script!r}")
+    return [os.path.join(".", script) if script.startswith("-") else script]  # else an option of python's
 
 
 def _benchmarks() -> dict[str, str]:
@@ -160,19 +183,6 @@ def _is_running(group: int) -> bool:
             if int(its_group) == group and state != "Z":
                 return True
     return False
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs a number of processes, 1 or more, got {text!r}")
-    return int(text)
-
-
-def _setting(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-        raise argparse.ArgumentTypeError(f"needs NAME=VALUE, got {text!r}")
-    return name, value
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@
         start ---- pipe -------- guard ---- agent ---- ranks        this machine
               ---- ssh's stdin - guard ---- agent ---- ranks        another
 
-Whatever becomes of `start`, the pipes close with it, and the guards (guard.py) end what is left. Other hosts are
-expected to have the same Python, torchring and script at the same paths, as with a shared file system.
+Whatever becomes of `start`, the pipes close with it, and the guards (guard.py) end what is left. They are in sessions
+of their own, so that Ctrl-C reaches `start` alone, which tells them. Other hosts are expected to have the same Python,
+torchring and script at the same paths, as with a shared file system. Nothing here imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import importlib.util
 import os
 import random
 import re
-import secrets
 import shlex
 import shutil
 import signal
@@ -30,19 +30,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from torchring.meeting import own_addresses
+from torchring.output import STDERR, STDOUT, Output, OutputOptions
+from torchring.part import Part
 
 LAUNCHERS: Final = ("auto", "local", "mpirun", "ssh")
 _GUARD: Final = Path(__file__).with_name("guard.py")
 _HOST: Final = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:,\[\]]+)(?::(?P<slots>[0-9]+))?")
 _STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PATIENCE_SECONDS: Final = 15.0  # for the guards, which have some of their own, after they were told to stop
+_PATIENCE_SECONDS: Final = 40.0  # for the guards, which have some of their own, after they were told to stop
+_KILL_SECONDS: Final = 5.0  # for the guards to kill what is left
 _POLL_SECONDS: Final = 0.05
 _PORTS: Final = range(20_000, 30_000)  # below those that Linux hands out to clients
 # Each rank shares its host's cores out evenly, as the agent does elsewhere.
 _SHARE_CORES: Final = (
     'if [ -z "$OMP_NUM_THREADS" ]; then n=$(( $(nproc) / ${OMPI_COMM_WORLD_LOCAL_SIZE:-1} )); '
     'export OMP_NUM_THREADS=$(( n > 0 ? n : 1 )); fi; exec "$@"'
+)
+
+
+# Not `-m`, which puts the working directory first, where a file of the user's may be named as a module that we need. A
+# signal that comes while torch is being imported ends the agent without a traceback.
+_AGENT: Final = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); sys.path = [path for path in sys.path if path]; "
+    "from torchring.agent import main; sys.exit(main(sys.argv[1:]))"
 )
 
 
@@ -104,10 +114,13 @@ def start(
     hosts: Sequence[Host] | None = None,
     env: Mapping[str, str] | None = None,
     launcher: str = "auto",
+    output: OutputOptions | None = None,
 ) -> int:
     """Run `python COMMAND...` in `num_proc` processes that find each other, and wait for them.
 
-    Call it from the main thread: while it runs, SIGINT, SIGTERM and SIGHUP end all processes and then this.
+    Call it from the main thread: while it runs, SIGINT, SIGTERM and SIGHUP end all processes and then this; a second
+    one ends them at once. What they print is shown in whole lines. Rank 0 has this process's standard input, if it is
+    on this machine; the others have none.
 
     Args:
         command: what stands behind `python`: a script or `-m` and a module, and arguments.
@@ -115,6 +128,7 @@ def start(
         hosts: this machine unless said. The processes of the first come first.
         env: variables to set for the processes, on every host. PYTHONPATH goes with them, nothing else does.
         launcher: "local" (this machine only), "mpirun", "ssh", or "auto".
+        output: what becomes of what the processes print. With ssh, each host writes the log files of its own ranks.
 
     Returns the exit code of the first process that failed, 128 + n for one that signal n ended; 0 if none did. With
     several hosts over ssh, "first" is the host whose processes ended first.
@@ -128,34 +142,20 @@ def start(
         hosts = [Host("localhost", num_proc or 1)]
     filled = _as_this_machine(share_out(hosts, num_proc))
     launcher = _choose(filled, launcher)
-    env = dict(env or {})
-    if launcher == "local":
-        return _run_here(filled[0].slots, command, env)
+    env, output = dict(env or {}), output or OutputOptions()
     if launcher == "mpirun":
-        return _supervise([_Job("mpirun", _mpirun(filled, command, env), {})])
-    return _supervise(_agents(filled, command, env))
+        jobs = [_Job("mpirun", _mpirun(filled, command, env), {}, is_mpirun=True)]
+        return _supervise(jobs, _open_output(output))
+    jobs = _agents(filled, command, env, output)
+    # The agents write the log files and tags. Several may pass on parts of lines at the same time.
+    return _supervise(jobs, _open_output(OutputOptions()) if len(jobs) > 1 else None)
 
 
-def _run_here(num_proc: int, command: Sequence[str], env: Mapping[str, str]) -> int:
-    """This process is the agent, because importing torch for another would take seconds."""
-    from torchring import agent
-
-    name, token = "TORCHRING_RUN", secrets.token_hex(8)
-    theirs, lifeline = os.pipe()
-    watch = [sys.executable, "-I", str(_GUARD), str(theirs), "--watch", f"{name}={token}"]
-    guard = subprocess.Popen(watch, pass_fds=[theirs], start_new_session=True)
-    os.close(theirs)
-    before = dict(os.environ)
+def _open_output(options: OutputOptions) -> Output:
     try:
-        os.environ.update({**env, name: token})
-        code = agent.run(num_proc, ["--standalone"], command)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        os.write(lifeline, b".")
-        os.close(lifeline)
-        guard.wait()
-    return code
+        return Output(options)
+    except OSError as error:
+        raise LaunchError(f"cannot write log files to {options.log_dir!r}: {error.strerror}") from error
 
 
 @dataclass
@@ -166,63 +166,89 @@ class _Job:
     command: list[str]
     env: Mapping[str, str]  # for this process's own children
     is_remote: bool = False
+    is_mpirun: bool = False
     process: subprocess.Popen[bytes] = field(init=False)
     lifeline: int = field(init=False, default=-1)
 
-    def start(self) -> None:
+    def start(self, output: Output | None) -> None:
+        """Its output goes to `output`, if there is one, else where ours goes."""
         theirs, self.lifeline = os.pipe()
+        streams = [output.pipe(stream, is_mpirun=self.is_mpirun) for stream in (STDOUT, STDERR)] if output else []
+        out, err = streams or (None, None)
+        environ = {**os.environ, **self.env}
         try:
-            environ = {**os.environ, **self.env}
             if self.is_remote:
-                self.process = subprocess.Popen(self.command, stdin=theirs, env=environ)
+                self.process = subprocess.Popen(
+                    self.command, stdin=theirs, stdout=out, stderr=err, env=environ, start_new_session=True
+                )
             else:
                 guard = [sys.executable, "-I", str(_GUARD), str(theirs), *self.command]
-                self.process = subprocess.Popen(guard, pass_fds=[theirs], env=environ)
-        finally:
-            os.close(theirs)
-
-    def end(self) -> None:
-        if self.lifeline >= 0:
+                self.process = subprocess.Popen(
+                    guard, pass_fds=[theirs], stdout=out, stderr=err, env=environ, start_new_session=True
+                )
+        except OSError:
             os.close(self.lifeline)
-            self.lifeline = -1
+            raise
+        finally:
+            for descriptor in [theirs, *streams]:
+                os.close(descriptor)
+
+    def tell(self, number: int) -> None:
+        """Have the guard pass a signal on."""
+        with contextlib.suppress(OSError):  # it has ended
+            os.write(self.lifeline, bytes([number]))
 
 
-def _supervise(jobs: Sequence[_Job]) -> int:
-    """Wait for all; the first that fails, or a signal, ends the others."""
+def _supervise(jobs: Sequence[_Job], output: Output | None) -> int:
+    """Wait for all; the first that fails, or a signal, ends the others. A second signal ends them at once."""
     code = 0
     started: list[_Job] = []
-    with signals_raise():
+    with _noted_signals() as received:
         try:
             for job in jobs:
-                job.start()
+                job.start(output)
                 started.append(job)
+            if output is not None:
+                output.start()
             running = list(started)
-            while running and not code:
+            while running and not code and not received:
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
                     code = code or _exit_code(job)
                 if running and not code:
                     time.sleep(_POLL_SECONDS)
-        except Stopped as stop:
-            code = 128 + stop.number
         except FileNotFoundError as error:
             raise LaunchError(f"cannot start {error.filename}: it is not installed") from error
+        except OSError as error:
+            raise LaunchError(f"cannot start the processes: {error.strerror or error}") from error
         finally:
-            with contextlib.suppress(Stopped):  # a second one ends the wait
-                _end(started)
-            for job in started:
-                job.process.kill()
-                job.process.wait()
-    return code
+            _end(started, received)
+            if output is not None:
+                output.close()
+    return code or (128 + received[0] if received else 0)
 
 
-def _end(jobs: Sequence[_Job]) -> None:
+def _end(jobs: Sequence[_Job], received: Sequence[int]) -> None:
+    """Have the jobs end, by the signal that was received, if any; and by force after a second one, or a while."""
+
+    def wait(seconds: float, num_signals: float = float("inf")) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and len(received) < num_signals:
+            if all(job.process.poll() is not None for job in jobs):
+                return
+            time.sleep(_POLL_SECONDS)
+
+    number = received[0] if received else signal.SIGTERM
     for job in jobs:
-        job.end()
-    end = time.monotonic() + _PATIENCE_SECONDS
+        job.tell(number)
+    wait(_PATIENCE_SECONDS, len(received) + 1)
     for job in jobs:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            job.process.wait(max(0.0, end - time.monotonic()))
+        job.tell(signal.SIGKILL)
+    wait(_KILL_SECONDS)
+    for job in jobs:
+        os.close(job.lifeline)
+        job.process.kill()
+        job.process.wait()
 
 
 def _exit_code(job: _Job) -> int:
@@ -251,10 +277,15 @@ def _choose(hosts: Sequence[Host], launcher: str) -> str:
     return "ssh" if _why_no_mpirun() else "mpirun"
 
 
+def _find_mpirun() -> str | None:
+    """Beside python if not on PATH: there pip puts it, in a virtual environment that may not be activated."""
+    return shutil.which("mpirun") or shutil.which("mpirun", path=os.path.dirname(sys.executable))
+
+
 def _why_no_mpirun() -> str | None:
-    path = shutil.which("mpirun")
+    path = _find_mpirun()
     if path is None:
-        return "there is no mpirun on PATH; install Open MPI, or use launcher 'ssh'"
+        return f"there is no mpirun on PATH or beside {sys.executable}; install Open MPI, or use launcher 'ssh'"
     try:
         version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -268,9 +299,9 @@ def _why_no_mpirun() -> str | None:
 
 def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str]) -> list[str]:
     """By its full path, from which it finds its own parts on the other hosts."""
-    options = [shutil.which("mpirun") or "mpirun", "-np", str(sum(host.slots for host in hosts))]
+    options = [_find_mpirun() or "mpirun", "-np", str(sum(host.slots for host in hosts))]
     options += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts), "--map-by", "slot", "--bind-to", "none"]
-    options += ["--wdir", os.getcwd()]
+    options += ["--wdir", os.getcwd(), "--tag-output"]  # `Output` takes the tags off, and needs them to know the rank
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     for key, value in _forwarded(env).items():
@@ -279,13 +310,13 @@ def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
     return [*options, "sh", "-c", _SHARE_CORES, "sh", sys.executable, "-u", "-m", "mpi4py", *command]
 
 
-def _agents(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str]) -> list[_Job]:
+def _agents(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str], output: OutputOptions) -> list[_Job]:
     """One job per host, each of which runs torch.distributed.run."""
-    address, port = _meeting_point(hosts)
+    address, port = _meeting_point(hosts) if len(hosts) > 1 else ("", 0)
     jobs = []
     for number, host in enumerate(hosts):
-        place = [str(host.slots), str(len(hosts)), str(number), address, str(port)]
-        agent = [sys.executable, "-m", "torchring.agent", *place, *command]
+        part = Part(host.slots, len(hosts), number, host.name, address, port, output)
+        agent = [sys.executable, "-c", _AGENT, part.to_json(), *command]
         if is_here(host.name):
             jobs.append(_Job(host.name, agent, env))
             continue
@@ -335,6 +366,8 @@ def _address_towards(name: str) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
+    from torchring.meeting import own_addresses  # which imports torch
+
     return own_addresses()[0]
 
 
@@ -376,6 +409,21 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Inside, the numbers of signals that stop a process are put into the list, unless they are ignored anyway."""
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: received.append(number))
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

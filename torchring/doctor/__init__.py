@@ -53,7 +53,7 @@ _DEFAULT_TIMEOUT_SECONDS: Final = 30.0
 _MARK: Final = "torchring-doctor-report "  # begins the line in which rank 0 hands its report to whoever started it
 _MEASURING_SECONDS: Final = 90.0  # that a visit may take on top of its time-outs
 _SETTLE_SECONDS: Final = 10.0  # for ranks to end by themselves once there is a report
-_STOP_SECONDS: Final = 35.0  # for a launcher to end its ranks; torchrun kills after 30
+_STOP_SECONDS: Final = 50.0  # for `torchring run` to end its ranks; it kills after 40
 _LOGGED: Final = re.compile(r"(\[rank\d+\]:)?[IWE]\d{4} ")  # by torch's launcher; `torchring run` says it shorter
 _RANK_KEYS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 

@@ -1,0 +1,42 @@
+"""Options that several commands take: what argparse makes of their text."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Final
+
+from torchring.run import Host, LaunchError, parse_hostfile, parse_hosts
+
+# The launcher says these to each process, and would not ask what they were.
+_LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def positive(text: str) -> int:
+    """A number of processes."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a number of processes, 1 or more, got {text!r}")
+    return int(text)
+
+
+def setting(text: str) -> tuple[str, str]:
+    """NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        raise argparse.ArgumentTypeError(f"needs NAME=VALUE, got {text!r}")
+    if name in _LAUNCHERS_OWN:
+        raise argparse.ArgumentTypeError(f"{name} is set for each process by what starts it, got {text!r}")
+    return name, value
+
+
+def hosts_of(options: argparse.Namespace) -> list[Host] | None:
+    """What -H or --hostfile says; None for neither. Raises LaunchError."""
+    if options.hosts is not None:
+        return parse_hosts(options.hosts)
+    if options.hostfile is None:
+        return None
+    try:
+        return parse_hostfile(Path(options.hostfile).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"cannot read the host file {options.hostfile!r}: {error}") from error

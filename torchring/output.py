@@ -1,0 +1,267 @@
+"""Whole lines from many processes: each prints into a pipe of its own, and a thread passes on what is complete.
+
+    rank 0 stdout ---- pipe ----
+    rank 0 stderr ---- pipe ---- thread ---- stdout and stderr, log files
+    rank 1 stdout ---- pipe ----
+
+Python writes `print(a, b)` in four pieces if its output is unbuffered, and in blocks of lines, late, if it is not.
+Ranks are unbuffered, and the pieces are put together here. A line that stays unfinished for a moment, such as a
+question or a progress bar, is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import select
+import struct
+import termios
+import threading
+import time
+import tty
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+STDOUT: Final = 1
+STDERR: Final = 2
+_HOLD_SECONDS: Final = 0.2  # for the rest of a line
+_LONGEST_LINE: Final = 1 << 20  # bytes; a longer one is passed on in parts
+_READ_BYTES: Final = 1 << 16
+_LAST_READS: Final = 64  # per pipe, once its process has ended: more than fits into one
+_SETTLE_SECONDS: Final = 0.02  # until a terminal's driver has handed over what was written last
+# What mpirun --tag-output puts before every line: [job,rank]<stream>:
+_MPIRUN_TAG: Final = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>: ?")
+
+_Owner: TypeAlias = "tuple[int, int | None]"  # of a line: the pipe that it came from, and its rank
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What becomes of the ranks' output.
+
+    Attributes:
+        tag: put "[rank] " before each line.
+        log_dir: write what rank N prints to rankN.log there, too; a file that exists is overwritten.
+        is_quiet: show nothing.
+    """
+
+    tag: bool = False
+    log_dir: str | None = None
+    is_quiet: bool = False
+
+
+@dataclass
+class _Source:
+    """A process's stdout or stderr; `rank` is None where it isn't a rank's."""
+
+    reading: int
+    stream: int
+    rank: int | None
+    is_mpirun: bool
+    is_terminal: bool
+    pending: bytearray = field(default_factory=bytearray)
+    pending_since: float = 0.0
+
+
+@dataclass
+class _Target:
+    """Where output is shown: our own stdout or stderr."""
+
+    descriptor: int
+    unfinished: _Owner | None = None  # whose line stands there without an end
+    is_broken: bool = False
+
+
+class Output:
+    """Passes on what processes print into its pipes, from `start` to `close`."""
+
+    def __init__(self, options: OutputOptions, *, out: int = STDOUT, err: int = STDERR) -> None:
+        """`out` and `err` are where it is shown. Raises OSError if the log directory cannot be made."""
+        self.options = options
+        self._sources: dict[int, _Source] = {}
+        self._targets = {STDOUT: _Target(out), STDERR: _Target(err)}
+        self._logs: dict[int, int] = {}
+        self._unlogged: set[int] = set()
+        self._wake, self._waker = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="torchring-output", daemon=True)
+        if options.log_dir is not None:
+            Path(options.log_dir).mkdir(parents=True, exist_ok=True)
+
+    def pipe(self, stream: int, rank: int | None = None, *, is_mpirun: bool = False) -> int:
+        """A descriptor for a process to print to, which the caller closes.
+
+        It is a terminal where ours is one and lines are shown as they are, so that colours and progress bars come
+        out as without us.
+        """
+        plain = not (self.options.tag or self.options.is_quiet or self.options.log_dir)
+        is_terminal = plain and rank is not None and os.isatty(self._targets[stream].descriptor)
+        if is_terminal:
+            reading, writing = os.openpty()
+            tty.setraw(writing)  # neither "\r\n" nor an echo
+            _copy_size(self._targets[stream].descriptor, reading)
+        else:
+            reading, writing = os.pipe()
+        self._sources[reading] = _Source(reading, stream, rank, is_mpirun, is_terminal)
+        return writing
+
+    def resize(self) -> None:
+        """Tell the ranks' terminals the size of ours."""
+        for source in self._sources.copy().values():
+            if source.is_terminal:
+                _copy_size(self._targets[source.stream].descriptor, source.reading)
+
+    def start(self) -> None:
+        """Once all pipes have been made."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Pass on what the processes had printed before they ended. What one of theirs prints later is lost."""
+        os.close(self._waker)
+        if self._thread.ident is not None:
+            self._thread.join()
+        for descriptor in [*self._sources, *self._logs.values(), self._wake]:
+            os.close(descriptor)
+        self._sources.clear()
+
+    def _run(self) -> None:
+        try:
+            self._pass_on_all()
+        finally:
+            for stream in self._targets:
+                self._break(stream)  # whatever happened here, nobody shall wait for us to read
+
+    def _pass_on_all(self) -> None:
+        waiting = select.poll()
+        for descriptor in [self._wake, *self._sources]:
+            waiting.register(descriptor, select.POLLIN)
+        is_closing = False
+        while not is_closing:
+            ready = [descriptor for descriptor, _ in waiting.poll(self._patience())]
+            for descriptor in ready:
+                if descriptor == self._wake:
+                    is_closing = True
+                elif not self._read(self._sources[descriptor]):
+                    waiting.unregister(descriptor)
+            now = time.monotonic()
+            for source in self._sources.values():
+                if source.pending and now - source.pending_since >= _HOLD_SECONDS:
+                    self._pass_on(source, len(source.pending))
+        for source in self._sources.values():
+            self._read_the_rest(source)
+            self._pass_on(source, len(source.pending))
+
+    def _patience(self) -> float | None:
+        """Milliseconds until an unfinished line is due."""
+        since = [source.pending_since for source in self._sources.values() if source.pending]
+        return max(0.0, min(since) + _HOLD_SECONDS - time.monotonic()) * 1e3 if since else None
+
+    def _read(self, source: _Source) -> bool:
+        """Returns whether there may be more."""
+        try:
+            data = os.read(source.reading, _READ_BYTES)
+        except OSError as error:
+            if error.errno != errno.EIO:  # of a terminal that nobody holds any more
+                raise
+            data = b""
+        if not source.pending:
+            source.pending_since = time.monotonic()
+        source.pending += data
+        end = source.pending.rfind(b"\n") + 1
+        if not data or len(source.pending) - end > _LONGEST_LINE:
+            end = len(source.pending)
+        if end:
+            self._pass_on(source, end)
+            source.pending_since = time.monotonic()
+        return bool(data)
+
+    def _read_the_rest(self, source: _Source) -> None:
+        """Not until the end: a process that outlives its rank may hold the pipe for ever."""
+        waiting = select.poll()
+        waiting.register(source.reading, select.POLLIN)
+        for _ in range(_LAST_READS):
+            if not waiting.poll(_SETTLE_SECONDS * 1e3 if source.is_terminal else 0) or not self._read(source):
+                return
+
+    def _pass_on(self, source: _Source, end: int) -> None:
+        text = bytes(source.pending[:end])
+        del source.pending[:end]
+        for rank, part in _by_rank(text) if source.is_mpirun else [(source.rank, text)]:
+            if part:
+                self._log(rank, part)
+                self._show(source.stream, rank, part, (source.reading, rank))
+
+    def _log(self, rank: int | None, text: bytes) -> None:
+        if self.options.log_dir is None or rank is None:
+            return
+        file = Path(self.options.log_dir, f"rank{rank}.log")
+        try:
+            if rank not in self._logs:
+                self._logs[rank] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            _write(self._logs[rank], text)
+        except OSError as error:  # a full disk is no reason to stop training
+            if rank not in self._unlogged:
+                self._unlogged.add(rank)
+                self._show(STDERR, None, f"torchring run: cannot write {file}: {error.strerror}\n".encode())
+
+    def _show(self, stream: int, rank: int | None, text: bytes, owner: _Owner = (-1, None)) -> None:
+        target = self._targets[stream]
+        if target.is_broken or (self.options.is_quiet and rank is not None):
+            return
+        is_rest = target.unfinished == owner
+        # What moves the cursor by itself, such as a progress bar, begins where it likes.
+        is_in_the_way = target.unfinished is not None and not is_rest and text[:1] not in b"\r\n\x1b"
+        target.unfinished = None if text.endswith(b"\n") else owner
+        if self.options.tag and rank is not None:
+            text = _tagged(text, b"[%d] " % rank, is_rest)
+        try:
+            _write(target.descriptor, b"\n" + text if is_in_the_way else text)
+        except OSError:  # nobody reads it any more: the ranks learn that when they print
+            target.is_broken = True
+            if self.options.log_dir is None:
+                self._break(stream)
+
+    def _break(self, stream: int) -> None:
+        """The ends of pipes that we read are replaced, so that whoever writes to them gets an error."""
+        for source in self._sources.values():
+            if source.stream == stream:
+                nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                os.dup2(nothing, source.reading, inheritable=False)
+                os.close(nothing)
+
+
+def _by_rank(text: bytes) -> Iterable[tuple[int | None, bytes]]:
+    """What mpirun has tagged, line by line; a line without a tag is mpirun's own."""
+    for line in re.findall(rb"[^\n]*\n|[^\n]+", text):
+        own, *tagged = _MPIRUN_TAG.split(line)
+        yield None, own
+        for rank, part in zip(tagged[::2], tagged[1::2], strict=True):
+            yield int(rank), part
+
+
+def _tagged(text: bytes, tag: bytes, is_rest: bool) -> bytes:
+    """`text` with a tag before each line, but the first one if that has begun already."""
+    lines = text.split(b"\n")
+    last = lines.pop()
+    lines = [line + b"\n" for line in lines] + ([last] if last else [])
+    return b"".join(line if is_rest and i == 0 else tag + line for i, line in enumerate(lines))
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """All of it; waits where the descriptor does not."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
+
+
+def _copy_size(theirs: int, ours: int) -> None:
+    with contextlib.suppress(OSError):
+        size = fcntl.ioctl(theirs, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, size)
