@@ -42,7 +42,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOADED = ["torch", "torch._dynamo", "numpy", "pytest"]  # torch.optim imports _dynamo on first use: 1 s
+# torch.optim imports _dynamo on first use: 1 s. torchring starts no thread when it is imported.
+_PRELOADED = ["torch", "torch._dynamo", "numpy", "pytest", "torchring"]
 _READ_AT_IMPORT = ("OMP_NUM_THREADS", "TRITON_INTERPRET")  # a forked rank is too late to change these
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _SET_BY_LAUNCHERS = (*_TORCHRUN, "OMPI_", "PMI_", "PMIX_", "SLURM_")  # beginnings of names
