@@ -30,7 +30,15 @@ import torchring
 from torchring import meeting
 from torchring.bench.netns import INTERFACE, Network
 from torchring.errors import PeerTimeoutError, TopologyError
-from torchring.launch import LaunchEnvironment, check_group, expand_hosts, read_environment
+from torchring.launch import (
+    MEMBER,
+    LaunchEnvironment,
+    check_group,
+    expand_hosts,
+    membership,
+    read_environment,
+    started_by_member,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
@@ -167,6 +175,28 @@ def test_all_that_is_missing_is_named_at_once() -> None:
 def test_a_rank_without_a_world_size_is_refused() -> None:
     with pytest.raises(TopologyError, match="WORLD_SIZE"):
         read_environment({"RANK": "1", **MASTER})
+
+
+def test_an_address_without_a_rank_is_refused() -> None:
+    with pytest.raises(TopologyError, match=r"RANK and WORLD_SIZE are not.*TORCHRING_LAUNCHER=none"):
+        read_environment(MASTER)
+    assert read_environment({**MASTER, "TORCHRING_LAUNCHER": "none"}).size == 1
+    assert read_environment({**MASTER, **MPIRUN}).size == 4
+
+
+def test_who_is_a_ranks_child() -> None:
+    environ = {**TORCHRUN, "WORLD_SIZE": "4", "RANK": "3"}
+    child = {**environ, MEMBER: membership(environ, 100, 3, 4, 1)}
+    found = started_by_member(child, 101)
+    assert found is not None
+    assert (found.rank, found.size, found.local_rank, found.member_pid) == (3, 4, 1, 100)
+    assert started_by_member(child, 100) is None, "the rank itself, even after exec"
+    assert started_by_member(environ, 101) is None, "of a process that has met nobody"
+    anew = ({"RANK": "2"}, {"MASTER_PORT": "2"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"TORCHRING_LAUNCHER": "none"})
+    for changes in anew:
+        assert started_by_member({**child, **changes}, 101) is None, changes
+    for nonsense in ("", "5", "{"):
+        assert started_by_member({**environ, MEMBER: nonsense}, 101) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import atexit
 import functools
 import gc
 import os
+import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ from harness import count_open_fds, run_ranks, run_threads
 
 import torchring
 from torchring.errors import PeerTimeoutError, TopologyError
+from torchring.launch import MEMBER
 from torchring.memory import host as host_module
 from torchring.world import World, default_world
 
@@ -49,7 +52,7 @@ def alone() -> Any:
 def _alone(rank: int, size: int) -> Any:
     assert not torchring.is_initialized()
     facts = (torchring.rank(), torchring.size(), torchring.local_rank(), torchring.local_size())
-    assert torchring.is_initialized(), "the first question joins the world"
+    assert torchring.is_initialized(), "who shares its memory is known when all have met"
     more = (torchring.node_rank(), torchring.num_nodes(), torchring.device())
     assert torchring.init() is torchring.init(process_group=True) is default_world()
     assert dist.get_world_size() == 1
@@ -66,6 +69,56 @@ def test_without_a_launcher_it_is_a_world_of_one() -> None:
     assert facts == (0, 1, 0, 1)
     assert more == (0, 1, torch.device("cpu"))
     assert hosts == 1
+
+
+# ---- processes that are no ranks, and ranks that never meet
+
+_CHILD = """
+import torchring
+print(torchring.rank(), torchring.size(), torchring.local_rank(), torchring.is_initialized())
+torchring.barrier()
+"""
+
+
+def _has_a_child(rank: int, size: int) -> Any:
+    answers = (torchring.rank(), torchring.size(), torchring.local_rank(), torchring.is_initialized())
+    torchring.init()
+    child = None
+    if rank == 1:  # only one rank has one: it must not wait for others like it
+        child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=50)
+    torchring.barrier()  # in which the child must not have taken this rank's place
+    torchring.shutdown()
+    return answers, child and (child.stdout, child.stderr), MEMBER in os.environ
+
+
+def test_a_process_that_a_rank_starts_knows_its_rank_but_does_not_take_part() -> None:
+    """As a DataLoader's worker that is spawned, or any other program that inherits the rank's environment."""
+    (first, _, _), (second, child, is_marked) = run_ranks(_has_a_child, 2)
+    assert (first, second) == ((0, 2, 0, False), (1, 2, 1, False)), "nobody is met for that"
+    assert child[0] == "1 2 1 False\n"
+    assert re.search(r"TopologyError: this process .* was started by rank 1 .* TORCHRING_LAUNCHER=none", child[1])
+    assert not is_marked, "after shutdown() children may be ranks"
+
+
+def _never_meets(rank: int, size: int, what: str) -> None:
+    torch.manual_seed(torchring.rank())
+    weight = torch.ones(3, requires_grad=what != "infer")
+    (weight * 2).sum()
+    if what == "meet":
+        torchring.init()
+    if what == "group":
+        dist.init_process_group("gloo")
+        dist.barrier()  # Gloo: a rank that ends while another one still connects breaks that
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("what", ["train", "infer", "meet", "group"])
+def test_ranks_that_train_and_never_meet_are_told_once(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(_never_meets, 2, what)
+    output = capsys.readouterr().out
+    assert output.count("never met the others") == (what == "train")
+    if what == "train":
+        assert "torchring: torchrun started this process as one of 2" in output
 
 
 @pytest.mark.parametrize("backend", ["nccl", "MPI", "", None, "Gloo"])

@@ -8,10 +8,15 @@
 The innermost launcher counts, so torchrun under mpirun is torchrun. Processes that were started together and would each
 train alone are an error. TORCHRING_LAUNCHER=none says that they should; TORCHRING_LAUNCHER=torchrun, mpirun or srun
 that nothing but this one's variables counts.
+
+A process that a rank starts (a DataLoader's worker, a subprocess) inherits these variables, but is not that rank. A
+rank that has met the others says so in TORCHRING_MEMBER, which its children inherit as well. A child for which the
+launcher's variables were set anew, by mp.spawn's function or another launcher, is a rank of its own.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +25,7 @@ from typing import Final
 from torchring.errors import TopologyError
 
 CHOICE: Final = "TORCHRING_LAUNCHER"
+MEMBER: Final = "TORCHRING_MEMBER"
 _PART: Final = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")  # of a host list; commas inside brackets stay
 _FIRST_PORT: Final = 15_000  # below those that Linux hands out to clients, 32768 and up
 _NUM_PORTS: Final = 15_000
@@ -36,6 +42,7 @@ class LaunchEnvironment:
     master: tuple[str, int] | None
     store_is_hosted: bool  # the launcher runs the TCPStore itself (torchrun), no rank has to
     over_mpi: bool = False  # no address was given: the ranks meet through mpi4py
+    member_pid: int | None = None  # this process is not the rank, which is the process of this number, but its child
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,13 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     if not found:
         if "RANK" in environ and environ.get(CHOICE) != "none":
             raise TopologyError("RANK is set but WORLD_SIZE is not; torchrun sets both")
+        if "MASTER_ADDR" in environ and environ.get(CHOICE) != "none":
+            raise TopologyError(
+                "MASTER_ADDR is set but RANK and WORLD_SIZE are not, so this process does not know which of the ranks "
+                "that meet there it is, and would train alone. Set RANK and WORLD_SIZE, or call init_process_group "
+                "before anything of torchring's; in the function that mp.spawn runs, too. If this process is to train "
+                f"alone, set {CHOICE}=none"
+            )
         return LaunchEnvironment("none", 0, 1, None, None, False)
     launcher = found[0]
     name = _name(launcher, environ)
@@ -110,6 +124,26 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     master = None if over_mpi else _master(environ, launcher, name, rank)
     hosted = launcher.kind == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return LaunchEnvironment(name, rank, size, local_rank, master, hosted, over_mpi)
+
+
+def membership(environ: Mapping[str, str], pid: int, rank: int, size: int, local_rank: int) -> str:
+    """What process `pid`, which is a rank now, puts into TORCHRING_MEMBER."""
+    return json.dumps(
+        {"pid": pid, "rank": rank, "size": size, "local_rank": local_rank, "launch": _launch_variables(environ)}
+    )
+
+
+def started_by_member(environ: Mapping[str, str], pid: int) -> LaunchEnvironment | None:
+    """The rank whose child process `pid` is; None if it is one itself, or no rank's child."""
+    try:
+        said = json.loads(environ.get(MEMBER, "null"))
+    except ValueError:
+        return None
+    if not isinstance(said, dict) or said["pid"] == pid or said["launch"] != _launch_variables(environ):
+        return None
+    return LaunchEnvironment(
+        "a rank", said["rank"], said["size"], said["local_rank"], None, False, member_pid=said["pid"]
+    )
 
 
 def check_group(environ: Mapping[str, str], size: int) -> None:
@@ -167,6 +201,13 @@ def _found(environ: Mapping[str, str]) -> list[_Launcher]:
         sizes = dict.fromkeys(launcher.size for launcher in _LAUNCHERS if launcher.kind == choice)
         raise TopologyError(f"{CHOICE}={choice}, but {choice} did not start this process: no {' or '.join(sizes)}")
     return found
+
+
+def _launch_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """All by which two launches differ."""
+    keys = {key for launcher in _LAUNCHERS for key in (launcher.rank, launcher.size, launcher.sign)}
+    keys |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", CHOICE}
+    return {key: environ[key] for key in sorted(keys) if key in environ}
 
 
 def _refuse_worlds_of_one(environ: Mapping[str, str], found: Sequence[_Launcher], size: int) -> None:

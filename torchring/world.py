@@ -16,13 +16,22 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from torchring.errors import PeerLostError, RingError, TopologyError, encode_error
-from torchring.launch import LaunchEnvironment, check_group, read_environment
+from torchring.launch import (
+    CHOICE,
+    MEMBER,
+    LaunchEnvironment,
+    check_group,
+    membership,
+    read_environment,
+    started_by_member,
+)
 from torchring.meeting import mpi_world, open_store, unannounced_mpi
 from torchring.memory.host import HostGroup, connect
 from torchring.rendezvous import Rendezvous, ended_key
 
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
 BACKENDS: Final = ("auto", "gloo", "mpi")
+_SCRIPTS_GROUP: Final = "torch.distributed"  # in place of a launcher: the script has made a process group
 _ADVICE: Final = (
     "If the others still have batches, give every rank equally many, as torch's DistributedSampler does, or end the "
     "loop on all ranks at once, by a torchring.all_reduce of who has batches left"
@@ -202,18 +211,19 @@ def init(backend: str = "auto", *, timeout_seconds: float | None = None, process
             _make_process_group(_default)
         return _default
     timeout_seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
-    if dist.is_available() and dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        check_group(os.environ, size)
-        local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
-        launcher = "torch.distributed"
+    launch = _launched()
+    rank, size, local_rank, launcher = launch.rank, launch.size, launch.local_rank, launch.launcher
+    if launch.member_pid is not None:
+        raise TopologyError(
+            f"this process (pid {os.getpid()}) was started by rank {rank} (pid {launch.member_pid}), which takes part "
+            "already; it can ask for rank() and size(), but only the rank itself can reduce or exchange tensors. If "
+            f"this process is to train by itself, set {CHOICE}=none in its environment",
+            rank=rank,
+        )
+    if launcher == _SCRIPTS_GROUP:
         base: Store | None = dist.distributed_c10d._get_default_store()
         store_host = None
     else:
-        launch = read_environment(os.environ)
-        if launch.launcher == "none":
-            launch = unannounced_mpi(os.environ) or launch
-        rank, size, local_rank, launcher = launch.rank, launch.size, launch.local_rank, launch.launcher
         base = _launcher_store(launch, timeout_seconds)
         store_host = None if launch.store_is_hosted else 0
     if backend == "mpi":
@@ -236,6 +246,8 @@ def init(backend: str = "auto", *, timeout_seconds: float | None = None, process
         store_host=store_host,
         backend="gloo" if backend == "auto" else backend,
     )
+    if size > 1:
+        os.environ[MEMBER] = membership(os.environ, _pid, rank, size, _default.local_rank)
     if process_group:
         _make_process_group(_default)
     return _default
@@ -246,6 +258,7 @@ def shutdown() -> None:
     global _default, _own_group
     if _default is not None:
         world, _default = _default, None
+        os.environ.pop(MEMBER, None)
         world.close()
     group, _own_group = _own_group, None
     if group is not None and dist.group.WORLD is group and _pid == os.getpid():
@@ -263,17 +276,22 @@ def default_world() -> World:
 
 
 def rank() -> int:
-    """This process's number, 0 <= rank() < size()."""
-    return default_world().rank
+    """This process's number, 0 <= rank() < size(). As `size` and, mostly, `local_rank`, it needs no other rank.
+
+    In a process that a rank has started, such as a DataLoader's worker: the number of that rank.
+    """
+    return _default.rank if _default is not None else _launched().rank
 
 
 def size() -> int:
     """Number of processes that train together."""
-    return default_world().size
+    return _default.size if _default is not None else _launched().size
 
 
 def local_rank() -> int:
     """This process's number on its host: the launcher's LOCAL_RANK where it gave one."""
+    if _default is None and (said := _launched().local_rank) is not None:
+        return said
     return default_world().local_rank
 
 
@@ -300,6 +318,18 @@ def device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
+
+
+def _launched() -> LaunchEnvironment:
+    """Who this process is, as the script's process group, the rank that started it, or the launcher says."""
+    if dist.is_available() and dist.is_initialized():
+        check_group(os.environ, dist.get_world_size())
+        local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
+        return LaunchEnvironment(_SCRIPTS_GROUP, dist.get_rank(), dist.get_world_size(), local_rank, None, False)
+    if parent := started_by_member(os.environ, os.getpid()):
+        return parent
+    launch = read_environment(os.environ)
+    return (unannounced_mpi(os.environ) or launch) if launch.launcher == "none" else launch
 
 
 def _make_process_group(world: World) -> None:
@@ -350,3 +380,40 @@ def _leave_at_exit() -> None:
     _default.say_why_it_ends(reason)
     if "mpi4py.MPI" in sys.modules:
         shutdown()
+
+
+def _say_if_alone() -> None:
+    """At exit: say so, once for each launch, if a launcher started several processes that have trained and never met.
+
+    A loop that updates parameters by hand has no optimizer to wrap; or somebody forgot to. Not for a script that cannot
+    have trained, such as a command of torchring's.
+    """
+    if _num_inits or os.getpid() != _imported_by or getattr(sys, "last_value", None) is not None:
+        return  # it met the others, is a fork of one that may have, or has failed
+    if not _has_built_graphs():
+        return
+    # destroy_process_group() leaves this one name behind.
+    if dist.is_available() and (
+        dist.is_initialized() or getattr(dist.distributed_c10d, "_default_pg_init_method", None) is not None
+    ):
+        return
+    try:
+        launch = _launched()
+    except TopologyError:
+        return
+    if launch.size > 1 and launch.rank == 0 and launch.member_pid is None:
+        print(
+            f"torchring: {launch.launcher} started this process as one of {launch.size}, but it never met the others. "
+            "No optimizer was wrapped with torchring.wrap and no collective was called, so each has trained alone",
+            file=sys.stderr,
+        )
+
+
+def _has_built_graphs() -> bool:
+    """Whether this thread has computed something that backward could go through."""
+    count = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return count is None or count() > 0
+
+
+_imported_by: Final = os.getpid()
+atexit.register(_say_if_alone)

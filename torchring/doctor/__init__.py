@@ -64,7 +64,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     starts_ranks = any(value is not None for value in (options.num_proc, options.hosts, options.hostfile))
     try:
-        launch = read_environment(os.environ)
+        # Ranks that are started here are told where they meet; a MASTER_ADDR of the shell's is not for them.
+        ours = {key: value for key, value in os.environ.items() if key != "MASTER_ADDR" or not starts_ranks}
+        launch = read_environment(ours)
     except TopologyError as error:
         if next((os.environ[key] for key in _RANK_KEYS if key in os.environ), "0") != "0":
             print(f"torchring doctor: {error}", file=sys.stderr)  # in the report, rank 0 says it
