@@ -35,11 +35,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
 import torchring
+from torchring.allreduce.select import Algorithm
 from torchring.bench import gpu_buckets, gpu_dry, gpu_kernels, gpu_timing, gpu_training, measure
 from torchring.bench.measure import Command, Spread, human_bytes
 from torchring.memory.cuda import OVERLAPPING_DEVICES
@@ -226,7 +227,7 @@ def rows_of(section: str, algorithm: str, seconds: float, *, is_quick: bool, is_
         sizes = _pick(ALL_REDUCE_BYTES, is_quick=is_quick, dry=ALL_REDUCE_BYTES[:2] if is_dry else None)
         return gpu_buckets.all_reduces(device, algorithm, sizes, until=until, most=most)
     if section == "replicas":
-        return gpu_training.replicas(device, algorithm, 2 if is_dry else 20, is_dry=is_dry)
+        return gpu_training.replicas(device, cast(Algorithm, algorithm), 2 if is_dry else 20, is_dry=is_dry)
     timer = gpu_timing.open_timer(device)
     if section == "copy":
         sizes = _pick(COPY_BYTES, is_quick=is_quick, dry=[1 << 10, 1 << 12] if is_dry else None)

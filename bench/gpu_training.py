@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 import torchring
+from torchring.allreduce.select import Algorithm
 from torchring.bench import gpu_models
 from torchring.bench.gpu_buckets import shares_one_gpu
 from torchring.bench.gpu_timing import Timer, quantiles, spreads, take_turns
 from torchring.bench.models import Batch, Workload
 from torchring.optimizer import DistributedOptimizer
+from torchring.plan import Compression
 from torchring.world import default_world
 
 Row = dict[str, Any]
@@ -58,7 +60,9 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
 
 
-def connected(model: torch.nn.Module, algorithm: str, compression: str | None = None) -> DistributedOptimizer:
+def connected(
+    model: torch.nn.Module, algorithm: Algorithm, compression: Compression | None = None
+) -> DistributedOptimizer:
     """`torchring.wrap`, but in a world of one, too, it packs, reduces and unpacks."""
     optimizer = DistributedOptimizer(
         sgd(model), model, algorithm=algorithm, bucket_mb=BUCKET_MB, compression=compression
@@ -181,7 +185,7 @@ def set_up(course: Course, device: torch.device, *, first_seed: int) -> tuple[Wo
     return workload, [_to(workload.batch(seed=first_seed + i), device, layout) for i in range(_NUM_BATCHES)]
 
 
-def start_course(course: Course, algorithm: str, device: torch.device) -> tuple[Trainee, Workload, list[Batch]]:
+def start_course(course: Course, algorithm: Algorithm, device: torch.device) -> tuple[Trainee, Workload, list[Batch]]:
     """Collective: a course for torchring alone, on any number of ranks, which see batches of their own."""
     workload, batches = set_up(course, device, first_seed=100 * torchring.rank())
     return Trainee(workload.model, connected(workload.model, algorithm), course.autocast), workload, batches
@@ -196,7 +200,7 @@ def overheads(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float
     }
 
 
-def _with_torchring(model: torch.nn.Module, autocast: torch.dtype | None, *, algorithm: str) -> Trainee:
+def _with_torchring(model: torch.nn.Module, autocast: torch.dtype | None, *, algorithm: Algorithm) -> Trainee:
     return Trainee(model, connected(model, algorithm), autocast)
 
 
@@ -219,7 +223,7 @@ _WRAPS: Final[dict[str, Callable[[torch.nn.Module, torch.dtype | None], Trainee]
 # Several ranks
 
 
-def replicas(device: torch.device, algorithm: str, num_steps: int, *, is_dry: bool) -> Iterator[Row]:
+def replicas(device: torch.device, algorithm: Algorithm, num_steps: int, *, is_dry: bool) -> Iterator[Row]:
     """A row for fp32 and one for bf16 wires, on rank 0; collective. All ranks have to end with the same bits.
 
     They also have to end where one process does that sees all of their batches, and elsewhere than one that sees rank

@@ -51,6 +51,7 @@ from torchring.bench.models import MODELS, Batch, Workload
 from torchring.bench.netns import Network
 from torchring.bench.step import Contestant
 from torchring.hooks import neighbours_of
+from torchring.plan import Compression
 from torchring.world import default_world
 
 ROUNDED = ("torchring bf16", "ddp fp16")
@@ -232,7 +233,7 @@ def time_backward(alone: Contestant, workload: Workload, batches: Sequence[Batch
     return statistics.median(seconds) * 1e3
 
 
-def with_torchring(model: torch.nn.Module, compression: str | None = None) -> Contestant:
+def with_torchring(model: torch.nn.Module, compression: Compression | None = None) -> Contestant:
     # All ranks have seeded alike, so there is nothing to send first.
     optimizer = torchring.wrap(step.sgd(model), model, compression=compression, sync_initial_state=False)
     return Contestant(model, optimizer, [])

@@ -28,6 +28,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 import torchring
+from torchring.allreduce.select import ALGORITHMS, Algorithm
 from torchring.bench import gpu_training, measure
 
 Interval = tuple[float, float]
@@ -194,7 +195,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = {course.name: course for course in gpu_training.courses(is_dry=False)}
     parser.add_argument("--model", choices=list(models), default=next(iter(models)))
-    parser.add_argument("--algorithm", help="as of torchring.wrap; ring for one rank, else auto, unless said")
+    parser.add_argument(
+        "--algorithm", choices=ALGORITHMS, help="as of torchring.wrap; ring for one rank, else auto, unless said"
+    )
     parser.add_argument("--warmup", type=int, default=6, help="steps before the one that is profiled")
     parser.add_argument("--trace", metavar="FILE", help="where to write the Chrome trace")
     parser.add_argument("--from-trace", metavar="FILE", help="analyse this one, and measure nothing")
@@ -214,7 +217,7 @@ def main() -> int:
     torchring.init()
     device = torchring.device()
     torch.cuda.set_device(device)
-    algorithm = options.algorithm or ("ring" if torchring.size() == 1 else "auto")
+    algorithm: Algorithm = options.algorithm or ("ring" if torchring.size() == 1 else "auto")
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         target = options.trace or file.name
         row = profile_step(models[options.model], algorithm, device, options.warmup, target)
@@ -226,7 +229,7 @@ def main() -> int:
 
 
 def profile_step(
-    course: gpu_training.Course, algorithm: str, device: torch.device, num_warmups: int, file: str
+    course: gpu_training.Course, algorithm: Algorithm, device: torch.device, num_warmups: int, file: str
 ) -> dict[str, Any]:
     """Collective: train for a while; rank 0 profiles the last step, and writes the trace."""
     activities, synchronize = [ProfilerActivity.CPU], _nothing

@@ -19,10 +19,10 @@ _ERROR = (
     "parameters: 'Sequence[str]' = (), step: 'int | None' = None, seconds: 'float | None' = None) -> 'None'"
 )
 _OPTIONS = (
-    "(optimizer: 'Optimizer', model: 'torch.nn.Module | None' = None, *, op: 'str' = 'mean', "
-    "compression: 'str | None' = None, bucket_mb: 'float | None' = None, accumulate: 'int' = 1, "
-    "algorithm: 'str' = 'auto', "
-    "overlap: 'str' = 'auto', sync_initial_state: 'bool' = True)"
+    "(optimizer: 'Optimizer', model: 'torch.nn.Module | None' = None, *, op: 'GradientOp' = 'mean', "
+    "compression: 'Compression | None' = None, bucket_mb: 'float | None' = None, accumulate: 'int' = 1, "
+    "algorithm: 'Algorithm' = 'auto', "
+    "overlap: 'Overlap' = 'auto', sync_initial_state: 'bool' = True)"
 )
 SIGNATURES = {
     "DistributedOptimizer": f"{_OPTIONS} -> 'None'",
@@ -39,18 +39,19 @@ SIGNATURES = {
     ),
     "TopologyError": _ERROR,
     "Work": "(future: 'Future[torch.Tensor]') -> 'None'",
-    "all_gather": "(tensor: 'torch.Tensor', async_op: 'bool' = False) -> 'Any'",
-    "all_gather_object": "(obj: 'Any') -> 'list[Any]'",
-    "all_reduce": "(tensor: 'torch.Tensor', op: 'str' = 'mean', async_op: 'bool' = False) -> 'Any'",
+    "all_gather": "(tensor: 'torch.Tensor', async_op: 'bool' = False) -> 'torch.Tensor | Work'",
+    "all_gather_object": "(obj: '_T') -> 'list[_T]'",
+    "all_reduce": "(tensor: 'torch.Tensor', op: 'Op' = 'mean', async_op: 'bool' = False) -> 'torch.Tensor | Work'",
     "all_to_all": "(tensor: 'torch.Tensor', splits: 'Sequence[int] | None' = None, async_op: 'bool' = False) -> 'Any'",
     "barrier": "() -> 'None'",
-    "broadcast": "(tensor: 'torch.Tensor', src: 'int' = 0, async_op: 'bool' = False) -> 'Any'",
-    "broadcast_object": "(obj: 'Any', src: 'int' = 0) -> 'Any'",
+    "broadcast": "(tensor: 'torch.Tensor', src: 'int' = 0, async_op: 'bool' = False) -> 'torch.Tensor | Work'",
+    "broadcast_object": "(obj: '_T | None', src: 'int' = 0) -> '_T'",
     "broadcast_optimizer_state": "(optimizer: 'Optimizer', src: 'int' = 0) -> 'None'",
     "broadcast_parameters": ("(model_or_state_dict: 'torch.nn.Module | Mapping[str, Any]', src: 'int' = 0) -> 'None'"),
     "device": "() -> 'torch.device'",
     "init": (
-        "(backend: 'str' = 'auto', *, timeout_seconds: 'float | None' = None, process_group: 'bool' = False) -> 'World'"
+        "(backend: 'Backend' = 'auto', *, timeout_seconds: 'float | None' = None, process_group: 'bool' = False) "
+        "-> 'World'"
     ),
     "is_initialized": "() -> 'bool'",
     "local_rank": "() -> 'int'",
@@ -58,7 +59,7 @@ SIGNATURES = {
     "node_rank": "() -> 'int'",
     "num_nodes": "() -> 'int'",
     "rank": "() -> 'int'",
-    "reduce_scatter": "(tensor: 'torch.Tensor', op: 'str' = 'mean', async_op: 'bool' = False) -> 'Any'",
+    "reduce_scatter": "(tensor: 'torch.Tensor', op: 'Op' = 'mean', async_op: 'bool' = False) -> 'torch.Tensor | Work'",
     "shutdown": "() -> 'None'",
     "size": "() -> 'int'",
     "wrap": f"{_OPTIONS} -> 'DistributedOptimizer'",

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from email.parser import Parser
@@ -150,7 +151,62 @@ print([module for module in sys.modules.values() if str(getattr(module, "__file_
     ]
 
 
-def test_wheel_from_the_unpacked_sdist_is_the_same(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+USER = """
+import torch
+import torchring
+
+model = torch.nn.Linear(2, 1)
+optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression="bf16")
+nothing: None = optimizer.step()
+loss: torch.Tensor = optimizer.step(lambda: model(torch.ones(2)).sum())
+summed: torch.Tensor = torchring.all_reduce(torch.ones(2), "sum")
+work: torchring.Work = torchring.all_reduce(torch.ones(2), async_op=True)
+rows, counts = torchring.all_to_all(torch.ones(2), [1, 1])
+count: int = counts[0]
+text: str = torchring.broadcast_object("a" if torchring.rank() == 0 else None)
+
+torchring.wrap(optimizer, op="avg")  # wrong
+torchring.wrap(optimizer, compression="fp8")  # wrong
+torchring.wrap(optimizer, algorithm="fast")  # wrong
+torchring.wrap(optimizer, overlap="never")  # wrong
+torchring.init("nccl")  # wrong
+number: int = torchring.all_reduce(torch.ones(2))  # wrong
+other: torch.Tensor = torchring.broadcast(torch.ones(2), async_op=True)  # wrong
+optimizer.misspelt  # wrong
+torchring.misspelt  # wrong
+"""
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_users_of_an_installed_package_have_its_types(
+    kind: str, source: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By mypy --strict; editors do as it does. `kernels` and `tests` of the checkout are nobody's to import."""
+    pytest.importorskip("mypy")
+    if kind == "editable":
+        from setuptools import build_meta
+
+        monkeypatch.chdir(source)
+        wheel = tmp_path / build_meta.build_editable(str(tmp_path))
+    run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")])
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "torch.pth").write_text(f"{Path(sysconfig.get_path('purelib'))}\n")
+    (tmp_path / "user.py").write_text(USER)
+    monkeypatch.chdir(tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    places = "import importlib.util as u; print([u.find_spec(name) for name in ('kernels', 'bench')])"
+    assert run([str(python), "-c", places]).strip() == "[None, None]"
+    options = ["--strict", "--no-error-summary", "--hide-error-context", "--python-version", "3.10"]
+    options += ["--cache-dir", str(ROOT / ".mypy_cache"), "--python-executable", str(python)]
+    said = subprocess.run([sys.executable, "-m", "mypy", *options, "user.py"], capture_output=True, text=True).stdout
+    wrong = [number for number, line in enumerate(USER.splitlines(), 1) if line.endswith("# wrong")]
+    errors = [line for line in said.splitlines() if ": error: " in line]
+    assert [int(line.split(":")[1]) for line in errors] == wrong, said
+
+
+def test_wheel_from_the_unpacked_sdist_is_the_same(sdist: Path, source: Path, wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = archive.getnames()
         links = [member.name for member in archive.getmembers() if member.issym() or member.islnk()]
@@ -159,6 +215,11 @@ def test_wheel_from_the_unpacked_sdist_is_the_same(sdist: Path, wheel: Path, tmp
     assert links == []  # a link out of the package would lead nowhere
     for needed in ("pyproject.toml", "README.md", "LICENSE", "torchring/py.typed", "torchring/kernels/pack.py"):
         assert f"{top}/{needed}" in names
+    folders = ("tests", "examples", "bench", "kernels")
+    files = [file for folder in folders for file in (source / folder).rglob("*") if file.is_file()]
+    files += map(source.joinpath, ("Makefile", "constraints.txt", "CHANGELOG.md", "SECURITY.md"))
+    assert len(files) > 100
+    assert {f"{top}/{file.relative_to(source)}" for file in files if file.suffix != ".pyc"} <= set(names)
     again = build_wheel(tmp_path / top, tmp_path / "out")
     check_contents(names_in(again))
     assert sorted(names_in(again)) == sorted(names_in(wheel))
@@ -180,7 +241,6 @@ def test_this_environment_resolves_the_kernels(tmp_path: Path) -> None:
     code = "import torchring, torchring.kernels as k, importlib.util as u; print(k.__file__, u.find_spec('kernels'))"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     said = run([sys.executable, "-c", code], cwd=tmp_path, env=environ).split()
-    assert said[0] == str(Path(torchring.__file__).parent / "kernels" / "__init__.py")
     assert Path(said[0]).resolve() == ROOT / "kernels" / "__init__.py"
     assert said[1] == "None" or not said[1].startswith(str(ROOT))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 import torch
 
 from torchring.errors import PlanMismatchError
 
-OPS: Final = ("mean", "sum", "min", "max", "product")
+Op = Literal["mean", "sum", "min", "max", "product"]
+OPS: Final = get_args(Op)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import operator
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast, overload
 
 import torch
 
-from torchring.call import OPS, Call, call_for
+from torchring.call import OPS, Call, Op, call_for
 from torchring.dynamo import run_eagerly
 from torchring.errors import PeerLostError, PlanMismatchError
 from torchring.memory.exchange import HostExchange, combine
@@ -218,7 +218,17 @@ def collectives_of(world: World) -> Collectives:
     return _of_world[world]
 
 
-def all_reduce(tensor: torch.Tensor, op: str = "mean", async_op: bool = False) -> Any:
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", *, async_op: Literal[True]) -> Work: ...
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op, async_op: Literal[True]) -> Work: ...
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work:
     """Combine `tensor` over all ranks, in place.
 
     Args:
@@ -238,7 +248,17 @@ def all_reduce(tensor: torch.Tensor, op: str = "mean", async_op: bool = False) -
     return _dispatch(lambda exchange: _all_reduce(exchange, tensor, op), async_op, tensor.device)
 
 
-def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> Any:
+@overload
+def broadcast(tensor: torch.Tensor, src: int = 0, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def broadcast(tensor: torch.Tensor, src: int = 0, *, async_op: Literal[True]) -> Work: ...
+@overload
+def broadcast(tensor: torch.Tensor, src: int, async_op: Literal[True]) -> Work: ...
+@overload
+def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> torch.Tensor | Work:
     """Overwrite `tensor` with that of rank `src`, in place; any dtype, the same shape on every rank.
 
     Returns `tensor` or a `Work`. Raises ValueError for a rank that does not exist; else as `all_reduce`.
@@ -249,7 +269,15 @@ def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> Any
     return _dispatch(lambda exchange: _broadcast(exchange, tensor, src), async_op, tensor.device)
 
 
-def all_gather(tensor: torch.Tensor, async_op: bool = False) -> Any:
+@overload
+def all_gather(tensor: torch.Tensor, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def all_gather(tensor: torch.Tensor, async_op: Literal[True]) -> Work: ...
+@overload
+def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | Work:
     """Concatenate everybody's tensor along dimension 0, in rank order; any dtype.
 
     Sizes of dimension 0 may differ between ranks, the others not. 0-dim tensors become a vector of size().
@@ -259,7 +287,17 @@ def all_gather(tensor: torch.Tensor, async_op: bool = False) -> Any:
     return _dispatch(lambda exchange: torch.cat(_all_gather(exchange, tensor)), async_op, tensor.device)
 
 
-def reduce_scatter(tensor: torch.Tensor, op: str = "mean", async_op: bool = False) -> Any:
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", *, async_op: Literal[True]) -> Work: ...
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op, async_op: Literal[True]) -> Work: ...
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work:
     """Combine over all ranks and return this rank's share of dimension 0.
 
     Shares are equal, or one longer on the first ranks where the size is not a multiple of size(), as torch.chunk and
@@ -279,6 +317,22 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "mean", async_op: bool = Fals
         return _reduce_parts(parts, op)
 
     return _dispatch(operation, async_op, tensor.device)
+
+
+@overload
+def all_to_all(tensor: torch.Tensor, splits: None = None, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    tensor: torch.Tensor, splits: Sequence[int], async_op: Literal[False] = False
+) -> tuple[torch.Tensor, list[int]]: ...
+@overload
+def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, *, async_op: Literal[True]) -> Work: ...
+@overload
+def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None, async_op: Literal[True]) -> Work: ...
+@overload
+def all_to_all(
+    tensor: torch.Tensor, splits: Sequence[int] | None = None, async_op: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, list[int]] | Work: ...
 
 
 def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_op: bool = False) -> Any:
@@ -320,7 +374,7 @@ def barrier() -> None:
     collectives_of(default_world()).barrier()
 
 
-def broadcast_object(obj: Any, src: int = 0) -> Any:
+def broadcast_object(obj: _T | None, src: int = 0) -> _T:
     """The picklable `obj` of rank `src`, on every rank; the others' argument is ignored.
 
     The bytes of rank `src` are unpickled, which can run code of its choosing: ranks trust each other.
@@ -328,10 +382,10 @@ def broadcast_object(obj: Any, src: int = 0) -> Any:
     _check_rank(src)
     world = default_world()
     data = collectives_of(world).broadcast_bytes(pickle.dumps(obj) if world.rank == src else None, src)
-    return obj if world.rank == src else pickle.loads(data)
+    return cast(_T, obj if world.rank == src else pickle.loads(data))
 
 
-def all_gather_object(obj: Any) -> list[Any]:
+def all_gather_object(obj: _T) -> list[_T]:
     """Everybody's picklable `obj`, in rank order.
 
     Their bytes are unpickled, which can run code of the sender's choosing: ranks trust each other.
@@ -341,12 +395,14 @@ def all_gather_object(obj: Any) -> list[Any]:
     return [obj if rank == world.rank else pickle.loads(part) for rank, part in enumerate(parts)]
 
 
-def _dispatch(operation: Callable[[_Exchange], Any], async_op: bool, device: torch.device) -> Any:
+def _dispatch(
+    operation: Callable[[_Exchange], torch.Tensor], async_op: bool, device: torch.device
+) -> torch.Tensor | Work:
     collectives = collectives_of(default_world())
     if device.type == "cuda":  # on whichever thread, in the stream that computes the tensor
         stream, of_caller = torch.cuda.current_stream(device), operation
 
-        def operation(exchange: _Exchange) -> Any:
+        def operation(exchange: _Exchange) -> torch.Tensor:
             with torch.cuda.stream(stream):
                 return of_caller(exchange)
 

@@ -15,25 +15,27 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args, overload
 
 import torch
 from torch.optim import Optimizer
 
-from torchring.allreduce.select import ALGORITHMS, OVERLAPS
+from torchring.allreduce.select import ALGORITHMS, OVERLAPS, Algorithm, Overlap
 from torchring.collectives import collectives_of
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
 from torchring.hooks import GradientHooks, neighbours_of
 from torchring.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
-from torchring.plan import COMPRESSIONS, ParameterSpec
+from torchring.plan import COMPRESSIONS, Compression, ParameterSpec
 from torchring.platform import platform_of
 from torchring.reduction import Options, Reduction
 from torchring.replicas import ReplicaCheck
 from torchring.state import broadcast_optimizer_state, broadcast_parameters, check_broadcastable
 from torchring.world import World, default_world
 
-_OPS = ("mean", "sum")
+_T = TypeVar("_T")
+GradientOp = Literal["mean", "sum"]
+_OPS: Final = get_args(GradientOp)
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,12 @@ def wrap(
     optimizer: Optimizer,
     model: torch.nn.Module | None = None,
     *,
-    op: str = "mean",
-    compression: str | None = None,
+    op: GradientOp = "mean",
+    compression: Compression | None = None,
     bucket_mb: float | None = None,
     accumulate: int = 1,
-    algorithm: str = "auto",
-    overlap: str = "auto",
+    algorithm: Algorithm = "auto",
+    overlap: Overlap = "auto",
     sync_initial_state: bool = True,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while backward runs. Collective.
@@ -135,12 +137,12 @@ class DistributedOptimizer(Optimizer):
         optimizer: Optimizer,
         model: torch.nn.Module | None = None,
         *,
-        op: str = "mean",
-        compression: str | None = None,
+        op: GradientOp = "mean",
+        compression: Compression | None = None,
         bucket_mb: float | None = None,
         accumulate: int = 1,
-        algorithm: str = "auto",
-        overlap: str = "auto",
+        algorithm: Algorithm = "auto",
+        overlap: Overlap = "auto",
         sync_initial_state: bool = True,
     ) -> None:
         world = default_world()
@@ -195,6 +197,11 @@ class DistributedOptimizer(Optimizer):
     def defaults(self, value: dict[str, Any]) -> None:
         if not self._is_initialising:
             self.optimizer.defaults = value
+
+    @overload
+    def step(self, closure: None = None, *args: Any, **kwargs: Any) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], _T], *args: Any, **kwargs: Any) -> _T: ...
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped optimizer's step.
@@ -354,24 +361,26 @@ class DistributedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 
-    def __getattr__(self, name: str) -> Any:
-        """Whatever else the wrapped optimizer offers publicly."""
-        if name.startswith("_") or "optimizer" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["optimizer"], name)
+    if not TYPE_CHECKING:  # to which any misspelt name would be an attribute
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A switch of the wrapped optimizer's (`optimizer.acc_stats = True`) is set where the step looks for it."""
-        if name.startswith("_") or name == "optimizer" or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.optimizer, name, value)
+        def __getattr__(self, name: str) -> Any:
+            """Whatever else the wrapped optimizer offers publicly."""
+            if name.startswith("_") or "optimizer" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self.__dict__["optimizer"], name)
 
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            super().__delattr__(name)
-        else:
-            delattr(self.optimizer, name)
+        def __setattr__(self, name: str, value: Any) -> None:
+            """A switch of the wrapped optimizer's (`optimizer.acc_stats = True`) is set where the step looks for it."""
+            if name.startswith("_") or name == "optimizer" or hasattr(type(self), name):
+                super().__setattr__(name, value)
+            else:
+                setattr(self.optimizer, name, value)
+
+        def __delattr__(self, name: str) -> None:
+            if name in self.__dict__:
+                super().__delattr__(name)
+            else:
+                delattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

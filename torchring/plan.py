@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ NUM_SIGNALS: Final = 3
 # A complex gradient travels as twice as many real numbers.
 _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
+Compression = Literal["fp16", "bf16"]
 COMPRESSIONS: Final[dict[str | None, torch.dtype | None]] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

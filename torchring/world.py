@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final
+from typing import Final, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,8 @@ from torchring.memory.host import HostGroup, connect
 from torchring.rendezvous import Rendezvous, ended_key
 
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
-BACKENDS: Final = ("auto", "gloo", "mpi")
+Backend = Literal["auto", "gloo", "mpi"]
+BACKENDS: Final = get_args(Backend)
 _SCRIPTS_GROUP: Final = "torch.distributed"  # in place of a launcher: the script has made a process group
 _ADVICE: Final = (
     "If the others still have batches, give every rank equally many, as torch's DistributedSampler does, or end the "
@@ -168,7 +169,7 @@ _own_group: dist.ProcessGroup | None = None  # the default process group, if it 
 _pid: int | None = None  # the process that joined
 
 
-def init(backend: str = "auto", *, timeout_seconds: float | None = None, process_group: bool = False) -> World:
+def init(backend: Backend = "auto", *, timeout_seconds: float | None = None, process_group: bool = False) -> World:
     """Join the world that the launcher started; collective. `wrap` and the collectives call it themselves.
 
     A process group that the script already made is used for its rank, size and store, and otherwise left alone; the

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal, get_args
 
 import torch
 from torch.distributed import PrefixStore
@@ -32,8 +32,10 @@ from torchring.platform import Backend, Platform
 from torchring.transport.open import open_transport
 from torchring.world import World
 
-ALGORITHMS: Final = ("auto", "direct", "ring", "hierarchical", "native")
-OVERLAPS: Final = ("auto", "inline", "thread")
+Algorithm = Literal["auto", "direct", "ring", "hierarchical", "native"]
+ALGORITHMS: Final = get_args(Algorithm)
+Overlap = Literal["auto", "inline", "thread"]
+OVERLAPS: Final = get_args(Overlap)
 
 NUM_LANES: Final = 2  # buckets that cross the network at a time
 

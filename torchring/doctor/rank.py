@@ -27,7 +27,7 @@ from torchring.interfaces import resolve
 from torchring.launch import LaunchEnvironment
 from torchring.rendezvous import Rendezvous
 from torchring.transport.open import open_transport
-from torchring.world import World
+from torchring.world import Backend, World
 
 BUCKETS: Final = tuple(
     (num_bytes, dtype) for dtype in (torch.float32, torch.bfloat16) for num_bytes in (64 << 10, 1 << 20, 25 << 20)
@@ -74,7 +74,7 @@ class _Gathered:
     choices: list[ChoiceFacts] = field(default_factory=list)
 
 
-def visit(launch: LaunchEnvironment, backend: str, timeout_seconds: float, finish: Callable[[Report], int]) -> int:
+def visit(launch: LaunchEnvironment, backend: Backend, timeout_seconds: float, finish: Callable[[Report], int]) -> int:
     """Collective. Rank 0 passes its report to `finish`; what that returns is returned on every rank.
 
     Raises a RingError on a rank other than 0 that cannot reach it.
@@ -122,7 +122,7 @@ def make_plan(report: Report) -> dict[str, Any]:
     }
 
 
-def backend_for(backend: str) -> str:
+def backend_for(backend: Backend) -> str:
     """What `init` makes of it."""
     return "gloo" if backend == "auto" else backend
 
@@ -136,7 +136,7 @@ def _describe(launch: LaunchEnvironment, store: Store) -> StoreFacts:
     return StoreFacts(host, port, resolve(host), hosted_by, listening_addresses(port))
 
 
-def _measure(board: Board, plan: Mapping[str, Any], backend: str) -> _Gathered:
+def _measure(board: Board, plan: Mapping[str, Any], backend: Backend) -> _Gathered:
     """Collective: the stages, up to the first in which a rank failed."""
     gathered = _Gathered()
     if not plan["open"]:
@@ -184,7 +184,7 @@ def _together(board: Board, label: str, stage: Callable[[], dict[str, Any]], gat
     return not silent and not failures
 
 
-def _open(board: Board, backend: str, opened: list[World]) -> dict[str, Any]:
+def _open(board: Board, backend: Backend, opened: list[World]) -> dict[str, Any]:
     opened.append(worlds.init(backend, timeout_seconds=board.timeout_seconds))
     return {"hosts": [list(ranks) for ranks in opened[0].hosts]}
 
