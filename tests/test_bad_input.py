@@ -237,7 +237,7 @@ _ODD: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]]
     "accumulate": (_Named, {"accumulate": 2}, ("accumulate=2",)),
     "compression": (_Named, {"compression": "bf16"}, ("compression='bf16'",)),
     "algorithm": (_Named, {"algorithm": "ring"}, ("algorithm='ring'",)),
-    "no initial state": (_Named, {"sync_initial_state": False}, ()),
+    "no initial state": (_Named, {"sync_initial_state": False}, ("sync_initial_state=False",)),
 }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import count_open_fds, run_ranks, run_threads
+from harness import count_open_fds, run_ranks, run_threads, wait_until
 
 import torchring
 from torchring.errors import PeerTimeoutError, TopologyError
@@ -196,6 +196,53 @@ def test_hosts_may_interleave() -> None:
         (hosts, 0, 2, 0, 3, False), (hosts, 1, 2, 0, 2, False), (hosts, 0, 2, 1, 3, False),
         (hosts, 1, 2, 1, 2, False), (hosts, 0, 2, 2, 3, False),
     ]  # fmt: skip
+
+
+def _join(store: dist.Store, rank: int, size: int, job: str = "") -> str:
+    """What it fails with, or "joined"."""
+    try:
+        World(store, rank, size, timeout_seconds=50.0, job=job).close()
+    except TopologyError as error:
+        return error.message
+    return "joined"
+
+
+def test_a_rank_of_another_job_is_turned_away() -> None:
+    starts = [(0, "a"), (1, "a"), (1, "b"), (1, "")]  # the last: of a launcher that has no names
+
+    def body(index: int, _: int, store: dist.Store) -> str:
+        rank, job = starts[index]
+        if index == 3:
+            wait_until(lambda: store.check(["open"]), "the others to meet")
+        return _join(store, rank, 2, job)
+
+    results = run_threads(body, 4)
+    assert results[:2] == ["joined", "joined"]
+    assert "rank 1 of job b has come to the store of job a" in results[2]
+    assert "two processes were started as rank 1 of 2" in results[3]
+
+
+def test_a_rank_that_is_there_twice_is_named_to_all() -> None:
+    """Rather than the one that is missing."""
+    for message in run_threads(lambda index, _, store: _join(store, min(index, 1), 3), 3):
+        assert re.search(rf"two processes were started as rank 1 of 3: pid {os.getpid()} on \S+, and pid", message)
+
+
+def test_who_comes_later_does_not_break_a_world_that_is_open() -> None:
+    def body(index: int, _: int, store: dist.Store) -> None:
+        if index == 2:
+            wait_until(lambda: store.check(["open"]), "the others to meet")
+            assert "rank 1 was started for a world of 3" in _join(store, 1, 3)
+            assert "two processes" in _join(store, 1, 2)
+            store.set("tried", "")
+            return
+        world = World(store, index, 2, timeout_seconds=50.0)
+        assert world.rendezvous is not None
+        world.rendezvous.fetch("tried", 0)
+        world.rendezvous.exchange("later", b"")
+        world.close()
+
+    run_threads(body, 3)
 
 
 def _even_or_odd() -> str:

@@ -26,6 +26,7 @@ from torchring.errors import TopologyError
 
 CHOICE: Final = "TORCHRING_LAUNCHER"
 MEMBER: Final = "TORCHRING_MEMBER"
+JOB: Final = "TORCHRING_JOB"  # from `torchring run`
 _PART: Final = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")  # of a host list; commas inside brackets stay
 _FIRST_PORT: Final = 15_000  # below those that Linux hands out to clients, 32768 and up
 _NUM_PORTS: Final = 15_000
@@ -43,6 +44,7 @@ class LaunchEnvironment:
     store_is_hosted: bool  # the launcher runs the TCPStore itself (torchrun), no rank has to
     over_mpi: bool = False  # no address was given: the ranks meet through mpi4py
     member_pid: int | None = None  # this process is not the rank, which is the process of this number, but its child
+    job: str = ""  # equal on all ranks that were launched together, and on no others; "" if that is not known
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     local_rank = _integer(environ, launcher.local_rank, name) if launcher.local_rank in environ else None
     master = None if over_mpi else _master(environ, launcher, name, rank)
     hosted = launcher.kind == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return LaunchEnvironment(name, rank, size, local_rank, master, hosted, over_mpi)
+    return LaunchEnvironment(name, rank, size, local_rank, master, hosted, over_mpi, job=_job(environ, launcher))
 
 
 def membership(environ: Mapping[str, str], pid: int, rank: int, size: int, local_rank: int) -> str:
@@ -256,6 +258,19 @@ def _first_host(environ: Mapping[str, str], rank: int) -> str:
     except ValueError as error:
         raise TopologyError(f"srun says {key}={environ[key]!r}: {error}; set MASTER_ADDR") from None
     return first
+
+
+def _job(environ: Mapping[str, str], launcher: _Launcher) -> str:
+    """What the launcher calls this launch. Not what an outer one does: it may have started each node by itself."""
+    if JOB in environ:
+        return environ[JOB]
+    if launcher.kind == "torchrun":
+        run = environ.get("TORCHELASTIC_RUN_ID", "none")
+        return "" if run == "none" else run  # as torchrun has it unless said
+    if launcher.kind == "srun":
+        keys = () if "SLURM_HET_SIZE" in environ else ("SLURM_JOB_ID", "SLURM_STEP_ID")
+        return ".".join(environ[key] for key in keys if key in environ)
+    return environ.get("PMIX_NAMESPACE", "")
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:

@@ -116,7 +116,10 @@ def _at_master(launch: LaunchEnvironment, address: str, port: int, timeout_secon
         )
     except dist.DistError as error:
         verb = "host" if is_host else "reach"
-        raise TopologyError(f"{who} cannot {verb} the rendezvous store at {place}: {_first_line(error)}") from error
+        text = f"{who} cannot {verb} the rendezvous store at {place}: {_first_line(error)}"
+        if "EADDRINUSE" in text:
+            text += "; another job may use that port: give this one another MASTER_PORT"
+        raise TopologyError(text) from error
 
 
 def _wait_for_listener(address: str, port: int, timeout_seconds: float) -> str | None:

@@ -160,6 +160,9 @@ class DistributedOptimizer(Optimizer):
             problem = error
         if world.size > 1:
             collectives_of(world).raise_together(problem, "could not wrap its optimizer")
+            collectives_of(world).check_equal(
+                [f"options: sync_initial_state={sync_initial_state}"]
+            )  # it decides what follows
         elif problem is not None:
             raise problem
         self._initialise(optimizer, options, names, sparse_parameters(model), model)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import secrets
+import socket
 import threading
 import time
 import weakref
@@ -25,6 +27,7 @@ from torchring.worker import Worker
 
 _T = TypeVar("_T")
 _LONGEST_PAUSE_SECONDS: Final = 0.02  # between two looks for a key
+_STAY_SECONDS: Final = 1.0  # how long the store outlives a world that is given up, unless all know before
 
 
 def ended_key(rank: int) -> str:
@@ -78,9 +81,48 @@ class Rendezvous:
         mine = str(self.size)
         agreed = self._call(lambda: self.store.compare_set("size", "", mine)).decode()
         if agreed != mine:
-            text = f"rank {self.rank} was started for a world of {mine}, another rank for a world of {agreed}"
+            text = (
+                f"rank {self.rank} was started for a world of {mine}, another rank for a world of {agreed}; give every "
+                "rank the same WORLD_SIZE"
+            )
+            self._give_up_opening(text)
+            raise TopologyError(text, rank=self.rank)
+
+    def check_job(self, job: str) -> None:
+        """Raise TopologyError if rank 0, which waits for its own ranks, is of another job; "" is any."""
+        if self.rank == 0:
+            self.publish("job", job.encode())
+            return
+        theirs = self.fetch("job", 0).decode()
+        if job and theirs and job != theirs:
+            raise TopologyError(
+                f"rank {self.rank} of job {job} has come to the store of job {theirs}: both use the same address and "
+                "port; give one of the two another MASTER_PORT",
+                rank=self.rank,
+            )
+
+    def claim_rank(self) -> None:
+        """Raise TopologyError if another process has this rank already."""
+        mine = f"pid {os.getpid()} on {socket.gethostname()}"
+        token = secrets.token_hex(8)  # that text may be the same in two containers
+        claimed = self._call(lambda: self.store.compare_set(f"claimed/{self.rank}", "", f"{token} {mine}")).decode()
+        token_of_first, _, first = claimed.partition(" ")
+        if token_of_first != token:
+            text = (
+                f"two processes were started as rank {self.rank} of {self.size}: {first}, and {mine}; give every "
+                "process a RANK of its own, and every job a MASTER_PORT of its own"
+            )
+            self._give_up_opening(text)
+            raise TopologyError(text, rank=self.rank)
+
+    def confirm_opening(self) -> None:
+        """Say that all ranks have met: who comes later is a stranger, and cannot give up for them."""
+        if self.rank == 0:
+            self.publish("open", b"")
+
+    def _give_up_opening(self, text: str) -> None:
+        if not self.is_published("open"):
             self.give_up(text)
-            raise TopologyError(text + "; give every rank the same WORLD_SIZE", rank=self.rank)
 
     def publish(self, key: str, value: bytes) -> None:
         """Make `value` readable by every rank under `key`. Does not wait."""
@@ -134,6 +176,8 @@ class Rendezvous:
     def raise_if_given_up(self) -> None:
         """Raise what a rank gave up with."""
         if self.is_published("gave_up"):
+            self.publish(f"told/{self.rank}", b"")
+            self.stay_until_published([f"told/{rank}" for rank in range(self.size)], _STAY_SECONDS)
             raise TopologyError(self._call(lambda: self.store.get("gave_up")).decode(), rank=self.rank)
 
     def _call(self, operation: Callable[[], _T]) -> _T:

@@ -18,6 +18,7 @@ import importlib.util
 import os
 import random
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from torchring.launch import JOB
 from torchring.output import STDERR, STDOUT, Output, OutputOptions
 from torchring.part import Part
 
@@ -142,7 +144,7 @@ def start(
         hosts = [Host("localhost", num_proc or 1)]
     filled = _as_this_machine(share_out(hosts, num_proc))
     launcher = _choose(filled, launcher)
-    env, output = dict(env or {}), output or OutputOptions()
+    env, output = {JOB: secrets.token_hex(8), **(env or {})}, output or OutputOptions()
     if launcher == "mpirun":
         jobs = [_Job("mpirun", _mpirun(filled, command, env), {}, is_mpirun=True)]
         return _supervise(jobs, _open_output(output))

@@ -53,6 +53,7 @@ class World:
         timeout_seconds: how long a live rank may keep the others waiting.
         store_host: the rank whose process hosts the store, None if it is no rank's.
         backend: the engine between hosts, "gloo" or "mpi"; the same on every rank.
+        job: what the launcher calls the job that all these ranks belong to; "" if it does not say.
 
     Attributes:
         host: the ranks that share memory with this one.
@@ -72,6 +73,7 @@ class World:
         launcher: str = "none",
         store_host: int | None = None,
         backend: str = "gloo",
+        job: str = "",
     ) -> None:
         self.rank = rank
         self.size = size
@@ -89,7 +91,7 @@ class World:
         self._closing: list[Callable[[], None]] = []
         if store is not None and size > 1:
             try:
-                self._meet(Rendezvous(store, rank, size, timeout_seconds), store_host)
+                self._meet(Rendezvous(store, rank, size, timeout_seconds), store_host, job)
             except BaseException:
                 self.close()
                 raise
@@ -97,11 +99,13 @@ class World:
         self.local_rank = members.index(rank) if local_rank is None else local_rank
         self.local_size = len(members)
 
-    def _meet(self, rendezvous: Rendezvous, store_host: int | None) -> None:
+    def _meet(self, rendezvous: Rendezvous, store_host: int | None, job: str) -> None:
         """Find out who shares memory with whom, and that all mean the same backend."""
         self.rendezvous = rendezvous
         rendezvous.store_host = store_host
+        rendezvous.check_job(job)
         rendezvous.agree_on_size()
+        rendezvous.claim_rank()
         self.host = connect(rendezvous)
         rendezvous.watch = self.host.check_peers
         mine = {"host": self.host.ranks, "cores": sorted(os.sched_getaffinity(0)), "backend": self.backend}
@@ -111,6 +115,7 @@ class World:
             raise TopologyError(f"ranks were given different backends: {named}; give all the same", rank=self.rank)
         self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
         self.num_cores = len(set().union(*(cards[peer]["cores"] for peer in self.host.ranks)))
+        rendezvous.confirm_opening()
 
     @property
     def node_rank(self) -> int:
@@ -223,10 +228,10 @@ def init(backend: Backend = "auto", *, timeout_seconds: float | None = None, pro
         )
     if launcher == _SCRIPTS_GROUP:
         base: Store | None = dist.distributed_c10d._get_default_store()
-        store_host = None
+        store_host, job = None, ""
     else:
         base = _launcher_store(launch, timeout_seconds)
-        store_host = None if launch.store_is_hosted else 0
+        store_host, job = None if launch.store_is_hosted else 0, launch.job
     if backend == "mpi":
         if launcher == "none":
             raise TopologyError("backend='mpi' needs a script that mpirun started; `mpirun -np 1` will do for one rank")
@@ -246,6 +251,7 @@ def init(backend: Backend = "auto", *, timeout_seconds: float | None = None, pro
         launcher=launcher,
         store_host=store_host,
         backend="gloo" if backend == "auto" else backend,
+        job=job,
     )
     if size > 1:
         os.environ[MEMBER] = membership(os.environ, _pid, rank, size, _default.local_rank)

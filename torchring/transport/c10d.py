@@ -64,6 +64,7 @@ class C10dTransport:
         self._pid = os.getpid()
         self.rank = rendezvous.rank
         self.size = rendezvous.size
+        self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
         self._waiters = threading.local()
         self._all_waiters: list[Worker] = []
@@ -215,7 +216,11 @@ class C10dTransport:
                 if peer is None and self._group is not None:
                     # Who waits for others than the culprit has to notice, or is taken for it.
                     self._break_links(self._group)
-                error = self._culprits.explain(peer, time.monotonic() - started, timed_out=timed_out)
+                seconds, still = time.monotonic() - started, getattr(self._waiters, "seconds_still", 0.0)
+                if timed_out and still > self._timeout_seconds / 2:
+                    error = self._culprits.signed(self._culprits.stood_still(still), seconds)
+                else:
+                    error = self._culprits.explain(peer, seconds, timed_out=timed_out)
                 raise self.fail(error) from failure
 
     def interruptible(self, wait: Callable[[], object], peer: int | None) -> None:
@@ -231,9 +236,12 @@ class C10dTransport:
         pause = _FIRST_LOOK_SECONDS
         broken: RuntimeError | None = None
         probe_at = time.monotonic() + pause
+        self._waiters.seconds_still = 0.0  # that this process did not run
         while True:
+            patience = _INTERRUPTIBLE_SECONDS if broken is None else _DIGEST_SECONDS
+            woken_at = time.monotonic() + patience
             try:
-                future.result(_INTERRUPTIBLE_SECONDS if broken is None else _DIGEST_SECONDS)
+                future.result(patience)
                 return
             except FutureTimeout:
                 if future.done():  # it was the wait's own
@@ -242,6 +250,9 @@ class C10dTransport:
                     raise self._closed() from None
                 if broken is not None:  # Gloo has read all that came
                     raise broken from None
+            finally:
+                if (late := time.monotonic() - woken_at) > _LATE_SECONDS:
+                    self._waiters.seconds_still += late
             is_time_to_probe = time.monotonic() > probe_at
             broken = self._broken_link(peer, probes=is_time_to_probe)
             if is_time_to_probe:

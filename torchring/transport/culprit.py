@@ -102,6 +102,23 @@ class Culprits:
                     return decode_error(self._rendezvous.fetch(ended_key(rank), rank), rank)
         return PeerLostError(f"{names} died or exited", peers=culprits)
 
+    def stood_still(self, seconds: float) -> RingError:
+        """This rank's wait was too long because it did not run itself."""
+        return PeerTimeoutError(
+            f"this process did not run for {seconds:.0f} s: it was stopped (SIGSTOP, a suspended machine) or given no "
+            f"processor; a rank that keeps the others waiting for {self._timeout_seconds:g} s is given up",
+            peers=(self._rendezvous.rank,),
+        )
+
+    def _was_late(self, waiting: Sequence[int]) -> RingError:
+        """The others' wait was too long, for this rank."""
+        names = ", ".join(map(str, waiting))
+        return PeerTimeoutError(
+            f"rank{'s' if len(waiting) > 1 else ''} {names} waited for this rank for {self._timeout_seconds:g} s and "
+            "gave up; it computed for longer, or was stopped (SIGSTOP, a suspended machine)",
+            peers=(self._rendezvous.rank,),
+        )
+
     def signed(self, error: RingError, seconds: float) -> RingError:
         """The error, with who noticed it and after how long."""
         error.rank, error.seconds = self._rendezvous.rank, seconds
@@ -138,8 +155,9 @@ class Culprits:
         """Who keeps everybody waiting: the first in the chain of suspects that suspects nobody itself.
 
         And whether a wait along the chain was too long: the links that broke did so because of that.
-        Raises the last words of one that stopped for another reason.
+        Raises the last words of one that stopped for another reason, or that somebody waited too long for this rank.
         """
+        waited_too_long = timed_out
         lives = self._host is not None and suspect in self._host.ranks  # or else the host would have told
         started = time.monotonic()
         deadline = started + (_GRACE_SECONDS if timed_out or lives else _BROKEN_GRACE_SECONDS)
@@ -154,6 +172,8 @@ class Culprits:
             following, their_wait_was_too_long = map(int, answer.split())
             if their_wait_was_too_long:
                 timed_out, deadline = True, started + _GRACE_SECONDS
+            if following == self._rendezvous.rank and timed_out and not waited_too_long:
+                raise self._was_late([suspect])
             if following < 0 or following in seen:
                 return suspect, timed_out
             suspect = following
@@ -162,8 +182,9 @@ class Culprits:
         """After a collective failed, which does not say at whom: the ranks that do not report that it failed.
 
         And whether anybody's wait in it was too long. All links are closed by now, so that everybody has noticed.
-        Raises the last words of the first that has found out.
+        Raises the last words of the first that has found out, or that all others waited too long for this rank.
         """
+        waited_too_long = timed_out
         deadline = time.monotonic() + _GRACE_SECONDS
         silent = list(self._others)
         while True:
@@ -173,6 +194,8 @@ class Culprits:
             answers = {rank: self._look_up("suspect", rank, 0.0) for rank in silent}
             timed_out = timed_out or any(answer is not None and answer.endswith(b"1") for answer in answers.values())
             silent = [rank for rank, answer in answers.items() if answer is None]
+            if not silent and timed_out and not waited_too_long:
+                raise self._was_late(self._others)
             if not silent or time.monotonic() >= deadline:
                 return silent, timed_out
             time.sleep(_PAUSE_SECONDS)
