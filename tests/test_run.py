@@ -262,6 +262,15 @@ def test_the_guard_leaves_nothing(ending: str, tmp_path: Path) -> None:
         os.close(lifeline)
 
 
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_guard_that_hears_nothing_any_more_ends_its_command(beats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a line that is cut: the pipe is not closed."""
+    monkeypatch.setattr(run_module, "_BEAT_SECONDS", 0.1 if beats else 100.0)
+    guard = [sys.executable, "-I", str(GUARD), "0", "--silence", "1"]
+    job = run_module._Job("host", [*guard, "sleep", "3" if beats else "60"], {}, is_remote=True)
+    assert run_module._supervise([job], None) == (0 if beats else 128 + signal.SIGTERM)
+
+
 # ---- over ssh
 
 

@@ -1,10 +1,13 @@
 """Sees to it that nothing outlives a launch. Run by its path, needs nothing but Python.
 
-    python guard.py FD COMMAND...     runs the command; the exit code is the command's, 128 + n if signal n ended it
+    python guard.py FD COMMAND...               runs the command; the exit code is the command's, 128 + n if signal n
+                                                ended it
+    python guard.py FD --silence N COMMAND...   the same; N seconds without a byte from FD count as its end
 
 Whoever starts it holds the other end of the pipe FD, and can write numbers of signals into it, a byte each: the first
 of SIGINT, SIGTERM and SIGHUP is passed on to the command, which has some time to end; SIGKILL ends it at once. When
-that end closes, by intention or because its holder was killed or the connection to it broke, that is SIGTERM. What the
+that end closes, by intention or because its holder was killed or the connection to it broke, that is SIGTERM. A line
+that is cut does not close: who may be at the end of one expects a sign of life (a byte of 0) now and then. What the
 command leaves when it was stopped or has failed is killed: all that it has started, in sessions of their own or not.
 """
 
@@ -28,7 +31,9 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
-    lifeline, command = int(arguments[0]), arguments[1:]
+    lifeline, command, patience = int(arguments[0]), arguments[1:], float("inf")
+    if command[0] == "--silence":
+        patience, command = float(command[1]), command[2:]
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the command leaves becomes our child
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -43,16 +48,20 @@ def main(arguments: list[str]) -> int:
         print(f"torchring run: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
         return 127
     sources = [lifeline, ended]
-    end = float("inf")
+    end, heard_at = float("inf"), time.monotonic()
     while process.poll() is None and time.monotonic() < end:
         readable, _, _ = select.select(sources, [], [], _POLL_SECONDS)
         if ended in readable:
             os.read(ended, 4096)
+        now = time.monotonic()
         if lifeline in readable:
+            heard_at = now
             told = os.read(lifeline, 4096)
-            received += told or [signal.SIGTERM]
+            received += told.replace(b"\0", b"") if told else [signal.SIGTERM]
             if not told:
                 sources.remove(lifeline)
+        elif now > heard_at + patience:
+            received.append(signal.SIGTERM)
         if signal.SIGKILL in received:
             break
         stopping = [number for number in received if number in _STOPPING]

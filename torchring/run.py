@@ -42,6 +42,8 @@ _STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE_SECONDS: Final = 40.0  # for the guards, which have some of their own, after they were told to stop
 _KILL_SECONDS: Final = 5.0  # for the guards to kill what is left
 _POLL_SECONDS: Final = 0.05
+_BEAT_SECONDS: Final = 10.0  # between two signs of life for guards of other hosts
+_SILENCE_SECONDS: Final = 120  # without one, after which those take this process for gone
 _PORTS: Final = range(20_000, 30_000)  # below those that Linux hands out to clients
 # Each rank shares its host's cores out evenly, as the agent does elsewhere.
 _SHARE_CORES: Final = (
@@ -175,6 +177,7 @@ class _Job:
     def start(self, output: Output | None) -> None:
         """Its output goes to `output`, if there is one, else where ours goes."""
         theirs, self.lifeline = os.pipe()
+        os.set_blocking(self.lifeline, False)  # nobody may read at the other end of a line that is cut
         streams = [output.pipe(stream, is_mpirun=self.is_mpirun) for stream in (STDOUT, STDERR)] if output else []
         out, err = streams or (None, None)
         environ = {**os.environ, **self.env}
@@ -196,7 +199,7 @@ class _Job:
                 os.close(descriptor)
 
     def tell(self, number: int) -> None:
-        """Have the guard pass a signal on."""
+        """Have the guard pass a signal on; 0 is a sign of life."""
         with contextlib.suppress(OSError):  # it has ended
             os.write(self.lifeline, bytes([number]))
 
@@ -213,10 +216,15 @@ def _supervise(jobs: Sequence[_Job], output: Output | None) -> int:
             if output is not None:
                 output.start()
             running = list(started)
+            beat_at = time.monotonic() + _BEAT_SECONDS
             while running and not code and not received:
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
                     code = code or _exit_code(job)
+                if time.monotonic() > beat_at:
+                    beat_at = time.monotonic() + _BEAT_SECONDS
+                    for job in running:
+                        job.tell(0)
                 if running and not code:
                     time.sleep(_POLL_SECONDS)
         except FileNotFoundError as error:
@@ -322,7 +330,7 @@ def _agents(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
         if is_here(host.name):
             jobs.append(_Job(host.name, agent, env))
             continue
-        guard = [sys.executable, "-I", str(_GUARD), "0", *agent]
+        guard = [sys.executable, "-I", str(_GUARD), "0", "--silence", str(_SILENCE_SECONDS), *agent]
         settings = [f"{key}={value}" for key, value in _forwarded(env).items()]
         there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *guard])}"
         # Nobody could answer a question: several hosts might ask at once, and the guard has the standard input.
