@@ -1,7 +1,7 @@
 """All-reduce by size: torchring against Gloo, and Open MPI and Horovod where they are installed, in one run.
 
-    python bench/allreduce.py                      2 ranks, then 4, 1 KiB to 256 MiB
-    python bench/allreduce.py --ranks 4 --sizes 1024 1048576 --json results.json
+    torchring bench allreduce                      2 ranks, then 4, 1 KiB to 256 MiB
+    torchring bench allreduce --ranks 4 --sizes 1024 1048576 --json results.json
 
 Rivals, each at its best settings on one machine:
     direct     torchring, a gradient bucket: the buffer is in shared memory already, as in training
@@ -39,13 +39,13 @@ SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="one table for each")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
-    parser.add_argument("--seconds", type=float, default=4.0, help="per size")
-    parser.add_argument("--most", type=int, default=300, help="repetitions at the most")
+    parser = measure.parser("allreduce", __doc__ or "")
+    parser.add_argument("--ranks", type=measure.several, nargs="+", default=[2, 4], help="one table for each")
+    parser.add_argument("--sizes", type=measure.positive, nargs="+", default=SIZES, help="bytes")
+    parser.add_argument("--seconds", type=measure.duration, default=4.0, help="per size")
+    parser.add_argument("--most", type=measure.positive, default=300, help="repetitions at the most")
     parser.add_argument("--no-mpi", action="store_true", help="leave Open MPI and Horovod out even if they are there")
-    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

@@ -103,13 +103,16 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser("gpu", __doc__ or "")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="where several ranks take part")
+    parser.add_argument(
+        "--ranks", type=measure.positive, nargs="+", default=[2, 4], help="where several ranks take part"
+    )
     parser.add_argument("--quick", action="store_true", help="a third of the time, and of the sizes")
     parser.add_argument(
         "--output",
         "--json",
+        type=measure.writable,
         metavar="FILE",
         help="for all rows; unless said, a whole run's go to bench/results/GPU.json",
     )

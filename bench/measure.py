@@ -6,6 +6,7 @@ neighbour hits all alike. A repetition's time is the slowest rank's.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import importlib.metadata
@@ -313,6 +314,48 @@ def provenance() -> dict[str, Any]:
         "kernel": platform.release(),
         "versions": packages | {"torchring": torchring.__version__},
     }
+
+
+def parser(name: str, text: str) -> argparse.ArgumentParser:
+    """For the options of a benchmark, which `torchring bench` starts as a script."""
+    return argparse.ArgumentParser(
+        prog=f"torchring bench {name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def several(text: str) -> int:
+    """A number of ranks that have something to tell each other."""
+    return _at_least(2, text)
+
+
+def positive(text: str) -> int:
+    """A number of what there must be one of."""
+    return _at_least(1, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"needs a number, {least} or more, got {text!r}")
+    return int(text)
+
+
+def duration(text: str) -> float:
+    """Seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"needs a positive number of seconds, got {text!r}")
+    return seconds
+
+
+def writable(text: str) -> str:
+    """A file for results: better refused now than after minutes of measuring."""
+    file = Path(text)
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}")
+    return text
 
 
 def write_json(path: str | None, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:

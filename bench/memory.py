@@ -1,7 +1,7 @@
 """Peak memory of training: torchring against DistributedDataParallel, each rival in processes of its own.
 
-    python bench/memory.py                                 mlp, vgg and gpt, 2 ranks
-    python bench/memory.py --models gpt --rivals torchring alone --ranks 4 --json results.json
+    torchring bench memory                                 mlp, vgg and gpt, 2 ranks
+    torchring bench memory --models gpt --rivals torchring alone --ranks 4 --json results.json
 
 Rivals, one after the other, with plain SGD, which keeps nothing per parameter:
     torchring      torchring.wrap(optimizer, model)
@@ -73,12 +73,12 @@ class Watch(threading.Thread):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser("memory", __doc__ or "")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["mlp", "vgg", "gpt"])
     parser.add_argument("--rivals", nargs="+", choices=list(RIVALS), default=list(RIVALS))
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6, help=f"more than {NUM_BUILDING_STEPS}")
-    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--ranks", type=measure.several, default=2)
+    parser.add_argument("--steps", type=measure.positive, default=6, help=f"more than {NUM_BUILDING_STEPS}")
+    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # of one rival: the file for rank 0's row
     options = parser.parse_args()
     if options.steps <= NUM_BUILDING_STEPS:

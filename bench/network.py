@@ -1,7 +1,7 @@
 """Training steps between hosts: torchring against DistributedDataParallel, over links of a given rate, in one run.
 
-    python bench/network.py                              GPT; 1 and 10 Gbit/s; 2 hosts x 1 rank and 2 hosts x 2 ranks
-    python bench/network.py --rates 1gbit --layouts 4x1 --seconds 60 --json results.json
+    torchring bench network                              GPT; 1 and 10 Gbit/s; 2 hosts x 1 rank and 2 hosts x 2 ranks
+    torchring bench network --rates 1gbit --layouts 4x1 --seconds 60 --json results.json
 
 Network namespaces of this machine stand in for hosts (`netns.py`; takes root and iproute2): all ranks share its cores,
 and what is real is the rate of the links between them. One thread per rank. Rivals, each with its own copy of the
@@ -84,13 +84,13 @@ class Layout:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser("network", __doc__ or "")
     parser.add_argument("--rates", type=_rate, nargs="+", default=["1gbit", "10gbit"], help="as tc writes them")
     parser.add_argument("--layouts", type=Layout.parse, nargs="+", default=[Layout(2, 1), Layout(2, 2)])
     parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
-    parser.add_argument("--seconds", type=float, default=40.0, help="per rate and layout")
-    parser.add_argument("--most", type=int, default=30, help="steps of each rival at the most")
-    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--seconds", type=measure.duration, default=40.0, help="per rate and layout")
+    parser.add_argument("--most", type=measure.positive, default=30, help="steps of each rival at the most")
+    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # the file for rank 0's row
     options = parser.parse_args()
     if options.worker is not None:

@@ -12,7 +12,6 @@ and so on, but not torchring.unpack, and NCCL's. Above that, a line for each ran
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import math
@@ -192,16 +191,16 @@ def _launched_in(one: Range, trace: Trace) -> list[Kernel]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser("overlap", __doc__ or "")
     models = {course.name: course for course in gpu_training.courses(is_dry=False)}
     parser.add_argument("--model", choices=list(models), default=next(iter(models)))
     parser.add_argument(
         "--algorithm", choices=ALGORITHMS, help="as of torchring.wrap; ring for one rank, else auto, unless said"
     )
-    parser.add_argument("--warmup", type=int, default=6, help="steps before the one that is profiled")
-    parser.add_argument("--trace", metavar="FILE", help="where to write the Chrome trace")
+    parser.add_argument("--warmup", type=measure.positive, default=6, help="steps before the one that is profiled")
+    parser.add_argument("--trace", type=measure.writable, metavar="FILE", help="where to write the Chrome trace")
     parser.add_argument("--from-trace", metavar="FILE", help="analyse this one, and measure nothing")
-    parser.add_argument("--json", metavar="FILE", help="also write what is said to this file")
+    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write what is said to this file")
     options = parser.parse_args()
     about = measure.provenance() | {"script": Path(__file__).name}
     if options.from_trace:

@@ -1,7 +1,7 @@
 """Whole training steps: torchring against DistributedDataParallel, and Horovod where it is installed, in one run.
 
-    python bench/step.py                           all models, 2 ranks, one thread each
-    python bench/step.py --models mlp gpt --json results.json
+    torchring bench step                           all models, 2 ranks, one thread each
+    torchring bench step --models mlp gpt --json results.json
 
 Every rival trains its own copy of the model in processes of its own, from the same weights and on the same batches, and
 takes its turn: zero_grad, forward, backward, step (see turns.py). So does "alone", the same without communication; a
@@ -53,12 +53,12 @@ Wrap = Callable[[torch.nn.Module], Contestant]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="one table for each")
+    parser = measure.parser("step", __doc__ or "")
+    parser.add_argument("--ranks", type=measure.several, nargs="+", default=[2], help="one table for each")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
-    parser.add_argument("--seconds", type=float, default=30.0, help="per model")
-    parser.add_argument("--most", type=int, default=120, help="counted steps of each rival at the most")
-    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--seconds", type=measure.duration, default=30.0, help="per model")
+    parser.add_argument("--most", type=measure.positive, default=120, help="counted steps of each rival at the most")
+    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

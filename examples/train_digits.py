@@ -62,12 +62,16 @@ def evaluate(model: nn.Module, test: TensorDataset) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small convolutional network on handwritten digits.")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=20, help="1 or more")
     parser.add_argument("--batch-size", type=int, default=96, help="images per step, over all ranks")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", type=float, default=0.97, help="test accuracy to reach")
+    parser.add_argument(
+        "--target", type=float, default=0.97, help="test accuracy to reach; the exit code is 1 below it"
+    )
     args = parser.parse_args()
+    if args.epochs < 1:
+        parser.error(f"--epochs must be 1 or more, got {args.epochs}")
     torch.set_num_threads(1)  # so small a model gains next to nothing from more
     torch.manual_seed(args.seed + torchring.rank())  # torchring: each rank shifts and drops out differently
 

@@ -40,6 +40,19 @@ needs_mpi = pytest.mark.skipif(not measure.has_mpi(), reason="needs mpirun and m
 # What the scripts share
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--json", "/nowhere/x.json"], ["--ranks", "1"], ["--sizes", "-8"], ["--seconds", "0"]]
+)
+def test_what_a_benchmark_cannot_do_is_refused_at_the_start(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["allreduce.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        allreduce.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: torchring bench allreduce")
+
+
 def test_spread_is_in_milliseconds_and_of_the_right_quantiles() -> None:
     assert Spread.of([i / 1000 for i in (11, 3, 1, 2, 10, 9, 4, 5, 8, 7, 6)]) == Spread(3.0, 6.0, 9.0, 11)
     assert Spread.of([0.002]) == Spread(2.0, 2.0, 2.0, 1)

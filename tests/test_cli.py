@@ -198,15 +198,21 @@ def test_doctor_is_called_with_all_that_is_its_own(monkeypatch: pytest.MonkeyPat
     assert seen == [["--json", "-np", "2", "--help", "--"]]
 
 
-def test_ranks_reduce_together(launcher: Launcher) -> None:
-    code = """
-import os, torch, torchring
+def test_readmes_first_script_trains_as_pasted(launcher: Launcher) -> None:
+    """And ranks reduce together."""
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    code = readme.partition("```python\n")[2].partition("```")[0]
+    code += """
+import os
 from pathlib import Path
 total = torchring.all_reduce(torch.tensor([float(torchring.rank() + 1)]), "sum").item()
 Path(os.environ["REPORTS"], str(torchring.rank())).write_text(str([total, torchring.size()]))
 """
     ran = launcher.run("run", "-np", "2", launcher.script(code, "a script with spaces.py"))
     assert ran.returncode == 0, ran.stderr
+    losses = [float(line.rpartition(" ")[2]) for line in ran.stdout.splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 2
     assert launcher.reports() == [[3.0, 2]] * 2
 
 
@@ -260,6 +266,18 @@ time.sleep(60)
         for pid in launcher.reports_folder.glob("[01]"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> None:
+    """torch would try for a minute, and print pages."""
+    alone = ["unshare", "--net", "--map-root-user"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("takes a network namespace")
+    command = [*alone, sys.executable, "-m", "torchring", "run", "-np", "2", launcher.script("")]
+    ran = subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("torchring run: this machine does not reach itself at 127.0.0.1")
+    assert "`ip link set lo up`" in ran.stderr
 
 
 def test_what_needs_no_torch_imports_none(launcher: Launcher) -> None:

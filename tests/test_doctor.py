@@ -509,11 +509,26 @@ def test_a_rank_starts_no_others(
     assert "2 ranks already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [("-np", "0"), ("--timeout", "0"), ("--timeout", "inf"), ("--colour",), ("x",)])
-def test_usage_errors(arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-np", "0"),
+        ("--timeout", "0"),
+        ("--timeout", "inf"),
+        ("--colour",),
+        ("x",),
+        ("--env", "NAME"),
+        ("-H", "a:x"),
+        ("-H", "a:1", "-np", "2"),
+        ("--hostfile", "/nowhere"),
+    ],
+    ids=" ".join,
+)
+def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         doctor.main(arguments)
     assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: torchring doctor")
 
 
 # Starting ranks
@@ -553,13 +568,25 @@ def test_ranks_that_leave_no_report_are_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launched_as(
-        "echo W1121 21:46:58.05 noise >&2; echo rank 1 was killed by SIGSEGV >&2; exit 139", tmp_path, monkeypatch
+        "echo W1121 21:46:58.05 noise >&2; echo rank 1 was killed by SIGSEGV >&2; "
+        "echo 'frame #14: <unknown function>' >&2; exit 139",
+        tmp_path,
+        monkeypatch,
     )
     assert doctor.main([]) == 1
     words = " ".join(capfd.readouterr().out.split())
     assert (
         "they ended with exit code 139 before a report; the last that was heard: rank 1 was killed by SIGSEGV" in words
     )
+
+
+def test_ranks_that_do_not_begin_are_waited_for_only_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launched_as("exec sleep 100", tmp_path, monkeypatch)
+    monkeypatch.setattr(doctor, "_STARTING_SECONDS", 0.1)
+    assert doctor.main(["--timeout", "0.1"]) == 1
+    assert "ranks were started, but rank 0 did not report" in " ".join(capfd.readouterr().out.split())
 
 
 def test_what_torchring_run_refuses_is_a_usage_error(

@@ -40,6 +40,7 @@ _GUARD: Final = Path(__file__).with_name("guard.py")
 _HOST: Final = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:,\[\]]+)(?::(?P<slots>[0-9]+))?")
 _STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE_SECONDS: Final = 40.0  # for the guards, which have some of their own, after they were told to stop
+_LOOPBACK_SECONDS: Final = 5.0
 _KILL_SECONDS: Final = 5.0  # for the guards to kill what is left
 _POLL_SECONDS: Final = 0.05
 _BEAT_SECONDS: Final = 10.0  # between two signs of life for guards of other hosts
@@ -146,6 +147,8 @@ def start(
         hosts = [Host("localhost", num_proc or 1)]
     filled = _as_this_machine(share_out(hosts, num_proc))
     launcher = _choose(filled, launcher)
+    if launcher == "local" and (trouble := _why_no_loopback()):
+        raise LaunchError(trouble)
     env, output = {JOB: secrets.token_hex(8), **(env or {})}, output or OutputOptions()
     if launcher == "mpirun":
         jobs = [_Job("mpirun", _mpirun(filled, command, env), {}, is_mpirun=True)]
@@ -285,6 +288,19 @@ def _choose(hosts: Sequence[Host], launcher: str) -> str:
     if not remote:
         return "local"
     return "ssh" if _why_no_mpirun() else "mpirun"
+
+
+def _why_no_loopback() -> str | None:
+    """Why ranks of this machine could not meet: torch would try for a minute, and not say."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_LOOPBACK_SECONDS).close()
+    except OSError as error:
+        return (
+            f"this machine does not reach itself at 127.0.0.1, where ranks meet ({error.strerror or error}): its "
+            "loopback interface may be down; `ip link set lo up` starts it"
+        )
+    return None
 
 
 def _find_mpirun() -> str | None:

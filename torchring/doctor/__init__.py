@@ -38,6 +38,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from torchring.arguments import hosts_of, positive, setting
 from torchring.doctor.checks import examine
 from torchring.doctor.facts import gather
 from torchring.doctor.rank import visit
@@ -45,16 +46,19 @@ from torchring.doctor.render import render
 from torchring.doctor.report import SCHEMA, Report, verdict
 from torchring.errors import RingError, TopologyError
 from torchring.launch import read_environment
-from torchring.run import Stopped, signals_raise
+from torchring.run import Host, LaunchError, Stopped, share_out, signals_raise
 from torchring.world import BACKENDS
 
 _DEFAULT_RANKS: Final = 2
 _DEFAULT_TIMEOUT_SECONDS: Final = 30.0
 _MARK: Final = "torchring-doctor-report "  # begins the line in which rank 0 hands its report to whoever started it
+_BEGUN: Final = "torchring-doctor-begun"  # what rank 0 says first
+_STARTING_SECONDS: Final = 60.0  # until then, on top of the time-out: importing torch takes seconds on an idle machine
 _MEASURING_SECONDS: Final = 90.0  # that a visit may take on top of its time-outs
 _SETTLE_SECONDS: Final = 10.0  # for ranks to end by themselves once there is a report
 _STOP_SECONDS: Final = 50.0  # for `torchring run` to end its ranks; it kills after 40
-_LOGGED: Final = re.compile(r"(\[rank\d+\]:)?[IWE]\d{4} ")  # by torch's launcher; `torchring run` says it shorter
+# What torch's launcher logs, which `torchring run` says shorter, and the frames of its C++ errors.
+_LOGGED: Final = re.compile(r"(\[rank\d+\]:)?[IWE]\d{4} |frame #|<omitting python frames>|Exception raised from ")
 _RANK_KEYS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -62,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     """`arguments` are those behind "doctor". Returns the exit code; raises SystemExit(2) for a usage error."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.hand_over:
+        print(_BEGUN, flush=True)
     starts_ranks = any(value is not None for value in (options.num_proc, options.hosts, options.hostfile))
     try:
         # Ranks that are started here are told where they meet; a MASTER_ADDR of the shell's is not for them.
@@ -75,6 +81,10 @@ def main(arguments: Sequence[str]) -> int:
     if launch.size > 1 and starts_ranks:
         parser.error(f"{launch.launcher} has started {launch.size} ranks already; leave -np, -H and --hostfile out")
     if launch.size == 1 and (starts_ranks or launch.launcher == "none"):
+        try:
+            share_out(hosts_of(options) or [Host("localhost", options.num_proc or _DEFAULT_RANKS)], options.num_proc)
+        except LaunchError as error:
+            parser.error(str(error))
         return _start(options)
     try:
         return visit(launch, options.backend, options.timeout, functools.partial(_deliver, options))
@@ -91,10 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 0 if nothing is wrong, 1 if something is, 2 for a usage error.",
     )
     count = f"number of ranks to start ({_DEFAULT_RANKS}, or one per slot of -H)"
-    parser.add_argument("-np", "--num-proc", type=_positive, metavar="N", help=count)
+    parser.add_argument("-np", "--num-proc", type=positive, metavar="N", help=count)
     parser.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="where to start them, as for torchring run")
     parser.add_argument("--hostfile", metavar="FILE", help="the same from a file")
-    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="for the ranks' environment")
+    parser.add_argument(
+        "--env", type=setting, action="append", default=[], metavar="K=V", help="for the ranks' environment"
+    )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="the engine between hosts, as for init()")
     parser.add_argument(
         "--timeout",
@@ -131,15 +143,19 @@ def _start(options: argparse.Namespace) -> int:
         command += ["-np", str(options.num_proc or _DEFAULT_RANKS)]
     command += ["-H", options.hosts] if options.hosts else []
     command += ["--hostfile", options.hostfile] if options.hostfile else []
-    command += [part for pair in options.env for part in ("--env", pair)]
+    command += [part for name, value in options.env for part in ("--env", f"{name}={value}")]
     script = Path(__file__).with_name("__main__.py")
     command += [str(script), "--hand-over", "--backend", options.backend, "--timeout", str(options.timeout)]
-    deadline = time.monotonic() + 4 * options.timeout + _MEASURING_SECONDS
+    deadline = time.monotonic() + options.timeout + _STARTING_SECONDS
+    has_begun = False
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, signals_raise():
         # Files, because a rank that hangs would keep a pipe open.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
         try:
             while (line := _handed_over(out.fileno())) is None and process.poll() is None:
+                if not has_begun and _BEGUN in _printed(out.fileno()):
+                    has_begun = True
+                    deadline = time.monotonic() + 4 * options.timeout + _MEASURING_SECONDS
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
@@ -168,12 +184,15 @@ def _start(options: argparse.Namespace) -> int:
 
 def _handed_over(descriptor: int) -> str | None:
     """The report's line in what the ranks have printed so far."""
-    printed = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
-    for line in printed.splitlines(keepends=True):
+    for line in _printed(descriptor).splitlines(keepends=True):
         _, mark, rest = line.partition(_MARK)  # mpirun may put a rank's name before it
         if mark and line.endswith("\n"):
             return rest
     return None
+
+
+def _printed(descriptor: int) -> str:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
 
 def _last_lines(text: str) -> str:
@@ -189,12 +208,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs a number of processes, 1 or more, got {text!r}")
-    return int(text)
 
 
 def _seconds(text: str) -> float:
