@@ -3,6 +3,7 @@ and ranks of other hosts hear of it as fast as those of the same."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -168,26 +169,65 @@ def test_shutdown_inside_backward_keeps_nobody_waiting(hosts: str, algorithm: st
         assert isinstance(result, tuple) or result == [float(len(_HOSTS[hosts]))]  # had all that it needed
 
 
-def _fork_and_close(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
+def _fork_and_interfere(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
     here = _Rank(rank, hosts, algorithm, overlap)
     assert here.step() == [float(size)]
+    report, end = os.pipe()
     child = os.fork()
     if child == 0:  # as a data loader's worker might that inherits everything
-        code = 1
+        text = ""
         try:
-            here.optimizer.close()
-            torchring.shutdown()
-            code = 0
+            text = json.dumps(_interfere(here))
+        except BaseException as error:
+            text = json.dumps(repr(error))
         finally:
-            os._exit(code)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return status, here.step(), here.step(2.0)
+            os.write(end, text.encode())
+            os._exit(0)
+    os.close(end)
+    with open(report) as pipe:
+        said = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    gradients = [p.grad for p in here.model.parameters() if p.grad is not None]
+    values = {value for gradient in gradients for value in gradient.tolist()}
+    here.optimizer.step()
+    return said, sorted(values), here.step(), here.step(2.0)
+
+
+def _interfere(here: _Rank) -> list[Any]:
+    """What a child sees and is told that does with torchring all that it can do."""
+    gradients = [p.grad for p in here.model.parameters() if p.grad is not None]
+    said: list[Any] = [sorted({value for gradient in gradients for value in gradient.tolist()})]
+    here.optimizer.zero_grad(set_to_none=False)
+    with here.optimizer.no_sync():
+        sum((parameter * 5.0).sum() for parameter in here.model.parameters()).backward()
+    said.append(sorted({value for gradient in gradients for value in gradient.tolist()}))
+    total = torch.ones(1)
+    for forbidden in (
+        lambda: here.step(7.0),
+        lambda: torchring.all_reduce(total),
+        lambda: torchring.all_reduce(total, async_op=True),
+        here.optimizer.synchronize,
+        here.optimizer.step,
+    ):
+        try:
+            said.append(repr(forbidden()))
+        except RingError as error:
+            said.append(str(error))
+    here.optimizer.close()
+    torchring.shutdown()
+    try:
+        torchring.init()
+    except RingError as error:
+        said.append(str(error))
+    return said
 
 
 @in_every_case
-def test_a_forked_child_that_closes_everything_closes_nothing_of_the_parents(
-    hosts: str, algorithm: str, overlap: str
-) -> None:
+def test_a_forked_child_can_do_nothing_to_its_parent(hosts: str, algorithm: str, overlap: str) -> None:
     size = len(_HOSTS[hosts])
-    results = run_ranks(_fork_and_close, size, hosts, algorithm, overlap)
-    assert results == [(0, [float(size)], [2.0 * size])] * size
+    results = run_ranks(_fork_and_interfere, size, hosts, algorithm, overlap)
+    for rank, (said, *ours) in enumerate(results):
+        assert ours == [[float(size)], [float(size)], [2.0 * size]]
+        assert said[:2] == [[float(size)], [5.0]]  # what the parent had; what it did by itself
+        assert len(said) == 8
+        assert all(f"this process was forked from rank {rank} " in text for text in said[2:]), said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import signal
@@ -132,6 +133,26 @@ def _kill_before_collective(rank: int, algorithm: str) -> None:
     torchring.all_gather(torch.ones(4))
 
 
+def _kill_parent_of_a_worker(rank: int, algorithm: str) -> None:
+    """Where no rank sees the others' process ids, and a forked data loader's worker outlives the one that dies."""
+    group = torchring.world.default_world().host
+    assert group is not None
+    group._peers = {peer: dataclasses.replace(link, pidfd=-1) for peer, link in group._peers.items()}
+    torchring.all_reduce(torch.ones(4))
+    if rank == _VICTIM:
+        if os.fork() == 0:
+            with contextlib.suppress(AssertionError):
+                _wait_for(_CLOCK["file"].with_suffix(".noticed"), 8.0)
+            os._exit(0)
+        _die_noting_the_time()
+    try:
+        torchring.all_gather(torch.ones(4))
+    finally:
+        if rank == 0:
+            time.sleep(0.3)  # the others must not notice by the end of the worker
+            _CLOCK["file"].with_suffix(".noticed").touch()
+
+
 def _kill_on_entry(owner: Any, name: str) -> Callable[[int, str], None]:
     def body(rank: int, algorithm: str) -> None:
         if rank == _VICTIM:
@@ -146,6 +167,7 @@ _DEATHS: dict[str, Callable[[int, str], None]] = {
     "in backward": _kill_in_backward,
     "in a collective": _kill_in_collective,
     "before a collective": _kill_before_collective,
+    "beside a worker": _kill_parent_of_a_worker,
     "wrap: checking options": _kill_on_entry(optimizer_module, "check_options"),
     "wrap: opening collectives": _kill_on_entry(collectives_module.Collectives, "__init__"),
     "wrap: broadcasting": _kill_on_entry(optimizer_module, "broadcast_optimizer_state"),
@@ -239,6 +261,10 @@ def test_the_rank_that_hosts_the_store_may_die(algorithm: str, tmp_path: Path) -
 @pytest.mark.parametrize("death", ["in a collective", "before a collective"])
 def test_a_death_in_a_collective_is_named(death: str, topology: str, tmp_path: Path) -> None:
     _kill_and_watch(death, "auto", topology, tmp_path)
+
+
+def test_a_forked_worker_does_not_hide_the_death_of_its_rank(tmp_path: Path) -> None:
+    _kill_and_watch("beside a worker", "auto", "one host", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -394,9 +394,21 @@ def _double_backward(rank: int, world_size: int) -> None:
     optimizer.zero_grad()
     with pytest.raises(GradientError, match=r"create_graph=True"):
         model(batch(rank)).backward(create_graph=True)
+    optimizer.zero_grad()
+
+    def squared(x: Tensor) -> Tensor:
+        return (model.first(x) ** 2).sum() + (model.second(x) ** 2).sum()
+
+    with optimizer.no_sync():  # nothing is averaged here
+        squared(batch(rank)).backward(create_graph=True)
+    norm = sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None)
+    assert all(part.any() for part in torch.autograd.grad(norm, list(model.parameters())))
+    optimizer.synchronize()
+    check_gradients(model, mean_of(squared, model, world_size, [0]))
+    assert not any(p.grad is not None and p.grad.requires_grad for p in model.parameters())
 
 
-def test_double_backward_works_and_create_graph_is_refused() -> None:
+def test_double_backward_works_and_create_graph_is_refused_where_it_averages() -> None:
     run_ranks(_double_backward, 2)
 
 
@@ -512,7 +524,7 @@ def test_a_round_that_cannot_begin_on_one_rank_is_no_round_on_any() -> None:
     """The others learn why, at once, and nobody steps on gradients of its own."""
     (other, other_step), (own, own_step) = run_ranks(_no_room_for_the_second_plan, 2, deadline=15)
     assert own == "no space left"
-    assert "rank 1 stopped: OSError: no space left" in other
+    assert "rank 1 stopped: the reduction of gradients was interrupted by OSError: no space left" in other
     for step in (own_step, other_step):
         assert "the last backward did not reduce its gradients" in step
 

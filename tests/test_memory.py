@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import random
+import resource
 import select
 import signal
 import socket
@@ -441,17 +442,17 @@ def test_no_peer_can_shrink_or_grow_a_block(monkeypatch: pytest.MonkeyPatch, is_
             for name in names:
                 monkeypatch.delattr(module, name)
     refused: list[int] = []
-    map_it = host_module._map
+    map_it = host_module.map_block
 
-    def attack(descriptor: int, length: int, *, populate: bool) -> torch.Tensor:
+    def attack(descriptor: int, length: int, *, is_own: bool) -> torch.Tensor:
         for target in (0, length * 2):
             try:
                 os.ftruncate(descriptor, target)
             except PermissionError:
                 refused.append(target)
-        return map_it(descriptor, length, populate=populate)
+        return map_it(descriptor, length, is_own=is_own)
 
-    monkeypatch.setattr(host_module, "_map", attack)
+    monkeypatch.setattr(host_module, "map_block", attack)
 
     def body(group: HostGroup) -> None:
         group.allocate(4096)
@@ -459,6 +460,17 @@ def test_no_peer_can_shrink_or_grow_a_block(monkeypatch: pytest.MonkeyPatch, is_
     run_groups(2, body)
     assert refused.count(0) == 8  # two blocks (one holds last words) x two ranks x own and peer's
     assert refused.count(8192) == 8
+
+
+def test_a_limit_on_file_sizes_is_named() -> None:
+    """`ulimit -f`, which a script has no reason to connect with its gradients."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, old[1]))
+        with pytest.raises(OSError, match=r"cannot reserve 2 MiB of memory to share .* `ulimit -f unlimited`"):
+            linux.create_memory("torchring-test", 2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 @pytest.mark.parametrize("is_declared", [True, False], ids=["", "python built against an old glibc"])

@@ -106,7 +106,7 @@ def test_giving_up_reaches_those_who_wait_at_once() -> None:
     def body(rendezvous: Rendezvous) -> Any:
         if rendezvous.rank == 1:
             time.sleep(0.1)
-            rendezvous.give_up("no world will come of this")
+            rendezvous.give_up(TopologyError("no world will come of this"))
             return None
         started = time.monotonic()
         with pytest.raises(TopologyError, match="no world will come"):

@@ -21,7 +21,7 @@ class BackwardWatch:
 
     Args:
         on_end: called on the thread of backward(), just before it returns.
-        on_abort: called instead if backward raised, as soon as the engine has let go of it.
+        on_abort: called if backward or `on_end` raised, as soon as the engine has let go of it.
     """
 
     def __init__(self, on_end: Callable[[], None], on_abort: Callable[[], None]) -> None:
@@ -35,6 +35,10 @@ class BackwardWatch:
         """Call from a hook, inside backward, when not armed."""
         self._queue(_EndToken(self))
 
+    def close(self) -> None:
+        """Call back no more, and let go of whom to call. Not inside a backward, whose end has to be noticed."""
+        self._on_end = self._on_abort = _nothing
+
     def _queue(self, token: _EndToken) -> None:
         self._token = weakref.ref(token, self._dropped)
         self.is_armed = True
@@ -46,7 +50,11 @@ class BackwardWatch:
         node = torch._C._current_autograd_node()
         if node is None:
             self._token = None
-            self._on_end()
+            try:
+                self._on_end()
+            except BaseException:
+                self._on_abort()
+                raise
             return
         # That was an inner backward, run by `node` of an outer one. What runs after `node` belongs to the outer one:
         # its first successor, or our next hook, whichever comes first, arms us there.
@@ -81,3 +89,6 @@ class _EndToken:
     @run_eagerly
     def __call__(self) -> None:
         self._watch._ended()
+
+
+def _nothing() -> None: ...

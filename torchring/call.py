@@ -8,7 +8,7 @@ from typing import Final, Literal, get_args
 
 import torch
 
-from torchring.errors import PlanMismatchError
+from torchring.errors import PlanMismatchError, in_step
 
 Op = Literal["mean", "sum", "min", "max", "product"]
 OPS: Final = get_args(Op)
@@ -51,6 +51,7 @@ def call_for(operation: str, tensor: torch.Tensor, detail: str = "", *, any_rows
 
 
 def mismatch(rank: int, mine: Call, other: int, theirs: bytes) -> PlanMismatchError:
-    """Rank `rank` sees that `other` calls something else."""
+    """Rank `rank` sees that `other` calls something else. So do all ranks, at this point."""
     text = theirs.rstrip(b"\0").decode(errors="replace")
-    return PlanMismatchError(f"rank {rank} called {mine} while rank {other} called {text}", rank=rank, peers=(other,))
+    message = f"rank {rank} called {mine} while rank {other} called {text}"
+    return in_step(PlanMismatchError(message, rank=rank, peers=(other,)))

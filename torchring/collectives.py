@@ -3,7 +3,11 @@
 They act on the default world and are called by all its ranks in the same order. Tensors on a GPU travel by way of the
 host, which waits for them; gradients do not, see `reduction.py`. A blocking call returns when this
 rank's result is there. With `async_op=True` it runs on a background thread: the tensor belongs to torchring until
-`Work.wait()` returns; order among collectives, blocking or not, is the order of the calls.
+`Work.wait()` returns; order among collectives, blocking or not, is the order of the calls. Threads of one rank take
+turns, in an order that should be the same on all ranks.
+
+What torchring itself tells the other ranks at the end of a backward goes apart from the script's collectives, so that
+a thread of the script may call some while another one trains.
 
 Ranks of one host exchange through shared memory; otherwise Gloo does, in a group apart from the script's own.
 """
@@ -15,13 +19,15 @@ import operator
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, cast, overload
 
 import torch
 
 from torchring.call import OPS, Call, Op, call_for
 from torchring.dynamo import run_eagerly
-from torchring.errors import PeerLostError, PlanMismatchError
+from torchring.errors import PeerLostError, PlanMismatchError, in_step
+from torchring.interruption import InterruptionGuard
 from torchring.memory.exchange import HostExchange, combine
 from torchring.memory.host import bytes_of
 from torchring.plan import fingerprint, first_difference
@@ -87,46 +93,68 @@ class _Alone:
 
 
 class Collectives:
-    """The collectives of one world, in the order in which they are called. Opening them is collective."""
+    """One stream of collectives of a world, in the order in which they are called. Opening it is collective.
 
-    def __init__(self, world: World) -> None:
+    Args:
+        name: of the stream; unique in this world, the same on every rank.
+    """
+
+    def __init__(self, world: World, name: str = "collectives") -> None:
         self.world = world
-        self._exchange: _Exchange
+        self._name = name
+        # Between hosts it is opened with the first call: a thread and a connection for each rank.
+        self._exchange: _Exchange | None = None
         if world.size == 1:
             self._exchange = _Alone()
         elif world.shares_memory and world.host is not None:
             self._exchange = HostExchange(world.host)
-        else:
-            assert world.rendezvous is not None
-            self._exchange = GroupExchange(C10dTransport(world.rendezvous, world.next_stream_name(), world.host))
-        self._background = Worker("torchring-collectives")
+        self._background = Worker(f"torchring-{name}")
+        self._calls = InterruptionGuard(world)
+        self._in_background = InterruptionGuard(world)
         self._last: Future[Any] | None = None
         world.on_close(self.close)
 
     @run_eagerly
-    def run(self, operation: Callable[[_Exchange], _T]) -> _T:
-        """Now, or after the asynchronous ones that were called before."""
-        if self._last is not None and not self._last.done():
-            return self.start(operation).result()
-        return operation(self._exchange)
+    def run(self, what: str, operation: Callable[[_Exchange], _T]) -> _T:
+        """Now, or after the asynchronous ones that were called before. Error messages call it `what`."""
+
+        def in_turn() -> _T:
+            if self._last is not None and not self._last.done():
+                return self._start(what, operation).result()
+            return operation(self._opened())
+
+        return self._calls.run(what, in_turn)
 
     @run_eagerly
-    def start(self, operation: Callable[[_Exchange], _T]) -> Future[_T]:
+    def start(self, what: str, operation: Callable[[_Exchange], _T]) -> Future[_T]:
         """On the background thread."""
-        future = self._background.submit(lambda: operation(self._exchange))
+        return self._calls.run(what, lambda: self._start(what, operation))
+
+    def _start(self, what: str, operation: Callable[[_Exchange], _T]) -> Future[_T]:
+        future = self._background.submit(lambda: self._in_background.run(what, lambda: operation(self._opened())))
         self._last = future
         return future
 
+    def _opened(self) -> _Exchange:
+        if self._exchange is None:
+            world = self.world
+            assert world.rendezvous is not None
+            transport = C10dTransport(world.rendezvous, self._name, world.host)
+            world.on_failure(transport)
+            self._exchange = GroupExchange(transport)
+        return self._exchange
+
     def close(self) -> None:
         self._background.close()
-        self._exchange.close()
+        if self._exchange is not None:
+            self._exchange.close()
         _of_world.pop(self.world, None)
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        return self.run(lambda exchange: _all_reduce(exchange, tensor, op))
+        return self.run("all_reduce", lambda exchange: _all_reduce(exchange, tensor, op))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        return self.run(lambda exchange: _broadcast(exchange, tensor, src))
+        return self.run("broadcast", lambda exchange: _broadcast(exchange, tensor, src))
 
     def broadcast_together(self, tensors: Iterable[torch.Tensor], src: int) -> None:
         """Many at once, in messages of some MiB: between hosts, one message for each of 800 took 2 s."""
@@ -165,16 +193,20 @@ class Collectives:
             exchange.broadcast(buffer, src, call)
             return buffer.numpy().tobytes()
 
-        return self.run(operation)
+        return self.run("broadcast_object", operation)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Everybody's `data`, in rank order."""
         call = Call("all_gather_object")
-        return self.run(lambda exchange: [p.numpy().tobytes() for p in exchange.all_gather(_tensor_of(data), call)])
+
+        def operation(exchange: _Exchange) -> list[bytes]:
+            return [part.numpy().tobytes() for part in exchange.all_gather(_tensor_of(data), call)]
+
+        return self.run("all_gather_object", operation)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's tensor, in rank order; sizes of dimension 0 may differ."""
-        return self.run(lambda exchange: _all_gather(exchange, tensor))
+        return self.run("all_gather", lambda exchange: _all_gather(exchange, tensor))
 
     def check_equal(self, description: Sequence[str]) -> None:
         """Raise PlanMismatchError on every rank, naming the first difference, unless all ranks pass the same lines."""
@@ -182,7 +214,7 @@ class Collectives:
             return
         everybody = [json.loads(text) for text in self.all_gather_bytes(json.dumps(list(description)).encode())]
         others = [rank for rank, theirs in enumerate(everybody) if theirs != everybody[0]]
-        raise PlanMismatchError(first_difference(everybody), rank=self.world.rank, peers=others)
+        raise in_step(PlanMismatchError(first_difference(everybody), rank=self.world.rank, peers=others))
 
     def raise_together(self, problem: Exception | None, what: str) -> None:
         """Raise `problem`, and PlanMismatchError on ranks that have none where another one has: nobody waits for it.
@@ -193,29 +225,52 @@ class Collectives:
         problems = self.all_gather_bytes(text.encode())
         others = [rank for rank, other in enumerate(problems) if other]
         if problem is not None:
-            raise problem
+            raise in_step(problem)
         if others:
-            raise PlanMismatchError(
-                f"rank {others[0]} {what}: {problems[others[0]].decode()}", rank=self.world.rank, peers=others
-            )
+            text = f"rank {others[0]} {what}: {problems[others[0]].decode()}"
+            raise in_step(PlanMismatchError(text, rank=self.world.rank, peers=others))
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self.run(lambda exchange: exchange.barrier(Call("barrier")))
+        self.run("barrier", lambda exchange: exchange.barrier(Call("barrier")))
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
         return bool(self.all_reduce(torch.tensor([int(flag)], device="cpu"), "max"))
 
 
-_of_world: dict[World, Collectives] = {}
+@dataclass(frozen=True)
+class _Streams:
+    script: Collectives
+    internal: Collectives
+
+
+_of_world: dict[World, _Streams] = {}
+
+
+def _streams_of(world: World) -> _Streams:
+    """Opened together at the first call, which all ranks make; gone when the world is closed."""
+    streams = _of_world.get(world)
+    if streams is None:
+        with world.opening:
+            streams = _of_world.get(world)
+            if streams is None:
+                streams = _of_world[world] = InterruptionGuard(world).run("the first collective", lambda: _open(world))
+    return streams
+
+
+def _open(world: World) -> _Streams:
+    return _Streams(Collectives(world), Collectives(world, "internal"))
 
 
 def collectives_of(world: World) -> Collectives:
-    """The collectives of `world`, opened at the first call, which all ranks make; gone when the world is closed."""
-    if world not in _of_world:
-        _of_world[world] = Collectives(world)
-    return _of_world[world]
+    """The script's collectives, which it calls by themselves or by way of `wrap` and `broadcast_parameters`."""
+    return _streams_of(world).script
+
+
+def internal_collectives_of(world: World) -> Collectives:
+    """What torchring itself calls, in and after a backward."""
+    return _streams_of(world).internal
 
 
 @overload
@@ -245,7 +300,7 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
     check_dense(tensor)
     check_writable(tensor)
     _check_reducible(tensor, op)
-    return _dispatch(lambda exchange: _all_reduce(exchange, tensor, op), async_op, tensor.device)
+    return _dispatch("all_reduce", lambda exchange: _all_reduce(exchange, tensor, op), async_op, tensor.device)
 
 
 @overload
@@ -266,7 +321,7 @@ def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> tor
     check_dense(tensor)
     check_writable(tensor)
     _check_rank(src)
-    return _dispatch(lambda exchange: _broadcast(exchange, tensor, src), async_op, tensor.device)
+    return _dispatch("broadcast", lambda exchange: _broadcast(exchange, tensor, src), async_op, tensor.device)
 
 
 @overload
@@ -284,7 +339,7 @@ def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | W
     Returns a new tensor or a `Work`. Raises PlanMismatchError where ranks differ; else as `all_reduce`.
     """
     check_dense(tensor)
-    return _dispatch(lambda exchange: torch.cat(_all_gather(exchange, tensor)), async_op, tensor.device)
+    return _dispatch("all_gather", lambda exchange: torch.cat(_all_gather(exchange, tensor)), async_op, tensor.device)
 
 
 @overload
@@ -316,7 +371,7 @@ def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False
         parts = _all_to_all(exchange, tensor, splits, call)[0]
         return _reduce_parts(parts, op)
 
-    return _dispatch(operation, async_op, tensor.device)
+    return _dispatch("reduce_scatter", operation, async_op, tensor.device)
 
 
 @overload
@@ -366,7 +421,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
         parts, counts = _all_to_all(exchange, tensor, shares, call)
         return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
 
-    return _dispatch(operation, async_op, tensor.device)
+    return _dispatch("all_to_all", operation, async_op, tensor.device)
 
 
 def barrier() -> None:
@@ -396,7 +451,7 @@ def all_gather_object(obj: _T) -> list[_T]:
 
 
 def _dispatch(
-    operation: Callable[[_Exchange], torch.Tensor], async_op: bool, device: torch.device
+    what: str, operation: Callable[[_Exchange], torch.Tensor], async_op: bool, device: torch.device
 ) -> torch.Tensor | Work:
     collectives = collectives_of(default_world())
     if device.type == "cuda":  # on whichever thread, in the stream that computes the tensor
@@ -406,7 +461,7 @@ def _dispatch(
             with torch.cuda.stream(stream):
                 return of_caller(exchange)
 
-    return Work(collectives.start(operation)) if async_op else collectives.run(operation)
+    return Work(collectives.start(what, operation)) if async_op else collectives.run(what, operation)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 
 class RingError(RuntimeError):
@@ -21,6 +21,7 @@ class RingError(RuntimeError):
         parameters: names of the parameters concerned.
         step: optimizer step, counted from 0.
         seconds: how long this rank had waited.
+        in_step: whether every rank raises at this point, so that ranks can go on together without `shutdown()`.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class RingError(RuntimeError):
         self.parameters = tuple(parameters)
         self.step = step
         self.seconds = seconds
+        self.in_step = False
 
     def locate(self, *, bucket: int, parameters: Sequence[str], step: int) -> None:
         """Add where in the training step it happened; the layer that raised did not know of buckets."""
@@ -84,6 +86,23 @@ class TopologyError(RingError):
     """The launcher's environment is incomplete or contradicts itself, or ranks do not fit the requested algorithm."""
 
 
+_E = TypeVar("_E", bound=Exception)
+
+
+def in_step(error: _E) -> _E:
+    """Mark an error that every rank raises at this point, or another one like it: ranks can go on together after it."""
+    error.in_step = True  # type: ignore[attr-defined]
+    return error
+
+
+_WAY_OUT: Final = "call torchring.shutdown() and torchring.init() on all ranks"
+
+
+def with_way_out(text: str) -> str:
+    """`text`, about a world that is broken, with what can be done; once."""
+    return text if _WAY_OUT in text else f"{text}; {_WAY_OUT}"
+
+
 MAX_MESSAGE_BYTES: Final = 1500  # quotes and such may double it, and it has to fit a page
 
 
@@ -94,8 +113,11 @@ def encode_error(error: RingError) -> bytes:
     return json.dumps(words, ensure_ascii=False).encode()
 
 
-def decode_error(data: bytes, reporter: int) -> RingError:
-    """The error that rank `reporter` has encoded, as another rank raises it. Never fails: garbage is a RingError."""
+def decode_error(data: bytes, reporter: int | None) -> RingError:
+    """The error that rank `reporter` has encoded, as another rank raises it. Never fails: garbage is a RingError.
+
+    Where nobody says who has encoded it, the message is taken to name the rank.
+    """
     try:
         words = json.loads(data)
         kind = _KINDS[words["error"]]
@@ -107,8 +129,9 @@ def decode_error(data: bytes, reporter: int) -> RingError:
         OverflowError,
         RecursionError,
     ):  # caught half-written; the reporter is failing all the same
-        kind, message, peers = RingError, "it reported a failure", [reporter]
-    if not message.startswith("rank ") or " stopped: " not in message:
+        kind, message, peers = RingError, "it reported a failure", [] if reporter is None else [reporter]
+    is_signed = message.startswith("rank ") and " stopped: " in message
+    if reporter is not None and not is_signed:
         message = f"rank {reporter} stopped: {message}"
     return kind(message, peers=peers)
 

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 import torch
 
 from torchring.backward import BackwardWatch
-from torchring.collectives import collectives_of
+from torchring.collectives import collectives_of, internal_collectives_of
 from torchring.dynamo import is_compiled_backward, run_eagerly
-from torchring.errors import GradientError, RingError
+from torchring.errors import GradientError, in_step, with_way_out
+from torchring.interruption import InterruptionGuard
 from torchring.module_wrappers import ModuleWrappers, explain
 from torchring.plan import ParameterSpec
 from torchring.reduction import Reduction
@@ -110,7 +111,11 @@ class GradientHooks:
         """Collective: reduce whatever is local on any rank. Nothing happens where nothing is."""
         if self._in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
-        collectives = collectives_of(self.reduction.world)
+        with torch.no_grad():  # a graph on the gradients, of backward(create_graph=True), is cut here
+            self._neighbours.guard.run("synchronize()", self._synchronize)
+
+    def _synchronize(self) -> None:
+        collectives = internal_collectives_of(self.reduction.world)
         if collectives.any_rank(self._has_thawed()):
             self._adopt_thawed()
         problem: GradientError | None = None
@@ -123,7 +128,7 @@ class GradientHooks:
             torch.tensor([int(needs), int(problem is not None)], device="cpu"), "max"
         ).tolist()
         if wants[1]:
-            raise problem or GradientError("synchronize() was refused on another rank; its error says why")
+            raise in_step(problem or GradientError("synchronize() was refused on another rank; its error says why"))
         if wants[0]:
             self._guard(self._reduce_now)
             self._num_backwards = 0
@@ -149,6 +154,8 @@ class GradientHooks:
         self._handles = []
         self._neighbours.leave(self)
         self.reduction.close()
+        if not self._in_backward:
+            self._watch.close()  # the two refer to each other; with the watch closed, no collector is needed
 
     def _hook(self, index: int) -> Hook:
         @run_eagerly
@@ -170,16 +177,18 @@ class GradientHooks:
         if not self._in_backward:
             if self.failure is not None:
                 failure = str(self.failure) or type(self.failure).__name__
-                raise GradientError(f"an earlier backward failed: {failure}") from self.failure
+                raise GradientError(with_way_out(f"an earlier backward failed: {failure}")) from self.failure
             if is_compiled_backward():
                 raise GradientError(
                     "compiled autograd runs this backward() and does not say when it ends, so gradients would never "
                     "be reduced. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it"
                 )
             self.refuse_module_wrappers()
-            if torch.is_grad_enabled():
+            reduces = self._no_sync_depth == 0 and self._num_backwards + 1 >= self._accumulate
+            if reduces and torch.is_grad_enabled():
                 raise GradientError(
-                    "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Take inner "
+                    "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Run it "
+                    "inside optimizer.no_sync(), and call optimizer.synchronize() afterwards; or take inner "
                     "gradients with torch.autograd.grad(..., create_graph=True), and call backward() for the outer loss"
                 )
             if self.reduction.is_captured():
@@ -188,12 +197,13 @@ class GradientHooks:
                     "checks and bookkeeping. Capture the model with torch.cuda.make_graphed_callables, whose "
                     "gradients arrive outside the graph, or capture nothing but the forward pass"
                 )
-            self._begin(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self._accumulate)
+            self._begin(reduces=reduces)
         self._watch.arm()
 
     def _begin(self, *, reduces: bool) -> None:
         self._reduces = reduces
         if reduces:
+            self.reduction.world.raise_if_broken()
             self._guard(lambda: self._begin_round(hold=self._neighbours.are_several))
         self._accept = self.reduction.arrived if reduces else self.reduction.accumulated
         self._in_backward = True
@@ -215,7 +225,8 @@ class GradientHooks:
         if reduces:
             odd, changed, _ = self.reduction.heard
             some_but_not_all = 0.5 / self.reduction.world.size
-            self._replicas.after_round(changed > 0 or some_but_not_all < odd < 1 - some_but_not_all)
+            alarmed = changed > 0 or some_but_not_all < odd < 1 - some_but_not_all
+            self._replicas.after_round(alarmed, self.num_steps)
 
     def forget(self) -> None:
         """A backward under way has raised (out of memory, an error in a custom function): drop its round."""
@@ -265,10 +276,7 @@ class GradientHooks:
         self.failure = error
         self._in_backward = False
         self.reduction.abandon()
-        if not isinstance(error, RingError):
-            error = RingError(f"{type(error).__name__}: {error}", peers=(self.reduction.world.rank,))
-        self.reduction.mover.fail(error)
-        self.reduction.world.report_failure(error)
+        self.reduction.world.break_off("the reduction of gradients", error)
 
 
 class Neighbours:
@@ -279,6 +287,7 @@ class Neighbours:
     message on who takes part, and those reduce in the order of wrapping.
 
     Attributes:
+        guard: for what takes several collectives, and must not be left between two of them.
         module_wrappers: of this process; none of them may reduce what a member does.
     """
 
@@ -286,6 +295,7 @@ class Neighbours:
         self.module_wrappers = ModuleWrappers()
         self._world = world
         self._members: list[GradientHooks] = []
+        self.guard = InterruptionGuard(world)
 
     @property
     def are_several(self) -> bool:
@@ -300,6 +310,15 @@ class Neighbours:
 
     def finish(self, caller: GradientHooks) -> None:
         """The end of a backward, as told to `caller`: finish all that it touched."""
+        is_local = not any(member.wants_reduction for member in (caller, *self._members))
+        if is_local and (not self.are_several or self._world.failure is not None):  # nobody to agree with
+            for member in self._members:
+                if member.in_backward:
+                    member.finish(reduces=False)
+            return
+        self.guard.run("the end of backward()", lambda: self._finish(caller))
+
+    def _finish(self, caller: GradientHooks) -> None:
         if not self.are_several:
             caller.finish(reduces=caller.wants_reduction)
             return
@@ -310,7 +329,7 @@ class Neighbours:
             wants = torch.tensor(
                 [member.in_backward + member.wants_reduction for member in self._members], device="cpu"
             )
-            collectives_of(self._world).all_reduce(wants, "max")
+            internal_collectives_of(self._world).all_reduce(wants, "max")
             for member, want in zip(list(self._members), wants.tolist(), strict=True):
                 if want:
                     member.finish(reduces=want == 2)

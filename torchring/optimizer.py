@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS, Algorithm, Overlap
-from torchring.collectives import collectives_of
+from torchring.collectives import collectives_of, internal_collectives_of
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
 from torchring.hooks import GradientHooks, neighbours_of
@@ -146,8 +146,22 @@ class DistributedOptimizer(Optimizer):
         sync_initial_state: bool = True,
     ) -> None:
         world = default_world()
-        neighbours_of(world).release_dead()
         options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap)
+        open_it = functools.partial(self._open, world, optimizer, model, options, sync_initial_state)
+        if world.size > 1:
+            neighbours_of(world).guard.run("wrap()", open_it)
+        else:
+            open_it()
+
+    def _open(
+        self,
+        world: World,
+        optimizer: Optimizer,
+        model: torch.nn.Module | None,
+        options: Options,
+        sync_initial_state: bool,
+    ) -> None:
+        neighbours_of(world).release_dead()
         names: dict[torch.nn.Parameter, str] = {}
         problem: Exception | None = None
         try:
@@ -323,9 +337,14 @@ class DistributedOptimizer(Optimizer):
         self._stepped += added
         for i, parameter in enumerate(added):
             self._names[parameter] = f"group{len(self.param_groups) - 1}.param{i}"
-        if hooks is not None:
+        if hooks is None:
+            return
+
+        def share() -> None:
             broadcast_parameters({self._names[parameter]: parameter.data for parameter in added})
             hooks.extend(added)
+
+        neighbours_of(hooks.reduction.world).guard.run("add_param_group()", share)
 
     # Hooks on checkpoints belong to the optimizer whose state they see.
 
@@ -449,7 +468,7 @@ class DistributedOptimizer(Optimizer):
             self._drop_early_hooks()
             world = default_world()
             if world.size > 1:
-                hooks = self._connect(world)
+                hooks = neighbours_of(world).guard.run("wrap()", functools.partial(self._connect, world))
                 hooks.first_gradient(next(i for i, p in enumerate(hooks.reduction.parameters) if p is parameter))
 
         self._early_handles = [
@@ -488,7 +507,7 @@ class DistributedOptimizer(Optimizer):
         if world.size == 1:
             return None
         self._drop_early_hooks()
-        return self._connect(world)
+        return neighbours_of(world).guard.run("wrap()", functools.partial(self._connect, world))
 
     def _only_creates_state(self) -> bool:
         """Whether a step now would change no parameter, and find nothing in a gradient.
@@ -513,11 +532,12 @@ class DistributedOptimizer(Optimizer):
         if loss is None:
             return None
         mean = torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64).detach().clone()
-        collectives_of(hooks.reduction.world).all_reduce(mean, "mean")
+        internal_collectives_of(hooks.reduction.world).all_reduce(mean, "mean")
         return mean if isinstance(loss, torch.Tensor) else float(mean)
 
     def _refuse_bad_gradients(self, hooks: GradientHooks) -> None:
         """Raise GradientError rather than train on something that is known to be wrong."""
+        hooks.reduction.world.refuse_fork()
         if hooks.failure is not None:
             raise GradientError(f"the last backward did not reduce its gradients: {hooks.failure}") from hooks.failure
         hooks.reduction.poll()

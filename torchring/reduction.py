@@ -16,7 +16,7 @@ from torchring.allreduce import StagedMover, Wire
 from torchring.allreduce.on_device import DeviceWire, OnStream
 from torchring.allreduce.select import Choice, open_chosen, open_mover, open_on_device
 from torchring.bucket import Bucket, BucketState, GradientStatus
-from torchring.collectives import collectives_of
+from torchring.collectives import Collectives, collectives_of, internal_collectives_of
 from torchring.memory.heap import keep_freed
 from torchring.packing import DevicePacking, HostPacking, Packing
 from torchring.plan import NUM_SIGNALS, BucketPlan, ParameterSpec, Plan, build_plan, describe, shifted
@@ -95,9 +95,11 @@ class Reduction:
         self._is_broken_off = False
         self.timing = Timing()
         self._options = options
-        self._check_agreement(specs)
+        # With the script's collectives: another rank may call one of those instead.
+        self._check_agreement(specs, collectives_of(world))
         plan = self._plan(specs)
         self.mover, self.choice = self._open_mover(plan, specs[0].device)
+        world.on_failure(self.mover)
         self._rounds = DeviceRounds(world, self.mover, self.timing.add) if isinstance(self.mover, OnStream) else None
         self.scheduler = Scheduler((), self.mover)
         self._sparse = SparseReduction(world, options.scale(world.size), is_sum=options.op == "sum")
@@ -129,7 +131,7 @@ class Reduction:
 
     def extend(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective, between rounds: more parameters, in buckets of their own."""
-        self._check_agreement(specs)
+        self._check_agreement(specs, internal_collectives_of(self.world))
         self._ready_order = self._seen_order = None  # which knows nothing of them; the plan stays as it is
         self._add(specs, parameters, self._plan(specs))
 
@@ -293,9 +295,9 @@ class Reduction:
         gradient_bytes = [spec.numel * spec.dtype.itemsize for spec in self.specs if not spec.is_sparse]
         keep_freed(sum(gradient_bytes), max(gradient_bytes, default=0))
 
-    def _check_agreement(self, specs: Sequence[ParameterSpec]) -> None:
+    def _check_agreement(self, specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
-        collectives_of(self.world).check_equal(describe(specs, f"{self._options} on {self.world.size} ranks"))
+        collectives.check_equal(describe(specs, f"{self._options} on {self.world.size} ranks"))
 
     def _open(self, plan: Plan) -> list[Bucket]:
         wires = self.mover.open_wires(_wires_of(plan))
@@ -337,7 +339,7 @@ class Reduction:
             first = self.buckets[0]
             return [value / (first.reduce_scale * size) for value in first.heard()]
         sums = torch.tensor(self._signals, device="cpu")  # nothing but sparse gradients
-        collectives_of(self.world).all_reduce(sums, "sum")
+        internal_collectives_of(self.world).all_reduce(sums, "sum")
         return [value / size for value in sums.tolist()]
 
     def _rebuild(self) -> None:
@@ -348,7 +350,7 @@ class Reduction:
         assert self._seen_order is not None
         order = list(dict.fromkeys(self._seen_order))
         order += sorted(set(range(len(self.specs))).difference(order), reverse=True)
-        collectives = collectives_of(self.world)
+        collectives = internal_collectives_of(self.world)
         agreed = collectives.broadcast(torch.tensor(order, dtype=torch.int64, device="cpu"), 0).tolist()
         plan = self._plan(self.specs, agreed)
         self._seen_order = None

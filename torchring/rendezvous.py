@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 from torch.distributed import Store
 
-from torchring.errors import PeerLostError, PeerTimeoutError, RingError, TopologyError
+from torchring.errors import PeerLostError, PeerTimeoutError, RingError, TopologyError, decode_error, encode_error
 from torchring.worker import Worker
 
 _T = TypeVar("_T")
@@ -85,8 +85,9 @@ class Rendezvous:
                 f"rank {self.rank} was started for a world of {mine}, another rank for a world of {agreed}; give every "
                 "rank the same WORLD_SIZE"
             )
-            self._give_up_opening(text)
-            raise TopologyError(text, rank=self.rank)
+            error = TopologyError(text, rank=self.rank)
+            self.give_up_opening(error)
+            raise error
 
     def check_job(self, job: str) -> None:
         """Raise TopologyError if rank 0, which waits for its own ranks, is of another job; "" is any."""
@@ -112,17 +113,19 @@ class Rendezvous:
                 f"two processes were started as rank {self.rank} of {self.size}: {first}, and {mine}; give every "
                 "process a RANK of its own, and every job a MASTER_PORT of its own"
             )
-            self._give_up_opening(text)
-            raise TopologyError(text, rank=self.rank)
+            error = TopologyError(text, rank=self.rank)
+            self.give_up_opening(error)
+            raise error
 
     def confirm_opening(self) -> None:
         """Say that all ranks have met: who comes later is a stranger, and cannot give up for them."""
         if self.rank == 0:
             self.publish("open", b"")
 
-    def _give_up_opening(self, text: str) -> None:
+    def give_up_opening(self, error: RingError) -> None:
+        """Have every rank raise `error`, unless all have met."""
         if not self.is_published("open"):
-            self.give_up(text)
+            self.give_up(error)
 
     def publish(self, key: str, value: bytes) -> None:
         """Make `value` readable by every rank under `key`. Does not wait."""
@@ -151,7 +154,12 @@ class Rendezvous:
                     seconds=waited,
                 )
             if self.watch is not None:
-                self.watch((owner,))
+                try:
+                    self.watch((owner,))
+                except RingError:
+                    if self.is_published(key):  # the owner left after it had published
+                        break
+                    raise
             self.raise_if_given_up()
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
@@ -169,16 +177,18 @@ class Rendezvous:
         """Whether `key` is there already; never waits."""
         return bool(self._call(lambda: self.store.check([key])))
 
-    def give_up(self, text: str) -> None:
-        """Tell every rank that waits in `fetch`, now or later, that this world will not come to be."""
-        self._call(lambda: self.store.set("gave_up", text))
+    def give_up(self, error: RingError) -> None:
+        """Have every rank that waits in `fetch`, now or later, raise `error`: what it waits for will not come."""
+        self._call(lambda: self.store.set("gave_up", encode_error(error)))  # type: ignore[arg-type]  # takes bytes, too
 
     def raise_if_given_up(self) -> None:
         """Raise what a rank gave up with."""
         if self.is_published("gave_up"):
             self.publish(f"told/{self.rank}", b"")
             self.stay_until_published([f"told/{rank}" for rank in range(self.size)], _STAY_SECONDS)
-            raise TopologyError(self._call(lambda: self.store.get("gave_up")).decode(), rank=self.rank)
+            error = decode_error(self._call(lambda: self.store.get("gave_up")), None)
+            error.rank = self.rank
+            raise error
 
     def _call(self, operation: Callable[[], _T]) -> _T:
         host = "the launcher" if self.store_host is None else f"rank {self.store_host}"

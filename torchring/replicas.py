@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
 
-from torchring.collectives import collectives_of
-from torchring.errors import GradientError
+from torchring.collectives import internal_collectives_of
+from torchring.errors import GradientError, in_step
 from torchring.memory.host import bytes_of
 from torchring.world import World
 
@@ -38,6 +38,7 @@ class ReplicaCheck:
         self._world = world
         self._names = names
         self._num_rounds = 0
+        self._num_steps = 0
         self._num_alarms = 0
         self._num_accepted = 0
         self._watched: list[tuple[torch.nn.Parameter, int]] = []
@@ -57,14 +58,17 @@ class ReplicaCheck:
         self._num_accepted += 1
         self._watched = [(p, p._version) for p in parameters[start : start + _WATCHED]]
 
-    def after_round(self, alarmed: bool) -> None:
+    def after_round(self, alarmed: bool, num_steps: int = 0) -> None:
         """Collective where `alarmed` (equal on all ranks) or the rhythm says so. Raises GradientError.
+
+        `num_steps`: that this rank has made, for the error.
 
         A script that changes parameters in every step, on all ranks alike, is legitimate: its alarms are followed up at
         the 1st, 2nd, 4th, 8th ... only, and by the rhythm.
         """
         due = self._num_rounds % STEPS_BETWEEN_CHECKS == 0
         self._num_rounds += 1
+        self._num_steps = num_steps
         if alarmed:
             self._num_alarms += 1
             due = due or self._num_alarms & (self._num_alarms - 1) == 0
@@ -75,7 +79,10 @@ class ReplicaCheck:
 
     def compare(self) -> None:
         """Collective: raise GradientError naming the first parameter that is not the same on all ranks, and where."""
-        everybody = collectives_of(self._world).all_gather(digests(self._names))
+        mine = torch.cat([torch.tensor([[self._num_steps, 0]], device="cpu"), digests(self._names)])
+        everybody = internal_collectives_of(self._world).all_gather(mine)
+        steps = [int(rows[0, 0]) for rows in everybody]
+        everybody = [rows[1:] for rows in everybody]
         first = everybody[0]
         differing = [rank for rank, digest in enumerate(everybody) if not torch.equal(digest, first)]
         if not differing:
@@ -83,13 +90,28 @@ class ReplicaCheck:
         index = min(int((everybody[rank] != first).any(dim=1).nonzero()[0]) for rank in differing)
         others = [rank for rank in differing if not torch.equal(everybody[rank][index], first[index])]
         name = list(self._names.values())[index]
-        raise GradientError(
-            f"{name} is not the same on all ranks: {'rank' if len(others) == 1 else 'ranks'} "
-            f"{', '.join(map(str, others))} differ from rank 0. It was changed outside optimizer.step(), or stepped, "
-            "on some ranks only; call torchring.broadcast_parameters(model) on all of them after such a change",
-            rank=self._world.rank,
-            peers=others,
-            parameters=(name,),
+        raise in_step(
+            GradientError(
+                f"{name} is not the same on all ranks: {'rank' if len(others) == 1 else 'ranks'} "
+                f"{', '.join(map(str, others))} differ from rank 0. {self._cause(steps)}",
+                rank=self._world.rank,
+                peers=others,
+                parameters=(name,),
+            )
+        )
+
+    def _cause(self, steps: Sequence[int]) -> str:
+        """What has probably led to it. `steps`: that each rank has made."""
+        other = next((rank for rank, count in enumerate(steps) if count != steps[0]), None)
+        if other is None:
+            return (
+                "It was changed outside optimizer.step(), or stepped, on some ranks only; call "
+                "torchring.broadcast_parameters(model) on all of them after such a change"
+            )
+        return (
+            f"In {self._num_rounds} reductions rank 0 has called optimizer.step() {steps[0]} times, rank {other} "
+            f"{steps[other]} times: some rank ran a backward() that the others did not, or left a step out. Run a "
+            "backward() that is not for training inside optimizer.no_sync(), or use torch.autograd.grad()"
         )
 
 

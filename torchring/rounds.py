@@ -24,7 +24,7 @@ from torchring.allreduce import TAGS_PER_ROUND
 from torchring.allreduce.mover import tag_mismatch
 from torchring.allreduce.on_device import NOTHING_FOUND, DeviceWire, OnStream, StreamFlight, has_come
 from torchring.bucket import Bucket
-from torchring.collectives import collectives_of
+from torchring.collectives import internal_collectives_of
 from torchring.kernels import ChunkTable
 from torchring.packing import DevicePacking, slots_of
 from torchring.plan import NUM_SIGNALS
@@ -120,7 +120,7 @@ class DeviceRounds:
         flags = [bucket.flags.numpy()[: len(bucket.names)] for bucket in buckets]
         used = np.concatenate(flags).astype(np.bool_).tobytes() if flags else b""
         mine = _HEADER.pack(round_number, kind, parameter, *map(int, signals)) + used
-        everybody = collectives_of(self._world).all_gather_bytes(mine)
+        everybody = internal_collectives_of(self._world).all_gather_bytes(mine)
         headers = [_HEADER.unpack_from(theirs) for theirs in everybody]
         for rank, theirs in enumerate(headers):
             if theirs[0] != round_number:

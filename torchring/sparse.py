@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchring.collectives import collectives_of
+from torchring.collectives import internal_collectives_of
 from torchring.errors import GradientError
 from torchring.plan import ParameterSpec
 from torchring.world import World
@@ -75,7 +75,7 @@ class SparseReduction:
                 "to a dense layer); build the layer with sparse=False",
                 parameters=(spec.name,),
             )
-        collectives = collectives_of(self._world)
+        collectives = internal_collectives_of(self._world)
         if not collectives.any_rank(self.unsettled(index, parameter)):
             return
         if grad is None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final, Literal, get_args
+from typing import Final, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from torchring.errors import PeerLostError, RingError, TopologyError, encode_error
+from torchring.errors import PeerLostError, RingError, TopologyError, decode_error, encode_error, with_way_out
 from torchring.launch import (
     CHOICE,
     MEMBER,
@@ -37,7 +40,18 @@ _ADVICE: Final = (
     "If the others still have batches, give every rank equally many, as torch's DistributedSampler does, or end the "
     "loop on all ranks at once, by a torchring.all_reduce of who has batches left"
 )
-_GOODBYE_SECONDS: Final = 2.0
+_GOODBYE_SECONDS: Final = 2.0  # for telling ranks of other hosts, if the way to the store may be cut
+_FORKED: Final = (
+    "this process was forked from rank {rank} (pid {pid}) and is no rank itself: it can use its copy of the model, but "
+    "cannot call collectives, reduce gradients or step"
+)
+
+
+class Fails(Protocol):
+    """A stream of operations between ranks."""
+
+    def fail(self, error: RingError) -> object:
+        """Send nothing any more, and have the other ranks raise `error` where they wait for this one."""
 
 
 class World:
@@ -60,6 +74,9 @@ class World:
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
         num_cores: processor cores that the ranks of this host may use together.
         num_reductions: of gradients, by all optimizers of this rank.
+        failure: what broke this world; nothing can be sent in it any more.
+        opening: held by the thread that opens what all threads share.
+        is_forked: whether this process is a child of the rank's, and not a rank itself.
     """
 
     def __init__(
@@ -86,6 +103,10 @@ class World:
         self.num_cores = len(os.sched_getaffinity(0))
         self.is_open = True
         self.num_reductions = 0
+        self.failure: RingError | None = None
+        self.opening = threading.Lock()
+        self._told_of_failure: weakref.WeakSet[Fails] = weakref.WeakSet()
+        self.is_forked = False
         self._pid = os.getpid()
         self._num_streams = 0
         self._closing: list[Callable[[], None]] = []
@@ -95,6 +116,7 @@ class World:
             except BaseException:
                 self.close()
                 raise
+        _worlds.add(self)
         members = self.hosts[self.node_rank]
         self.local_rank = members.index(rank) if local_rank is None else local_rank
         self.local_size = len(members)
@@ -139,24 +161,68 @@ class World:
         """Have `callback` called before the world closes, the latest first."""
         self._closing.append(callback)
 
-    def report_failure(self, error: RingError) -> None:
-        """Let the peers on this host, which may be waiting for this rank, stop with the same error."""
+    def on_failure(self, stream: Fails) -> None:
+        """Have `stream.fail(error)` called when the world breaks. The stream is referred to weakly."""
+        self._told_of_failure.add(stream)
+
+    def fail(self, error: RingError) -> None:
+        """Break this world: the peers, which may be waiting for this rank, stop with the same error."""
+        if self.failure is not None:  # what follows the first error are its echoes
+            return
+        self.failure = error
         if self.host is not None:
             self.host.report_failure(error)
+        for stream in list(self._told_of_failure):
+            stream.fail(error)
+        if self.rendezvous is not None and not self.shares_memory:  # ranks of other hosts may be opening a stream
+            with contextlib.suppress(RingError):
+                self.rendezvous.hurried(_GOODBYE_SECONDS).give_up(decode_error(encode_error(error), self.rank))
+
+    def break_off(self, what: str, cause: BaseException) -> None:
+        """`what`, an operation between ranks, was ended half way by `cause`."""
+        if not isinstance(cause, RingError):
+            reason = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+            text = with_way_out(f"{what} was interrupted by {reason}, so ranks are out of step")
+            cause = RingError(text, rank=self.rank, peers=(self.rank,))
+        self.fail(cause)
+
+    def raise_if_broken(self) -> None:
+        """Raise what broke this world, if something has."""
+        if (failure := self.failure) is not None:
+            if self.is_forked:
+                raise type(failure)(failure.message, rank=self.rank)
+            text = with_way_out(f"an earlier operation failed: {failure.message}")
+            raise type(failure)(text, rank=self.rank, peers=failure.peers) from failure
 
     def say_why_it_ends(self, reason: str) -> None:
         """Tell the peers why this rank takes part in nothing more. The first reason that is given counts."""
         count = f"{self.num_reductions} reduction{'' if self.num_reductions == 1 else 's'} of gradients"
         error = PeerLostError(f"{reason}, after {count}. {_ADVICE}", peers=(self.rank,))
-        self.report_failure(error)
+        if self.host is not None:
+            self.host.report_failure(error)
         if self.rendezvous is not None and not self.shares_memory:
             with contextlib.suppress(RingError):  # the store may be gone
                 self.rendezvous.hurried(_GOODBYE_SECONDS).note(ended_key(self.rank), encode_error(error))
 
+    def refuse_fork(self) -> None:
+        """Raise in a forked child, which is not a rank."""
+        if self.is_forked:
+            self.raise_if_broken()
+
+    def after_fork(self) -> None:
+        """In the child: nothing here may reach the parent, or another rank."""
+        if self.size > 1:
+            self.is_forked = True
+            # An engine's objects wait for its threads when they are destroyed, and these are the parent's. They stay
+            # until the child ends.
+            for stream in list(self._told_of_failure):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
+            self.failure = RingError(_FORKED.format(rank=self.rank, pid=self._pid), rank=self.rank)
+
     def close(self) -> None:
         """Leave. Peers that still wait for this rank raise PeerLostError. A forked child forgets: its parent stays."""
         self.is_open = False
-        if self._pid != os.getpid():
+        if self.is_forked:
             return
         self.say_why_it_ends("it called torchring.shutdown()")
         while self._closing:
@@ -166,12 +232,25 @@ class World:
             self.host = None
 
 
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()
 _default: World | None = None
 _num_inits = 0
 _own_store: Store | None = None
 _num_groups = 0
 _own_group: dist.ProcessGroup | None = None  # the default process group, if it was made here
 _pid: int | None = None  # the process that joined
+_forked: RingError | None = None  # why a forked child cannot join
+
+
+def _after_fork() -> None:
+    global _forked
+    for world in list(_worlds):
+        world.after_fork()
+    if _default is not None:
+        _forked = _forked or _default.failure
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def init(backend: Backend = "auto", *, timeout_seconds: float | None = None, process_group: bool = False) -> World:
@@ -198,6 +277,8 @@ def init(backend: Backend = "auto", *, timeout_seconds: float | None = None, pro
         PeerTimeoutError: a rank did not show up.
     """
     global _default, _num_inits, _pid
+    if _forked is not None:  # the launcher's environment, and the store, are the parent's
+        raise type(_forked)(_forked.message, rank=_forked.rank)
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if timeout_seconds is not None and not timeout_seconds > 0:

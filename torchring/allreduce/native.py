@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from torchring.allreduce.mover import NonFinite, Wire, blame, first_non_finite, is_finite, tag_mismatch
-from torchring.errors import RingError
+from torchring.errors import RingError, in_step
 from torchring.transport import Transport
 
 
@@ -34,9 +34,8 @@ class NativeAllReduce:
         transport = self._transports[0]
         for _, dtype in specs:
             if not transport.sums(dtype):
-                raise ValueError(
-                    f"algorithm='native' under {transport.engine} does not reduce {dtype}; use algorithm='ring'"
-                )
+                text = f"algorithm='native' under {transport.engine} does not reduce {dtype}; use algorithm='ring'"
+                raise in_step(ValueError(text))
         buffers = [torch.zeros(numel, dtype=dtype, device="cpu") for numel, dtype in specs]
         return [NativeWire(buffer.data, buffer) for buffer in buffers]
 

@@ -25,8 +25,8 @@ from torchring.allreduce.on_device import (
     all_reduce,
 )
 from torchring.allreduce.ring import RingAllReduce
-from torchring.collectives import collectives_of
-from torchring.errors import TopologyError
+from torchring.collectives import internal_collectives_of
+from torchring.errors import TopologyError, in_step
 from torchring.memory.channel import POLL_SECONDS
 from torchring.platform import Backend, Platform
 from torchring.transport.open import open_transport
@@ -218,11 +218,11 @@ def _backend(world: World, members: tuple[int, ...] | None, platform: Platform) 
 
 def _check_one_host(world: World) -> None:
     if not world.shares_memory:
-        raise TopologyError(
+        text = (
             f"algorithm='direct' takes one host, but ranks share memory only within {list(world.hosts)}; "
-            "use algorithm='auto' or 'hierarchical'",
-            rank=world.rank,
+            "use algorithm='auto' or 'hierarchical'"
         )
+        raise in_step(TopologyError(text, rank=world.rank))
 
 
 def _in_words(seconds: Mapping[str, float]) -> str:
@@ -245,7 +245,7 @@ def _measure(
 
     They take turns. All ranks get the same numbers, so all decide alike. `synchronize` waits for what has landed.
     """
-    collectives = collectives_of(world)
+    collectives = internal_collectives_of(world)
     wires = {name: mover.open_wires(sample) for name, mover in movers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in movers}
     for turn in range(_NUM_ROUNDS + 1):  # the first is a warm-up, unless the line is so slow that it tells enough

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from torchring.errors import TopologyError
+from torchring.errors import TopologyError, in_step
 from torchring.memory.host import HostGroup
 from torchring.rendezvous import Rendezvous
 
@@ -193,7 +193,7 @@ def _exchange(rendezvous: Rendezvous, card: dict[str, Any]) -> list[dict[str, An
 
 def _raise_first(cards: Sequence[dict[str, Any]], rank: int) -> None:
     if text := next((card["problem"] for card in cards if card["problem"]), ""):
-        raise TopologyError(text, rank=rank)
+        raise in_step(TopologyError(text, rank=rank))
 
 
 def _identity(device: torch.device) -> str:

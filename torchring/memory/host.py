@@ -12,10 +12,8 @@ signals of the algorithm at hand (see `channel.py`), which says who owns which s
 
 from __future__ import annotations
 
-import ctypes
 import hmac
 import json
-import mmap
 import os
 import platform
 import secrets
@@ -39,12 +37,8 @@ from torchring.errors import (
     encode_error,
 )
 from torchring.memory.linux import boot_id, create_memory, open_process
+from torchring.memory.mapping import map_block
 from torchring.rendezvous import Rendezvous
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 _POLL_SECONDS: Final = 0.05  # how often a waiting rank looks whether its peers are still alive
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -65,7 +59,7 @@ class _Peer:
 class SharedBlock:
     """One allocation: `parts[i]` is the memory of the i-th rank of the group, mapped here, as a uint8 tensor.
 
-    The mapping lives as long as a tensor that views it; the descriptor is closed already.
+    The mapping lives as long as a tensor that views it.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -94,6 +88,7 @@ class HostGroup:
         self._is_closed = False
         self._last_words: LastWords | None = None
         self._last_words = LastWords(self.allocate(LastWords.NUM_BYTES), self.ranks)
+        _groups.add(self)
 
     @property
     def size(self) -> int:
@@ -113,7 +108,7 @@ class HostGroup:
         length = max(num_bytes, 1)  # a mapping of 0 bytes does not exist
         descriptor = create_memory(f"torchring-{serial}", length)
         try:
-            own = _map(descriptor, length, populate=True)
+            own = map_block(descriptor, length, is_own=True)
             if prepare is not None:
                 prepare(own)
             for peer in self._peers.values():
@@ -172,6 +167,11 @@ class HostGroup:
     def close(self) -> None:
         """Say goodbye and drop the links. Blocks stay mapped while a tensor views them."""
         self.report_failure(PeerLostError("it called torchring.shutdown()", peers=(self.rank,)))
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the links without a word. A forked child does so at once: while it held them open, its parent's death
+        would not show."""
         self._is_closed = True  # a thread that still waits raises at its next look
         peers, self._peers = self._peers, {}
         for peer in peers.values():
@@ -239,7 +239,7 @@ class HostGroup:
                     rank=self.rank,
                     peers=(rank,),
                 )
-            return _map(descriptors[0], max(num_bytes, 1), populate=False)
+            return map_block(descriptors[0], max(num_bytes, 1), is_own=False)
         finally:
             os.close(descriptors[0])
 
@@ -252,6 +252,17 @@ class HostGroup:
         except RingError as error:
             self.report_failure(error)
             raise
+
+
+_groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for group in list(_groups):
+        group.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class LastWords:
@@ -432,20 +443,3 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def as_words(part: torch.Tensor) -> memoryview:
     """The memory of a uint8 tensor as 64-bit integers; reading one costs 30 ns, a tenth of what a tensor takes."""
     return memoryview(part.numpy()).cast("q")  # type: ignore[arg-type]  # numpy's stubs before 3.12 lack Buffer
-
-
-def _map(descriptor: int, length: int, *, populate: bool) -> torch.Tensor:
-    """Map a descriptor as a uint8 tensor. Not through Python's mmap, which keeps a descriptor open per mapping.
-
-    Populated, the first step takes no page faults (0.25 us per 4 KiB); but every page counts as resident here, and of a
-    peer's memory a rank may only ever touch its slice.
-    """
-    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
-    address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot map {length} bytes: {os.strerror(code)}")
-    memory = (ctypes.c_uint8 * length).from_address(address)
-    # Tensors that view the memory hold `memory`. At interpreter exit the process's end unmaps it, after all of them.
-    weakref.finalize(memory, _libc.munmap, address, length).atexit = False
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -36,13 +36,24 @@ def create_memory(name: str, length: int) -> int:
     else:
         raise OSError(errno.ENOSYS, f"this Python has no os.memfd_create, which {platform.machine()} needs")
     try:
-        os.posix_fallocate(descriptor, 0, length)
+        _reserve(descriptor, length)
         # No peer can shrink the file under a mapping and so crash the others.
         fcntl.fcntl(descriptor, _ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _reserve(descriptor: int, length: int) -> None:
+    try:
+        os.posix_fallocate(descriptor, 0, length)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        if error.errno == errno.EFBIG:
+            why = "the limit on file sizes counts for it, too, and is lower; raise it with `ulimit -f unlimited`"
+        text = f"cannot reserve {length / 2**20:.4g} MiB of memory to share with the other ranks of this host: {why}"
+        raise OSError(error.errno, text) from error
 
 
 def open_process(pid: int) -> int:

@@ -105,7 +105,7 @@ class C10dTransport:
                 if error is None:
                     error = cannot_connect(self.rank, places, failure)
                     with contextlib.suppress(RingError):
-                        rendezvous.give_up(error.message)
+                        rendezvous.give_up(error)
                 raise self.fail(error) from failure
             if (lost := self._culprits.seen_by_the_host(others)) is not None:
                 raise self.fail(lost)

@@ -16,6 +16,7 @@ def open_transport(world: World, name: str | None = None) -> Transport:
     """
     assert world.rendezvous is not None, "a world of one sends nothing"
     name = world.next_stream_name() if name is None else name
-    if world.backend == "mpi":
-        return MpiTransport(world.rendezvous, name, world.host)
-    return C10dTransport(world.rendezvous, name, world.host)
+    kind = MpiTransport if world.backend == "mpi" else C10dTransport
+    transport: Transport = kind(world.rendezvous, name, world.host)
+    world.on_failure(transport)
+    return transport

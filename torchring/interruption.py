@@ -1,0 +1,64 @@
+"""An operation between ranks that is left half done breaks the world, for everybody.
+
+A signal handler that raises, Ctrl-C or a time limit can end an operation between any two bytecodes. Nobody knows then
+which signals this rank has sent and taken, and a script that catches the exception and goes on would have its next
+operations take the bytes of this one for theirs. So this rank refuses every later operation, tells the peers at once,
+and all of them raise an error that names this rank, until they call `torchring.shutdown()` and `torchring.init()`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from torchring.errors import RingError, with_way_out
+from torchring.world import World
+
+_T = TypeVar("_T")
+_LOOK_SECONDS: Final = 0.1  # how often a thread that waits for its turn looks whether the world is broken
+
+
+class InterruptionGuard:
+    """Runs operations of one kind to their end, or breaks the world. Threads take turns.
+
+    A mark is set before an operation sends anything, and removed after it has received everything. So even if the
+    handling of an interruption is interrupted itself, the next operation finds the mark and refuses.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._turn = threading.Lock()  # stays locked once the world is broken
+        self._under_way: dict[int, str] = {}  # thread -> operation
+
+    def run(self, what: str, operation: Callable[[], _T]) -> _T:
+        """Run `operation`, which error messages call `what`.
+
+        Whatever it raises breaks the world, except errors that all ranks raise at the same point (`errors.in_step`).
+
+        Raises RingError if the world is broken already.
+        """
+        is_over = False
+        try:
+            thread = threading.get_ident()
+            self._world.raise_if_broken()
+            if (earlier := self._under_way.get(thread)) is not None:
+                text = with_way_out(f"{what} was called inside {earlier}, or after {earlier} was interrupted")
+                raise RingError(text, rank=self._world.rank, peers=(self._world.rank,))
+            self._under_way[thread] = what
+            while not self._turn.acquire(timeout=_LOOK_SECONDS):
+                self._world.raise_if_broken()
+            result = operation()
+            self._turn.release()
+            del self._under_way[thread]
+            is_over = True
+            return result
+        except BaseException as error:
+            if is_over:
+                raise
+            if getattr(error, "in_step", False):
+                self._turn.release()
+                del self._under_way[thread]
+                raise
+            self._world.break_off(what, error)
+            raise
