@@ -9,8 +9,9 @@ what it printed and, after the deadline, the Python stacks of all its threads. A
 finished is a failure, and so is a process, a file in /dev/shm or a file in the ranks' TMPDIR that outlives the run.
 Linux only.
 
-Ranks are forked from a server that has imported torch already: 0.05 s each instead of 2 s. Like all forked children
-they end with os._exit, here after the atexit functions; only with fresh=True is the whole interpreter taken down.
+Ranks are forked from a server that has imported torch, torchring and the modules of tests that start ranks: 0.05 s
+each instead of 2 s. Like all forked children they end with os._exit, here after the atexit functions; only with
+fresh=True is the whole interpreter taken down.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch.optim imports _dynamo on first use: 1 s. torchring starts no thread when it is imported.
-_PRELOADED = ["torch", "torch._dynamo", "numpy", "pytest", "torchring"]
+# torch.optim imports _dynamo on first use: 1 s. torchring imports its parts on first use, and starts no thread then.
+_PRELOADED = ["torch", "torch._dynamo", "numpy", "pytest", "torchring.optimizer", "torchring.collectives"]
 _READ_AT_IMPORT = ("OMP_NUM_THREADS", "TRITON_INTERPRET")  # a forked rank is too late to change these
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _SET_BY_LAUNCHERS = (*_TORCHRUN, "OMPI_", "PMI_", "PMIX_", "SLURM_")  # beginnings of names
@@ -346,6 +347,8 @@ def _rank_main(
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None  # forget the server's TMPDIR
+    if "torchring.world" in sys.modules:
+        vars(sys.modules["torchring.world"])["_imported_by"] = os.getpid()  # this is not the fork of a rank
     torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     torch.manual_seed(1000 + rank)
     exit_code = 0
@@ -387,13 +390,21 @@ def _wait_for(ranks: list[_Rank], deadline: float) -> None:
 def _start_method(fresh: bool, environ: Mapping[str, str | None]) -> Any:
     """The multiprocessing context to start ranks with; its helper processes are running when this returns."""
     resource_tracker.ensure_running()
-    _server_environ.update(_server_environ or _clean_environ())
+    if not _server_environ:
+        path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+        _server_environ.update(_clean_environ() | {"PYTHONPATH": os.pathsep.join(filter(None, path))})
     if fresh or any(environ.get(name) != _server_environ.get(name) for name in _READ_AT_IMPORT):
         return multiprocessing.get_context("spawn")
-    forkserver.set_forkserver_preload(_PRELOADED)
+    forkserver.set_forkserver_preload([*_PRELOADED, *_modules_of_tests(), "frozen"])
     with _environment(_server_environ):
         forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
+
+
+def _modules_of_tests() -> list[str]:
+    """Those that this process has imported and that start ranks, which need not import them once more, each."""
+    held = {name: getattr(module, "__dict__", {}).get("run_ranks") for name, module in sys.modules.items()}
+    return sorted(name for name, found in held.items() if found is run_ranks and not name.startswith("__"))
 
 
 def _clean_environ() -> dict[str, str]:
@@ -450,7 +461,8 @@ class _Leftovers:
         while (self.processes() or self.files()) and time.monotonic() < end:
             time.sleep(0.02)
         alive = [f"process {pid} ({_command(pid)}), killed" for pid in self.processes()]
-        self._kill()  # before looking for files: what they used is now abandoned
+        if alive:
+            self._kill()  # before looking for files: what they used is now abandoned
         return alive + [f"file {path}" for path in self.files()]
 
     def _kill(self) -> None:
@@ -468,10 +480,11 @@ class _Leftovers:
 def _descendants() -> dict[tuple[int, int], str]:
     """{(process id, start time): state} of this process's children, their children, and so on."""
     seen = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            seen[int(folder.name)] = fields[0], int(fields[1]), int(fields[19])  # state, parent, start
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb", buffering=0) as stat:
+                fields = stat.read(4096).rpartition(b")")[2].split()
+                seen[int(name)] = fields[0].decode(), int(fields[1]), int(fields[19])  # state, parent, start
     family = {os.getpid()}
     while more := {pid for pid, (_, parent, _) in seen.items() if parent in family} - family:
         family |= more

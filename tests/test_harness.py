@@ -6,6 +6,7 @@ run_ranks: endings, deadline, leftovers, environment · run_threads · run_scrip
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import shutil
@@ -73,6 +74,18 @@ def _triton_interpret(rank: int, world_size: int) -> tuple[str | None, bool]:
 
 def test_what_is_read_at_import_starts_a_new_interpreter() -> None:
     assert run_ranks(_triton_interpret, 1, env={"TRITON_INTERPRET": "1"}) == [("1", False)]
+
+
+def _imported(rank: int, world_size: int) -> tuple[list[str], int]:
+    return list(sys.modules), gc.get_freeze_count()
+
+
+def test_ranks_find_imported_what_they_need() -> None:
+    """Missing modules would be imported by each rank: several times what most tests take."""
+    ((modules, num_frozen),) = run_ranks(_imported, 1)
+    before = set(modules[: modules.index("frozen")])  # what the server has imported
+    assert {"torch._dynamo", "torchring.optimizer", "torchring.allreduce.direct", "test_harness"} <= before
+    assert num_frozen > 100_000
 
 
 def test_ranks_draw_different_but_repeatable_numbers() -> None:
