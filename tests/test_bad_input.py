@@ -163,7 +163,17 @@ def _bad_call(rank: int, world_size: int, name: str, on: tuple[int, ...]) -> lis
     optimizer = torchring.wrap(_sgd(after), after)
     after(torch.full((2, 4), float(rank))).square().mean().backward()
     optimizer.step()
+    torchring.shutdown()
     return [problem, seconds, digest(after.parameters())]
+
+
+def _in_turn(rank: int, world_size: int, fn: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
+    """The results of fn(rank, world_size, *arguments), each of which has a world of its own."""
+    results = []
+    for arguments in calls:
+        print(arguments)  # the last one in the output is the one that failed
+        results.append(fn(rank, world_size, *arguments))
+    return results
 
 
 def _assert_says(problem: str, name: str) -> None:
@@ -173,32 +183,37 @@ def _assert_says(problem: str, name: str) -> None:
         assert any(option in problem for option in fragment.split("|")), f"{fragment!r} is not in: {problem}"
 
 
-@pytest.mark.parametrize("name", _BAD)
-def test_on_all_ranks_it_is_the_callers_error(name: str) -> None:
-    results = run_ranks(_bad_call, 2, name, (0, 1), deadline=20)
-    for problem, _, _ in results:
-        _assert_says(problem, name)
-    assert_same_on_all_ranks([trained for _, _, trained in results])
+def test_on_all_ranks_it_is_the_callers_error(subtests: pytest.Subtests) -> None:
+    per_rank = run_ranks(_in_turn, 2, _bad_call, [(name, (0, 1)) for name in _BAD])
+    for name, *results in zip(_BAD, *per_rank, strict=True):
+        with subtests.test(name):
+            for problem, _, _ in results:
+                _assert_says(problem, name)
+            assert_same_on_all_ranks([trained for _, _, trained in results])
 
 
-@pytest.mark.parametrize("name", [name for name in _BAD if name != "unknown option"])
-def test_on_one_rank_the_others_are_told(name: str) -> None:
+def test_on_one_rank_the_others_are_told(subtests: pytest.Subtests) -> None:
     """PlanMismatchError on the good ranks, naming the bad one and what it was, at once; and the world still works."""
-    results = run_ranks(_bad_call, 3, name, (1,), deadline=20)
-    _assert_says(results[1][0], name)
-    reason = results[1][0].split(": ", 1)[1]
-    for problem, seconds, _ in (results[0], results[2]):
-        assert problem.startswith("PlanMismatchError")
-        assert "rank 1" in problem
-        assert reason[:40] in problem
-        assert seconds < 5
-    assert_same_on_all_ranks([trained for _, _, trained in results])
+    names = [name for name in _BAD if name != "unknown option"]
+    per_rank = run_ranks(_in_turn, 3, _bad_call, [(name, (1,)) for name in names])
+    for name, *results in zip(names, *per_rank, strict=True):
+        with subtests.test(name):
+            _assert_says(results[1][0], name)
+            reason = results[1][0].split(": ", 1)[1]
+            for problem, seconds, _ in (results[0], results[2]):
+                assert problem.startswith("PlanMismatchError")
+                assert "rank 1" in problem
+                assert reason[:40] in problem
+                assert seconds < 5
+            assert_same_on_all_ranks([trained for _, _, trained in results])
 
 
-@pytest.mark.parametrize("name", ["op", "bucket_mb negative", "closed", "other model", "twice", "meta", "swapped"])
-def test_in_a_world_of_one_too(name: str) -> None:
-    [[problem, _, _]] = run_ranks(_bad_call, 1, name, (0,), launcher_env=False)
-    _assert_says(problem, name)
+def test_in_a_world_of_one_too(subtests: pytest.Subtests) -> None:
+    names = ["op", "bucket_mb negative", "closed", "other model", "twice", "meta", "swapped"]
+    (results,) = run_ranks(_in_turn, 1, _bad_call, [(name, (0,)) for name in names], launcher_env=False)
+    for name, (problem, _, _) in zip(names, results, strict=True):
+        with subtests.test(name):
+            _assert_says(problem, name)
 
 
 # Ranks that disagree
@@ -245,32 +260,39 @@ def _odd_one(rank: int, world_size: int, name: str, odd: int, pass_model: bool) 
     make, options, _ = _ODD[name]
     model = make() if rank == odd else _Named()
     started = time.monotonic()
+    seen = {"type": "none", "text": "", "peers": (), "seconds": 0.0}
     try:
         torchring.wrap(_sgd(model), model if pass_model else None, **(options if rank == odd else {}))
     except torchring.RingError as error:
-        return {"type": type(error).__name__, "text": str(error), "peers": error.peers,
-                "seconds": time.monotonic() - started}  # fmt: skip
-    return {"type": "none", "text": "", "peers": (), "seconds": 0.0}
+        seconds = time.monotonic() - started
+        seen = {"type": type(error).__name__, "text": str(error), "peers": error.peers, "seconds": seconds}
+    torchring.shutdown()
+    return seen
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("name", _ODD)
-def test_a_rank_with_another_model_or_option_is_named_on_every_rank(name: str, odd: int) -> None:
-    for seen in run_ranks(_odd_one, 3, name, odd, True, deadline=20):
-        assert seen["type"] == "PlanMismatchError", seen
-        assert seen["seconds"] < 5
-        assert f"rank {odd}" in seen["text"]
-        for fragment in _ODD[name][2]:
-            assert fragment in seen["text"], f"{fragment!r} is not in: {seen['text']}"
-        assert seen["peers"] == ((1,) if odd == 1 else (1, 2))  # rank 0 is what the others are compared with
+def test_a_rank_with_another_model_or_option_is_named_on_every_rank(odd: int, subtests: pytest.Subtests) -> None:
+    per_rank = run_ranks(_in_turn, 3, _odd_one, [(name, odd, True) for name in _ODD])
+    for name, *results in zip(_ODD, *per_rank, strict=True):
+        for seen in results:
+            with subtests.test(name):
+                assert seen["type"] == "PlanMismatchError", seen
+                assert seen["seconds"] < 5
+                assert f"rank {odd}" in seen["text"]
+                for fragment in _ODD[name][2]:
+                    assert fragment in seen["text"], f"{fragment!r} is not in: {seen['text']}"
+                assert seen["peers"] == ((1,) if odd == 1 else (1, 2))  # rank 0 is what the others are compared with
 
 
-@pytest.mark.parametrize("name", ["size", "one more", "one less", "dtype", "frozen"])
-def test_without_the_model_parameters_have_numbers(name: str) -> None:
-    for seen in run_ranks(_odd_one, 3, name, 2, False, deadline=20):
-        assert seen["type"] == "PlanMismatchError", seen
-        assert "group0.param" in seen["text"]
-        assert seen["peers"] == (2,)
+def test_without_the_model_parameters_have_numbers(subtests: pytest.Subtests) -> None:
+    names = ["size", "one more", "one less", "dtype", "frozen"]
+    per_rank = run_ranks(_in_turn, 3, _odd_one, [(name, 2, False) for name in names])
+    for name, *results in zip(names, *per_rank, strict=True):
+        for seen in results:
+            with subtests.test(name):
+                assert seen["type"] == "PlanMismatchError", seen
+                assert "group0.param" in seen["text"]
+                assert seen["peers"] == (2,)
 
 
 def _odd_optimizer(rank: int, world_size: int, kind: str) -> str:
