@@ -217,7 +217,7 @@ class C10dTransport:
                     # Who waits for others than the culprit has to notice, or is taken for it.
                     self._break_links(self._group)
                 seconds, still = time.monotonic() - started, getattr(self._waiters, "seconds_still", 0.0)
-                if timed_out and still > self._timeout_seconds / 2:
+                if still > self._timeout_seconds / 2:
                     error = self._culprits.signed(self._culprits.stood_still(still), seconds)
                 else:
                     error = self._culprits.explain(peer, seconds, timed_out=timed_out)
