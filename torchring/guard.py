@@ -27,6 +27,7 @@ from pathlib import Path
 PATIENCE_SECONDS = 32.0  # torch's agent gives its ranks 30
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.2
+_YOUNG_SECONDS = 1.0  # a Python that is just starting would print a traceback of that at SIGINT; it has no ranks yet
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,6 +44,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda number, _: received.append(number))
     signal.signal(signal.SIGCHLD, lambda number, _: None)  # wakes select
     try:
+        started = time.monotonic()
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL if lifeline == 0 else None)
     except OSError as error:
         print(f"torchring run: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
@@ -66,7 +68,8 @@ def main(arguments: list[str]) -> int:
             break
         stopping = [number for number in received if number in _STOPPING]
         if stopping and end == float("inf"):
-            process.send_signal(stopping[0])
+            is_young = time.monotonic() - started < _YOUNG_SECONDS
+            process.send_signal(signal.SIGTERM if is_young else stopping[0])
             end = time.monotonic() + PATIENCE_SECONDS
     if process.poll() != 0:
         _kill(_descendants)
