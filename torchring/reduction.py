@@ -17,7 +17,7 @@ from torchring.allreduce.on_device import DeviceWire, OnStream
 from torchring.allreduce.select import Choice, open_chosen, open_mover, open_on_device
 from torchring.bucket import Bucket, BucketState, GradientStatus
 from torchring.collectives import Collectives, collectives_of, internal_collectives_of
-from torchring.memory.heap import keep_freed
+from torchring.memory.heap import give_back, keep_freed
 from torchring.packing import DevicePacking, HostPacking, Packing
 from torchring.plan import NUM_SIGNALS, BucketPlan, ParameterSpec, Plan, build_plan, describe, shifted
 from torchring.platform import platform_of
@@ -210,6 +210,8 @@ class Reduction:
             self._seen_order, self._ready_order = self._ready_order, None
         if self._seen_order is not None and self._holds:
             self._rebuild()
+        if self._rounds is None:
+            give_back()
 
     def poll(self) -> None:
         """Take in what a device has finished since; raise what it could not."""
@@ -293,7 +295,7 @@ class Reduction:
 
     def _keep_freed(self) -> None:
         gradient_bytes = [spec.numel * spec.dtype.itemsize for spec in self.specs if not spec.is_sparse]
-        keep_freed(sum(gradient_bytes), max(gradient_bytes, default=0))
+        keep_freed(gradient_bytes)
 
     def _check_agreement(self, specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
