@@ -48,7 +48,7 @@ ORDER = [
     "meeting", "launch",
     "memory.host", "memory", "memory.mapping", "memory.linux", "memory.semaphore", "memory.heap",
     "rendezvous", "worker", "interfaces",
-    "backward", "dynamo", "module_wrappers", "plan",
+    "backward", "module_wrappers", "dynamo", "plan",
     "kernels", "kernels.ring", "kernels.direct", "kernels.pack", "kernels.unpack", "kernels.accumulate",
     "kernels.signals", "kernels.finite", "kernels.chunks", "kernels.lazy", "kernels.reference",
     "errors",

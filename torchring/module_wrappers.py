@@ -20,6 +20,8 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from torchring.dynamo import run_eagerly
+
 WAY_OUT: Final = (
     "Train the bare model, without DistributedDataParallel or FSDP around it, and pass it to torchring.wrap(). Where a "
     "framework wraps the model: with Accelerate, leave the model out of accelerator.prepare(); with a transformers "
@@ -61,6 +63,7 @@ class ModuleWrappers:
         reducers = {id(p): type(wrapper).__name__ for wrapper in list(self._alive) for p in _reduced_by(wrapper)}
         return next(((i, reducers[id(p)]) for i, p in enumerate(parameters) if id(p) in reducers), None)
 
+    @run_eagerly
     def _notice(self, module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
         """A submodule is assigned to `module`: in the constructor of DDP or FSDP that is the model."""
         if isinstance(module, _kinds()):
