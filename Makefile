@@ -15,7 +15,8 @@ test: lint types $(INSTALLED)  ## everything that CI checks
 # Tests of ranks mostly wait, those of kernels mostly compute; beside each other, the second ones give way to the first.
 KERNEL_TESTS := tests/test_kernels_*.py tests/test_on_device.py tests/test_device*.py tests/test_bench_gpu.py \
                 tests/test_examples.py tests/test_packaging.py
-RUN_PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest  # mpirun is there
+# mpirun is in BIN. Without bytecode each process that a test starts would compile torchring anew, for 0.4 s.
+RUN_PYTEST = PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest --durations 15
 
 test-ranks: $(INSTALLED)
 	$(RUN_PYTEST) tests $(foreach pattern,$(KERNEL_TESTS),--ignore-glob '$(pattern)')
