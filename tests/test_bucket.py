@@ -639,6 +639,25 @@ def test_a_gradient_that_is_not_zeroed_is_accumulated_in_place_for_those_who_kee
     assert grad(bucket, 0) == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("next_value", [5.0, None], ids=["used again", "not used again"])
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_a_gradient_that_was_given_other_memory_is_the_scripts(numel: int, next_value: float | None) -> None:
+    """`p.grad.data = p.grad.data * c`, as older clipping code has it."""
+    bucket = ones(1, numel)
+    round_of(bucket, 1.0, 2.0)
+    kept = bucket.parameters[1].grad
+    assert kept is not None
+    kept.data = kept.data * 2
+    assert bucket.unsettled() is None
+    for i in range(2):
+        round_of(bucket, 3.0 + i, next_value)
+        assert grad(bucket, 0) == [3.0 + i]
+        if next_value is not None:
+            assert grad(bucket, 1) == [5.0] * numel
+            assert lies_in_wire(bucket, 1)
+        assert kept.unique().tolist() == [4.0]
+
+
 def test_an_array_of_a_kept_gradient_outlives_the_bucket() -> None:
     """An array cannot be moved to the copy. The buffer that the array points to must stay."""
     bucket = ones(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import encodings.idna  # noqa: F401  # for the rank that becomes another user, who may not read Python's files
 import fcntl
 import gc
 import json

@@ -50,6 +50,21 @@ def test_what_has_not_begun_when_it_is_closed_is_cancelled() -> None:
         second.result(10)
 
 
+def test_whoever_hears_of_a_cancellation_may_close_the_worker() -> None:
+    worker = Worker("test")
+    release = threading.Event()
+    worker.submit(release.wait)
+    waiting = worker.submit(int)
+    waiting.add_done_callback(lambda _: worker.close())
+    closing = threading.Thread(target=worker.close, daemon=True)
+    closing.start()
+    closing.join(10.0)
+    assert not closing.is_alive()
+    assert waiting.cancelled()
+    release.set()
+    worker.join(10.0)
+
+
 def test_what_comes_after_it_was_closed_is_cancelled() -> None:
     worker = Worker("test-worker")
     worker.close()

@@ -100,6 +100,33 @@ def test_a_process_that_a_rank_starts_knows_its_rank_but_does_not_take_part() ->
     assert not is_marked, "after shutdown() children may be ranks"
 
 
+def _becomes_one_of_two(rank: int, size: int) -> Any:
+    """A notebook that asked torchring something first, and then starts ranks or makes a process group."""
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    torchring.init()
+    child = os.fork()
+    if child == 0:
+        os.environ.update(launched)
+        os._exit(10 * torchring.rank() + torchring.size())
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.environ.update(launched)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    problems = []
+    for join in (torchring.init, lambda: torchring.wrap(optimizer), torchring.barrier):
+        with pytest.raises(TopologyError) as caught:
+            join()  # type: ignore[operator]
+        problems.append(str(caught.value))
+    return code, set(problems)
+
+
+def test_a_world_of_one_is_left_before_it_is_one_of_several() -> None:
+    [(code, problems)] = run_ranks(_becomes_one_of_two, 1)
+    assert code == 12
+    (problem,) = problems
+    for fact in ("rank 1 of 2 by now", "train alone", "torchring.shutdown()"):
+        assert fact in problem
+
+
 def _never_meets(rank: int, size: int, what: str) -> None:
     torch.manual_seed(torchring.rank())
     weight = torch.ones(3, requires_grad=what != "infer")

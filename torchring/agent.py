@@ -77,7 +77,6 @@ def _run(part: Part, command: Sequence[str]) -> int:
     config, entrypoint, arguments = torchrun.config_from_args(options)
     output = Output(part.output)
     config.logs_specs = _Pipes(output)
-    before = signal.signal(signal.SIGWINCH, lambda *_: output.resize())
     failure: ChildFailedError | None = None
     try:
         elastic_launch(config, entrypoint)(*arguments)
@@ -86,7 +85,6 @@ def _run(part: Part, command: Sequence[str]) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     finally:
-        signal.signal(signal.SIGWINCH, before)
         output.close()
     if failure is None:
         return 0

@@ -91,9 +91,10 @@ class Bucket:
         # A cast rounds, so the scale goes before it; without one the mover scales what it has just summed, in cache.
         self.packing = packing(1.0 if self._gradients_live_here else scale)
         self.reduce_scale = scale if self._gradients_live_here else 1.0
+        self._specs = [specs[slot.parameter] for slot in plan.slots]
         make_view = _gradient if self._gradients_live_here else _place
-        self._views = [make_view(wire.tensor, slot, specs[slot.parameter]) for slot in plan.slots]
-        self._are_complex = any(specs[slot.parameter].dtype.is_complex for slot in plan.slots)
+        self._views = [make_view(wire.tensor, slot, spec) for slot, spec in zip(plan.slots, self._specs, strict=True)]
+        self._are_complex = any(spec.dtype.is_complex for spec in self._specs)
         self._addresses = [view.data_ptr() for view in self._views]
         self._storages = [storage_of(view) for view in self._views]
         self.flags = wire.tensor[plan.flags_offset :]
@@ -166,6 +167,7 @@ class Bucket:
                 if self._gradients_live_here:  # the reduction will overwrite it
                     self._kept[slot] = grad.clone()
         if absent:
+            self._take_back_moved(absent)
             views = [self._views[slot] for slot in absent]
             self._leave_held(absent, views)
             torch._foreach_zero_(views)
@@ -308,6 +310,29 @@ class Bucket:
         self._settled[slot] = weakref.ref(grad)
         self._settled_versions[slot] = grad._version
 
+    def _take_back_moved(self, slots: Sequence[int]) -> None:
+        """A script may give a gradient other memory (`p.grad.data = ...`): that tensor is the script's from then on.
+
+        Raises GradientError if the parameter was converted (`model.double()`), which moves its gradient, too.
+        """
+        addresses = list(map(torch.Tensor.data_ptr, [self._views[slot] for slot in slots]))
+        if addresses == [self._addresses[slot] for slot in slots]:
+            return
+        for slot, address in zip(slots, addresses, strict=True):
+            if address == self._addresses[slot]:
+                continue
+            parameter, spec = self.parameters[slot], self._specs[slot]
+            if (parameter.shape, parameter.dtype, parameter.device) != (spec.shape, spec.dtype, spec.device):
+                moved = f"its gradient, now {self._views[slot].dtype}, was moved out of torchring's buffer"
+                raise self._misfit(slot, moved)
+            self._replace_view(slot, _gradient(self.wire.tensor, self.plan.slots[slot], spec))
+
+    def _replace_view(self, slot: int, view: torch.Tensor) -> None:
+        self._views[slot] = view
+        self._view_refs[slot] = weakref.ref(view)
+        self._storages[slot] = storage_of(view)
+        self._versions[slot] = view._version
+
     def _note_versions(self) -> None:
         if self._gradients_live_here:
             self._versions = list(map(_version_of, self._views))
@@ -320,10 +345,8 @@ class Bucket:
             slot = slots[i]
             if not self._views[slot].numel():
                 continue
-            views[i] = self._views[slot] = leave(views[i], self.wire.tensor)
-            self._view_refs[slot] = weakref.ref(self._views[slot])
-            self._storages[slot] = storage_of(self._views[slot])
-            self._versions[slot] = self._views[slot]._version
+            views[i] = leave(views[i], self.wire.tensor)
+            self._replace_view(slot, views[i])
             self.packing.arrived()  # on a device: the copy comes before what is packed
 
     def _apart(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
@@ -403,9 +426,8 @@ class Bucket:
     def _pack(self, slots: Sequence[int]) -> None:
         """Copy these gradients to the wire."""
         # Loops in C where there is one pass for each parameter: they are most of what a small gradient costs.
+        self._take_back_moved(slots)
         views = [self._views[slot] for slot in slots]
-        if list(map(torch.Tensor.data_ptr, views)) != [self._addresses[slot] for slot in slots]:
-            raise self._converted(slots)
         grads = [self.parameters[slot].grad for slot in slots]
         if any(map(operator.is_, grads, views)):  # accumulated in place
             slots = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view]
@@ -448,15 +470,18 @@ class Bucket:
             grads.append(grad)
         reals = self._reals(grads)
         self.packing.unpack(slots, [self._views[slot] for slot in slots], reals)
-        if self._are_complex:
+        if self._are_complex or self._is_on_device:
             for grad, real in zip(grads, reals, strict=True):
-                if grad.is_conj():  # of which `real` is a copy
-                    grad.copy_(torch.view_as_complex(real))
+                if grad.is_conj() or grad.is_neg():  # of which `real` is a copy
+                    grad.copy_(torch.view_as_complex(real) if grad.is_complex() else real)
         for slot, grad in zip(slots, grads, strict=True):
             self._settle(slot, grad)
 
     def _reals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return list(map(as_real, tensors)) if self._are_complex else tensors
+        """What the packing may copy byte by byte; on a device it does."""
+        if self._are_complex:
+            tensors = list(map(as_real, tensors))
+        return list(map(torch.Tensor.resolve_neg, tensors)) if self._is_on_device else tensors
 
     def _hand_out(self, slots: Sequence[int]) -> None:
         """Gradients that this rank did not compute in this backward, but another did."""
@@ -476,11 +501,6 @@ class Bucket:
             if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
                 return slot
         return None
-
-    def _converted(self, slots: Sequence[int]) -> GradientError:
-        """model.double() and the like give a `.grad` other memory behind its back, also one that is a view of ours."""
-        slot = next(slot for slot in slots if self._views[slot].data_ptr() != self._addresses[slot])
-        return self._misfit(slot, f"its gradient, now {self._views[slot].dtype}, was moved out of torchring's buffer")
 
     def _misfit(self, slot: int, why: str) -> GradientError:
         name = self.names[slot]

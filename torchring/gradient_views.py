@@ -22,6 +22,7 @@ from torch.utils import dlpack
 # Private names of PyTorch's, which CUDA graph trees use for the same purpose. Where a release of PyTorch lacks them, a
 # kept gradient keeps its values, but tensors that share its memory (`p.grad.detach()`) do not.
 _num_owners: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+_num_references: Callable[[Any], int] = sys.getrefcount
 _CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
@@ -53,7 +54,7 @@ def held(views: Sequence[torch.Tensor], storages: Sequence[int]) -> list[int]:
 
     Takes 45 ns for each gradient.
     """
-    references, owners = list(map(sys.getrefcount, views)), list(map(_num_owners, storages))
+    references, owners = list(map(_num_references, views)), list(map(_num_owners, storages))
     if max(references) == _FREE_REFERENCES and max(owners) == _FREE_OWNERS:
         return []
     return [i for i in range(len(views)) if references[i] > _FREE_REFERENCES or owners[i] > _FREE_OWNERS]
@@ -95,11 +96,21 @@ def _shaped(
     return tensor.set_(storage, 0, tuple(shape), tuple(stride))
 
 
-def _free() -> tuple[int, int]:
-    """What `held` counts of a gradient that nobody else has."""
+def _all_references(view: torch.Tensor) -> int:
+    """Python's, and those of C++ alone, such as another tensor's `.grad`."""
+    return sys.getrefcount(view) + view._use_count()  # type: ignore[attr-defined, no-any-return]
+
+
+def _free(has_another_owner: bool) -> tuple[int, int]:
+    """What `held` counts of a gradient that nobody else has, or only C++."""
     kept = [torch.empty(1, device="cpu")]
     passed = [kept[0]]
-    return next(map(sys.getrefcount, passed)), _num_owners(storage_of(passed[0]))
+    owner = torch.empty(1, device="cpu", requires_grad=True)
+    if has_another_owner:
+        owner.grad = passed[0]
+    return next(map(_num_references, passed)), _num_owners(storage_of(passed[0]))
 
 
-_FREE_REFERENCES, _FREE_OWNERS = _free()
+if _free(True) == _free(False) and hasattr(torch.Tensor, "_use_count"):  # before PyTorch 2.10
+    _num_references = _all_references
+_FREE_REFERENCES, _FREE_OWNERS = _free(False)

@@ -41,8 +41,9 @@ class ModuleWrappers:
         self.num_built = 0
         self._alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._handle = register_module_module_registration_hook(self._notice)
+        self._find()
 
-    def find(self) -> None:
+    def _find(self) -> None:
         """Find those that were built before this object existed."""
         kinds = tuple(_with_subclasses(_kinds()))
         self._alive.update(found for found in gc.get_referrers(*kinds) if type(found) in kinds)

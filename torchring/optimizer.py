@@ -9,6 +9,7 @@ gradient is reduced, so clipping, GradScaler, schedulers and closures need no ex
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -239,6 +240,7 @@ class DistributedOptimizer(Optimizer):
         if closure is None and self._only_creates_state():
             result = self._step_wrapped(None, *args, **kwargs)
             self._replicas.accept()
+            hooks.num_steps += 1
             return result
         if closure is None:
             self._refuse_bad_gradients(hooks)
@@ -282,12 +284,12 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer.zero_grad."""
-        if set_to_none:
-            self.optimizer.zero_grad()  # which is the default, and there are optimizers that take no argument
-        else:
-            self.optimizer.zero_grad(set_to_none=False)
-            if self._hooks is not None:
-                self._hooks.reduction.mark_zeroed()
+        if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
+            self.optimizer.zero_grad()
+            return
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self._hooks is not None and not set_to_none:
+            self._hooks.reduction.mark_zeroed()
 
     def synchronize(self) -> None:
         """Reduce now whatever any rank has accumulated locally; collective, and harmless where there is nothing.
@@ -618,6 +620,13 @@ class DistributedOptimizer(Optimizer):
             )
 
 
+@functools.cache
+def _takes_set_to_none(kind: type[Optimizer]) -> bool:
+    """Older optimizers have a zero_grad() without arguments."""
+    parameters = inspect.signature(kind.zero_grad).parameters
+    return "set_to_none" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def check_options(options: Options) -> None:
     """Raise ValueError for an option that does not exist, with those that do."""
     for name, value, choices in (
@@ -716,7 +725,6 @@ def _check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
     for owner in neighbours.owners_of(names):
         taken = next(name for p, name in names.items() if any(p is other for other in owner.reduction.parameters))
         raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
-    neighbours.module_wrappers.find()
     trainable = [parameter for parameter in names if parameter.requires_grad]
     if shared := neighbours.module_wrappers.first_shared(trainable):
         index, kind = shared

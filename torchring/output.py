@@ -107,20 +107,15 @@ class Output:
         else:
             reading, writing = os.pipe()
         self._sources[reading] = _Source(reading, stream, rank, is_mpirun, is_terminal)
+        self._log(rank, b"")  # no file of an earlier run is taken for this one's
         return writing
-
-    def resize(self) -> None:
-        """Tell the ranks' terminals the size of ours."""
-        for source in self._sources.copy().values():
-            if source.is_terminal:
-                _copy_size(self._targets[source.stream].descriptor, source.reading)
 
     def start(self) -> None:
         """Once all pipes have been made."""
         self._thread.start()
 
     def close(self) -> None:
-        """Pass on what the processes had printed before they ended. What one of theirs prints later is lost."""
+        """Pass on what the processes had printed before they ended. One of theirs that prints later gets EPIPE."""
         os.close(self._waker)
         if self._thread.ident is not None:
             self._thread.join()

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, TypeVar
 
@@ -111,7 +111,8 @@ class Rendezvous:
         if token_of_first != token:
             text = (
                 f"two processes were started as rank {self.rank} of {self.size}: {first}, and {mine}; give every "
-                "process a RANK of its own, and every job a MASTER_PORT of its own"
+                "process a RANK of its own, and every job a MASTER_PORT of its own. If the first one has ended, the "
+                "store has outlived it: start all ranks again, with a store of their own"
             )
             error = TopologyError(text, rank=self.rank)
             self.give_up_opening(error)
@@ -218,7 +219,7 @@ class _Line:
 
     def __init__(self) -> None:
         self._worker = Worker("torchring-store")
-        self._submitting = threading.Lock()
+        self._submitting = threading.RLock()  # a signal handler may call, too
         self._unanswered: Future[Any] | None = None
         self._broken: dist.DistNetworkError | None = None
         # When nobody can call any more. At exit the thread ends by itself.
@@ -226,14 +227,15 @@ class _Line:
 
     def call(self, operation: Callable[[], _T], seconds: float) -> _T:
         """What `operation` returns or raises. FutureTimeout if it takes longer, or an earlier one still does."""
+        end = time.monotonic() + seconds
+        if (unanswered := self._unanswered) is not None and wait([unanswered], seconds).not_done:
+            raise FutureTimeout
         with self._submitting:
             if self._broken is not None:  # for good, and each try would print a warning
                 raise self._broken
-            if self._unanswered is not None and not self._unanswered.done():
-                raise FutureTimeout
             future = self._worker.submit(operation)
         try:
-            return future.result(seconds)
+            return future.result(max(0.0, end - time.monotonic()))
         except FutureTimeout:
             self._unanswered = future
             raise

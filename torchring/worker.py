@@ -24,7 +24,7 @@ class Worker:
         self._name = name
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may submit or close, too
         self._is_closed = False
 
     def submit(self, function: Callable[[], _T]) -> Future[_T]:
@@ -46,14 +46,17 @@ class Worker:
 
     def close(self) -> None:
         """Cancel what has not begun, and end the thread when it is done with what has."""
+        cancelled: list[Future[Any]] = []
         with self._lock:
             self._is_closed = True
             with contextlib.suppress(queue.Empty):  # the worker takes tasks meanwhile
                 while True:
                     task = self._tasks.get_nowait()
                     if task is not None:
-                        task[0].cancel()
+                        cancelled.append(task[0])
             self._tasks.put(None)
+        for future in cancelled:  # whoever is called back may close this worker, too, which takes the lock
+            future.cancel()
 
     def join(self, seconds: float) -> None:
         """Wait for the thread of a closed worker, if there is one, to end."""

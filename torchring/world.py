@@ -37,8 +37,9 @@ Backend = Literal["auto", "gloo", "mpi"]
 BACKENDS: Final = get_args(Backend)
 _SCRIPTS_GROUP: Final = "torch.distributed"  # in place of a launcher: the script has made a process group
 _ADVICE: Final = (
-    "If the others still have batches, give every rank equally many, as torch's DistributedSampler does, or end the "
-    "loop on all ranks at once, by a torchring.all_reduce of who has batches left"
+    ". Its own output says whether it failed. If it did not, and others still have batches: give every rank equally "
+    "many, as torch's DistributedSampler does, or end the loop on all ranks at once, by a torchring.all_reduce of who "
+    "has batches left"
 )
 _GOODBYE_SECONDS: Final = 2.0  # for telling ranks of other hosts, if the way to the store may be cut
 _FORKED: Final = (
@@ -113,7 +114,9 @@ class World:
         if store is not None and size > 1:
             try:
                 self._meet(Rendezvous(store, rank, size, timeout_seconds), store_host, job)
-            except BaseException:
+            except BaseException as error:
+                if not isinstance(error, RingError):  # those are known to the others, or are this process's mistake
+                    self.break_off("torchring.init()", error)
                 self.close()
                 raise
         _worlds.add(self)
@@ -194,10 +197,10 @@ class World:
             text = with_way_out(f"an earlier operation failed: {failure.message}")
             raise type(failure)(text, rank=self.rank, peers=failure.peers) from failure
 
-    def say_why_it_ends(self, reason: str) -> None:
+    def say_why_it_ends(self, reason: str, advice: str = "") -> None:
         """Tell the peers why this rank takes part in nothing more. The first reason that is given counts."""
         count = f"{self.num_reductions} reduction{'' if self.num_reductions == 1 else 's'} of gradients"
-        error = PeerLostError(f"{reason}, after {count}. {_ADVICE}", peers=(self.rank,))
+        error = PeerLostError(f"{reason}, after {count}{advice}", peers=(self.rank,))
         if self.host is not None:
             self.host.report_failure(error)
         if self.rendezvous is not None and not self.shares_memory:
@@ -224,7 +227,8 @@ class World:
         self.is_open = False
         if self.is_forked:
             return
-        self.say_why_it_ends("it called torchring.shutdown()")
+        if self.failure is None:
+            self.say_why_it_ends("it called torchring.shutdown()", _ADVICE)
         while self._closing:
             self._closing.pop()()
         if self.host is not None:
@@ -243,9 +247,12 @@ _forked: RingError | None = None  # why a forked child cannot join
 
 
 def _after_fork() -> None:
-    global _forked
+    global _default, _forked, _own_store
     for world in list(_worlds):
         world.after_fork()
+    _own_store = None  # its connection is the parent's
+    if _default is not None and _default.size == 1:
+        _default = None  # the child may become a rank
     if _default is not None:
         _forked = _forked or _default.failure
 
@@ -284,6 +291,8 @@ def init(backend: Backend = "auto", *, timeout_seconds: float | None = None, pro
     if timeout_seconds is not None and not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds!r}")
     if _default is not None:
+        if _default.size == 1:
+            _refuse_to_stay_alone()
         if timeout_seconds not in (None, _default.timeout_seconds):
             raise ValueError(
                 f"the world is open with timeout_seconds={_default.timeout_seconds:g}, got {timeout_seconds!r}; call "
@@ -360,7 +369,22 @@ def is_initialized() -> bool:
 
 def default_world() -> World:
     """The world of the module-level functions, joined now if it was not yet."""
-    return _default if _default is not None else init()
+    if _default is None:
+        return init()
+    if _default.size == 1:
+        _refuse_to_stay_alone()
+    return _default
+
+
+def _refuse_to_stay_alone() -> None:
+    """Raise TopologyError if this process has become one of several since it joined a world of one."""
+    launch = _launched()
+    if launch.size > 1:
+        raise TopologyError(
+            f"this process is rank {launch.rank} of {launch.size} by now, but something of torchring's was called "
+            "before, when it was alone, and would train alone. Call torchring.shutdown() after init_process_group(), "
+            "or call nothing of torchring's before it"
+        )
 
 
 def rank() -> int:
@@ -464,8 +488,10 @@ def _leave_at_exit() -> None:
         return
     # Set for an exception that nobody caught. In an interactive session the exception may be an old one.
     error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
-    reason = "its script had ended" if error is None else f"its script ended with {type(error).__name__}: {error}"
-    _default.say_why_it_ends(reason)
+    if error is not None:
+        _default.say_why_it_ends(f"its script ended with {type(error).__name__}: {error}")
+    else:  # or with sys.exit(1): its own output says
+        _default.say_why_it_ends("its script had ended", _ADVICE)
     if "mpi4py.MPI" in sys.modules:
         shutdown()
 

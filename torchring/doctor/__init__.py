@@ -71,8 +71,8 @@ def main(arguments: Sequence[str]) -> int:
     starts_ranks = any(value is not None for value in (options.num_proc, options.hosts, options.hostfile))
     try:
         # Ranks that are started here are told where they meet; a MASTER_ADDR of the shell's is not for them.
-        ours = {key: value for key, value in os.environ.items() if key != "MASTER_ADDR" or not starts_ranks}
-        launch = read_environment(ours)
+        is_shells = starts_ranks and "WORLD_SIZE" not in os.environ
+        launch = read_environment({k: v for k, v in os.environ.items() if k != "MASTER_ADDR" or not is_shells})
     except TopologyError as error:
         if next((os.environ[key] for key in _RANK_KEYS if key in os.environ), "0") != "0":
             print(f"torchring doctor: {error}", file=sys.stderr)  # in the report, rank 0 says it

@@ -25,12 +25,14 @@ _LARGEST: Final = 2**31 - 1  # mallopt takes an int
 # What glibc works its own way up to. Setting a threshold ends that, so less would be a step back.
 _LEAST_MMAP_BYTES: Final = 32 << 20
 _MOST_GRADIENT_BYTES: Final = 64 << 20
-_SECONDS_BETWEEN_LOOKS: Final = 0.1
+_SHORTEST_PAUSE_SECONDS: Final = 0.1
+_LONGEST_PAUSE_SECONDS: Final = 60.0
 
 _kept_bytes = 0
 _largest_bytes = 0
 _bound_bytes: int | None = None  # of free memory; None: malloc is as it was
 _lowest_bytes: int | None = None  # resident after a backward, at the least, since memory was last given back
+_pause_seconds = _SHORTEST_PAUSE_SECONDS  # between two looks
 _next_look = 0.0
 
 
@@ -64,19 +66,23 @@ def keep_freed(gradient_bytes: Sequence[int]) -> None:
 def give_back() -> None:
     """Call after a backward: return free memory to the kernel if more of it has piled up than gradients take.
 
-    Looks no more than ten times a second; a look takes up to 70 us. Source: malloc_trim(3), which gives back pages in
-    the middle of the heap, too.
+    Looks no more than ten times a second; a look takes up to 70 us. Where a look after giving back finds as much again,
+    every step needs the memory, and faults it in again. So the pause until the next look doubles each time, up to a
+    minute. Source: malloc_trim(3), which gives back pages in the middle of the heap, too.
     """
-    global _lowest_bytes, _next_look
+    global _lowest_bytes, _next_look, _pause_seconds
     if _bound_bytes is None or time.monotonic() < _next_look:
         return
-    _next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
     resident = _resident_bytes()
     if _lowest_bytes is not None and resident > _lowest_bytes + _bound_bytes:
         ctypes.CDLL(None).malloc_trim(0)
         _lowest_bytes = _resident_bytes()
-    elif _lowest_bytes is None or resident < _lowest_bytes:
-        _lowest_bytes = resident
+        _pause_seconds = min(2 * _pause_seconds, _LONGEST_PAUSE_SECONDS)
+    else:
+        _pause_seconds = max(_pause_seconds / 2, _SHORTEST_PAUSE_SECONDS)
+        if _lowest_bytes is None or resident < _lowest_bytes:
+            _lowest_bytes = resident
+    _next_look = time.monotonic() + _pause_seconds
 
 
 def _resident_bytes() -> int:

@@ -101,8 +101,9 @@ def map_block(descriptor: int, length: int, *, is_own: bool) -> torch.Tensor:
 
 
 def _after_fork() -> None:
-    for mapping in _mappings.values():
-        mapping.make_private()
+    for address in list(_mappings):  # the collector may release one meanwhile
+        if (mapping := _mappings.get(address)) is not None:
+            mapping.make_private()
     _mappings.clear()
 
 

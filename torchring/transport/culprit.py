@@ -144,7 +144,10 @@ class Culprits:
                 if (words := self._look_up("last_words", rank, 0.0)) is not None:
                     return decode_error(words, rank)
                 if self._look_up("left", rank, 0.0) is not None:
-                    return self._fault_of([rank], timed_out=False)
+                    if self._rendezvous.is_published(ended_key(rank)):
+                        return decode_error(self._rendezvous.fetch(ended_key(rank), rank), rank)
+                    text = f"rank {rank} closed its end; it called shutdown() or close(), or exited"
+                    return PeerLostError(text, peers=(rank,))
         except PeerTimeoutError:  # says nothing of the peers; the way to the store may be back in time
             return None
         except RingError as error:  # no store: only its host is known to have gone

@@ -89,11 +89,14 @@ class Links:
         for other, card in enumerate(cards):
             for start in range(0, len(card), _DIGEST_BYTES):
                 owners.setdefault(card[start : start + _DIGEST_BYTES], set()).add(other)
+        found: dict[int, list[_Link]] = {}
         for (mine, theirs), link in self._ends.items():
             peers = owners.get(theirs, set()) - {rank}
             # Ranks that are threads of one process see each other's ends, too: whose is whose is not known then.
             if len(peers) == 1 and owners.get(mine) == {rank}:
-                self._of_peer[peers.pop()] = link
+                found.setdefault(peers.pop(), []).append(link)
+        # Another engine may have connected at the same time.
+        self._of_peer = {peer: links[0] for peer, links in found.items() if len(links) == 1}
 
     def is_open(self, peer: int) -> bool | None:
         """Whether the connection to `peer` is open; None where it is not known which one it is."""

@@ -51,7 +51,6 @@ _SUMMED: Final = {
 
 _serialised = threading.RLock()  # where MPI takes one thread at a time
 _open: weakref.WeakSet[MpiTransport] = weakref.WeakSet()
-_pid = os.getpid()
 # (request, tensor) of what could not be cancelled: MPI may still read or write the tensor's memory.
 _abandoned: list[tuple[Any, torch.Tensor]] = []
 
@@ -77,6 +76,7 @@ class MpiTransport:
         self._timeout_seconds = rendezvous.timeout_seconds
         self._culprits = Culprits(rendezvous, name, host)
         self._under_way: set[MpiTransfer] = set()
+        self._pid = os.getpid()
         self._failure: RingError | None = None
         self._is_closed = False
         # Everyone is known to be here, and to fit, before MPI waits for it.
@@ -138,6 +138,9 @@ class MpiTransport:
         return error
 
     def close(self) -> None:
+        if os.getpid() != self._pid:  # a forked child; what is under way is its parent's
+            self._is_closed = True
+            return
         with self._lock:
             if self._is_closed:
                 return
@@ -272,8 +275,6 @@ class MpiTransfer:
 @atexit.register
 def _say_goodbye() -> None:
     """MPI_Finalize, which comes later, waits for all ranks: those that still wait for this one must hear of its end."""
-    if os.getpid() != _pid:  # a fork; the transports are its parent's
-        return
     for transport in list(_open):
         transport.close()
 
