@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torchring
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.select import open_mover
+from torchring.arguments import duration
 from torchring.bench import measure
 from torchring.bench.measure import Spread, Turn, human_bytes
 from torchring.world import default_world
@@ -42,7 +43,7 @@ def main() -> int:
     parser = measure.parser("allreduce", __doc__ or "")
     parser.add_argument("--ranks", type=measure.several, nargs="+", default=[2, 4], help="one table for each")
     parser.add_argument("--sizes", type=measure.positive, nargs="+", default=SIZES, help="bytes")
-    parser.add_argument("--seconds", type=measure.duration, default=4.0, help="per size")
+    parser.add_argument("--seconds", type=duration, default=4.0, help="per size")
     parser.add_argument("--most", type=measure.positive, default=300, help="repetitions at the most")
     parser.add_argument("--no-mpi", action="store_true", help="leave Open MPI and Horovod out even if they are there")
     parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")

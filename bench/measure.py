@@ -339,17 +339,6 @@ def _at_least(least: int, text: str) -> int:
     return int(text)
 
 
-def duration(text: str) -> float:
-    """Seconds."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"needs a positive number of seconds, got {text!r}")
-    return seconds
-
-
 def writable(text: str) -> str:
     """A file for results: better refused now than after minutes of measuring."""
     file = Path(text)

@@ -45,6 +45,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import torchring
+from torchring.arguments import duration
 from torchring.bench import measure, netns, step
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS, Batch, Workload
@@ -88,7 +89,7 @@ def main() -> int:
     parser.add_argument("--rates", type=_rate, nargs="+", default=["1gbit", "10gbit"], help="as tc writes them")
     parser.add_argument("--layouts", type=Layout.parse, nargs="+", default=[Layout(2, 1), Layout(2, 2)])
     parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
-    parser.add_argument("--seconds", type=measure.duration, default=40.0, help="per rate and layout")
+    parser.add_argument("--seconds", type=duration, default=40.0, help="per rate and layout")
     parser.add_argument("--most", type=measure.positive, default=30, help="steps of each rival at the most")
     parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # the file for rank 0's row

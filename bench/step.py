@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import torchring
+from torchring.arguments import duration
 from torchring.bench import measure, turns
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Batch, Workload
@@ -56,7 +57,7 @@ def main() -> int:
     parser = measure.parser("step", __doc__ or "")
     parser.add_argument("--ranks", type=measure.several, nargs="+", default=[2], help="one table for each")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
-    parser.add_argument("--seconds", type=measure.duration, default=30.0, help="per model")
+    parser.add_argument("--seconds", type=duration, default=30.0, help="per model")
     parser.add_argument("--most", type=measure.positive, default=120, help="counted steps of each rival at the most")
     parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -7,9 +7,7 @@ import sys
 def main() -> int:
     """Entry point; returns the exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # Ctrl-C ends this at once; no traceback of an import, of all things
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during an import would print its traceback
     from torchring.cli import main as command
 
     return command()

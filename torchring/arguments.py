@@ -20,6 +20,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def duration(text: str) -> float:
+    """Seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"needs a positive number of seconds, got {text!r}")
+    return seconds
+
+
 def setting(text: str) -> tuple[str, str]:
     """NAME=VALUE."""
     name, equals, value = text.partition("=")

@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from torchring.arguments import hosts_of, positive, setting
+from torchring.arguments import duration, hosts_of, positive, setting
 from torchring.doctor.checks import examine
 from torchring.doctor.facts import gather
 from torchring.doctor.rank import visit
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="the engine between hosts, as for init()")
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=duration,
         default=_DEFAULT_TIMEOUT_SECONDS,
         metavar="SECONDS",
         help="how long to wait for a rank that does not come (default: %(default)g)",
@@ -208,13 +208,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"needs a positive number of seconds, got {text!r}")
-    return seconds
