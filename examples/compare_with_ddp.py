@@ -159,6 +159,8 @@ def main() -> int:
         return 1
     if is_first:
         print("torchring computes what DDP computes")
+    torchring.shutdown()
+    dist.destroy_process_group()
     return 0
 
 
