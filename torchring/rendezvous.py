@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, TypeVar
 
@@ -227,15 +227,14 @@ class _Line:
 
     def call(self, operation: Callable[[], _T], seconds: float) -> _T:
         """What `operation` returns or raises. FutureTimeout if it takes longer, or an earlier one still does."""
-        end = time.monotonic() + seconds
-        if (unanswered := self._unanswered) is not None and wait([unanswered], seconds).not_done:
-            raise FutureTimeout
         with self._submitting:
             if self._broken is not None:  # for good, and each try would print a warning
                 raise self._broken
+            if self._unanswered is not None and not self._unanswered.done():
+                raise FutureTimeout
             future = self._worker.submit(operation)
         try:
-            return future.result(max(0.0, end - time.monotonic()))
+            return future.result(seconds)
         except FutureTimeout:
             self._unanswered = future
             raise

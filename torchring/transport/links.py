@@ -124,9 +124,12 @@ def _end(descriptor: int) -> tuple[bytes, bytes] | None:
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
     """The socket as Python has it. Only for a moment: with two descriptors, its owner cannot close it."""
-    blocks = os.get_blocking(descriptor)
+    # With a default time-out, Python has a socket not block, for the owner, too. Only then is the mode set back: the
+    # owner may itself be changing it, and would wait for ever.
+    blocks = None if socket.getdefaulttimeout() is None else os.get_blocking(descriptor)
     with socket.socket(fileno=os.dup(descriptor)) as copy:
-        copy.setblocking(blocks)  # which socket.setdefaulttimeout() may have changed, for the owner, too
+        if blocks is not None:
+            copy.setblocking(blocks)
         yield copy
 
 
