@@ -41,6 +41,7 @@ class Worker:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
                 _workers.add(self)
+                _threads.add(self._thread)
             self._tasks.put((future, function))
         return future
 
@@ -85,15 +86,16 @@ class Worker:
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+# Apart from their workers, which may be gone already: while a thread runs, Python itself refers to it.
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _FAREWELL_SECONDS: Final = 1.0  # for all that are not stuck
 
 
 @atexit.register  # on import, so that it comes after what others do with their workers at exit
 def _end_all() -> None:
     """No thread may come back from an engine's C++ while the interpreter is being taken down."""
-    workers = list(_workers)
-    for worker in workers:
+    for worker in list(_workers):
         worker.close()
     end = time.monotonic() + _FAREWELL_SECONDS
-    for worker in workers:
-        worker.join(max(0.0, end - time.monotonic()))
+    for thread in list(_threads):
+        thread.join(max(0.0, end - time.monotonic()))
