@@ -586,7 +586,7 @@ def test_without_proc_nobody_takes_another_for_a_process_of_the_same_host(monkey
     def missing(path: str) -> Any:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(meeting.os, "stat", missing)
+    monkeypatch.setattr(os, "stat", missing)
     assert meeting._network_digest() != meeting._network_digest()
 
 

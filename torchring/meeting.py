@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import secrets
 import signal
 import socket
@@ -23,7 +22,7 @@ from torch.distributed import TCPStore
 
 from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.launch import CHOICE, LaunchEnvironment
-from torchring.memory.linux import boot_id
+from torchring.memory.linux import network_id
 
 _LOOPBACK: Final = "127.0.0.1"
 _SIOCGIFADDR: Final = 0x8915
@@ -283,15 +282,12 @@ def own_addresses() -> list[str]:
 
 
 def _network_digest() -> bytes:
-    """Equal on processes that share a loopback interface: same boot of the same kernel, same network namespace.
+    """Equal on processes that share a loopback interface.
 
     Unique where /proc is not mounted, so that nobody can tell: rank 0 then listens on all of its addresses.
     """
-    try:
-        namespace = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        return secrets.token_bytes(_DIGEST_BYTES)
-    return hashlib.sha256(f"{boot_id()} {namespace}".encode()).digest()
+    network = network_id()
+    return hashlib.sha256(network.encode()).digest() if network else secrets.token_bytes(_DIGEST_BYTES)
 
 
 def _first_line(error: BaseException) -> str:

@@ -98,9 +98,14 @@ class Culprits:
             return PeerTimeoutError(f"{names} did not answer within {self._timeout_seconds:g} s", peers=culprits)
         for rank in culprits:
             with contextlib.suppress(RingError):
-                if self._rendezvous.is_published(ended_key(rank)):
-                    return decode_error(self._rendezvous.fetch(ended_key(rank), rank), rank)
+                if (ended := self._said_at_its_end(rank)) is not None:
+                    return ended
         return PeerLostError(f"{names} died or exited", peers=culprits)
+
+    def _said_at_its_end(self, rank: int) -> RingError | None:
+        """Why a rank's script ended, if it did and said so."""
+        key = ended_key(rank)
+        return decode_error(self._rendezvous.fetch(key, rank), rank) if self._rendezvous.is_published(key) else None
 
     def stood_still(self, seconds: float) -> RingError:
         """This rank's wait was too long because it did not run itself."""
@@ -144,8 +149,8 @@ class Culprits:
                 if (words := self._look_up("last_words", rank, 0.0)) is not None:
                     return decode_error(words, rank)
                 if self._look_up("left", rank, 0.0) is not None:
-                    if self._rendezvous.is_published(ended_key(rank)):
-                        return decode_error(self._rendezvous.fetch(ended_key(rank), rank), rank)
+                    if (ended := self._said_at_its_end(rank)) is not None:
+                        return ended
                     text = f"rank {rank} closed its end; it called shutdown() or close(), or exited"
                     return PeerLostError(text, peers=(rank,))
         except PeerTimeoutError:  # says nothing of the peers; the way to the store may be back in time

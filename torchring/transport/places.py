@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroupGloo
 
 from torchring.errors import TopologyError
 from torchring.interfaces import gloo_address, list_interfaces, resolve
-from torchring.memory.linux import boot_id
+from torchring.memory.linux import network_id
 
 _VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 _SOURCE: Final = re.compile(r"\[[^\[\]]*\.(?:cc|cpp|h):[0-9]+\]( [^.:]* != nullptr\.)? ?")  # of Gloo's code
@@ -59,11 +59,7 @@ class Place:
 
 def own_place() -> Place:
     """This rank's."""
-    try:
-        network = f"{boot_id()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        network = ""
-    return _place(network, os.environ.get(_VARIABLE, ""))
+    return _place(network_id(), os.environ.get(_VARIABLE, ""))
 
 
 @functools.cache  # a name service may take its time
