@@ -29,9 +29,9 @@ import torch.distributed as dist
 import torchring
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.select import open_mover
-from torchring.arguments import duration
 from torchring.bench import measure
 from torchring.bench.measure import Spread, Turn, human_bytes
+from torchring.launch.arguments import duration
 from torchring.world import default_world
 
 SMALL_BYTES = 1 << 20

@@ -16,15 +16,15 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity
 
 import torchring
-from torchring.allreduce.on_device import DeviceWire, OnStream
+from torchring.accelerators import Accelerator, accelerator_of
+from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.allreduce.select import open_on_device
 from torchring.bench import gpu_models, measure
 from torchring.bench.gpu_models import Shapes
 from torchring.bench.gpu_timing import spreads
-from torchring.bucket import Bucket
-from torchring.packing import DevicePacking
-from torchring.plan import ParameterSpec, build_plan
-from torchring.platform import Platform, platform_of
+from torchring.gradients.bucket import Bucket
+from torchring.gradients.packing import DevicePacking
+from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.world import World, default_world
 
 Row = dict[str, Any]
@@ -64,7 +64,7 @@ def host_times(device: torch.device, *, is_dry: bool, until: float, most: int) -
     parameters but the last take, "pack" that of the last, "reduce" the launch, "land" the wait and unpacking.
     """
     torchring.init()
-    world, platform = default_world(), _platform(device)
+    world, accelerator = default_world(), _accelerator(device)
     configurations = [
         (load, algorithm, compression, moves)
         for load in bucket_loads(is_dry=is_dry)
@@ -76,7 +76,7 @@ def host_times(device: torch.device, *, is_dry: bool, until: float, most: int) -
         row["addresses_change"] = moves
         now = time.monotonic()
         try:
-            one = OneBucket.open(world, platform, bucket_loads(is_dry=is_dry)[load], algorithm, compression)
+            one = OneBucket.open(world, accelerator, bucket_loads(is_dry=is_dry)[load], algorithm, compression)
             limit = now + (until - now) / (len(configurations) - i)
             yield row | one.measure(moves=moves, until=limit, most=most)
             one.mover.close()
@@ -93,30 +93,32 @@ class OneBucket:
         originals: what they hold at first: whole numbers, the halves of which bf16 holds, too.
     """
 
-    platform: Platform
+    accelerator: Accelerator
     mover: OnStream
     bucket: Bucket
     grads: list[list[Tensor]]
     originals: list[list[Tensor]]
 
     @staticmethod
-    def open(world: World, platform: Platform, shapes: Shapes, algorithm: str, compression: str | None) -> OneBucket:
-        device = platform.device
+    def open(
+        world: World, accelerator: Accelerator, shapes: Shapes, algorithm: str, compression: str | None
+    ) -> OneBucket:
+        device = accelerator.device
         parameters = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
         specs = [
             ParameterSpec(f"p{i}", tuple(p.shape), p.stride(), p.dtype, p.device, False)
             for i, p in enumerate(parameters)
         ]
         plan = build_plan(specs, bucket_bytes=1 << 40, first_bucket_bytes=1 << 40, compression=compression).buckets[0]
-        mover, _ = open_on_device(world, algorithm, "auto", [(plan.numel, plan.wire_dtype)], platform)
+        mover, _ = open_on_device(world, algorithm, "auto", [(plan.numel, plan.wire_dtype)], accelerator)
         wire = mover.open_wires([(plan.numel, plan.wire_dtype)])[0]
 
         def packing(scale: float) -> DevicePacking:
-            return DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, mover.stream, platform)
+            return DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, mover.stream, accelerator)
 
         bucket = Bucket(plan, wire, specs, parameters, scale=_SCALE, packing=packing)
         grads = [[torch.randint(-99, 100, p.shape, device=device).float() for p in bucket.parameters] for _ in "ab"]
-        return OneBucket(platform, mover, bucket, grads, [[grad.clone() for grad in one] for one in grads])
+        return OneBucket(accelerator, mover, bucket, grads, [[grad.clone() for grad in one] for one in grads])
 
     def measure(self, *, moves: bool, until: float, most: int) -> Row:
         """Go through many rounds.
@@ -131,12 +133,12 @@ class OneBucket:
                 if repetition >= 0:
                     for phase, seconds in zip(_PHASES, taken, strict=True):
                         times[phase].append(seconds)
-            self.platform.synchronize()
+            self.accelerator.synchronize()
             if repetition >= 2 and time.monotonic() > until:
                 break
         self.check()
         totals = [sum(parts) for parts in zip(*(times[phase] for phase in _PHASES[1:]), strict=True)]
-        calls, on_device = what_is_called(lambda: self.round(0), self.platform)
+        calls, on_device = what_is_called(lambda: self.round(0), self.accelerator)
         plan = self.bucket.plan
         return {
             "tensors": len(plan.slots),
@@ -163,7 +165,7 @@ class OneBucket:
         bucket.begin_reduce()
         flight = mover.start(bucket.wire, scale=bucket.reduce_scale)
         started = time.perf_counter()
-        bucket.end_reduce(flight.land())
+        bucket.end_reduce(flight.wait())
         landed = time.perf_counter()
         bucket.close_round()
         mover.take_flights()
@@ -177,21 +179,21 @@ class OneBucket:
             for grad, original in zip(grads, originals, strict=True):
                 grad.copy_(original)
             self.round(chosen)
-            self.platform.synchronize()
+            self.accelerator.synchronize()
             for parameter, original in zip(self.bucket.parameters, originals, strict=True):
                 if parameter.grad is None or not torch.equal(parameter.grad, original * _SCALE):
                     raise RuntimeError("a bucket came back with other gradients than it should")
 
 
-def what_is_called(work: Callable[[], object], platform: Platform) -> tuple[dict[str, int], dict[str, int]]:
+def what_is_called(work: Callable[[], object], accelerator: Accelerator) -> tuple[dict[str, int], dict[str, int]]:
     """Of torch.profiler: the CUDA functions that the host calls, and what runs on the device, by name, with counts."""
     activities = [ProfilerActivity.CPU]
-    if platform.device.type == "cuda":
+    if accelerator.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    platform.synchronize()
+    accelerator.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
         work()
-        platform.synchronize()
+        accelerator.synchronize()
     events = profiler.events() or []
     calls = Counter(event.name for event in events if _API_CALL.fullmatch(event.name))
     on_device = Counter(
@@ -212,8 +214,8 @@ def all_reduces(
 
     Every result is checked once per size, bit for bit, with whole numbers.
     """
-    world, platform = default_world(), _platform(device)
-    mover, choice = open_on_device(world, algorithm, "auto", [(max(sizes) // 4, torch.float32)], platform)
+    world, accelerator = default_world(), _accelerator(device)
+    mover, choice = open_on_device(world, algorithm, "auto", [(max(sizes) // 4, torch.float32)], accelerator)
     for i, size in enumerate(sizes):
         row: Row = {"section": "allreduce", "algorithm": mover.algorithm, "ranks": world.size, "size": size}
         row |= {"shares_one_gpu": shares_one_gpu(world, device), "reason": choice.reason}
@@ -222,19 +224,21 @@ def all_reduces(
             yield row | {"problem": "there was no time left"}
             continue
         seconds = (until - now) / (len(sizes) - i)
-        yield row | _time_all_reduce(world, platform, mover, size // 4, seconds, most)
+        yield row | _time_all_reduce(world, accelerator, mover, size // 4, seconds, most)
     torchring.barrier()
     mover.close()
 
 
-def _time_all_reduce(world: World, platform: Platform, mover: OnStream, numel: int, seconds: float, most: int) -> Row:
+def _time_all_reduce(
+    world: World, accelerator: Accelerator, mover: OnStream, numel: int, seconds: float, most: int
+) -> Row:
     wire: DeviceWire = mover.open_wires([(numel, torch.float32)])[0]
-    pattern = torch.arange(numel, dtype=torch.float32, device=platform.device).remainder_(251)
+    pattern = torch.arange(numel, dtype=torch.float32, device=accelerator.device).remainder_(251)
     source = pattern + world.rank
     expected = pattern * world.size + sum(range(world.size))
     wire.buffer.copy_(source)
     mover.all_reduce(wire)
-    platform.synchronize()
+    accelerator.synchronize()
     is_right = torch.equal(wire.buffer, expected)
     wrong = [rank for rank, right in enumerate(torchring.all_gather_object(is_right)) if not right]
     if wrong:
@@ -244,12 +248,12 @@ def _time_all_reduce(world: World, platform: Platform, mover: OnStream, numel: i
     def turn() -> None:
         for _ in range(calls):
             mover.all_reduce(wire, scale=1 / world.size)
-        platform.synchronize()
+        accelerator.synchronize()
         mover.take_flights()
 
     def prepare(name: str) -> None:
         wire.buffer.copy_(source)
-        platform.synchronize()
+        accelerator.synchronize()
 
     spread = measure.take_turns({"all": turn}, prepare=prepare, warmups=1, seconds=seconds, most=most)["all"]
     times = {key: value / calls for key, value in vars(spread).items() if key != "repetitions"}
@@ -263,7 +267,7 @@ def shares_one_gpu(world: World, device: torch.device) -> bool:
 
 
 @functools.cache
-def _platform(device: torch.device) -> Platform:
-    platform = platform_of(device)
-    assert platform is not None, f"{device} does not work in streams"
-    return platform
+def _accelerator(device: torch.device) -> Accelerator:
+    accelerator = accelerator_of(device)
+    assert accelerator is not None, f"{device} does not work in streams"
+    return accelerator

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
+from torchring.accelerators import ACCELERATORS, Backend, Mark
 from torchring.memory.cuda import LonelyGroup, SymmetricGroup
 from torchring.memory.host import HostGroup
-from torchring.platform import PLATFORMS, Backend, Mark
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 
 
 class DryMark:
-    """See `torchring.platform.Mark`."""
+    """See `torchring.accelerators.Mark`."""
 
     def __init__(self) -> None:
         self._time = time.perf_counter()
@@ -37,7 +37,7 @@ class DryMark:
 
 
 class DryStream:
-    """See `torchring.platform.Stream`."""
+    """See `torchring.accelerators.Stream`."""
 
     def follow(self, streams: Iterable[object] = ()) -> None: ...
 
@@ -48,8 +48,8 @@ class DryStream:
         return DryMark()
 
 
-class DryPlatform:
-    """See `torchring.platform.Platform`."""
+class DryAccelerator:
+    """See `torchring.accelerators.Accelerator`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -83,4 +83,4 @@ class DryPlatform:
 
 def install() -> None:
     """From now on, in this process, torchring takes the CPU for such a device. Before it has been asked for one."""
-    PLATFORMS["cpu"] = DryPlatform
+    ACCELERATORS["cpu"] = DryAccelerator

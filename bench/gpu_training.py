@@ -21,8 +21,8 @@ from torchring.bench import gpu_models
 from torchring.bench.gpu_buckets import shares_one_gpu
 from torchring.bench.gpu_timing import Timer, quantiles, spreads, take_turns
 from torchring.bench.models import Batch, Workload
+from torchring.gradients.plan import Compression
 from torchring.optimizer import DistributedOptimizer
-from torchring.plan import Compression
 from torchring.world import default_world
 
 Row = dict[str, Any]

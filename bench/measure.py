@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 
 import torchring
-from torchring.memory.linux import open_process
-from torchring.run import Stopped, signals_raise
+from torchring.launch.signals import Stopped, signals_raise
+from torchring.linux import open_process
 from torchring.world import default_world
 
 Turn = Callable[[], object]

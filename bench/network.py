@@ -45,14 +45,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import torchring
-from torchring.arguments import duration
 from torchring.bench import measure, netns, step
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.bench.netns import Network
 from torchring.bench.step import Contestant
-from torchring.hooks import neighbours_of
-from torchring.plan import Compression
+from torchring.gradients.hooks import optimizer_group_of
+from torchring.gradients.plan import Compression
+from torchring.launch.arguments import duration
 from torchring.world import default_world
 
 ROUNDED = ("torchring bf16", "ddp fp16")
@@ -177,7 +177,7 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
 
     # As long as a process has several distributed optimizers, none of them overlaps, since one backward may reach the
     # parameters of any. Here none does: each is by itself in its turn, as it would be in a process of its own.
-    neighbours = neighbours_of(default_world())
+    neighbours = optimizer_group_of(default_world())
     members = {rival: neighbours.owners_of(c.model.parameters()) for rival, c in contestants.items()}
 
     def prepare(rival: str) -> None:

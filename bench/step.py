@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 import torchring
-from torchring.arguments import duration
 from torchring.bench import measure, turns
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Batch, Workload
+from torchring.launch.arguments import duration
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A device that is none: CPU tensors, and a communication stream that is as late as it is allowed to be.
 
-    with FakePlatform().installed() as platform: torchring.wrap(...)      under TRITON_INTERPRET=1, see run_ranks(env=)
+    with FakeAccelerator().installed() as it: torchring.wrap(...)      under TRITON_INTERPRET=1, see run_ranks(env=)
 
 What Python does in `Stream.run` is done at once, as on a GPU; the work that it calls for (kernels, in-place operations,
 the backend's collectives) is queued, and done when somebody waits for it. So whoever reads a result without waiting
@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchring.accelerators import ACCELERATORS, _open
 from torchring.errors import TopologyError
 from torchring.kernels import ChunkTable
 from torchring.kernels.lazy import Kernel
 from torchring.memory.cuda import LonelyGroup, SymmetricGroup
 from torchring.memory.host import HostGroup
-from torchring.platform import PLATFORMS, _open
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 
 COMPUTE = "compute"  # what current_stream() says unless a test says otherwise
 
@@ -69,7 +69,7 @@ class _Task:
 
 
 class FakeMark:
-    """See `torchring.platform.Mark`."""
+    """See `torchring.accelerators.Mark`."""
 
     def __init__(self, stream: FakeStream | None) -> None:
         self._stream = stream
@@ -85,7 +85,7 @@ class FakeMark:
 
     def hold_current(self) -> None:
         if self._stream is not None:
-            self._stream.platform.hold(self._stream, self)
+            self._stream.accelerator.hold(self._stream, self)
 
     def milliseconds_since(self, earlier: Any) -> float:
         assert self.is_reached(), "a mark that is not reached has no time"
@@ -94,25 +94,25 @@ class FakeMark:
 
 
 class FakeStream:
-    """See `torchring.platform.Stream`."""
+    """See `torchring.accelerators.Stream`."""
 
-    def __init__(self, platform: FakePlatform) -> None:
-        self.platform = platform
+    def __init__(self, accelerator: FakeAccelerator) -> None:
+        self.accelerator = accelerator
         self.queue: deque[_Task] = deque()
         self.seen: dict[object, int] = {}  # by stream: its clock when this one followed it last
         self._more = threading.Condition()
         self._failure: BaseException | None = None
-        if platform.mode == "thread":
+        if accelerator.mode == "thread":
             threading.Thread(target=self._work, name="fake device", daemon=True).start()
 
     def follow(self, streams: Iterable[object] = ()) -> None:
-        self.platform.calls["follow"] += 1
-        for stream in (self.platform.current, *streams):
-            self.seen[stream] = self.platform.clock
-        self.platform.forget_before(min([self.seen[COMPUTE], *(task.seen.get(COMPUTE, 0) for task in self.queue)]))
+        self.accelerator.calls["follow"] += 1
+        for stream in (self.accelerator.current, *streams):
+            self.seen[stream] = self.accelerator.clock
+        self.accelerator.forget_before(min([self.seen[COMPUTE], *(task.seen.get(COMPUTE, 0) for task in self.queue)]))
 
     def run(self, work: Callable[[], None]) -> None:
-        with self.platform.on_stream(self):
+        with self.accelerator.on_stream(self):
             work()
 
     def mark(self) -> FakeMark:
@@ -123,7 +123,7 @@ class FakeStream:
     def call(self, run: Callable[[], object], accesses: Callable[[], list[Access]], what: str) -> None:
         """Put work here."""
         task = _Task(run, accesses, what, dict(self.seen))
-        if self.platform.mode == "eager":
+        if self.accelerator.mode == "eager":
             self._do(task)
             return
         with self._more:
@@ -131,7 +131,7 @@ class FakeStream:
             self._more.notify_all()
 
     def do_until(self, mark: FakeMark) -> None:
-        if self.platform.mode == "thread":
+        if self.accelerator.mode == "thread":
             assert mark._reached.wait(60), "the fake device is stuck"
             if self._failure is not None:
                 raise self._failure
@@ -140,15 +140,15 @@ class FakeStream:
             self._do(self.queue.popleft())
 
     def do_all(self) -> None:
-        if self.platform.mode == "thread":
+        if self.accelerator.mode == "thread":
             self.do_until(self.mark())
         while self.queue:
             self._do(self.queue.popleft())
 
     def _do(self, task: _Task) -> None:
-        if self.platform.mode in ("late", "eager"):
-            self.platform.check_order(task)
-        with self.platform.executing():
+        if self.accelerator.mode in ("late", "eager"):
+            self.accelerator.check_order(task)
+        with self.accelerator.executing():
             task.run()
 
     def _work(self) -> None:
@@ -168,21 +168,21 @@ class FakeStream:
 class _CurrentStream:
     """For overlap="inline": whatever is current, which on a CPU is done at once."""
 
-    def __init__(self, platform: FakePlatform) -> None:
-        self._platform = platform
+    def __init__(self, accelerator: FakeAccelerator) -> None:
+        self._accelerator = accelerator
 
     def follow(self, streams: Iterable[object] = ()) -> None:
-        self._platform.calls["follow"] += 1
+        self._accelerator.calls["follow"] += 1
 
     def run(self, work: Callable[[], None]) -> None:
         work()
 
     def mark(self) -> FakeMark:
-        return self._platform.mark_current()
+        return self._accelerator.mark_current()
 
 
-class FakePlatform:
-    """See `torchring.platform.Platform`.
+class FakeAccelerator:
+    """See `torchring.accelerators.Accelerator`.
 
     Args:
         mode: "late"; "eager", in which work is done when it is called for, so that backward waits for peers; "thread",
@@ -192,7 +192,7 @@ class FakePlatform:
         problem: why memory cannot be shared, if it cannot.
 
     Attributes:
-        calls: how often the streams' and the platform's methods were called.
+        calls: how often the streams' and the accelerator's methods were called.
         races: what was found; see the module.
     """
 
@@ -268,32 +268,32 @@ class FakePlatform:
     # Scenery
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[FakePlatform]:
-        """The platform of torch.device("cpu"), in this thread, for what is opened in here."""
+    def installed(self) -> Iterator[FakeAccelerator]:
+        """The accelerator of torch.device("cpu"), in this thread, for what is opened in here."""
         launch, point_at = Kernel.launch, ChunkTable.point_at
-        platform = self
+        accelerator = self
 
         def launch_later(kernel: Kernel, device: torch.device, programs: int, *args: Any, **options: Any) -> None:
-            kept = platform._pointed_at if platform.mode == "lazy" else None
+            kept = accelerator._pointed_at if accelerator.mode == "lazy" else None
 
             def run(kept: object = kept) -> None:
-                with platform._one_kernel, platform.executing():
+                with accelerator._one_kernel, accelerator.executing():
                     launch(kernel, device, programs, *args, **options)
 
             if kernel.fn.__name__ != "_unpack_kernel":
-                platform.results_come_to(*(arg for arg in args if isinstance(arg, torch.Tensor)))
-            platform._call(run, lambda: _accesses_of(kernel, args, options), kernel.fn.__name__)
+                accelerator.results_come_to(*(arg for arg in args if isinstance(arg, torch.Tensor)))
+            accelerator._call(run, lambda: _accesses_of(kernel, args, options), kernel.fn.__name__)
 
         def point_at_noted(table: ChunkTable, tensors: Sequence[torch.Tensor]) -> None:
-            if platform.mode == "lazy":
-                platform._pointed_at = tensors
+            if accelerator.mode == "lazy":
+                accelerator._pointed_at = tensors
             point_at(table, tensors)
 
         kept = dict(_open)
         _open.clear()
         try:
             with (
-                mock.patch.dict(PLATFORMS, {"cpu": lambda device: self}),
+                mock.patch.dict(ACCELERATORS, {"cpu": lambda device: self}),
                 mock.patch.object(Kernel, "launch", launch_later),
                 mock.patch.object(ChunkTable, "point_at", point_at_noted),
                 _Watch(self),
@@ -379,8 +379,8 @@ class FakePlatform:
 class FakeBackend:
     """Gloo, on whichever stream is current. An operation that ends in an error leaves NaN, as an aborted one may."""
 
-    def __init__(self, platform: FakePlatform, group: Any) -> None:
-        self._platform = platform
+    def __init__(self, accelerator: FakeAccelerator, group: Any) -> None:
+        self._accelerator = accelerator
         self._group = group
 
     def rank(self) -> int:
@@ -401,7 +401,7 @@ class FakeBackend:
         """On a GPU this has the current stream wait; here it is the one that works."""
 
     def abort(self) -> None:
-        self._platform.calls["abort"] += 1
+        self._accelerator.calls["abort"] += 1
 
     def shutdown(self) -> None:
         self._group.shutdown()
@@ -413,34 +413,34 @@ class FakeBackend:
             except RuntimeError:
                 written.fill_(float("nan"))
 
-        self._platform.results_come_to(written)
+        self._accelerator.results_come_to(written)
         accesses = [_access(written, writes=True), *(_access(tensor, writes=False) for tensor in read)]
-        self._platform._call(run, lambda: accesses, "backend")
+        self._accelerator._call(run, lambda: accesses, "backend")
 
 
 class _Watch(TorchDispatchMode):
     """Every operation of torch: noted if it is the compute stream's, queued if it writes and is the other's."""
 
-    def __init__(self, platform: FakePlatform) -> None:
+    def __init__(self, accelerator: FakeAccelerator) -> None:
         super().__init__()
-        self._platform = platform
+        self._accelerator = accelerator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, platform = kwargs or {}, self._platform
-        if platform.is_executing:
+        kwargs, accelerator = kwargs or {}, self._accelerator
+        if accelerator.is_executing:
             return func(*args, **kwargs)
         read, written = _operands(func, args, kwargs)
-        if isinstance(platform.current, FakeStream):
+        if isinstance(accelerator.current, FakeStream):
             if not written:  # on the host, such as a column of addresses before it is sent
                 return func(*args, **kwargs)
             accesses = [_access(tensor, writes=True) for tensor in written]
-            platform.current.call(lambda: func(*args, **kwargs), lambda: accesses, str(func))
+            accelerator.current.call(lambda: func(*args, **kwargs), lambda: accesses, str(func))
             return args[0] if func._schema.returns else None
         touched = [_access(tensor, writes=False) for tensor in read]
         touched += [_access(tensor, writes=True) for tensor in written]
-        platform.wait_for_holds(touched)
+        accelerator.wait_for_holds(touched)
         result = func(*args, **kwargs)
-        platform.note([*touched, *(_access(tensor, writes=True) for tensor in _new(func, result))], str(func))
+        accelerator.note([*touched, *(_access(tensor, writes=True) for tensor in _new(func, result))], str(func))
         return result
 
 

@@ -76,7 +76,7 @@ def _open(kind: str, world: World, fake: Any) -> Mover:
         return DirectAllReduce(world.host, poll_seconds=0.0)
     assert world.rendezvous is not None
     num_lanes = 2 if kind in ("ring-lanes", "native-lanes", "hierarchical") else 1
-    names = [world.next_stream_name() for _ in range(num_lanes)]
+    names = [world.next_channel_name() for _ in range(num_lanes)]
     transports = [C10dTransport(world.rendezvous, name, world.host) for name in names]
     if kind.startswith("hierarchical"):
         members = column_members(world.hosts, world.rank)
@@ -546,7 +546,7 @@ def test_a_rank_may_run_ahead_of_its_peers(size: int) -> None:
                 assert_bitwise(wire.tensor, part_of(rank, wire.tensor.numel(), torch.float32))
             is_ahead.set()
         for flight in flights:
-            assert flight.land() is None
+            assert flight.wait() is None
         return [wire.tensor.clone() for wire in wires]
 
     for results in run_movers("direct", size, body):
@@ -556,7 +556,7 @@ def test_a_rank_may_run_ahead_of_its_peers(size: int) -> None:
 
 def test_a_late_rank_finds_its_peers_part_done() -> None:
     """Nobody waits: after rank 0 has looked in, rank 1 lands at once though rank 0 is elsewhere."""
-    has_started, has_looked, has_landed = threading.Event(), threading.Event(), threading.Event()
+    has_started, has_looked, is_over = threading.Event(), threading.Event(), threading.Event()
 
     def body(rank: int, mover: DirectAllReduce) -> None:
         (wire,) = mover.open_wires([(1000, torch.float32)])
@@ -567,13 +567,13 @@ def test_a_late_rank_finds_its_peers_part_done() -> None:
             assert flight.advance()
             assert flight.advance(), "asking again does no harm"
             has_looked.set()
-            assert has_landed.wait(15.0)
-            assert flight.land() is None
+            assert is_over.wait(15.0)
+            assert flight.wait() is None
         else:
             has_started.set()
             assert has_looked.wait(15.0)
-            assert flight.land() is None
-            has_landed.set()
+            assert flight.wait() is None
+            is_over.set()
         assert_bitwise(wire.tensor, exact_sum(1000, torch.float32, 2, 1.0))
 
     run_movers("direct", 2, body)
@@ -588,7 +588,7 @@ def test_more_flights_than_there_are_records(count: int) -> None:
             if i % 50 == 7 and rank == i % 2:
                 wire.tensor[i % 40] = math.nan
         flights = [mover.start(wire, tag=tag) for tag, wire in enumerate(wires)]
-        found = [flight.land() for flight in flights]
+        found = [flight.wait() for flight in flights]
         for i, wire in enumerate(wires):
             if i % 50 != 7:
                 assert_bitwise(wire.tensor, exact_sum(40 + i, torch.float32, 2, 1.0))
@@ -606,7 +606,7 @@ def test_a_flight_that_has_landed_keeps_its_result() -> None:
         flight = mover.start(wire)
         flight.contribute()
         flight.contribute()
-        assert [flight.land() for _ in range(3)] == [NonFinite(1, 70)] * 3
+        assert [flight.wait() for _ in range(3)] == [NonFinite(1, 70)] * 3
         assert wire.tensor[:70].unique().tolist() == [3.0]
 
     run_movers("direct", 2, body)
@@ -623,7 +623,7 @@ def test_every_rank_contributes_before_it_waits() -> None:
         for flight in flights:
             flight.contribute()
         for flight in flights:
-            flight.land()
+            flight.wait()
         assert [wire.tensor.unique().tolist() for wire in wires] == [[3.0]] * 2
 
     run_movers("direct", 2, body)
@@ -636,9 +636,9 @@ def test_ranks_whose_nth_flights_differ_are_told_which() -> None:
         wires = mover.open_wires([(100, torch.float32)] * 3)
         tags = (0, 1, 2) if rank == 0 else (0, 2)
         flights = [mover.start(wires[tag], tag=tag) for tag in tags]
-        flights[0].land()
+        flights[0].wait()
         with pytest.raises(PlanMismatchError) as caught:
-            flights[1].land()
+            flights[1].wait()
         return str(caught.value)
 
     for text in run_movers("direct", 2, body):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from torchring.backward import BackwardWatch
+from torchring.gradients.backward import BackwardWatch
 
 
 class Recorder:

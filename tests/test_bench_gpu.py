@@ -22,7 +22,7 @@ import pytest
 import torch
 from harness import run_ranks
 
-from torchring.allreduce.on_device import OnStream
+from torchring.allreduce.device.stream import OnStream
 from torchring.allreduce.select import open_on_device
 from torchring.bench import (
     gpu,
@@ -472,8 +472,8 @@ def _idle(mover: OnStream) -> OnStream:
 
 def _bucket_that_is_not_reduced() -> str:
     """What its check says."""
-    platform = gpu_dry.DryPlatform(CPU)
-    bucket = gpu_buckets.OneBucket.open(default_world(), platform, [torch.Size([8])], "ring", None)
+    accelerator = gpu_dry.DryAccelerator(CPU)
+    bucket = gpu_buckets.OneBucket.open(default_world(), accelerator, [torch.Size([8])], "ring", None)
     bucket.check()
     _idle(bucket.mover)
     with pytest.raises(RuntimeError) as error:
@@ -494,9 +494,9 @@ def _work_alone(rank: int, world_size: int, folder: str) -> tuple[list[dict[str,
 def _work_together(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
     jobs = [("allreduce", "direct"), ("allreduce", "ring"), ("replicas", "ring")]
     rows = [_work(section, algorithm, folder) for section, algorithm in jobs]
-    world, platform = default_world(), gpu_dry.DryPlatform(CPU)
-    mover, _ = open_on_device(world, "direct", "auto", [(8, torch.float32)], platform)
-    wrong = gpu_buckets._time_all_reduce(world, platform, _idle(mover), 8, 0.0, 1)
+    world, accelerator = default_world(), gpu_dry.DryAccelerator(CPU)
+    mover, _ = open_on_device(world, "direct", "auto", [(8, torch.float32)], accelerator)
+    wrong = gpu_buckets._time_all_reduce(world, accelerator, _idle(mover), 8, 0.0, 1)
     assert wrong == {"problem": "the result is wrong on ranks [0, 1]"}
     return [row for some in rows for row in some]
 
@@ -561,16 +561,16 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert "torchring.ring" in names
 
 
-def test_the_dry_platform_does_what_is_asked_of_one() -> None:
+def test_the_dry_accelerator_does_what_is_asked_of_one() -> None:
     """At once, in order."""
-    platform = gpu_dry.DryPlatform(CPU)
-    stream = platform.open_stream(in_background=True)
+    accelerator = gpu_dry.DryAccelerator(CPU)
+    stream = accelerator.open_stream(in_background=True)
     word = torch.zeros(1)
     before = stream.mark()
     stream.follow()
-    stream.run(lambda: platform.write_aside(word, 3))
+    stream.run(lambda: accelerator.write_aside(word, 3))
     assert word.item() == 3
-    copy = platform.fetch(word)
+    copy = accelerator.fetch(word)
     word.fill_(4)
     assert copy.item() == 3
     assert stream.mark().milliseconds_since(before) >= 0

@@ -12,9 +12,9 @@ import torch
 from checks import assert_bitwise
 
 from torchring.allreduce import NonFinite
-from torchring.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState, GradientStatus
 from torchring.errors import GradientError
-from torchring.plan import NUM_SIGNALS, ParameterSpec, build_plan
+from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState, GradientStatus
+from torchring.gradients.plan import NUM_SIGNALS, ParameterSpec, build_plan
 
 IDLE, FILLING, PACKED, REDUCING, REDUCED = BucketState
 BIG = COPY_ON_ARRIVAL_BYTES // 4  # elements of fp32 that are copied on arrival; one less is only counted
@@ -619,7 +619,9 @@ def test_a_kept_gradient_keeps_its_values(numel: int, keep: str, next_value: flo
 
 def test_what_nobody_keeps_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = ones(4, BIG, 0)
-    monkeypatch.setattr("torchring.bucket.leave", lambda *_: pytest.fail("a gradient was copied that nobody has"))
+    monkeypatch.setattr(
+        "torchring.gradients.bucket.leave", lambda *_: pytest.fail("a gradient was copied that nobody has")
+    )
     for _ in range(3):
         round_of(bucket, 1.0, 2.0, 0.0)
         round_of(bucket, None, 2.0, None)

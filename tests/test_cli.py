@@ -20,8 +20,8 @@ from harness import is_running, wait_until
 
 import torchring
 from torchring import cli
-from torchring.output import OutputOptions
-from torchring.run import Host
+from torchring.launch.launcher import Host
+from torchring.launch.output import OutputOptions
 
 REPORT = """
 import json, os, sys

@@ -16,10 +16,10 @@ from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_round
 from harness import RanksFailed, run_ranks
 
 import torchring
-from torchring import collectives as collectives_module
+from torchring.collectives import service as collectives_module
+from torchring.collectives.shared_memory import _SMALL_BYTES, STAGE_BYTES
 from torchring.errors import PlanMismatchError
 from torchring.memory import host as host_module
-from torchring.memory.exchange import _SMALL_BYTES, STAGE_BYTES
 from torchring.world import default_world
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from harness import run_threads
 
 from torchring.errors import PeerTimeoutError
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport import c10d as c10d_module
 from torchring.transport.c10d import C10dTransport
 from torchring.transport.culprit import Culprits

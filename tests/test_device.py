@@ -1,4 +1,4 @@
-"""The pieces of the device path by themselves: platforms, packing, rounds, symmetric memory's arrangements."""
+"""The pieces of the device path by themselves: accelerators, packing, rounds, symmetric memory's arrangements."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fake_device import COMPUTE, FakePlatform, FakeStream, Race
+from fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 
-from torchring import rounds as rounds_module
-from torchring.allreduce.on_device import (
+from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
+from torchring.allreduce.device.stream import (
     NOTHING_FOUND,
     BackendEngine,
     DeviceWire,
     HierarchicalEngine,
     OnStream,
-    StreamFlight,
+    PendingOnStream,
 )
 from torchring.errors import PeerLostError, PeerTimeoutError
+from torchring.gradients import rounds as rounds_module
+from torchring.gradients.packing import DevicePacking, slots_of
+from torchring.gradients.plan import ParameterSpec, build_plan
+from torchring.gradients.rounds import DeviceRounds, _first_finding
 from torchring.kernels import ChunkTable
 from torchring.memory.cuda import LonelyGroup, _register_group, find_problem, share_memory
-from torchring.packing import DevicePacking, slots_of
-from torchring.plan import ParameterSpec, build_plan
-from torchring.platform import PLATFORMS, CudaPlatform, platform_of, span
-from torchring.rounds import DeviceRounds, _first_finding
 from torchring.world import World
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def platform() -> Iterator[FakePlatform]:
-    with FakePlatform().installed() as platform:
-        yield platform
+def accelerator() -> Iterator[FakeAccelerator]:
+    with FakeAccelerator().installed() as accelerator:
+        yield accelerator
 
 
-# Platforms
+# Accelerators
 
 
 def test_a_cpu_is_no_device_that_works_in_streams() -> None:
-    assert platform_of(CPU) is None
-    assert platform_of(torch.device("meta")) is None
-    assert PLATFORMS["cuda"] is CudaPlatform
-    with FakePlatform().installed() as platform:
-        assert platform_of(CPU) is platform
-    assert platform_of(CPU) is None
+    assert accelerator_of(CPU) is None
+    assert accelerator_of(torch.device("meta")) is None
+    assert ACCELERATORS["cuda"] is CudaAccelerator
+    with FakeAccelerator().installed() as accelerator:
+        assert accelerator_of(CPU) is accelerator
+    assert accelerator_of(CPU) is None
 
 
 def test_ranges_are_there_while_a_profiler_looks() -> None:
@@ -65,8 +65,8 @@ def test_ranges_are_there_while_a_profiler_looks() -> None:
 # The fake itself
 
 
-def test_work_is_done_when_somebody_waits_and_in_order(platform: FakePlatform) -> None:
-    stream = platform.open_stream(in_background=True)
+def test_work_is_done_when_somebody_waits_and_in_order(accelerator: FakeAccelerator) -> None:
+    stream = accelerator.open_stream(in_background=True)
     value = torch.zeros(8)
     stream.follow()
     stream.run(lambda: value.fill_(1.0))
@@ -80,23 +80,23 @@ def test_work_is_done_when_somebody_waits_and_in_order(platform: FakePlatform) -
     last.hold_current()
     assert value.tolist() == [3.0] * 8
     assert last.milliseconds_since(first) >= 0
-    assert platform.races == []
+    assert accelerator.races == []
 
 
-def test_what_was_fetched_is_not_there_before_its_time(platform: FakePlatform) -> None:
-    stream = platform.open_stream(in_background=True)
+def test_what_was_fetched_is_not_there_before_its_time(accelerator: FakeAccelerator) -> None:
+    stream = accelerator.open_stream(in_background=True)
     value, fetched = torch.full((4,), 7, dtype=torch.int32), []
     stream.follow()
-    stream.run(lambda: fetched.append(platform.fetch(value)))
+    stream.run(lambda: fetched.append(accelerator.fetch(value)))
     assert fetched[0].tolist() == [-1] * 4
-    platform.synchronize()
+    accelerator.synchronize()
     assert fetched[0].tolist() == [7] * 4
 
 
 @pytest.mark.parametrize("mode", ["late", "eager"])
 def test_an_order_that_nothing_says_is_a_race(mode: str) -> None:
-    with FakePlatform(mode).installed() as platform:
-        stream = platform.open_stream(in_background=True)
+    with FakeAccelerator(mode).installed() as accelerator:
+        stream = accelerator.open_stream(in_background=True)
         value = torch.zeros(8)
 
         def write() -> None:
@@ -105,11 +105,11 @@ def test_an_order_that_nothing_says_is_a_race(mode: str) -> None:
 
         with pytest.raises(Race, match=r"writes what .* writes on compute, in no order"):
             write()
-        assert len(platform.races) == 1
+        assert len(accelerator.races) == 1
 
 
-def test_a_result_that_was_not_waited_for_is_a_race(platform: FakePlatform) -> None:
-    stream = platform.open_stream(in_background=True)
+def test_a_result_that_was_not_waited_for_is_a_race(accelerator: FakeAccelerator) -> None:
+    stream = accelerator.open_stream(in_background=True)
     value = torch.zeros(8)
     stream.follow()
     stream.run(lambda: value.fill_(1.0))
@@ -118,12 +118,12 @@ def test_a_result_that_was_not_waited_for_is_a_race(platform: FakePlatform) -> N
         stream.mark().hold_current()
 
 
-def test_other_streams_have_to_be_followed_by_name(platform: FakePlatform) -> None:
-    stream = platform.open_stream(in_background=True)
+def test_other_streams_have_to_be_followed_by_name(accelerator: FakeAccelerator) -> None:
+    stream = accelerator.open_stream(in_background=True)
     value = torch.zeros(8)
     for streams in ((), ("another",)):
-        platform.synchronize()
-        with platform.on_stream("another"):
+        accelerator.synchronize()
+        with accelerator.on_stream("another"):
             value.fill_(5.0)
         stream.follow(streams)
         stream.run(lambda: value.fill_(6.0))
@@ -133,31 +133,33 @@ def test_other_streams_have_to_be_followed_by_name(platform: FakePlatform) -> No
         else:
             with pytest.raises(Race, match="on another, in no order"):
                 mark.hold_current()
-    assert platform.current == COMPUTE
+    assert accelerator.current == COMPUTE
 
 
 # Packing
 
 
-def _packing(platform: FakePlatform, *, compression: str | None = None, shapes: Any = ((40,), (3, 5), (2,))) -> Any:
+def _packing(
+    accelerator: FakeAccelerator, *, compression: str | None = None, shapes: Any = ((40,), (3, 5), (2,))
+) -> Any:
     specs = [ParameterSpec(f"p{i}", s, torch.empty(s).stride(), torch.float32, CPU) for i, s in enumerate(shapes)]
     [plan] = build_plan(specs, bucket_bytes=1 << 20, compression=compression, order=range(len(specs))).buckets
     wire = torch.zeros(plan.numel, dtype=plan.wire_dtype)
     found = torch.full((1,), NOTHING_FOUND, dtype=torch.int32)
-    stream = platform.open_stream(in_background=True)
-    packing = DevicePacking(0.5, plan, wire, found, stream, platform)
+    stream = accelerator.open_stream(in_background=True)
+    packing = DevicePacking(0.5, plan, wire, found, stream, accelerator)
     views = [wire[slot.offset : slot.offset + slot.numel].view(shapes[slot.parameter]) for slot in plan.slots]
     return SimpleNamespace(packing=packing, plan=plan, wire=wire, found=found, stream=stream, views=views)
 
 
-def test_every_stream_that_computed_a_gradient_is_followed(platform: FakePlatform) -> None:
-    here = _packing(platform)
+def test_every_stream_that_computed_a_gradient_is_followed(accelerator: FakeAccelerator) -> None:
+    here = _packing(accelerator)
     followed: list[set[object]] = []
     here.stream.follow = lambda streams=(): followed.append(set(streams))
     here.packing.arrived()
-    with platform.on_stream("another"):
+    with accelerator.on_stream("another"):
         here.packing.arrived()
-    with platform.on_stream("a third"):
+    with accelerator.on_stream("a third"):
         here.packing.arrived()
         here.packing.pack([0], [torch.ones(40)], here.views[:1])
         here.packing.packed()
@@ -166,13 +168,13 @@ def test_every_stream_that_computed_a_gradient_is_followed(platform: FakePlatfor
     assert followed == [{COMPUTE, "another"}, set()]
 
 
-def test_gradients_laid_out_otherwise_are_copied_by_index(platform: FakePlatform) -> None:
-    here = _packing(platform, shapes=((3, 5), (4,), (2, 2)))
+def test_gradients_laid_out_otherwise_are_copied_by_index(accelerator: FakeAccelerator) -> None:
+    here = _packing(accelerator, shapes=((3, 5), (4,), (2, 2)))
     transposed, expanded, plain = (
         torch.arange(15.0).view(5, 3).t(), torch.tensor(2.0).expand(4), torch.arange(4.0).view(2, 2)
     )  # fmt: skip
     here.packing.pack([0, 1, 2], [transposed, expanded, plain], here.views)
-    platform.synchronize()
+    accelerator.synchronize()
     for view, gradient in zip(here.views, (transposed, expanded, plain), strict=True):
         assert torch.equal(view, gradient * 0.5)
     results = [torch.zeros(5, 3).t(), torch.zeros(4), torch.zeros(2, 2)]
@@ -181,12 +183,12 @@ def test_gradients_laid_out_otherwise_are_copied_by_index(platform: FakePlatform
         assert torch.equal(result, view)
 
 
-def test_a_table_for_each_set_of_parameters_and_not_ever_more(platform: FakePlatform) -> None:
-    here = _packing(platform, shapes=tuple((1,) for _ in range(6)))
+def test_a_table_for_each_set_of_parameters_and_not_ever_more(accelerator: FakeAccelerator) -> None:
+    here = _packing(accelerator, shapes=tuple((1,) for _ in range(6)))
     for mask in range(1, 64):
         slots = [i for i in range(6) if mask >> i & 1]
         here.packing.pack(slots, [torch.full((1,), float(mask)) for _ in slots], [here.views[i] for i in slots])
-        platform.synchronize()
+        accelerator.synchronize()
         assert {float(here.views[i]) for i in slots} == {mask / 2}
         assert len(here.packing._tables) <= 16
     assert len(here.packing.take_packed()) == 63
@@ -230,13 +232,13 @@ def test_how_long_a_round_took_and_how_much_of_it_showed(
     flights: list[tuple[float, float]], backward_end: float, expected: tuple[float, float] | None
 ) -> None:
     told: list[tuple[float, float]] = []
-    platform = SimpleNamespace(
+    accelerator = SimpleNamespace(
         mark_current=lambda: _Mark(backward_end), fetch=lambda report: report.clone(), synchronize=lambda: None
     )
     mover: Any = SimpleNamespace(
-        platform=platform,
+        accelerator=accelerator,
         stream=SimpleNamespace(run=lambda work: work()),
-        take_flights=lambda: [StreamFlight(_Mark(begin), _Mark(end)) for begin, end in flights],
+        take_flights=lambda: [PendingOnStream(_Mark(begin), _Mark(end)) for begin, end in flights],
         check=lambda: None,
         seal=lambda fetched: None,
     )
@@ -285,10 +287,10 @@ def test_what_a_round_found_is_found_again() -> None:
 # Engines
 
 
-def test_an_engine_of_one_rank_on_a_backend(platform: FakePlatform) -> None:
+def test_an_engine_of_one_rank_on_a_backend(accelerator: FakeAccelerator) -> None:
     """Has nobody to send to; an empty buffer needs no kernel."""
-    backend = platform.open_backend(dist.HashStore(), 0, 1, 10.0)
-    engine = BackendEngine("native", backend, platform)
+    backend = accelerator.open_backend(dist.HashStore(), 0, 1, 10.0)
+    engine = BackendEngine("native", backend, accelerator)
     first, second = engine.open_wires([(5, torch.float32), (0, torch.float16)])
     assert (first.row, second.row, first.bounds) == (0, 1, (0, 5))
     assert first.report is second.report
@@ -342,9 +344,9 @@ class _Host:
             raise PeerLostError("gone", rank=0, peers=needed)
 
 
-def _mover(platform: FakePlatform, host: Any = None, timeout_seconds: float = 30.0) -> tuple[OnStream, _Engine]:
+def _mover(accelerator: FakeAccelerator, host: Any = None, timeout_seconds: float = 30.0) -> tuple[OnStream, _Engine]:
     engine = _Engine()
-    mover = OnStream(engine, platform, in_background=True, host=host, timeout_seconds=timeout_seconds)
+    mover = OnStream(engine, accelerator, in_background=True, host=host, timeout_seconds=timeout_seconds)
     mover._guard._stop.set()  # tests look themselves
     report = torch.full((1, 2), NOTHING_FOUND, dtype=torch.int32)
     buffer = torch.zeros(4)
@@ -358,52 +360,52 @@ def _sealed(mover: OnStream) -> torch.Tensor:
     return fetched
 
 
-def test_a_rank_leaves_when_its_device_is_through(platform: FakePlatform) -> None:
-    mover, engine = _mover(platform)
+def test_a_rank_leaves_when_its_device_is_through(accelerator: FakeAccelerator) -> None:
+    mover, engine = _mover(accelerator)
     fetched = _sealed(mover)
-    waited = platform.calls["synchronize"]
+    waited = accelerator.calls["synchronize"]
     mover.close()
-    assert platform.calls["synchronize"] == waited + 1
+    assert accelerator.calls["synchronize"] == waited + 1
     assert engine.calls == ["close"]
-    mover, engine = _mover(platform)
+    mover, engine = _mover(accelerator)
     fetched = _sealed(mover)
     fetched.fill_(NOTHING_FOUND)
-    waited = platform.calls["synchronize"]
+    waited = accelerator.calls["synchronize"]
     mover.close()
-    assert platform.calls["synchronize"] == waited, "there is nothing to wait for"
+    assert accelerator.calls["synchronize"] == waited, "there is nothing to wait for"
 
 
-def test_a_round_that_was_broken_off_is_not_waited_for(platform: FakePlatform) -> None:
+def test_a_round_that_was_broken_off_is_not_waited_for(accelerator: FakeAccelerator) -> None:
     """Its peers will not come."""
-    mover, engine = _mover(platform)
-    waited = platform.calls["synchronize"]
+    mover, engine = _mover(accelerator)
+    waited = accelerator.calls["synchronize"]
     mover.close()
-    assert (engine.calls, platform.calls["synchronize"]) == (["abort", "close"], waited)
+    assert (engine.calls, accelerator.calls["synchronize"]) == (["abort", "close"], waited)
 
 
 def test_a_last_round_that_fails_is_not_left_without_a_word(
-    platform: FakePlatform, monkeypatch: pytest.MonkeyPatch
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mover, _ = _mover(platform)
+    mover, _ = _mover(accelerator)
     _sealed(mover)
-    monkeypatch.setattr(platform, "synchronize", lambda: mover.fail(PeerLostError("rank 1 is gone", peers=(1,))))
+    monkeypatch.setattr(accelerator, "synchronize", lambda: mover.fail(PeerLostError("rank 1 is gone", peers=(1,))))
     with pytest.warns(RuntimeWarning, match="NaN.*rank 1 is gone"):
         mover.close()
 
 
 @pytest.mark.parametrize(("gone", "is_lost"), [((True, True), True), ((True, False, True), False), ((False,), False)])
 def test_a_peer_is_lost_if_it_is_gone_at_two_looks(
-    platform: FakePlatform, gone: tuple[bool, ...], *, is_lost: bool
+    accelerator: FakeAccelerator, gone: tuple[bool, ...], *, is_lost: bool
 ) -> None:
-    mover, _ = _mover(platform, _Host(*gone))
+    mover, _ = _mover(accelerator, _Host(*gone))
     _sealed(mover)
     found = [mover._guard._look() for _ in gone]
     assert [error is not None for error in found] == [False] * (len(gone) - 1) + [is_lost]
     mover.close()
 
 
-def test_a_peer_that_is_done_may_leave_before_its_words_have_come(platform: FakePlatform) -> None:
-    mover, engine = _mover(platform, _Host(True, True, True))
+def test_a_peer_that_is_done_may_leave_before_its_words_have_come(accelerator: FakeAccelerator) -> None:
+    mover, engine = _mover(accelerator, _Host(True, True, True))
     first = _sealed(mover)
     assert mover._guard._look() is None
     first.fill_(NOTHING_FOUND)
@@ -413,8 +415,8 @@ def test_a_peer_that_is_done_may_leave_before_its_words_have_come(platform: Fake
     assert engine.calls == ["close"]
 
 
-def test_a_device_that_does_not_come_to_an_end_is_late(platform: FakePlatform) -> None:
-    mover, _ = _mover(platform, timeout_seconds=0.0)
+def test_a_device_that_does_not_come_to_an_end_is_late(accelerator: FakeAccelerator) -> None:
+    mover, _ = _mover(accelerator, timeout_seconds=0.0)
     assert mover._guard._look() is None, "how long a backward takes is the script's business"
     _sealed(mover)
     assert isinstance(mover._guard._look(), PeerTimeoutError)
@@ -422,9 +424,9 @@ def test_a_device_that_does_not_come_to_an_end_is_late(platform: FakePlatform) -
 
 
 @pytest.mark.parametrize("algorithm", ["native", "ring"])
-def test_backends_results_are_looked_at(platform: FakePlatform, algorithm: str) -> None:
+def test_backends_results_are_looked_at(accelerator: FakeAccelerator, algorithm: str) -> None:
     """A gradient that was accumulated in place is not packed, so nobody else has looked."""
-    engine = BackendEngine(algorithm, platform.open_backend(dist.HashStore(), 0, 1, 10.0), platform)
+    engine = BackendEngine(algorithm, accelerator.open_backend(dist.HashStore(), 0, 1, 10.0), accelerator)
     launched: list[Any] = []
     with mock.patch.object(engine._alone, "direct", lambda wire, scale, **options: launched.append((scale, options))):
         for dtype in (torch.float32, torch.float16):
@@ -483,14 +485,14 @@ def test_a_group_is_found_by_name_without_a_default_group() -> None:
 
 
 def test_the_fake_keeps_to_the_contract() -> None:
-    """Methods of the real platform, stream and mark have the fakes' names and parameters."""
+    """Methods of the real accelerator, stream and mark have the fakes' names and parameters."""
     import inspect
 
     from fake_device import FakeMark
 
-    from torchring.platform import CudaMark, CudaStream
+    from torchring.accelerators import CudaMark, CudaStream
 
-    for real, fake in ((CudaPlatform, FakePlatform), (CudaStream, FakeStream), (CudaMark, FakeMark)):
+    for real, fake in ((CudaAccelerator, FakeAccelerator), (CudaStream, FakeStream), (CudaMark, FakeMark)):
         for name, method in inspect.getmembers(real, inspect.isfunction):
             if not name.startswith("_"):
                 theirs = inspect.signature(getattr(fake, name)).parameters

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from checks import assert_same_on_all_ranks, digest
-from fake_device import FakePlatform
+from fake_device import FakeAccelerator
 from harness import run_ranks
 from torch import Tensor, nn
 
@@ -57,9 +57,9 @@ def _killed(rank: int, size: int) -> Any:
         if rank == size - 1 and step == _FATAL_STEP:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with FakePlatform().installed() as platform:
+    with FakeAccelerator().installed() as accelerator:
         torchring.init(timeout_seconds=30.0)
-        return [*_train(rank, 8, die), platform.calls["write_aside"]]
+        return [*_train(rank, 8, die), accelerator.calls["write_aside"]]
 
 
 def test_a_rank_that_is_killed_is_named_by_all_others() -> None:
@@ -96,9 +96,9 @@ def _in_turn(rank: int, size: int) -> dict[str, Any]:
         ("well", "lazy", 30.0, lambda step: None),
         ("well, late", "late", 30.0, lambda step: None),
     ):
-        with FakePlatform(mode).installed() as platform:
+        with FakeAccelerator(mode).installed() as accelerator:
             torchring.init(timeout_seconds=timeout_seconds)
-            results[name] = [*_train(rank, 6, in_backward), platform.races]
+            results[name] = [*_train(rank, 6, in_backward), accelerator.races]
             time.sleep(0.3)  # alive: nobody may need this rank's end to hear of it
             torchring.shutdown()
     return results

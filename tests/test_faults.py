@@ -21,13 +21,13 @@ from checks import assert_bitwise, assert_same_on_all_ranks, digest
 from harness import run_ranks
 
 import torchring
-from torchring import collectives as collectives_module
 from torchring import optimizer as optimizer_module
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.native import NativeAllReduce
+from torchring.collectives import service as collectives_module
+from torchring.collectives import shared_memory as exchange_module
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError
 from torchring.kernels import reference
-from torchring.memory import exchange as exchange_module
 from torchring.memory import host as host_module
 from torchring.transport.c10d import C10dTransport
 

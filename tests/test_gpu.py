@@ -90,13 +90,13 @@ def test_narrow_wires(algorithm: str, compression: str) -> None:
 
 
 def reduce_sizes(rank: int, size: int, algorithm: str) -> None:
+    from torchring.accelerators import accelerator_of
     from torchring.allreduce.select import open_on_device
-    from torchring.platform import platform_of
 
     world = torchring.init()
-    platform = platform_of(torch.device("cuda", 0))
-    assert platform is not None
-    mover, _ = open_on_device(world, algorithm, "auto", [], platform)
+    accelerator = accelerator_of(torch.device("cuda", 0))
+    assert accelerator is not None
+    mover, _ = open_on_device(world, algorithm, "auto", [], accelerator)
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         numels = [1, 63, 64, 1000, 70_001, 1_000_003]
         wires = mover.open_wires([(numel, dtype) for numel in numels])
@@ -107,7 +107,7 @@ def reduce_sizes(rank: int, size: int, algorithm: str) -> None:
             mover.stream.follow()
             flights = [mover.start(wire) for wire in wires]
             for flight, wire, parts in zip(flights, wires, zip(*inputs, strict=True), strict=True):
-                flight.land()
+                flight.wait()
                 assert_bitwise(wire.tensor.cpu(), torch.stack(parts).double().sum(0).to(dtype), f"{dtype} {turn}")
     mover.close()
     torchring.shutdown()
@@ -327,14 +327,14 @@ def test_collectives_for_scripts() -> None:
 
 def test_nccl_engine_alone() -> None:
     """What several GPUs would need, as far as one goes."""
-    from torchring.allreduce.on_device import BackendEngine
-    from torchring.platform import platform_of
+    from torchring.accelerators import accelerator_of
+    from torchring.allreduce.device.stream import BackendEngine
 
-    platform = platform_of(torch.device("cuda", 0))
-    assert platform is not None
-    backend = platform.open_backend(torch.distributed.HashStore(), 0, 1, 30.0)
+    accelerator = accelerator_of(torch.device("cuda", 0))
+    assert accelerator is not None
+    backend = accelerator.open_backend(torch.distributed.HashStore(), 0, 1, 30.0)
     for algorithm in ("native", "ring"):
-        engine = BackendEngine(algorithm, backend, platform)
+        engine = BackendEngine(algorithm, backend, accelerator)
         (wire,) = engine.open_wires([(1000, torch.float32)])
         values = exact_inputs(1000, torch.float32, seed=1)
         wire.tensor.copy_(values)

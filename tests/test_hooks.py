@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import torchring
 from torchring import DistributedOptimizer
 from torchring.errors import GradientError, RingError
-from torchring.hooks import neighbours_of
+from torchring.gradients.hooks import optimizer_group_of
 from torchring.world import default_world
 
 
@@ -605,7 +605,7 @@ class Three(torch.nn.Module):
         self.a, self.b, self.c = (torch.nn.Linear(3, n) for n in (2, 3, 4))
 
 
-def _neighbours(rank: int, world_size: int, overlap: str) -> list[str]:
+def _optimizer_group(rank: int, world_size: int, overlap: str) -> list[str]:
     model = Three()
     parts = dict(model.named_children())
     optimizers = {name: wrapped(part, bucket_mb=0.0, overlap=overlap) for name, part in parts.items()}
@@ -636,7 +636,7 @@ def _neighbours(rank: int, world_size: int, overlap: str) -> list[str]:
 
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_several_optimizers_that_ranks_reach_differently(overlap: str) -> None:
-    first, second = run_ranks(_neighbours, 2, overlap, deadline=20)
+    first, second = run_ranks(_optimizer_group, 2, overlap, deadline=20)
     assert first == second
 
 
@@ -857,7 +857,7 @@ def _gone(rank: int, world_size: int, everywhere: bool) -> tuple[int, str]:
     second(batch(rank)).backward()
     check_gradients(second, mean_of(second, second, world_size, [0]))
     optimizer.step()
-    count = len(neighbours_of(default_world())._members)
+    count = len(optimizer_group_of(default_world())._members)
     if kept is None:
         return count, ""
     first(batch(rank)).backward()
@@ -868,7 +868,7 @@ def _gone(rank: int, world_size: int, everywhere: bool) -> tuple[int, str]:
     return count, "stepped on local gradients"
 
 
-def test_an_optimizer_that_is_dropped_leaves_its_neighbours() -> None:
+def test_an_optimizer_that_is_dropped_leaves_its_optimizer_group() -> None:
     assert run_ranks(_gone, 2, True, deadline=20) == [(1, ""), (1, "")]
 
 

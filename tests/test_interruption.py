@@ -20,12 +20,12 @@ import torch.distributed as dist
 from harness import run_ranks, run_threads, wait_until
 
 import torchring
-from torchring import replicas
-from torchring.collectives import collectives_of
+from torchring.collectives.interruption import InterruptionGuard
+from torchring.collectives.service import collectives_of
 from torchring.errors import RingError
-from torchring.interruption import InterruptionGuard
+from torchring.gradients import replicas
 from torchring.memory import host as host_module
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World
 
 _AGAIN = "call torchring.shutdown() and torchring.init() on all ranks"

@@ -20,7 +20,7 @@ from torchring.kernels import direct, lazy, reference
 from torchring.kernels.finite import NOT_FOUND
 from torchring.kernels.signals import MAX_BLOCKS, num_blocks, signal_bytes
 from torchring.memory.host import connect
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 
 F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 INF, NAN = float("inf"), float("nan")

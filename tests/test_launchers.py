@@ -27,10 +27,10 @@ from harness import run_ranks, run_threads
 from netns import needs_hosts
 
 import torchring
-from torchring import meeting
 from torchring.bench.netns import INTERFACE, Network
 from torchring.errors import PeerTimeoutError, TopologyError
-from torchring.launch import (
+from torchring.rendezvous import store as meeting
+from torchring.rendezvous.environment import (
     MEMBER,
     LaunchEnvironment,
     check_group,

@@ -27,14 +27,14 @@ from checks import assert_bitwise, exact_inputs
 from harness import RanksFailed, count_open_fds, run_ranks, run_threads
 
 import torchring
+from torchring import linux
 from torchring.allreduce.select import choose, open_mover
-from torchring.collectives import Collectives
+from torchring.collectives.service import Collectives
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError
 from torchring.memory import host as host_module
-from torchring.memory import linux
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, connect, partition
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

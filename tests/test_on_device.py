@@ -20,16 +20,16 @@ import test_optimizer_contract as contract
 import test_semantics as semantics
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
-from fake_device import FakeMark, FakePlatform, FakeStream
+from fake_device import FakeAccelerator, FakeMark, FakeStream
 from harness import run_ranks
 from test_optimizer_contract import Script, Side, attempt, batch, small_model, values
 from torch import Tensor, nn
 
 import torchring
+from torchring.gradients.packing import DevicePacking
+from torchring.gradients.plan import ParameterSpec
+from torchring.gradients.reduction import Options, Reduction
 from torchring.memory import host as host_module
-from torchring.packing import DevicePacking
-from torchring.plan import ParameterSpec
-from torchring.reduction import Options, Reduction
 from torchring.world import World
 
 _SMALL_MB = 400 / 2**20  # two or three buckets of the models here
@@ -115,7 +115,7 @@ def _parameters(dtype: torch.dtype) -> list[nn.Parameter]:
 
 def _train_exactly(rank: int, size: int, case: Case) -> dict[str, Any]:
     host_module._host_identity = lambda: f"host {case.hosts[rank]}"
-    with FakePlatform(case.mode).installed() as platform:
+    with FakeAccelerator(case.mode).installed() as accelerator:
         parameters = _parameters(case.dtype)
         sgd = torch.optim.SGD(parameters, lr=2.0**-6)
         options = {"algorithm": case.algorithm, "compression": case.compression, "op": case.op}
@@ -130,7 +130,7 @@ def _train_exactly(rank: int, size: int, case: Case) -> dict[str, Any]:
         optimizer.synchronize()
         stats = optimizer.stats()
         return {
-            "gradients": gradients, "parameters": digest(parameters), "races": platform.races,
+            "gradients": gradients, "parameters": digest(parameters), "races": accelerator.races,
             "algorithm": stats.algorithm, "overlap": stats.overlap, "buckets": stats.num_buckets,
             "ms": stats.communication_ms, "reductions": stats.num_reductions, "bytes": stats.bytes_per_step,
         }  # fmt: skip
@@ -154,7 +154,7 @@ def _as_on_the_cpu(rank: int, size: int) -> list[str]:
         return digest(model.parameters())
 
     on_cpu = train()
-    with FakePlatform().installed():
+    with FakeAccelerator().installed():
         return [on_cpu, train()]
 
 
@@ -256,12 +256,12 @@ _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
 
 def _on_device(rank: int, size: int, name: str) -> Sequence[Any]:
     script, args, _ = _SCRIPTS[name]
-    with FakePlatform().installed():
+    with FakeAccelerator().installed():
         return script(DeviceSide((rank,), True), *args)
 
 
 def _mixed(rank: int, size: int) -> list[Any]:
-    with FakePlatform().installed():
+    with FakeAccelerator().installed():
         return semantics._mixed(rank, size, {"bucket_mb": _SMALL_MB, "compression": "fp16"})
 
 
@@ -294,14 +294,14 @@ def _held(rank: int, size: int) -> dict[str, Any]:
         alive.append(sum(gradient() is not None for gradient in local))
         do_until(stream, mark)
 
-    with FakePlatform().installed() as platform, mock.patch.object(FakeStream, "do_until", landing):
+    with FakeAccelerator().installed() as accelerator, mock.patch.object(FakeStream, "do_until", landing):
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, bucket_mb=_SMALL_MB)
         _steps(rank, model, optimizer, range(2))
-        platform.calls.clear()
+        accelerator.calls.clear()
         local.clear()
         alive.clear()
         _steps(rank, model, optimizer, range(2, 6))
-        waited = platform.calls["synchronize"]
+        waited = accelerator.calls["synchronize"]
         buckets = optimizer.stats().num_buckets
         local.clear()
         optimizer.zero_grad()
@@ -324,19 +324,19 @@ def _broken(rank: int, size: int) -> dict[str, Any]:
     """What is noticed where an event is missing, and memory not kept."""
     found: dict[str, Any] = {}
     for mode in ("late", "eager"):
-        with FakePlatform(mode).installed() as platform, _without_follow():
+        with FakeAccelerator(mode).installed() as accelerator, _without_follow():
             model = _model_of_singles()
             optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
             found[f"no follow, {mode}"] = attempt(functools.partial(_steps, rank, model, optimizer, [0]))
-            found[f"no follow, {mode}, races"] = len(platform.races)
+            found[f"no follow, {mode}, races"] = len(accelerator.races)
         torchring.shutdown()
-    with FakePlatform().installed() as platform, mock.patch.object(FakeMark, "hold_current"):
+    with FakeAccelerator().installed() as accelerator, mock.patch.object(FakeMark, "hold_current"):
         weight = nn.Parameter(torch.ones(4))
         optimizer = torchring.wrap(torch.optim.SGD([weight], lr=1.0))
         (weight * float(rank)).sum().backward()
         found["no hold"] = weight.tolist(), weight.grad.tolist()
         optimizer.step()
-        found["no hold, races"] = attempt(platform.synchronize)
+        found["no hold, races"] = attempt(accelerator.synchronize)
         attempt(torchring.shutdown)  # which does what is left, and finds more
     return found
 
@@ -348,7 +348,7 @@ def _not_finite(
     rank: int, size: int, options: dict[str, Any], value: float, everywhere: bool, break_off: bool = False
 ) -> tuple[int, str]:
     """In which step an error comes if a gradient is not finite in step 2, and its text. A round may be broken off."""
-    with FakePlatform("lazy" if break_off else "late").installed():
+    with FakeAccelerator("lazy" if break_off else "late").installed():
         model = _model_of_singles()
         layer = model[2] if break_off else model[1]
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, **options)
@@ -368,7 +368,7 @@ def _not_finite(
 
 def _beside_a_stale_one(rank: int, size: int) -> tuple[int, str]:
     """In which step an error comes if a NaN arrives in step 2 where another gradient, put there by hand, does not."""
-    with FakePlatform().installed():
+    with FakeAccelerator().installed():
         parameters = first, second, third = [nn.Parameter(torch.ones(4)) for _ in range(3)]
         optimizer = torchring.wrap(torch.optim.SGD(parameters, lr=0.1))
         for step in range(6):
@@ -393,7 +393,7 @@ def _skipped(rank: int, size: int) -> list[Any]:
     """As under a GradScaler: a step whose gradients overflowed is left out, and training goes on; until there is a NaN
     in step 5 that is stepped on, in another parameter.
     """
-    with FakePlatform().installed():
+    with FakeAccelerator().installed():
         model = _model_of_singles()
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, bucket_mb=_SMALL_MB)
         skipped = []
@@ -424,7 +424,7 @@ def _choices(rank: int, size: int) -> dict[str, Any]:
         ("inline", "", {"overlap": "inline"}),
         ("direct apart", "rank 0 cannot reach rank 1", {"algorithm": "direct"}),
     ):
-        with FakePlatform(problem=problem).installed():
+        with FakeAccelerator(problem=problem).installed():
             model = _model_of_singles()
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -442,7 +442,7 @@ def _choices(rank: int, size: int) -> dict[str, Any]:
 def _measured(rank: int, size: int) -> Any:
     """What "auto" is on two hosts, of which one has two ranks."""
     host_module._host_identity = lambda: f"host {(0, 0, 1)[rank]}"
-    with FakePlatform().installed():
+    with FakeAccelerator().installed():
         model = _model_of_singles()
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
         _steps(rank, model, optimizer, range(2))
@@ -451,19 +451,19 @@ def _measured(rank: int, size: int) -> Any:
 
 def _captured(rank: int, size: int) -> list[Any]:
     """While a graph is captured, and afterwards."""
-    with FakePlatform().installed() as platform:
+    with FakeAccelerator().installed() as accelerator:
         model = _model_of_singles()
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
         _steps(rank, model, optimizer, [0])
-        platform.capturing = True
+        accelerator.capturing = True
         problem = attempt(lambda: _steps(rank, model, optimizer, [1]))
-        platform.capturing = False
+        accelerator.capturing = False
         _steps(rank, model, optimizer, [2, 3])
         return [problem, digest(model.parameters())]
 
 
 def _converted(rank: int, size: int) -> str:
-    with FakePlatform().installed():
+    with FakeAccelerator().installed():
         model = _model_of_singles()
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
         _steps(rank, model, optimizer, [0])
@@ -477,7 +477,7 @@ def _elsewhere(rank: int, size: int) -> str:
     model, x = _model_of_singles(), torch.ones(1, 8)
     torch.set_default_device("meta")
     try:
-        with FakePlatform().installed():
+        with FakeAccelerator().installed():
             optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression="fp16")
             for _ in range(3):
                 optimizer.zero_grad()
@@ -490,7 +490,7 @@ def _elsewhere(rank: int, size: int) -> str:
 
 def _in_place_nan(rank: int, size: int, algorithm: str) -> str:
     """Gradients that are accumulated in the wire buffer, so that none is packed."""
-    with FakePlatform().installed():
+    with FakeAccelerator().installed():
         model = _model_of_singles()
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, algorithm=algorithm)
         problem = ""
@@ -506,7 +506,7 @@ def _in_place_nan(rank: int, size: int, algorithm: str) -> str:
 
 def _broken_off_and_kept(rank: int, size: int) -> list[Any]:
     """A backward that fails on all ranks after its first buckets had left; nobody zeroes the gradients."""
-    with FakePlatform().installed() as platform:
+    with FakeAccelerator().installed() as accelerator:
         model = _model_of_singles()
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, bucket_mb=_SMALL_MB)
         x = torch.ones(1, 8) * (rank + 1)
@@ -520,15 +520,15 @@ def _broken_off_and_kept(rank: int, size: int) -> list[Any]:
             found.append([torch.equal(mine, theirs) for mine, theirs in zip(kept, local, strict=True)])
             found.append([bool(mine.isnan().all()) for mine in kept])
             optimizer.zero_grad()
-            platform.synchronize()
-        return [found, platform.races]
+            accelerator.synchronize()
+        return [found, accelerator.races]
 
 
 def _alone(rank: int, size: int) -> list[Any]:
     """A world of one whose reductions are made all the same: gradients, and the algorithm."""
     found = []
     for algorithm in ("ring", "direct", "native", "auto"):
-        with FakePlatform().installed():
+        with FakeAccelerator().installed():
             world = World(None, 0, 1)
             parameters = [nn.Parameter(torch.zeros(70)), nn.Parameter(torch.zeros(3))]
             specs = [

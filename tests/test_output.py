@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from harness import wait_until
 
-from torchring.output import STDERR, STDOUT, Output, OutputOptions
+from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 
 
 class Shown:

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchring.plan import (
+from torchring.collectives.signature import fingerprint, first_difference
+from torchring.gradients.plan import (
     ALIGNMENT_BYTES,
     FIRST_BUCKET_BYTES,
     NUM_SIGNALS,
@@ -20,8 +21,6 @@ from torchring.plan import (
     Slot,
     build_plan,
     describe,
-    fingerprint,
-    first_difference,
     shifted,
     wire_dtype,
 )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from harness import run_ranks, run_threads
 
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 
 
 def run(size: int, body: Callable[..., Any], *, timeout_seconds: float = 10.0) -> list[Any]:

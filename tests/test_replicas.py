@@ -10,8 +10,9 @@ from checks import assert_same_on_all_ranks, digest, exact_inputs
 from harness import run_ranks
 
 import torchring
-from torchring import replicas
+from torchring.collectives import digests
 from torchring.errors import GradientError
+from torchring.gradients import replicas
 
 
 def model_and_optimizer(**options: object) -> tuple[torch.nn.Module, torchring.DistributedOptimizer]:
@@ -362,7 +363,7 @@ def test_training_that_nobody_disturbs_is_checked_by_the_rhythm_only() -> None:
     assert run_ranks(_undisturbed, 2) == [[0, 5, 10]] * 2
 
 
-def _with_neighbours(rank: int, world_size: int) -> int:
+def _with_optimizer_group(rank: int, world_size: int) -> int:
     """Two optimizers of one world, of which each watches its own."""
     (first, g), (second, d) = model_and_optimizer(), model_and_optimizer()
     for step in range(8):
@@ -382,7 +383,7 @@ def _with_neighbours(rank: int, world_size: int) -> int:
 
 
 def test_changed_in_place_beside_another_optimizer() -> None:
-    assert run_ranks(_with_neighbours, 2) == [0, 0]
+    assert run_ranks(_with_optimizer_group, 2) == [0, 0]
 
 
 # What is watched
@@ -501,11 +502,11 @@ Digest = Callable[[torch.Tensor], tuple[int, int]]
 
 
 def digest_on_device(value: torch.Tensor) -> tuple[int, int]:
-    total, order = replicas._digest_on_device(value).tolist()
+    total, order = digests._digest_on_device(value).tolist()
     return total, order
 
 
-on_host_and_device = pytest.mark.parametrize("digest_of", [replicas._digest, digest_on_device], ids=["host", "device"])
+on_host_and_device = pytest.mark.parametrize("digest_of", [digests._digest, digest_on_device], ids=["host", "device"])
 
 
 @on_host_and_device
@@ -539,7 +540,7 @@ def test_digest_sees_values_not_their_layout(digest_of: Digest) -> None:
 def test_the_device_takes_large_parameters_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.randn(1001)
     whole = digest_on_device(value)
-    monkeypatch.setattr(replicas, "_PIECE_WORDS", 64)
+    monkeypatch.setattr(digests, "_PIECE_WORDS", 64)
     assert digest_on_device(value) == whole
 
 
@@ -550,13 +551,13 @@ def test_digest_fits_64_bits() -> None:
         torch.full((1001,), float("nan")),
         torch.full((3,), -1e300, dtype=torch.float64),
     ):
-        assert torch.tensor(replicas._digest(value)).dtype == torch.int64
+        assert torch.tensor(digests._digest(value)).dtype == torch.int64
 
 
 def test_either_half_of_the_digest_sees_what_the_other_does_not() -> None:
     value = torch.arange(1.0, 9.0, dtype=torch.float64)
     swapped = value[[1, 0, *range(2, 8)]]
-    for digest_of in (replicas._digest, digest_on_device):
+    for digest_of in (digests._digest, digest_on_device):
         (total, order), (same_total, other_order) = digest_of(value), digest_of(swapped)
         assert total == same_total
         assert order != other_order
@@ -565,10 +566,10 @@ def test_either_half_of_the_digest_sees_what_the_other_does_not() -> None:
     raw[:3] = torch.tensor([1, 0, 1], dtype=torch.uint8)
     other = torch.zeros(16, dtype=torch.uint8)
     other[1] = 2
-    (total, order), (other_total, same_order) = (replicas._digest(r.view(torch.float64)) for r in (raw, other))
+    (total, order), (other_total, same_order) = (digests._digest(r.view(torch.float64)) for r in (raw, other))
     assert order == same_order
     assert total != other_total
 
 
 def test_digest_of_a_single_element_with_any_stride() -> None:
-    assert replicas._digest(torch.arange(6.0)[4:].as_strided((1, 1), (1, 2))) == replicas._digest(torch.tensor([4.0]))
+    assert digests._digest(torch.arange(6.0)[4:].as_strided((1, 1), (1, 2))) == digests._digest(torch.tensor([4.0]))

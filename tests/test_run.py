@@ -18,12 +18,12 @@ import pytest
 from harness import is_running, wait_until
 from netns import needs_hosts
 
-from torchring import run as run_module
 from torchring.bench.netns import INTERFACE, Network
-from torchring.run import Host, LaunchError, is_here, parse_hostfile, parse_hosts, share_out, start
+from torchring.launch import launcher as run_module
+from torchring.launch.launcher import Host, LaunchError, is_here, parse_hostfile, parse_hosts, share_out, start
 
 ROOT = Path(__file__).resolve().parent.parent
-GUARD = Path(run_module.__file__).with_name("guard.py")
+GUARD = Path(run_module.__file__).with_name("reaper.py")
 
 # As sshd does: what stands behind the host, joined by spaces, is for the user's shell. `cases` says where that runs.
 SSH = """#!/bin/sh

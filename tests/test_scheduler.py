@@ -14,10 +14,10 @@ import torch
 
 from torchring.allreduce import TAGS_PER_ROUND, NonFinite, StagedMover, Wire
 from torchring.allreduce.lanes import Lanes, StandingBy
-from torchring.bucket import Bucket, BucketState
 from torchring.errors import GradientError, PeerLostError, RingError
-from torchring.plan import ParameterSpec, build_plan
-from torchring.scheduler import Scheduler, union_length
+from torchring.gradients.bucket import Bucket, BucketState
+from torchring.gradients.plan import ParameterSpec, build_plan
+from torchring.gradients.scheduler import Scheduler, union_length
 
 
 @dataclass
@@ -104,7 +104,7 @@ class RecordedFlight:
             self.has_advanced = True
             self.mover.events.append(("reduce", self.tag % TAGS_PER_ROUND))
 
-    def land(self) -> NonFinite | None:
+    def wait(self) -> NonFinite | None:
         assert self.has_advanced, "peers wait for this rank's part"
         self.mover.events.append(("land", self.tag % TAGS_PER_ROUND))
         return self.mover.all_reduce(self.wire, scale=self.scale, tag=self.tag)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import torchring
 from torchring.errors import GradientError, RingError
-from torchring.plan import ParameterSpec
-from torchring.sparse import SparseReduction
+from torchring.gradients.plan import ParameterSpec
+from torchring.gradients.sparse import SparseReduction
 
 ROWS, WIDTH = 7, 3
 

@@ -12,7 +12,7 @@ from harness import run_ranks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torchring
-from torchring.collectives import Collectives
+from torchring.collectives.service import Collectives
 
 
 def trained(rank: int) -> tuple[torch.nn.Linear, torch.optim.Adam]:

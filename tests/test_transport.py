@@ -26,7 +26,7 @@ from mpi_job import job, job_ends  # noqa: F401  # a fixture
 from torchring.allreduce.mover import NonFinite
 from torchring.allreduce.native import NativeAllReduce
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport import Transport
 from torchring.transport.c10d import C10dTransport
 from torchring.transport.mpi import MpiTransport

@@ -25,7 +25,7 @@ from mpi_job import job, job_ends  # noqa: F401  # a fixture
 import torchring
 from torchring.allreduce.ring import RingAllReduce
 from torchring.errors import RingError, TopologyError
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport import mpi as mpi_transport
 from torchring.transport import staging
 from torchring.transport.c10d import C10dTransport

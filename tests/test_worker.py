@@ -9,11 +9,11 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from torchring.worker import Worker
+from torchring.threads import SerialThread
 
 
 def test_in_order_on_one_thread() -> None:
-    worker = Worker("test-worker")
+    worker = SerialThread("test-worker")
     seen: list[tuple[int, str]] = []
     futures = [worker.submit(lambda i=i: seen.append((i, threading.current_thread().name)) or i) for i in range(50)]
     assert [future.result(10) for future in futures] == list(range(50))
@@ -22,7 +22,7 @@ def test_in_order_on_one_thread() -> None:
 
 
 def test_an_error_belongs_to_who_waits() -> None:
-    worker = Worker("test-worker")
+    worker = SerialThread("test-worker")
 
     def fail() -> None:
         raise ValueError("too small")
@@ -34,7 +34,7 @@ def test_an_error_belongs_to_who_waits() -> None:
 
 
 def test_what_has_not_begun_when_it_is_closed_is_cancelled() -> None:
-    worker, gate, has_begun = Worker("test-worker"), threading.Event(), threading.Event()
+    worker, gate, has_begun = SerialThread("test-worker"), threading.Event(), threading.Event()
 
     def wait() -> bool:
         has_begun.set()
@@ -51,7 +51,7 @@ def test_what_has_not_begun_when_it_is_closed_is_cancelled() -> None:
 
 
 def test_whoever_hears_of_a_cancellation_may_close_the_worker() -> None:
-    worker = Worker("test")
+    worker = SerialThread("test")
     release = threading.Event()
     worker.submit(release.wait)
     waiting = worker.submit(int)
@@ -66,7 +66,7 @@ def test_whoever_hears_of_a_cancellation_may_close_the_worker() -> None:
 
 
 def test_what_comes_after_it_was_closed_is_cancelled() -> None:
-    worker = Worker("test-worker")
+    worker = SerialThread("test-worker")
     worker.close()
     with pytest.raises(CancelledError):
         worker.submit(lambda: 1).result(10)
@@ -74,7 +74,7 @@ def test_what_comes_after_it_was_closed_is_cancelled() -> None:
 
 def test_closing_never_waits_for_a_task_that_the_thread_has_just_taken() -> None:
     for _ in range(300):
-        worker = Worker("test-worker")
+        worker = SerialThread("test-worker")
         for _ in range(20):
             worker.submit(lambda: None)
         closing = threading.Thread(target=worker.close, daemon=True)
@@ -89,7 +89,7 @@ def test_what_a_task_refers_to_is_gone_before_anybody_is_woken() -> None:
     class Handle:
         def wait(self) -> None: ...
 
-    worker, handle = Worker("test-worker"), Handle()
+    worker, handle = SerialThread("test-worker"), Handle()
     gone = weakref.ref(handle)
     future = worker.submit(handle.wait)
     del handle
@@ -99,7 +99,7 @@ def test_what_a_task_refers_to_is_gone_before_anybody_is_woken() -> None:
 
 
 def test_the_thread_ends() -> None:
-    worker = Worker("a-worker-that-ends")
+    worker = SerialThread("a-worker-that-ends")
     worker.submit(lambda: None).result(10)
     worker.close()
     end = time.monotonic() + 10

@@ -23,8 +23,8 @@ from harness import count_open_fds, run_ranks, run_threads, wait_until
 
 import torchring
 from torchring.errors import PeerTimeoutError, TopologyError
-from torchring.launch import MEMBER
 from torchring.memory import host as host_module
+from torchring.rendezvous.environment import MEMBER
 from torchring.world import World, default_world
 
 
@@ -543,6 +543,6 @@ def test_closing_calls_back_the_latest_first() -> None:
 
 def test_stream_names_are_new_every_time() -> None:
     world = World(None, 0, 1)
-    names = [world.next_stream_name() for _ in range(3)]
+    names = [world.next_channel_name() for _ in range(3)]
     assert len(set(names)) == 3
-    assert names == [World(None, 0, 1).next_stream_name(), *names[1:]], "and the same on every rank"
+    assert names == [World(None, 0, 1).next_channel_name(), *names[1:]], "and the same on every rank"

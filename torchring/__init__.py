@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         broadcast_object,
         reduce_scatter,
     )
+    from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters
     from torchring.errors import (
         GradientError,
         PeerLostError,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         TopologyError,
     )
     from torchring.optimizer import DistributedOptimizer, Stats, wrap
-    from torchring.state import broadcast_optimizer_state, broadcast_parameters
     from torchring.world import (
         device,
         init,
@@ -84,7 +84,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
         "reduce_scatter",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
         "optimizer": "DistributedOptimizer Stats wrap",
-        "state": "broadcast_optimizer_state broadcast_parameters",
+        "collectives.initial_state": "broadcast_optimizer_state broadcast_parameters",
         "world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
     }
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

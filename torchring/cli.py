@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from torchring.arguments import hosts_of, positive, setting
-from torchring.output import OutputOptions
-from torchring.run import LAUNCHERS, LaunchError, Stopped, signals_raise, start
+from torchring.launch.arguments import hosts_of, positive, setting
+from torchring.launch.launcher import LAUNCHERS, LaunchError, start
+from torchring.launch.output import OutputOptions
+from torchring.launch.signals import Stopped, signals_raise
 
 _BENCH: Final = Path(__file__).with_name("bench")
 _PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have a network to take down

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args, 
 import torch
 from torch.optim import Optimizer
 
+from torchring.accelerators import accelerator_of
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS, Algorithm, Overlap
-from torchring.collectives import collectives_of, internal_collectives_of
+from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters, check_broadcastable
+from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
-from torchring.hooks import GradientHooks, neighbours_of
-from torchring.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
-from torchring.plan import COMPRESSIONS, Compression, ParameterSpec
-from torchring.platform import platform_of
-from torchring.reduction import Options, Reduction
-from torchring.replicas import ReplicaCheck
-from torchring.state import broadcast_optimizer_state, broadcast_parameters, check_broadcastable
+from torchring.gradients.hooks import GradientHooks, optimizer_group_of
+from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
+from torchring.gradients.plan import COMPRESSIONS, Compression, ParameterSpec
+from torchring.gradients.reduction import Options, Reduction
+from torchring.gradients.replicas import ReplicaCheck
 from torchring.world import World, default_world
 
 _T = TypeVar("_T")
@@ -150,7 +150,7 @@ class DistributedOptimizer(Optimizer):
         options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap)
         open_it = functools.partial(self._open, world, optimizer, model, options, sync_initial_state)
         if world.size > 1:
-            neighbours_of(world).guard.run("wrap()", open_it)
+            optimizer_group_of(world).guard.run("wrap()", open_it)
         else:
             open_it()
 
@@ -162,7 +162,7 @@ class DistributedOptimizer(Optimizer):
         options: Options,
         sync_initial_state: bool,
     ) -> None:
-        neighbours_of(world).release_dead()
+        optimizer_group_of(world).release_dead()
         names: dict[torch.nn.Parameter, str] = {}
         problem: Exception | None = None
         try:
@@ -346,7 +346,7 @@ class DistributedOptimizer(Optimizer):
             broadcast_parameters({self._names[parameter]: parameter.data for parameter in added})
             hooks.extend(added)
 
-        neighbours_of(hooks.reduction.world).guard.run("add_param_group()", share)
+        optimizer_group_of(hooks.reduction.world).guard.run("add_param_group()", share)
 
     # Hooks on checkpoints belong to the optimizer whose state they see.
 
@@ -470,7 +470,7 @@ class DistributedOptimizer(Optimizer):
             self._drop_early_hooks()
             world = default_world()
             if world.size > 1:
-                hooks = neighbours_of(world).guard.run("wrap()", functools.partial(self._connect, world))
+                hooks = optimizer_group_of(world).guard.run("wrap()", functools.partial(self._connect, world))
                 hooks.first_gradient(next(i for i, p in enumerate(hooks.reduction.parameters) if p is parameter))
 
         self._early_handles = [
@@ -509,7 +509,7 @@ class DistributedOptimizer(Optimizer):
         if world.size == 1:
             return None
         self._drop_early_hooks()
-        return neighbours_of(world).guard.run("wrap()", functools.partial(self._connect, world))
+        return optimizer_group_of(world).guard.run("wrap()", functools.partial(self._connect, world))
 
     def _only_creates_state(self) -> bool:
         """Whether a step now would change no parameter, and find nothing in a gradient.
@@ -679,7 +679,7 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
                 )
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise ValueError(f"{name} has no shape yet; run a batch through the lazy module before wrapping")
-            if parameter.device.type != "cpu" and platform_of(parameter.device) is None:
+            if parameter.device.type != "cpu" and accelerator_of(parameter.device) is None:
                 raise ValueError(f"{name} is on {parameter.device}; gradients on the CPU or on CUDA can be reduced")
             first = next(iter(names), parameter)
             if parameter.device != first.device:
@@ -721,7 +721,7 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 def _check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
     """A gradient is reduced by one optimizer, and not by a module wrapper as well."""
-    neighbours = neighbours_of(world)
+    neighbours = optimizer_group_of(world)
     for owner in neighbours.owners_of(names):
         taken = next(name for p, name in names.items() if any(p is other for other in owner.reduction.parameters))
         raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from torchring.errors import PeerLostError, RingError, TopologyError, decode_error, encode_error, with_way_out
-from torchring.launch import (
+from torchring.memory.host import HostGroup, connect
+from torchring.rendezvous.environment import (
     CHOICE,
     MEMBER,
     LaunchEnvironment,
@@ -28,9 +29,8 @@ from torchring.launch import (
     read_environment,
     started_by_member,
 )
-from torchring.meeting import mpi_world, open_store, unannounced_mpi
-from torchring.memory.host import HostGroup, connect
-from torchring.rendezvous import Rendezvous, ended_key
+from torchring.rendezvous.rendezvous import Rendezvous, ended_key
+from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
 
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
 Backend = Literal["auto", "gloo", "mpi"]
@@ -155,7 +155,7 @@ class World:
         """Whether all ranks are on this host."""
         return self.host is not None and self.host.size == self.size
 
-    def next_stream_name(self) -> str:
+    def next_channel_name(self) -> str:
         """A name for one more stream of operations; equal on all ranks, which open streams in the same order."""
         self._num_streams += 1
         return f"stream{self._num_streams}"

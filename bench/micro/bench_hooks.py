@@ -15,15 +15,15 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from torchring import reduction
 from torchring.allreduce import NonFinite, Wire
 from torchring.allreduce.lanes import DoneFlight
 from torchring.bench.micro.conftest import Remark
 from torchring.bench.models import small
 from torchring.errors import RingError
-from torchring.hooks import GradientHooks
+from torchring.gradients import reduction
+from torchring.gradients.hooks import GradientHooks
+from torchring.gradients.replicas import ReplicaCheck
 from torchring.optimizer import spec_of
-from torchring.replicas import ReplicaCheck
 from torchring.world import World
 
 ROUNDS = 60
@@ -50,7 +50,7 @@ class StillMover:
         return self.wires
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
-        return self.start(wire, scale=scale, tag=tag).land()
+        return self.start(wire, scale=scale, tag=tag).wait()
 
     def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> DoneFlight:
         self.num_calls += 1

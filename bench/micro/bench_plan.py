@@ -13,7 +13,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from torchring.bench.micro.conftest import Remark
 from torchring.bench.models import MODELS
-from torchring.plan import ALIGNMENT_BYTES, NUM_SIGNALS, ParameterSpec, build_plan, describe, fingerprint
+from torchring.collectives.signature import fingerprint
+from torchring.gradients.plan import ALIGNMENT_BYTES, NUM_SIGNALS, ParameterSpec, build_plan, describe
 
 BUCKET_BYTES = 25 << 20
 every_model = pytest.mark.parametrize("model", list(MODELS))

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchring.allreduce.mover import TAGS_PER_ROUND, Flight, LaneMover, Mover, NonFinite, StagedMover, Wire
+from torchring.allreduce.mover import TAGS_PER_ROUND, LaneMover, Mover, NonFinite, PendingReduction, StagedMover, Wire
 
-__all__ = ["TAGS_PER_ROUND", "Flight", "LaneMover", "Mover", "NonFinite", "StagedMover", "Wire"]
+__all__ = ["TAGS_PER_ROUND", "LaneMover", "Mover", "NonFinite", "PendingReduction", "StagedMover", "Wire"]

@@ -34,15 +34,15 @@ from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
 
 
-class DirectFlight:
-    """One reduction from "packed" to everybody's "done". See `Flight`."""
+class PendingDirect:
+    """One reduction from "packed" to everybody's "done". See `PendingReduction`."""
 
     span = None
 
     __slots__ = (
         "_mover",
-        "has_landed",
         "is_gathered",
+        "is_over",
         "is_reduced",
         "number",
         "result",
@@ -59,7 +59,7 @@ class DirectFlight:
         self.tag = tag
         self.is_gathered = False  # all ranks have packed
         self.is_reduced = False  # this rank's slice
-        self.has_landed = False
+        self.is_over = False
         self.result: NonFinite | None = None
 
     def advance(self) -> bool:
@@ -68,8 +68,8 @@ class DirectFlight:
     def contribute(self) -> None:
         self._mover.contribute(self)
 
-    def land(self) -> NonFinite | None:
-        self._mover.land(self)
+    def wait(self) -> NonFinite | None:
+        self._mover.wait(self)
         return self.result
 
 
@@ -92,29 +92,29 @@ class DirectAllReduce:
         self._notes = Notes(group)
         self._slices = Slices(group, group.size)
         self._num_started = self._num_gathered = 0  # flights
-        self._in_flight: deque[DirectFlight] = deque()
+        self._in_flight: deque[PendingDirect] = deque()
         self._failure: RingError | None = None
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedWire]:
         return [self._slices.wire(parts) for parts in self._slices.allocate(specs)]
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
-        return self.start(wire, scale=scale, tag=tag).land()
+        return self.start(wire, scale=scale, tag=tag).wait()
 
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> DirectFlight:
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> PendingDirect:
         assert isinstance(wire, SharedWire)
         if self._failure is not None:
             raise self._failure
         if len(self._in_flight) == MAX_IN_FLIGHT:
-            self.land(self._in_flight[0])
-        flight = DirectFlight(self, self._num_started, wire, scale, tag)
+            self.wait(self._in_flight[0])
+        flight = PendingDirect(self, self._num_started, wire, scale, tag)
         self._num_started += 1
         self._notes.write_tag(flight.number, tag)
         self._in_flight.append(flight)
         self._packed.announce()
         return flight
 
-    def advance(self, flight: DirectFlight) -> bool:
+    def advance(self, flight: PendingDirect) -> bool:
         """Reduce this rank's slice if all inputs are packed."""
         if not flight.is_gathered:
             assert flight.number == self._num_gathered, "flights advance in the order in which they were started"
@@ -124,7 +124,7 @@ class DirectAllReduce:
         self._reduce(flight)
         return True
 
-    def contribute(self, flight: DirectFlight) -> None:
+    def contribute(self, flight: PendingDirect) -> None:
         """Wait until all inputs are packed, and reduce this rank's slice."""
         if not flight.is_gathered:
             assert flight.number == self._num_gathered, "flights advance in the order in which they were started"
@@ -133,22 +133,22 @@ class DirectAllReduce:
         if not flight.is_reduced:
             self._reduce(flight)
 
-    def land(self, flight: DirectFlight) -> None:
+    def wait(self, flight: PendingDirect) -> None:
         """Wait until all slices are written."""
-        if flight.has_landed:
+        if flight.is_over:
             return
         assert flight is self._in_flight[0], "flights land in the order in which they were started"
         self.contribute(flight)
         self._done.gather()
         self._in_flight.popleft()
-        flight.has_landed = True
+        flight.is_over = True
         flight.result = self._notes.read(flight.number)
 
-    def _set_gathered(self, flight: DirectFlight) -> None:
+    def _set_gathered(self, flight: PendingDirect) -> None:
         flight.is_gathered = True
         self._num_gathered += 1
 
-    def _reduce(self, flight: DirectFlight) -> None:
+    def _reduce(self, flight: PendingDirect) -> None:
         self._notes.check_tags(flight.number, flight.tag)
         found = self._slices.sum(flight.wire, flight.scale, spread=True)
         flight.is_reduced = True

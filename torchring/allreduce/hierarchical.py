@@ -27,7 +27,7 @@ from typing import Final
 import torch
 
 from torchring.allreduce.lanes import Lanes, StandingBy
-from torchring.allreduce.mover import Flight, NonFinite, StagedMover, Wire
+from torchring.allreduce.mover import NonFinite, PendingReduction, StagedMover, Wire
 from torchring.allreduce.notes import MAX_IN_FLIGHT, Notes
 from torchring.allreduce.ring import RingAllReduce, RingWire
 from torchring.allreduce.slices import SharedWire, Slices
@@ -80,15 +80,15 @@ class _Ticket:
         return self.wire.tensor
 
 
-class HierarchicalFlight:
-    """One reduction. See `Flight`: it goes on by itself, or is over but for the peers' parts when `start` returns."""
+class PendingHierarchical:
+    """One reduction. See `PendingReduction`: goes on by itself, or is over but for the peers' parts after `start`."""
 
-    def __init__(self, mover: HierarchicalAllReduce, number: int, part: Flight) -> None:
+    def __init__(self, mover: HierarchicalAllReduce, number: int, part: PendingReduction) -> None:
         self._mover = mover
         self._result: NonFinite | None = None
         self.number = number
         self.part = part
-        self.has_landed = False
+        self.is_over = False
         self.span: tuple[float, float] | None = None
 
     def advance(self) -> bool:
@@ -97,9 +97,9 @@ class HierarchicalFlight:
     def contribute(self) -> None:
         self.part.contribute()
 
-    def land(self) -> NonFinite | None:
-        if not self.has_landed:
-            self._result = self._mover.land(self)
+    def wait(self) -> NonFinite | None:
+        if not self.is_over:
+            self._result = self._mover.wait(self)
         return self._result
 
 
@@ -122,38 +122,38 @@ class HierarchicalAllReduce:
         part = _Part(group, columns, ring, in_background=in_background)
         self._part = part
         self._parts: StagedMover = Lanes(part) if in_background else StandingBy(part)
-        self._in_flight: deque[HierarchicalFlight] = deque()
+        self._in_flight: deque[PendingHierarchical] = deque()
         self._num_started = 0
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[HierarchicalWire]:
         return self._part.open_wires(specs)
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
-        return self.start(wire, scale=scale, tag=tag).land()
+        return self.start(wire, scale=scale, tag=tag).wait()
 
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> HierarchicalFlight:
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> PendingHierarchical:
         assert isinstance(wire, HierarchicalWire)
         if len(self._in_flight) == MAX_IN_FLIGHT:
-            self._in_flight[0].land()
+            self._in_flight[0].wait()
         number = self._num_started
         self._num_started += 1
         began = time.perf_counter()
         with self._telling_everybody():
             self._part.announce(number, tag)
             part = self._parts.start(_Ticket(number, wire), scale=scale, tag=tag)
-        flight = HierarchicalFlight(self, number, part)
+        flight = PendingHierarchical(self, number, part)
         flight.span = (began, began) if self.in_background else None
         self._in_flight.append(flight)
         return flight
 
-    def land(self, flight: HierarchicalFlight) -> NonFinite | None:
+    def wait(self, flight: PendingHierarchical) -> NonFinite | None:
         """Wait for this rank's part, and for the peers' results."""
         assert flight is self._in_flight[0], "flights land in the order in which they were started"
         with self._telling_everybody():
-            flight.part.land()
+            flight.part.wait()
             found = self._part.gather_results(flight.number)
         self._in_flight.popleft()
-        flight.has_landed = True
+        flight.is_over = True
         if flight.span is not None:
             flight.span = (flight.span[0], time.perf_counter())
         return found

@@ -19,7 +19,7 @@ import torch
 
 from torchring.allreduce.mover import LaneMover, NonFinite, Wire
 from torchring.errors import PeerLostError, RingError
-from torchring.worker import Worker
+from torchring.threads import SerialThread
 
 
 class _Driver:
@@ -42,8 +42,8 @@ class _Driver:
         self._mover.close()
 
 
-class LaneFlight:
-    """One reduction in a lane. See `Flight`."""
+class PendingInLane:
+    """One reduction in a lane. See `PendingReduction`."""
 
     __slots__ = ("_future", "_lanes", "span")
 
@@ -58,7 +58,7 @@ class LaneFlight:
     def contribute(self) -> None:
         """It does so by itself."""
 
-    def land(self) -> NonFinite | None:
+    def wait(self) -> NonFinite | None:
         assert self._future is not None
         try:
             return self._future.result()
@@ -76,18 +76,18 @@ class Lanes(_Driver):
 
     def __init__(self, mover: LaneMover) -> None:
         super().__init__(mover)
-        self._workers = [Worker(f"torchring-lane-{i}") for i in range(mover.num_lanes)]
+        self._workers = [SerialThread(f"torchring-lane-{i}") for i in range(mover.num_lanes)]
         self._num_started = 0
         self._lock = threading.Lock()
         self.failure: RingError | None = None  # the first one
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
-        return self.start(wire, scale=scale, tag=tag).land()
+        return self.start(wire, scale=scale, tag=tag).wait()
 
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> LaneFlight:
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> PendingInLane:
         lane = self._num_started % len(self._workers)
         self._num_started += 1
-        flight = LaneFlight(self)
+        flight = PendingInLane(self)
         flight._future = self._workers[lane].submit(lambda: self._reduce(flight, wire, scale, tag, lane))
         return flight
 
@@ -96,7 +96,7 @@ class Lanes(_Driver):
             self.failure = self.failure or error
         super().fail(error)
 
-    def _reduce(self, flight: LaneFlight, wire: Wire, scale: float, tag: int, lane: int) -> NonFinite | None:
+    def _reduce(self, flight: PendingInLane, wire: Wire, scale: float, tag: int, lane: int) -> NonFinite | None:
         if self.failure is not None:  # nothing is sent through a broken mover
             raise self.failure
         started = time.perf_counter()
@@ -116,7 +116,7 @@ class Lanes(_Driver):
 
 
 class DoneFlight:
-    """A reduction that is over. See `Flight`."""
+    """A reduction that is over. See `PendingReduction`."""
 
     span = None
 
@@ -129,7 +129,7 @@ class DoneFlight:
     def contribute(self) -> None:
         """Done."""
 
-    def land(self) -> NonFinite | None:
+    def wait(self) -> NonFinite | None:
         return self._result
 
 

@@ -80,7 +80,7 @@ class LaneMover(Mover, Protocol):
         """As of any mover, in a lane, 0 <= lane < num_lanes."""
 
 
-class Flight(Protocol):
+class PendingReduction(Protocol):
     """A reduction that has been started. A mover's flights contribute and land in the order in which they started."""
 
     @property
@@ -96,7 +96,7 @@ class Flight(Protocol):
     def contribute(self) -> None:
         """Wait until every rank has started this one, and do this rank's part, or have it go on by itself."""
 
-    def land(self) -> NonFinite | None:
+    def wait(self) -> NonFinite | None:
         """Contribute, and wait for everybody's part. Returns and raises as `Mover.all_reduce`; again if asked again."""
 
 
@@ -110,7 +110,7 @@ class StagedMover(Mover, Protocol):
     def in_background(self) -> bool:
         """Whether reductions proceed on threads of the mover's own."""
 
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> Flight:
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> PendingReduction:
         """Begin `all_reduce`. With a few hundred in flight it first lands the oldest."""
 
 

@@ -11,12 +11,8 @@ from typing import Final, Literal, get_args
 import torch
 from torch.distributed import PrefixStore
 
-from torchring.allreduce.direct import DirectAllReduce
-from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
-from torchring.allreduce.lanes import Lanes, StandingBy
-from torchring.allreduce.mover import StagedMover
-from torchring.allreduce.native import NativeAllReduce
-from torchring.allreduce.on_device import (
+from torchring.accelerators import Accelerator, Backend
+from torchring.allreduce.device.stream import (
     BackendEngine,
     Engine,
     HierarchicalEngine,
@@ -24,11 +20,15 @@ from torchring.allreduce.on_device import (
     SharedMemoryEngine,
     all_reduce,
 )
+from torchring.allreduce.direct import DirectAllReduce
+from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
+from torchring.allreduce.lanes import Lanes, StandingBy
+from torchring.allreduce.mover import StagedMover
+from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.ring import RingAllReduce
-from torchring.collectives import internal_collectives_of
+from torchring.collectives.service import internal_collectives_of
 from torchring.errors import TopologyError, in_step
 from torchring.memory.channel import POLL_SECONDS
-from torchring.platform import Backend, Platform
 from torchring.transport.open import open_transport
 from torchring.world import World
 
@@ -139,7 +139,7 @@ def open_mover(world: World, algorithm: str, overlap: str) -> StagedMover:
 
 
 def open_on_device(
-    world: World, algorithm: str, overlap: str, specs: Sequence[tuple[int, torch.dtype]], platform: Platform
+    world: World, algorithm: str, overlap: str, specs: Sequence[tuple[int, torch.dtype]], accelerator: Accelerator
 ) -> tuple[OnStream, Choice]:
     """Collective: the mover for buckets on a device that works in streams, and why it is that one.
 
@@ -149,19 +149,21 @@ def open_on_device(
     """
     if algorithm != "auto" or world.size == 1:
         algorithm = "direct" if algorithm == "auto" else algorithm
-        return _open_engine(world, algorithm, overlap, platform), Choice(algorithm, "asked for")
+        return _open_engine(world, algorithm, overlap, accelerator), Choice(algorithm, "asked for")
     if max(map(len, world.hosts)) == 1:
         why = "every host has one rank, and the backend's own all-reduce knows the network"
-        return _open_engine(world, "native", overlap, platform), Choice("native", why)
+        return _open_engine(world, "native", overlap, accelerator), Choice("native", why)
     ours = "direct" if world.shares_memory else "hierarchical"
     try:
-        mover = _open_engine(world, ours, overlap, platform)
+        mover = _open_engine(world, ours, overlap, accelerator)
     except TopologyError as error:
-        return _open_engine(world, "native", overlap, platform), Choice("native", f"{ours} is not to be had: {error}")
+        return _open_engine(world, "native", overlap, accelerator), Choice(
+            "native", f"{ours} is not to be had: {error}"
+        )
     if ours == "direct":
         return mover, Choice("direct", "the GPUs of all ranks reach each other's memory")
-    movers = {ours: mover, "native": _open_engine(world, "native", overlap, platform)}
-    seconds = _measure(world, movers, _sample(specs), platform.synchronize)
+    movers = {ours: mover, "native": _open_engine(world, "native", overlap, accelerator)}
+    seconds = _measure(world, movers, _sample(specs), accelerator.synchronize)
     best = min(movers, key=lambda name: seconds[name])
     for name, other in movers.items():
         if name != best:
@@ -169,48 +171,48 @@ def open_on_device(
     return movers[best], Choice(best, f"measured: {_in_words(seconds)}", seconds)
 
 
-def _open_engine(world: World, algorithm: str, overlap: str, platform: Platform) -> OnStream:
+def _open_engine(world: World, algorithm: str, overlap: str, accelerator: Accelerator) -> OnStream:
     """Collective."""
     if algorithm == "direct" and world.size > 1:
         _check_one_host(world)
     return OnStream(
-        _engine(world, algorithm, platform),
-        platform,
+        _engine(world, algorithm, accelerator),
+        accelerator,
         in_background=overlap != "inline",
         host=world.host,
         timeout_seconds=world.timeout_seconds,
     )
 
 
-def _engine(world: World, algorithm: str, platform: Platform) -> Engine:
+def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
     if world.size == 1 and algorithm == "native":
         algorithm = "direct"  # which sends as little
     if algorithm == "direct" or (algorithm == "ring" and (world.size == 1 or world.shares_memory)):
         try:
-            return SharedMemoryEngine(algorithm, platform.share(world.host, world.rendezvous), platform)
+            return SharedMemoryEngine(algorithm, accelerator.share(world.host, world.rendezvous), accelerator)
         except TopologyError:
             if algorithm == "direct":
                 raise
     if algorithm == "hierarchical":
         columns = num_columns(world.hosts)
-        shared = SharedMemoryEngine(algorithm, platform.share(world.host, world.rendezvous), platform, columns)
-        return HierarchicalEngine(shared, _backend(world, column_members(world.hosts, world.rank), platform))
-    backend = _backend(world, tuple(range(world.size)), platform)
+        shared = SharedMemoryEngine(algorithm, accelerator.share(world.host, world.rendezvous), accelerator, columns)
+        return HierarchicalEngine(shared, _backend(world, column_members(world.hosts, world.rank), accelerator))
+    backend = _backend(world, tuple(range(world.size)), accelerator)
     assert backend is not None
-    return BackendEngine(algorithm, backend, platform)
+    return BackendEngine(algorithm, backend, accelerator)
 
 
-def _backend(world: World, members: tuple[int, ...] | None, platform: Platform) -> Backend | None:
+def _backend(world: World, members: tuple[int, ...] | None, accelerator: Accelerator) -> Backend | None:
     """Collective: between `members`, which contain this rank; None where there are none."""
-    name = world.next_stream_name()
+    name = world.next_channel_name()
     if members is None:
         return None
     assert world.rendezvous is not None
     store = PrefixStore(f"backend/{name}/{members[0]}", world.rendezvous.store)
     try:
-        backend = platform.open_backend(store, members.index(world.rank), len(members), world.timeout_seconds)
-        all_reduce(backend, torch.zeros(1, device=platform.device))  # connects: here, not in a backward
-        platform.synchronize()
+        backend = accelerator.open_backend(store, members.index(world.rank), len(members), world.timeout_seconds)
+        all_reduce(backend, torch.zeros(1, device=accelerator.device))  # connects: here, not in a backward
+        accelerator.synchronize()
     except RuntimeError as error:
         raise TopologyError(f"torch.distributed's backend does not connect: {error}", rank=world.rank) from error
     return backend
@@ -256,7 +258,7 @@ def _measure(
             for flight in flights:
                 flight.contribute()
             for flight in flights:
-                flight.land()
+                flight.wait()
             synchronize()
             taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device="cpu")
             slowest = float(collectives.all_reduce(taken, "max"))

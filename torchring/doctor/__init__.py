@@ -38,15 +38,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from torchring.arguments import duration, hosts_of, positive, setting
 from torchring.doctor.checks import examine
 from torchring.doctor.facts import gather
 from torchring.doctor.rank import visit
 from torchring.doctor.render import render
 from torchring.doctor.report import SCHEMA, Report, verdict
 from torchring.errors import RingError, TopologyError
-from torchring.launch import read_environment
-from torchring.run import Host, LaunchError, Stopped, share_out, signals_raise
+from torchring.launch.arguments import duration, hosts_of, positive, setting
+from torchring.launch.launcher import Host, LaunchError, share_out
+from torchring.launch.signals import Stopped, signals_raise
+from torchring.rendezvous.environment import read_environment
 from torchring.world import BACKENDS
 
 _DEFAULT_RANKS: Final = 2

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from torchring.doctor.report import RankFacts
-from torchring.interfaces import gloo_address, list_interfaces, resolve
-from torchring.memory.linux import boot_id, create_memory
+from torchring.linux import boot_id, create_memory
+from torchring.rendezvous.interfaces import gloo_address, list_interfaces, resolve
 
 _PACKAGES: Final = ("torchring", "torch", "triton", "numpy", "mpi4py")
 _LISTENING: Final = "0A"  # in /proc/net/tcp

@@ -23,9 +23,9 @@ from torchring.doctor.checks import check_gloo_addresses, name_ranks
 from torchring.doctor.facts import gather, listening_addresses
 from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts, read
 from torchring.errors import RingError, TopologyError
-from torchring.interfaces import resolve
-from torchring.launch import LaunchEnvironment
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.environment import LaunchEnvironment
+from torchring.rendezvous.interfaces import resolve
+from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport.open import open_transport
 from torchring.world import Backend, World
 

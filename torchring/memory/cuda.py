@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore
 
 from torchring.errors import TopologyError, in_step
 from torchring.memory.host import HostGroup
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 
 OVERLAPPING_DEVICES: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 

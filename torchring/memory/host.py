@@ -36,9 +36,9 @@ from torchring.errors import (
     decode_error,
     encode_error,
 )
-from torchring.memory.linux import boot_id, create_memory, open_process
+from torchring.linux import boot_id, create_memory, open_process
 from torchring.memory.mapping import map_block
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 
 _POLL_SECONDS: Final = 0.05  # how often a waiting rank looks whether its peers are still alive
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid

@@ -19,12 +19,12 @@ from torch.distributed import Work as BackendWork
 
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError, TopologyError
 from torchring.memory.host import HostGroup
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.threads import SerialThread
 from torchring.transport.culprit import Culprits
 from torchring.transport.links import Links, open_sockets
 from torchring.transport.places import Place, cannot_connect, check_places, own_place
 from torchring.transport.staging import contiguous_bytes
-from torchring.worker import Worker
 
 # In truth a bare Gloo backend, which has a group's methods: so no default group has to exist.
 Backend = dist.ProcessGroup
@@ -67,8 +67,8 @@ class C10dTransport:
         self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
         self._waiters = threading.local()
-        self._all_waiters: list[Worker] = []
-        self._waiter = Worker(f"torchring-{name}-waiter")
+        self._all_waiters: list[SerialThread] = []
+        self._waiter = SerialThread(f"torchring-{name}-waiter")
         self._group: Backend | None = None
         weakref.finalize(self, self._waiter.close).atexit = False
         # Everyone is known to be here before Gloo connects, so that an absent rank is reported by name.
@@ -228,9 +228,9 @@ class C10dTransport:
 
         Gloo wakes those who wait for a message that has not begun; who is in the midst of one it lets wait on.
         """
-        waiter: Worker | None = getattr(self._waiters, "mine", None)
+        waiter: SerialThread | None = getattr(self._waiters, "mine", None)
         if waiter is None:
-            waiter = self._waiters.mine = Worker(f"torchring-{self._name}-waiter")
+            waiter = self._waiters.mine = SerialThread(f"torchring-{self._name}-waiter")
             self._all_waiters.append(waiter)
         future = waiter.submit(wait)
         pause = _FIRST_LOOK_SECONDS
@@ -305,7 +305,7 @@ def _let_go(last: list[Backend]) -> None:
     The destructor waits for collectives, which may be in the midst of a message that does not come: it gets a thread of
     its own, and only a moment.
     """
-    worker = Worker("torchring-closer")
+    worker = SerialThread("torchring-closer")
     done = worker.submit(last.clear)
     del last
     done.add_done_callback(lambda _: worker.close())

@@ -14,7 +14,7 @@ from typing import Final
 
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError, decode_error, encode_error
 from torchring.memory.host import HostGroup
-from torchring.rendezvous import Rendezvous, ended_key
+from torchring.rendezvous.rendezvous import Rendezvous, ended_key
 
 # After a timeout, how long to look for the last words of the suspect: if it was itself waiting for somebody, its own
 # timeout comes at about the same moment as ours.

@@ -22,7 +22,7 @@ import torch
 
 from torchring.errors import PeerLostError, RingError, TopologyError
 from torchring.memory.host import HostGroup
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport.culprit import Culprits
 from torchring.transport.staging import contiguous_bytes, incoming, outgoing, takes_device_pointers
 

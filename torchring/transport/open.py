@@ -15,7 +15,7 @@ def open_transport(world: World, name: str | None = None) -> Transport:
         name: of the stream; the world's next one unless said.
     """
     assert world.rendezvous is not None, "a world of one sends nothing"
-    name = world.next_stream_name() if name is None else name
+    name = world.next_channel_name() if name is None else name
     kind = MpiTransport if world.backend == "mpi" else C10dTransport
     transport: Transport = kind(world.rendezvous, name, world.host)
     world.on_failure(transport)

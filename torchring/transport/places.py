@@ -14,8 +14,8 @@ from typing import Final
 from torch.distributed import ProcessGroupGloo
 
 from torchring.errors import TopologyError
-from torchring.interfaces import gloo_address, list_interfaces, resolve
-from torchring.memory.linux import network_id
+from torchring.linux import network_id
+from torchring.rendezvous.interfaces import gloo_address, list_interfaces, resolve
 
 _VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 _SOURCE: Final = re.compile(r"\[[^\[\]]*\.(?:cc|cpp|h):[0-9]+\]( [^.:]* != nullptr\.)? ?")  # of Gloo's code

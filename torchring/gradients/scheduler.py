@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from torchring.allreduce import TAGS_PER_ROUND, Flight, StagedMover
-from torchring.bucket import Bucket, BucketState
+from torchring.allreduce import TAGS_PER_ROUND, PendingReduction, StagedMover
 from torchring.errors import GradientError, RingError
+from torchring.gradients.bucket import Bucket, BucketState
 
 _T = TypeVar("_T")
 
@@ -45,7 +45,7 @@ class Scheduler:
         self.exposed_seconds = 0.0
         self.is_waiting = False
         self._mover = mover
-        self._in_flight: list[tuple[Bucket, Flight]] = []
+        self._in_flight: list[tuple[Bucket, PendingReduction]] = []
         self._num_advanced = 0  # of those
         self._next = 0
         self._round = 0
@@ -129,7 +129,7 @@ class Scheduler:
             self._locating(bucket, flight.contribute)
         problem: GradientError | None = None
         for bucket, flight in in_flight:
-            non_finite = self._locating(bucket, flight.land)
+            non_finite = self._locating(bucket, flight.wait)
             if discard or problem is not None:
                 continue
             try:

@@ -24,8 +24,8 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
-from torchring.output import STDERR, STDOUT, Output
-from torchring.part import Part
+from torchring.launch.output import STDERR, STDOUT, Output
+from torchring.launch.part import Part
 
 _PATIENCE_SECONDS: Final = 10.0  # for the agents to say goodbye to each other
 # Rank 0 reads what we were given to read. If all did, each would get some of it.

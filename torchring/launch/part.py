@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from torchring.output import OutputOptions
+from torchring.launch.output import OutputOptions
 
 
 @dataclass(frozen=True)

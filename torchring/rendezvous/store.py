@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from torchring.errors import PeerTimeoutError, TopologyError
-from torchring.launch import CHOICE, LaunchEnvironment
-from torchring.memory.linux import network_id
+from torchring.linux import network_id
+from torchring.rendezvous.environment import CHOICE, LaunchEnvironment
 
 _LOOPBACK: Final = "127.0.0.1"
 _SIOCGIFADDR: Final = 0x8915

@@ -20,15 +20,15 @@ from typing import Final
 import numpy as np
 import torch
 
+from torchring.accelerators import Mark
 from torchring.allreduce import TAGS_PER_ROUND
+from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream, has_come
 from torchring.allreduce.mover import tag_mismatch
-from torchring.allreduce.on_device import NOTHING_FOUND, DeviceWire, OnStream, StreamFlight, has_come
-from torchring.bucket import Bucket
-from torchring.collectives import internal_collectives_of
+from torchring.collectives.service import internal_collectives_of
+from torchring.gradients.bucket import Bucket
+from torchring.gradients.packing import DevicePacking, slots_of
+from torchring.gradients.plan import NUM_SIGNALS
 from torchring.kernels import ChunkTable
-from torchring.packing import DevicePacking, slots_of
-from torchring.plan import NUM_SIGNALS
-from torchring.platform import Mark
 from torchring.world import World
 
 _HEADER: Final = struct.Struct(f"{3 + NUM_SIGNALS}q")  # round, what was found, in which parameter; signals
@@ -39,7 +39,7 @@ _IN_INPUT, _IN_SUM = 1, 2
 class _Round:
     """One that the device is still busy with, as far as the host knows."""
 
-    flights: list[StreamFlight]
+    flights: list[PendingOnStream]
     backward_end: Mark
     buckets: list[Bucket]
     packed: list[list[tuple[Sequence[int], ChunkTable]]]
@@ -102,7 +102,7 @@ class DeviceRounds:
 
     def backward_is_over(self) -> None:
         """As far as the host goes."""
-        self._backward_end = self._mover.platform.mark_current()
+        self._backward_end = self._mover.accelerator.mark_current()
 
     def end(self, buckets: Sequence[Bucket]) -> None:
         """Every bucket has been launched."""
@@ -143,13 +143,13 @@ class DeviceRounds:
 
     def settle(self) -> None:
         """Wait until the device has finished all rounds. Before buffers are given up."""
-        self._mover.platform.synchronize()
+        self._mover.accelerator.synchronize()
         self.poll()
 
     def _seal(self, buckets: Sequence[Bucket]) -> dict[int, torch.Tensor]:
         """Have what was found sent to the host, behind all that was launched."""
         fetched: dict[int, torch.Tensor] = {}
-        fetch, reports = self._mover.platform.fetch, _reports_of(buckets)
+        fetch, reports = self._mover.accelerator.fetch, _reports_of(buckets)
         self._mover.stream.run(lambda: fetched.update({key: fetch(report) for key, report in reports.items()}))
         for copy in fetched.values():
             self._mover.seal(copy)

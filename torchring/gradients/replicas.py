@@ -10,19 +10,17 @@ The first two travel with a bucket, as signals, so they cost no message.
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
 
-from torchring.collectives import internal_collectives_of
+from torchring.collectives.digests import digests
+from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError, in_step
-from torchring.memory.host import bytes_of
 from torchring.world import World
 
 STEPS_BETWEEN_CHECKS: Final = 100  # a check reads every parameter: 70 ms for 42 M on one core
-_PIECE_WORDS: Final = 1 << 22
 _WATCHED: Final = 64  # reading a version takes up to 1 us; of more parameters, as many are watched in turn
 
 
@@ -113,41 +111,3 @@ class ReplicaCheck:
             f"{steps[other]} times: some rank ran a backward() that the others did not, or left a step out. Run a "
             "backward() that is not for training inside optimizer.no_sync(), or use torch.autograd.grad()"
         )
-
-
-def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """[N, 2] int64 on the host: a sum over the bits, which any single change changes, and one that their order changes.
-
-    A device works its own out, and is waited for once.
-    """
-    found = [_digest(t) if t.device.type == "cpu" else _digest_on_device(t) for t in tensors]
-    on_device = [digest for digest in found if isinstance(digest, torch.Tensor)]
-    fetched = iter(torch.stack(on_device).tolist() if on_device else [])
-    rows = [next(fetched) if isinstance(digest, torch.Tensor) else digest for digest in found]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 2)
-
-
-def _digest(parameter: torch.Tensor) -> tuple[int, int]:
-    """The order is told by Adler-32; at memory speed."""
-    data = _aligned_bytes(parameter)
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    return int(words.sum()), zlib.adler32(memoryview(data.numpy()))  # type: ignore[arg-type]
-
-
-def _digest_on_device(parameter: torch.Tensor) -> torch.Tensor:
-    """[2] int64 there: the order is told by every word times its place. Nobody waits for it."""
-    data = _aligned_bytes(parameter)
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    rest = data[words.numel() * 8 :].to(torch.int64)  # 0 to 7 bytes
-    digest = torch.zeros(2, dtype=torch.int64, device=data.device)
-    first = 1
-    for piece in (*torch.split(words, _PIECE_WORDS), rest):
-        places = torch.arange(first, first + piece.numel(), device=data.device)
-        digest += torch.stack([piece.sum(), (piece * places).sum()])  # modulo 2**64
-        first += piece.numel()
-    return digest
-
-
-def _aligned_bytes(parameter: torch.Tensor) -> torch.Tensor:
-    data = bytes_of(parameter.detach().contiguous())
-    return data.clone() if data.data_ptr() % 8 or data.storage_offset() % 8 else data

@@ -12,18 +12,18 @@ from typing import Final
 
 import torch
 
+from torchring.accelerators import accelerator_of
 from torchring.allreduce import StagedMover, Wire
-from torchring.allreduce.on_device import DeviceWire, OnStream
+from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.allreduce.select import Choice, open_chosen, open_mover, open_on_device
-from torchring.bucket import Bucket, BucketState, GradientStatus
-from torchring.collectives import Collectives, collectives_of, internal_collectives_of
+from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
+from torchring.gradients.bucket import Bucket, BucketState, GradientStatus
+from torchring.gradients.packing import DevicePacking, HostPacking, Packing
+from torchring.gradients.plan import NUM_SIGNALS, BucketPlan, ParameterSpec, Plan, build_plan, describe, shifted
+from torchring.gradients.rounds import DeviceRounds
+from torchring.gradients.scheduler import Scheduler
+from torchring.gradients.sparse import SparseReduction
 from torchring.memory.heap import give_back, keep_freed
-from torchring.packing import DevicePacking, HostPacking, Packing
-from torchring.plan import NUM_SIGNALS, BucketPlan, ParameterSpec, Plan, build_plan, describe, shifted
-from torchring.platform import platform_of
-from torchring.rounds import DeviceRounds
-from torchring.scheduler import Scheduler
-from torchring.sparse import SparseReduction
 from torchring.world import World
 
 _BUCKET_MB: Final = 25.0
@@ -122,7 +122,7 @@ class Reduction:
 
     def is_captured(self) -> bool:
         """Whether what backward calls for is recorded into a graph."""
-        return isinstance(self.mover, OnStream) and self.mover.platform.is_capturing()
+        return isinstance(self.mover, OnStream) and self.mover.accelerator.is_capturing()
 
     @property
     def num_bytes(self) -> int:
@@ -262,8 +262,8 @@ class Reduction:
 
     def _open_mover(self, plan: Plan, device: torch.device) -> tuple[StagedMover, Choice]:
         world, options, wires = self.world, self._options, _wires_of(plan)
-        if platform := platform_of(device):
-            return open_on_device(world, options.algorithm, options.overlap, wires, platform)
+        if accelerator := accelerator_of(device):
+            return open_on_device(world, options.algorithm, options.overlap, wires, accelerator)
         if options.algorithm == "auto":
             return open_chosen(world, options.overlap, wires)
         return open_mover(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
@@ -323,8 +323,8 @@ class Reduction:
         if not isinstance(self.mover, OnStream):
             return HostPacking
         assert isinstance(wire, DeviceWire)
-        stream, platform = self.mover.stream, self.mover.platform
-        return lambda scale: DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, stream, platform)
+        stream, accelerator = self.mover.stream, self.mover.accelerator
+        return lambda scale: DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, stream, accelerator)
 
     def _install(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:

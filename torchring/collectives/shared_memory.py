@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from torchring.call import Call, mismatch
+from torchring.collectives.signature import Signature, mismatch
 from torchring.kernels import reference
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words
@@ -31,10 +31,10 @@ _PAIRWISE: Final[dict[str, Callable[..., torch.Tensor]]] = {
 }
 
 
-class HostExchange:
+class SharedMemoryCollectives:
     """Collectives on flat CPU tensors; opened and called by all ranks of `group` in the same order.
 
-    Every method takes the `Call` that ranks compare, and raises PlanMismatchError on all of them if they differ.
+    Every method takes the `Signature` that ranks compare, and raises PlanMismatchError on all of them if they differ.
     """
 
     def __init__(self, group: HostGroup) -> None:
@@ -43,13 +43,13 @@ class HostExchange:
         self._stages = group.allocate(2 * STAGE_BYTES)
         # Per rank and half: the call's checksum, up to `size` sizes, and the call in words, for a mismatch.
         self._num_words = 1 + group.size
-        cards = group.allocate(2 * (8 * self._num_words + Call.MAX_BYTES))
+        cards = group.allocate(2 * (8 * self._num_words + Signature.MAX_BYTES))
         self._words = [as_words(part[: 16 * self._num_words]) for part in cards.parts]
         self._texts = [memoryview(part[16 * self._num_words :].numpy()) for part in cards.parts]  # type: ignore[arg-type]
         self._num_rounds = 0
         self._views: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
-    def all_reduce(self, data: torch.Tensor, op: str, call: Call) -> None:
+    def all_reduce(self, data: torch.Tensor, op: str, call: Signature) -> None:
         """In place; 16-bit values are combined in fp32 and rounded once; every rank gets the same bits."""
         size, me = self._group.size, self._group.index
         step = STAGE_BYTES // data.element_size()
@@ -69,7 +69,7 @@ class HostExchange:
             for rank, stage in enumerate(stages):
                 piece[rank * share : (rank + 1) * share].copy_(stage[rank * share : (rank + 1) * share])
 
-    def broadcast(self, data: torch.Tensor, src: int, call: Call) -> None:
+    def broadcast(self, data: torch.Tensor, src: int, call: Signature) -> None:
         """`data`: uint8, as long on every rank; that of rank `src` replaces the others'."""
         me = self._group.index
         for start in range(0, max(data.numel(), 1), STAGE_BYTES):
@@ -81,7 +81,7 @@ class HostExchange:
             if me != src:
                 piece.copy_(stage)
 
-    def all_gather(self, data: torch.Tensor, call: Call) -> list[torch.Tensor]:
+    def all_gather(self, data: torch.Tensor, call: Signature) -> list[torch.Tensor]:
         """`data`: uint8, of any length on each rank. Returns everybody's, in rank order."""
         me = self._group.index
         stages = self._next_half(torch.uint8)
@@ -100,7 +100,7 @@ class HostExchange:
                 piece.copy_(stage[: piece.numel()])
         return gathered
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
+    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Signature) -> list[torch.Tensor]:
         """`pieces[r]`: uint8 of any length, for rank r. Returns what each rank had for this one."""
         size, me = self._group.size, self._group.index
         share = STAGE_BYTES // size
@@ -123,7 +123,7 @@ class HostExchange:
             turn += 1
         return received
 
-    def barrier(self, call: Call) -> None:
+    def barrier(self, call: Signature) -> None:
         """Return when every rank has come here."""
         self._next_half(torch.uint8)
         self._round(call)
@@ -140,7 +140,7 @@ class HostExchange:
             self._views[dtype] = (first, second)
         return self._views[dtype][self._num_rounds & 1]
 
-    def _round(self, call: Call | None, sizes: Sequence[int] = ()) -> list[list[int]]:
+    def _round(self, call: Signature | None, sizes: Sequence[int] = ()) -> list[list[int]]:
         """Barrier. With a call, which must be equal on all ranks, returns everybody's `sizes`."""
         if call is None:
             self._channel.barrier()
@@ -151,12 +151,12 @@ class HostExchange:
         mine[first] = checksum
         for i, size in enumerate(sizes, start=first + 1):
             mine[i] = size
-        start = half * Call.MAX_BYTES
-        self._texts[self._group.index][start : start + Call.MAX_BYTES] = text.ljust(Call.MAX_BYTES, b"\0")
+        start = half * Signature.MAX_BYTES
+        self._texts[self._group.index][start : start + Signature.MAX_BYTES] = text.ljust(Signature.MAX_BYTES, b"\0")
         self._channel.barrier()
         for index, words in enumerate(self._words):
             if words[first] != checksum:
-                theirs = bytes(self._texts[index][start : start + Call.MAX_BYTES])
+                theirs = bytes(self._texts[index][start : start + Signature.MAX_BYTES])
                 raise mismatch(self._group.rank, call, self._group.ranks[index], theirs)
         return [words[first + 1 : first + 1 + len(sizes)].tolist() for words in self._words]
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from torchring.run import Host, LaunchError, parse_hostfile, parse_hosts
+from torchring.launch.launcher import Host, LaunchError, parse_hostfile, parse_hosts
 
 # The launcher says these to each process, and would not ask what they were.
 _LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")

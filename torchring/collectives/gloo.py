@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from torchring.call import Call, mismatch
+from torchring.collectives.signature import Signature, mismatch
 from torchring.kernels import reference
 from torchring.transport.c10d import C10dTransport
 
@@ -24,13 +24,13 @@ _REDUCE_OPS = {
 _NATIVE_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
-class GroupExchange:
-    """As `memory.exchange.HostExchange`, over a transport of its own."""
+class GlooCollectives:
+    """As `memory.exchange.SharedMemoryCollectives`, over a transport of its own."""
 
     def __init__(self, transport: C10dTransport) -> None:
         self._transport = transport
 
-    def all_reduce(self, data: torch.Tensor, op: str, call: Call) -> None:
+    def all_reduce(self, data: torch.Tensor, op: str, call: Signature) -> None:
         # Gloo's own comparison keeps or loses a NaN depending on the rank that has it.
         may_lose = op in ("min", "max") and data.is_floating_point() and data.numel() > 0
         has_nan = any(row[0] for row in self._agree(call, [int(may_lose and bool(data.amax().isnan()))]))
@@ -55,7 +55,7 @@ class GroupExchange:
         self._transport.collective(lambda group: group.allreduce([buffer], options))
         torch.autograd.graph.increment_version(buffer)  # the group writes behind autograd's back
 
-    def broadcast(self, data: torch.Tensor, src: int, call: Call) -> None:
+    def broadcast(self, data: torch.Tensor, src: int, call: Signature) -> None:
         self._agree(call)
         options = dist.BroadcastOptions()
         options.rootRank = src
@@ -63,7 +63,7 @@ class GroupExchange:
             self._transport.collective(lambda group: group.broadcast([data], options))
             torch.autograd.graph.increment_version(data)
 
-    def all_gather(self, data: torch.Tensor, call: Call) -> list[torch.Tensor]:
+    def all_gather(self, data: torch.Tensor, call: Signature) -> list[torch.Tensor]:
         sizes = [int(row[0]) for row in self._agree(call, [data.numel()])]
         # Gloo gathers equal sizes only.
         longest = max(sizes)
@@ -74,7 +74,7 @@ class GroupExchange:
             self._transport.collective(lambda group: group.allgather([gathered], [padded]))
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
+    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Signature) -> list[torch.Tensor]:
         rows = self._agree(call, [piece.numel() for piece in pieces])
         sizes = [int(row[self._transport.rank]) for row in rows]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
@@ -85,17 +85,17 @@ class GroupExchange:
             self._transport.collective(lambda group: group.alltoall_base(received, data, sizes, lengths, options))
         return list(torch.split(received, sizes))
 
-    def barrier(self, call: Call) -> None:
+    def barrier(self, call: Signature) -> None:
         self._agree(call)
 
     def close(self) -> None:
         self._transport.close()
 
-    def _agree(self, call: Call, sizes: Sequence[int] = ()) -> list[torch.Tensor]:
-        """One small message: everybody's `sizes`, after comparing calls; see `HostExchange`."""
+    def _agree(self, call: Signature, sizes: Sequence[int] = ()) -> list[torch.Tensor]:
+        """One small message: everybody's `sizes`, after comparing calls; see `SharedMemoryCollectives`."""
         # Every row has room for as many sizes as any call sends, so that rows of different calls are equally long.
         room = self._transport.size
-        text = torch.frombuffer(bytearray(call.text.ljust(Call.MAX_BYTES, b"\0")), dtype=torch.int64)
+        text = torch.frombuffer(bytearray(call.text.ljust(Signature.MAX_BYTES, b"\0")), dtype=torch.int64)
         mine = torch.cat([torch.tensor([call.checksum, *sizes, *[0] * (room - len(sizes))], device="cpu"), text])
         rows = [torch.empty_like(mine) for _ in range(room)]
         self._transport.collective(lambda group: group.allgather([rows], [mine]))

@@ -3,10 +3,10 @@
     this machine    torch.distributed.run
     several hosts   mpirun (Open MPI) where there is one and mpi4py, else torch.distributed.run on each, over ssh:
 
-        start ---- pipe -------- guard ---- agent ---- ranks        this machine
-              ---- ssh's stdin - guard ---- agent ---- ranks        another
+        start ---- pipe -------- reaper --- agent ---- ranks        this machine
+              ---- ssh's stdin - reaper --- agent ---- ranks        another
 
-Whatever becomes of `start`, the pipes close with it, and the guards (guard.py) end what is left. They are in sessions
+Whatever becomes of `start`, the pipes close with it, and the reapers (reaper.py) end what is left. They are in sessions
 of their own, so that Ctrl-C reaches `start` alone, which tells them. Other hosts are expected to have the same Python,
 torchring and script at the same paths, as with a shared file system. Nothing here imports torch, which takes seconds.
 """
@@ -26,19 +26,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from torchring.launch import JOB
-from torchring.output import STDERR, STDOUT, Output, OutputOptions
-from torchring.part import Part
+from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
+from torchring.launch.part import Part
+from torchring.launch.signals import noted_signals
+from torchring.rendezvous.environment import JOB
 
 LAUNCHERS: Final = ("auto", "local", "mpirun", "ssh")
-_GUARD: Final = Path(__file__).with_name("guard.py")
+_REAPER: Final = Path(__file__).with_name("reaper.py")
 _HOST: Final = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:,\[\]]+)(?::(?P<slots>[0-9]+))?")
-_STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE_SECONDS: Final = 40.0  # for the guards, which have some of their own, after they were told to stop
 _LOOPBACK_SECONDS: Final = 5.0
 _KILL_SECONDS: Final = 5.0  # for the guards to kill what is left
@@ -57,7 +57,7 @@ _SHARE_CORES: Final = (
 # signal that comes while torch is being imported ends the agent without a traceback.
 _AGENT: Final = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); sys.path = [path for path in sys.path if path]; "
-    "from torchring.agent import main; sys.exit(main(sys.argv[1:]))"
+    "from torchring.launch.agent import main; sys.exit(main(sys.argv[1:]))"
 )
 
 
@@ -190,7 +190,7 @@ class _Job:
                     self.command, stdin=theirs, stdout=out, stderr=err, env=environ, start_new_session=True
                 )
             else:
-                guard = [sys.executable, "-I", str(_GUARD), str(theirs), *self.command]
+                guard = [sys.executable, "-I", str(_REAPER), str(theirs), *self.command]
                 self.process = subprocess.Popen(
                     guard, pass_fds=[theirs], stdout=out, stderr=err, env=environ, start_new_session=True
                 )
@@ -211,7 +211,7 @@ def _supervise(jobs: Sequence[_Job], output: Output | None) -> int:
     """Wait for all; the first that fails, or a signal, ends the others. A second signal ends them at once."""
     code = 0
     started: list[_Job] = []
-    with _noted_signals() as received:
+    with noted_signals() as received:
         try:
             for job in jobs:
                 job.start(output)
@@ -346,7 +346,7 @@ def _agents(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
         if is_here(host.name):
             jobs.append(_Job(host.name, agent, env))
             continue
-        guard = [sys.executable, "-I", str(_GUARD), "0", "--silence", str(_SILENCE_SECONDS), *agent]
+        guard = [sys.executable, "-I", str(_REAPER), "0", "--silence", str(_SILENCE_SECONDS), *agent]
         settings = [f"{key}={value}" for key, value in _forwarded(env).items()]
         there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *guard])}"
         # Nobody could answer a question: several hosts might ask at once, and the guard has the standard input.
@@ -392,7 +392,7 @@ def _address_towards(name: str) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
-    from torchring.meeting import own_addresses  # which imports torch
+    from torchring.rendezvous.store import own_addresses  # which imports torch
 
     return own_addresses()[0]
 
@@ -427,62 +427,3 @@ def _host(text: str, complaint: str) -> Host:
     if match is None or match["slots"] == "0" or text.startswith("-"):
         raise LaunchError(complaint)
     return Host(match["name"], int(match["slots"] or 1))
-
-
-class Stopped(BaseException):
-    """This process was told to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextlib.contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """Inside, the numbers of signals that stop a process are put into the list, unless they are ignored anyway."""
-    received: list[int] = []
-    before = {number: signal.getsignal(number) for number in _STOPPING}
-    try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, lambda number, _: received.append(number))
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def signals_raise() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Inside, those that stop a process raise Stopped, except where whoever started this one had them ignored.
-
-    Yields a context in which they wait: for what must not be left half done, such as to start a process and note it.
-    """
-    waiting: list[int] = []
-    is_held = False
-
-    def stop(number: int, _: object) -> None:
-        if not is_held:
-            raise Stopped(number)
-        waiting.append(number)
-
-    @contextlib.contextmanager
-    def held() -> Iterator[None]:
-        nonlocal is_held
-        is_held = True
-        try:
-            yield
-        finally:
-            is_held = False
-        if waiting:
-            raise Stopped(waiting[0])
-
-    before = {number: signal.getsignal(number) for number in _STOPPING}
-    try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, stop)
-        yield held
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

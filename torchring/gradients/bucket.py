@@ -17,9 +17,9 @@ import torch
 
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
-from torchring.gradient_views import as_real, gradient_view, held, leave, storage_of
-from torchring.packing import HostPacking, Packing
-from torchring.plan import NUM_SIGNALS, BucketPlan, ParameterSpec, Slot
+from torchring.gradients.packing import HostPacking, Packing
+from torchring.gradients.plan import NUM_SIGNALS, BucketPlan, ParameterSpec, Slot
+from torchring.gradients.views import as_real, gradient_view, held, leave, storage_of
 
 # From here on a gradient is copied the moment it arrives: still in cache, and its memory goes straight back to the
 # allocator for the next one. Smaller ones are only counted, and copied by one call per bucket: a call each would cost

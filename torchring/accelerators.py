@@ -1,7 +1,7 @@
 """Devices whose work is called for now and done later, in streams; and all that torchring asks of one.
 
-A CPU is none: what is called for there is done when the call returns. `PLATFORMS` says which device types are. What
-reduces on a device goes through `Platform`, so that tests can put another one in its place: one whose streams are as
+A CPU is none: what is called for there is done when the call returns. `ACCELERATORS` says which device types are. What
+reduces on a device goes through `Accelerator`, so that tests can put another one in its place: one whose streams are as
 late as they are allowed to be.
 
       compute stream   ... gradients ready ......................................... [hold] unpack, step
@@ -24,7 +24,7 @@ from torch.distributed import Store
 
 from torchring.memory.cuda import SymmetricGroup, environment, share_memory
 from torchring.memory.host import HostGroup
-from torchring.rendezvous import Rendezvous
+from torchring.rendezvous.rendezvous import Rendezvous
 
 # A bare backend, which has a process group's methods, apart from the script's own groups.
 Backend = dist.ProcessGroup
@@ -55,7 +55,7 @@ class Stream(Protocol):
     def mark(self) -> Mark: ...
 
 
-class Platform(Protocol):
+class Accelerator(Protocol):
     """A device as this process uses it."""
 
     device: torch.device
@@ -88,10 +88,10 @@ class Platform(Protocol):
         """Collective: torch.distributed's engine for this device between the `size` ranks that share `store`."""
 
 
-def platform_of(device: torch.device) -> Platform | None:
-    """The platform of a device that works in streams; None for one that does not, which is the CPU."""
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """The accelerator of a device that works in streams; None for one that does not, which is the CPU."""
     if device not in _open:
-        opened = PLATFORMS.get(device.type)
+        opened = ACCELERATORS.get(device.type)
         _open[device] = None if opened is None else opened(device)
     return _open[device]
 
@@ -177,15 +177,15 @@ def _stream_on(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
 
 
 def _wait_for(waiting: torch.cuda.Stream, streams: Iterable[object]) -> None:
-    """Streams as `CudaPlatform.current_stream` tells them."""
+    """Streams as `CudaAccelerator.current_stream` tells them."""
     for stream in streams:
         stream_id, index, kind = cast("tuple[int, int, int]", stream)
         other = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
         waiting.wait_stream(other)
 
 
-class CudaPlatform:
-    """NVIDIA GPUs (and AMD's, which PyTorch calls cuda, too). See `Platform`."""
+class CudaAccelerator:
+    """NVIDIA GPUs (and AMD's, which PyTorch calls cuda, too). See `Accelerator`."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -239,5 +239,5 @@ class CudaPlatform:
             return cast(Backend, dist.ProcessGroupNCCL(store, rank, size, options))
 
 
-PLATFORMS: Final[dict[str, Callable[[torch.device], Platform]]] = {"cuda": CudaPlatform}
-_open: Final[dict[torch.device, Platform | None]] = {}
+ACCELERATORS: Final[dict[str, Callable[[torch.device], Accelerator]]] = {"cuda": CudaAccelerator}
+_open: Final[dict[torch.device, Accelerator | None]] = {}

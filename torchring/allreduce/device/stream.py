@@ -24,6 +24,7 @@ from typing import Final, Protocol
 import torch
 import torch.distributed as dist
 
+from torchring.accelerators import Accelerator, Backend, Mark, Stream, span
 from torchring.allreduce.mover import TAGS_PER_ROUND, NonFinite, Wire
 from torchring.allreduce.slices import slice_bounds
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError
@@ -31,7 +32,6 @@ from torchring.kernels import accumulate, direct, ring
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.memory.cuda import LonelyGroup, SymmetricGroup
 from torchring.memory.host import HostGroup
-from torchring.platform import Backend, Mark, Platform, Stream, span
 
 NOTHING_FOUND: Final = torch.iinfo(torch.int32).max
 _ALIGNMENT_BYTES: Final = 256
@@ -88,8 +88,8 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class StreamFlight:
-    """A reduction in a stream. See `Flight`."""
+class PendingOnStream:
+    """A reduction in a stream. See `PendingReduction`."""
 
     span = None
 
@@ -105,7 +105,7 @@ class StreamFlight:
     def contribute(self) -> None:
         """It does so by itself."""
 
-    def land(self) -> NonFinite | None:
+    def wait(self) -> NonFinite | None:
         """The current stream waits; the host does not. Nothing is known yet of what was found."""
         self.end.hold_current()
         return None
@@ -116,7 +116,7 @@ class OnStream:
 
     Args:
         engine: what reduces.
-        platform: of its device.
+        accelerator: of its device.
         in_background: whether the stream is one of its own; otherwise nothing overlaps.
         host: the ranks of this host, if there are others, to see which of them live.
         timeout_seconds: how long the device may wait for other ranks.
@@ -129,19 +129,19 @@ class OnStream:
     def __init__(
         self,
         engine: Engine,
-        platform: Platform,
+        accelerator: Accelerator,
         *,
         in_background: bool,
         host: HostGroup | None,
         timeout_seconds: float,
     ) -> None:
         self.in_background = in_background
-        self.platform = platform
-        self.stream: Stream = platform.open_stream(in_background=in_background)
+        self.accelerator = accelerator
+        self.stream: Stream = accelerator.open_stream(in_background=in_background)
         self.failure: RingError | None = None
         self._engine = engine
         self._lock = threading.Lock()
-        self._flights: list[StreamFlight] = []  # since `take_flights`
+        self._flights: list[PendingOnStream] = []  # since `take_flights`
         self._rank = 0 if host is None else host.rank
         self._guard = _Guard(self, host, timeout_seconds)
 
@@ -154,25 +154,25 @@ class OnStream:
 
     def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
         self.stream.follow()
-        return self.start(wire, scale=scale, tag=tag).land()
+        return self.start(wire, scale=scale, tag=tag).wait()
 
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> StreamFlight:
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> PendingOnStream:
         """As of any mover; what the stream was told before comes first, what the current one was told need not."""
         assert isinstance(wire, DeviceWire)
         self.check()
         begin = self.stream.mark()
         with span(f"torchring.{self.algorithm} bucket {tag % TAGS_PER_ROUND}, {wire.buffer.nbytes / 2**20:.2f} MiB"):
             self.stream.run(lambda: self._engine.launch(wire, scale))
-        flight = StreamFlight(begin, self.stream.mark())
+        flight = PendingOnStream(begin, self.stream.mark())
         self._flights.append(flight)
         self._guard.started()
         return flight
 
     def seal(self, fetched: torch.Tensor) -> None:
-        """All of a round has been started, and `fetched` (see `Platform.fetch`) was called for behind it."""
+        """All of a round has been started, and `fetched` (see `Accelerator.fetch`) was called for behind it."""
         self._guard.sealed(fetched)
 
-    def take_flights(self) -> list[StreamFlight]:
+    def take_flights(self) -> list[PendingOnStream]:
         """What was started since the last call."""
         flights, self._flights = self._flights, []
         return flights
@@ -199,7 +199,7 @@ class OnStream:
         if self._guard.is_open:
             self.fail(PeerLostError("a round was broken off", rank=self._rank, peers=(self._rank,)))
         elif self._guard.is_pending() and not failed_before:
-            self.platform.synchronize()
+            self.accelerator.synchronize()
             if self.failure is not None:
                 text = f"gradients of the last backward became NaN, and what was trained on them: {self.failure}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -306,7 +306,7 @@ class _Guard:
 
 
 def has_come(fetched: torch.Tensor) -> bool:
-    """Whether what `Platform.fetch` was asked for is there: no report holds a -1."""
+    """Whether what `Accelerator.fetch` was asked for is there: no report holds a -1."""
     return bool((fetched != -1).all())
 
 
@@ -319,21 +319,21 @@ class SharedMemoryEngine:
     """
 
     def __init__(
-        self, algorithm: str, group: SymmetricGroup, platform: Platform, num_slices: int | None = None
+        self, algorithm: str, group: SymmetricGroup, accelerator: Accelerator, num_slices: int | None = None
     ) -> None:
         self.algorithm = algorithm
         self.group = group
-        self._platform = platform
+        self._accelerator = accelerator
         self._num_slices = group.size if num_slices is None else num_slices
         self._pads = group.allocate(signal_bytes(group.size, MAX_BLOCKS))
-        self._signals = _addresses(self._pads.parts, platform.device)
-        self._abort = torch.zeros(1, dtype=torch.int32, device=platform.device)
-        platform.synchronize()
+        self._signals = _addresses(self._pads.parts, accelerator.device)
+        self._abort = torch.zeros(1, dtype=torch.int32, device=accelerator.device)
+        accelerator.synchronize()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
         lengths = [-(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for numel, dtype in specs]
         block = self.group.allocate(sum(lengths))
-        report = _new_report(len(specs), self._platform.device)
+        report = _new_report(len(specs), self._accelerator.device)
         wires, start = [], 0
         for i, ((numel, dtype), length) in enumerate(zip(specs, lengths, strict=True)):
             parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in block.parts]
@@ -341,7 +341,7 @@ class SharedMemoryEngine:
             addresses, bounds = _addresses(parts, own.device), self._bounds(numel, dtype)
             wires.append(DeviceWire(own.data, own, addresses, bounds, report, i, block))
             start += length
-        self._platform.synchronize()
+        self._accelerator.synchronize()
         return wires
 
     def launch(self, wire: DeviceWire, scale: float) -> None:
@@ -364,7 +364,7 @@ class SharedMemoryEngine:
         )  # fmt: skip
 
     def abort(self) -> None:
-        self._platform.write_aside(self._abort, 1)
+        self._accelerator.write_aside(self._abort, 1)
 
     def close(self) -> None:
         """Nothing to do: the memory goes with the last tensor that views it."""
@@ -383,16 +383,16 @@ class BackendEngine:
         backend: between all ranks.
     """
 
-    def __init__(self, algorithm: str, backend: Backend, platform: Platform) -> None:
+    def __init__(self, algorithm: str, backend: Backend, accelerator: Accelerator) -> None:
         self.algorithm = algorithm
         self._backend = backend
-        self._platform = platform
+        self._accelerator = accelerator
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         # As if there were one rank: all of the buffer is its slice.
-        self._alone = SharedMemoryEngine("direct", LonelyGroup(backend.rank(), platform.device), platform)
+        self._alone = SharedMemoryEngine("direct", LonelyGroup(backend.rank(), accelerator.device), accelerator)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
-        device = self._platform.device
+        device = self._accelerator.device
         report = _new_report(len(specs), device)
         wires = []
         for i, (numel, dtype) in enumerate(specs):
@@ -401,7 +401,7 @@ class BackendEngine:
             longest = -(-numel // self._backend.size()) + _ALIGNMENT_BYTES
             if self.algorithm == "ring" and (dtype not in self._scratch or self._scratch[dtype].numel() < longest):
                 self._scratch[dtype] = torch.empty(longest, dtype=dtype, device=device)
-        self._platform.synchronize()
+        self._accelerator.synchronize()
         return wires
 
     def launch(self, wire: DeviceWire, scale: float) -> None:

@@ -1,8 +1,8 @@
 """Sees to it that nothing outlives a launch. Run by its path, needs nothing but Python.
 
-    python guard.py FD COMMAND...               runs the command; the exit code is the command's, 128 + n if signal n
+    python reaper.py FD COMMAND...               runs the command; the exit code is the command's, 128 + n if signal n
                                                 ended it
-    python guard.py FD --silence N COMMAND...   the same; N seconds without a byte from FD count as its end
+    python reaper.py FD --silence N COMMAND...   the same; N seconds without a byte from FD count as its end
 
 Whoever starts it holds the other end of the pipe FD, and can write numbers of signals into it, a byte each: the first
 of SIGINT, SIGTERM and SIGHUP is passed on to the command, which has some time to end; SIGKILL ends it at once. When

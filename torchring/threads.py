@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 _Task = tuple["Future[Any]", Callable[[], Any]]
 
 
-class Worker:
+class SerialThread:
     """Runs what is submitted, one after the other, on a thread that begins with the first."""
 
     def __init__(self, name: str) -> None:
@@ -85,7 +85,7 @@ class Worker:
             del future, result, error
 
 
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+_workers: weakref.WeakSet[SerialThread] = weakref.WeakSet()
 # Apart from their workers, which may be gone already: while a thread runs, Python itself refers to it.
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _FAREWELL_SECONDS: Final = 1.0  # for all that are not stuck

@@ -13,15 +13,15 @@ from contextlib import contextmanager
 
 import torch
 
-from torchring.backward import BackwardWatch
-from torchring.collectives import collectives_of, internal_collectives_of
+from torchring.collectives.interruption import InterruptionGuard
+from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.dynamo import is_compiled_backward, run_eagerly
 from torchring.errors import GradientError, in_step, with_way_out
-from torchring.interruption import InterruptionGuard
-from torchring.module_wrappers import ModuleWrappers, explain
-from torchring.plan import ParameterSpec
-from torchring.reduction import Reduction
-from torchring.replicas import ReplicaCheck
+from torchring.gradients.backward import BackwardWatch
+from torchring.gradients.module_wrappers import ModuleWrappers, explain
+from torchring.gradients.plan import ParameterSpec
+from torchring.gradients.reduction import Reduction
+from torchring.gradients.replicas import ReplicaCheck
 from torchring.world import World
 
 Hook = Callable[[torch.Tensor], None]
@@ -69,8 +69,8 @@ class GradientHooks:
         self._num_wrappers_seen = -1  # value of ModuleWrappers.num_built for which these parameters were checked
         self._watch = BackwardWatch(self._end, self.forget)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._neighbours = neighbours_of(reduction.world)
-        self._neighbours.join(self)
+        self._optimizer_group = optimizer_group_of(reduction.world)
+        self._optimizer_group.join(self)
         self._attach()
 
     @property
@@ -112,7 +112,7 @@ class GradientHooks:
         if self._in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
         with torch.no_grad():  # a graph on the gradients, of backward(create_graph=True), is cut here
-            self._neighbours.guard.run("synchronize()", self._synchronize)
+            self._optimizer_group.guard.run("synchronize()", self._synchronize)
 
     def _synchronize(self) -> None:
         collectives = internal_collectives_of(self.reduction.world)
@@ -135,7 +135,7 @@ class GradientHooks:
 
     def refuse_module_wrappers(self) -> None:
         """Raise GradientError if a DDP or FSDP, built before or since, reduces one of these parameters, too."""
-        wrappers = self._neighbours.module_wrappers
+        wrappers = self._optimizer_group.module_wrappers
         if self._num_wrappers_seen == wrappers.num_built:
             return
         if shared := wrappers.first_shared(self.reduction.parameters):
@@ -152,7 +152,7 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._neighbours.leave(self)
+        self._optimizer_group.leave(self)
         self.reduction.close()
         if not self._in_backward:
             self._watch.close()  # the two refer to each other; with the watch closed, no collector is needed
@@ -204,13 +204,13 @@ class GradientHooks:
         self._reduces = reduces
         if reduces:
             self.reduction.world.raise_if_broken()
-            self._guard(lambda: self._begin_round(hold=self._neighbours.are_several))
+            self._guard(lambda: self._begin_round(hold=self._optimizer_group.are_several))
         self._accept = self.reduction.arrived if reduces else self.reduction.accumulated
         self._in_backward = True
 
     def _end(self) -> None:
         """The outermost backward is about to return."""
-        self._neighbours.finish(self)
+        self._optimizer_group.finish(self)
 
     def finish(self, *, reduces: bool) -> None:
         """A backward that reached these parameters on some rank is over; reduce if any rank's was to."""
@@ -279,7 +279,7 @@ class GradientHooks:
         self.reduction.world.break_off("the reduction of gradients", error)
 
 
-class Neighbours:
+class OptimizerGroup:
     """All optimizers of one world, in the order in which they were wrapped.
 
     With one, its buckets leave during backward. With several (a GAN), one backward may reach the parameters of any of
@@ -362,12 +362,12 @@ class Neighbours:
         return [m for m in self._members if not wanted.isdisjoint(map(id, m.reduction.parameters))]
 
 
-_of_world: dict[World, Neighbours] = {}
+_of_world: dict[World, OptimizerGroup] = {}
 
 
-def neighbours_of(world: World) -> Neighbours:
+def optimizer_group_of(world: World) -> OptimizerGroup:
     """The optimizers of `world`."""
     if world not in _of_world:
-        _of_world[world] = Neighbours(world)
+        _of_world[world] = OptimizerGroup(world)
         world.on_close(_of_world[world].close)
     return _of_world[world]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError, TopologyError, decode_error, encode_error
-from torchring.worker import Worker
+from torchring.threads import SerialThread
 
 _T = TypeVar("_T")
 _LONGEST_PAUSE_SECONDS: Final = 0.02  # between two looks for a key
@@ -218,7 +218,7 @@ class _Line:
     """
 
     def __init__(self) -> None:
-        self._worker = Worker("torchring-store")
+        self._worker = SerialThread("torchring-store")
         self._submitting = threading.RLock()  # a signal handler may call, too
         self._unanswered: Future[Any] | None = None
         self._broken: dist.DistNetworkError | None = None

@@ -6,7 +6,6 @@ moves, that they would not agree.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -186,30 +185,6 @@ def wire_dtype(dtype: torch.dtype, compression: str | None) -> torch.dtype:
 def describe(specs: Iterable[ParameterSpec], options: str) -> list[str]:
     """What ranks must agree on: one "subject: value" per line."""
     return [f"options: {options}", *(f"parameter {i}: {spec.describe()}" for i, spec in enumerate(specs))]
-
-
-def fingerprint(description: Sequence[str]) -> bytes:
-    """32 bytes that differ when descriptions do."""
-    return hashlib.sha256(repr(list(description)).encode()).digest()
-
-
-def first_difference(descriptions: Sequence[Sequence[str]]) -> str:
-    """Say what differs first between the ranks' descriptions, and on which ranks it is not what rank 0 has."""
-    for line in range(max(len(lines) for lines in descriptions)):
-        said = [lines[line] if line < len(lines) else "" for lines in descriptions]
-        if len(set(said)) == 1:
-            continue
-        subject = next(text for text in said if text).split(": ", 1)[0]
-        parts = []
-        for text in dict.fromkeys(said):
-            ranks = [rank for rank, other in enumerate(said) if other == text]
-            parts.append(f"{_ranks(ranks)} {text.split(': ', 1)[-1] or 'nothing'}")
-        return f"ranks disagree about {subject}: {'; '.join(parts)}"
-    return "ranks do not disagree"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
 
 
 def _lay_out(

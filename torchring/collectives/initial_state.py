@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from torchring.collectives import check_dense, check_writable, collectives_of, is_movable
-from torchring.replicas import digests
+from torchring.collectives.digests import digests
+from torchring.collectives.operations import check_dense, check_writable, is_movable
+from torchring.collectives.service import collectives_of
 from torchring.world import default_world
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from torchring.collectives import internal_collectives_of
+from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError
-from torchring.plan import ParameterSpec
+from torchring.gradients.plan import ParameterSpec
 from torchring.world import World
 
 

@@ -12,10 +12,10 @@ from typing import Final, Protocol, TypeVar
 
 import torch
 
+from torchring.accelerators import Accelerator, Stream, span
+from torchring.gradients.plan import BucketPlan
 from torchring.kernels import ChunkTable, pack, reference, unpack
 from torchring.kernels.chunks import layout
-from torchring.plan import BucketPlan
-from torchring.platform import Platform, Stream, span
 
 _T = TypeVar("_T")
 _MOST_TABLES: Final = 16  # of a bucket: one for each set of parameters that a step reaches
@@ -87,7 +87,7 @@ class DevicePacking:
     Args:
         scale: applied before the cast.
         plan: of the bucket.
-        wire: its buffer, on the platform's device.
+        wire: its buffer, on the accelerator's device.
         found: int32[1], where the first chunk with a NaN or an infinity is noted; see `kernels.pack`.
         stream: where buckets are packed and reduced.
     """
@@ -101,14 +101,14 @@ class DevicePacking:
         wire: torch.Tensor,
         found: torch.Tensor,
         stream: Stream,
-        platform: Platform,
+        accelerator: Accelerator,
     ) -> None:
         self._plan = plan
         self._wire = wire
         self._found = found
         self._scale = scale
         self._stream = stream
-        self._platform = platform
+        self._accelerator = accelerator
         self._producers: set[object] = set()  # streams that computed gradients
         self._has_followed = False
         self._held: dict[int, torch.Tensor] = {}  # by slot
@@ -117,7 +117,7 @@ class DevicePacking:
         self._name = f"torchring.pack bucket {plan.index}, {plan.num_bytes / 2**20:.2f} MiB"
 
     def arrived(self) -> None:
-        self._producers.add(self._platform.current_stream())
+        self._producers.add(self._accelerator.current_stream())
 
     def pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
         try:
@@ -171,7 +171,7 @@ class DevicePacking:
 
     def _follow(self) -> None:
         """Have the communication stream wait for the gradients."""
-        self._stream.follow(self._producers - {self._platform.current_stream()})
+        self._stream.follow(self._producers - {self._accelerator.current_stream()})
         self._producers.clear()
         self._has_followed = True
 

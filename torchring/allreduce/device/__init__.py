@@ -1,0 +1,1 @@
+"""All-reduce in the streams of an accelerator."""

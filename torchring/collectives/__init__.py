@@ -1,0 +1,249 @@
+"""Collectives for scripts: metrics, batch counts, early stopping, objects.
+
+They act on the default world and are called by all its ranks in the same order. Tensors on a GPU travel by way of the
+host, which waits for them; gradients do not, see `gradients/`. A blocking call returns when this
+rank's result is there. With `async_op=True` it runs on a background thread: the tensor belongs to torchring until
+`Work.wait()` returns; order among collectives, blocking or not, is the order of the calls. Threads of one rank take
+turns, in an order that should be the same on all ranks.
+
+What torchring itself tells the other ranks at the end of a backward goes apart from the script's collectives, so that
+a thread of the script may call some while another one trains.
+
+Ranks of one host exchange through shared memory; otherwise Gloo does, in a group apart from the script's own.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, Literal, TypeVar, cast, overload
+
+import torch
+
+from torchring.collectives import operations
+from torchring.collectives.operations import Backend
+from torchring.collectives.service import collectives_of
+from torchring.collectives.signature import Op, signature_of
+from torchring.errors import PeerLostError
+from torchring.world import default_world
+
+_T = TypeVar("_T")
+
+
+class Work:
+    """A collective under way."""
+
+    def __init__(self, future: Future[torch.Tensor]) -> None:
+        self._future = future
+
+    def wait(self) -> torch.Tensor:
+        """Block until done; returns the result, or raises what went wrong."""
+        try:
+            return self._future.result()
+        except CancelledError:
+            raise PeerLostError("torchring.shutdown() was called before this collective began") from None
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._future.done()
+
+
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", *, async_op: Literal[True]) -> Work: ...
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op, async_op: Literal[True]) -> Work: ...
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work:
+    """Combine `tensor` over all ranks, in place.
+
+    Args:
+        tensor: on the CPU or CUDA, any shape and strides, the same on every rank; fp16, bf16, fp32, fp64 or an integer
+            dtype. 16-bit values are combined in fp32 and rounded once.
+        op: "mean", "sum", "min", "max" or "product". "mean" takes floating point only, like torch.mean.
+        async_op: return a `Work` at once.
+
+    Returns `tensor`, with the same bits on every rank, or a `Work` whose `wait()` returns it.
+
+    Raises ValueError for an unknown op or a tensor on another device, TypeError for its dtype, PlanMismatchError
+    where ranks differ, PeerLostError and PeerTimeoutError.
+    """
+    operations.check_dense(tensor)
+    operations.check_writable(tensor)
+    operations.check_reducible(tensor, op)
+    return _dispatch("all_reduce", lambda backend: operations.all_reduce(backend, tensor, op), async_op, tensor.device)
+
+
+@overload
+def broadcast(tensor: torch.Tensor, src: int = 0, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def broadcast(tensor: torch.Tensor, src: int = 0, *, async_op: Literal[True]) -> Work: ...
+@overload
+def broadcast(tensor: torch.Tensor, src: int, async_op: Literal[True]) -> Work: ...
+@overload
+def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> torch.Tensor | Work:
+    """Overwrite `tensor` with that of rank `src`, in place; any dtype, the same shape on every rank.
+
+    Returns `tensor` or a `Work`. Raises ValueError for a rank that does not exist; else as `all_reduce`.
+    """
+    operations.check_dense(tensor)
+    operations.check_writable(tensor)
+    _check_rank(src)
+    return _dispatch("broadcast", lambda backend: operations.broadcast(backend, tensor, src), async_op, tensor.device)
+
+
+@overload
+def all_gather(tensor: torch.Tensor, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def all_gather(tensor: torch.Tensor, async_op: Literal[True]) -> Work: ...
+@overload
+def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | Work:
+    """Concatenate everybody's tensor along dimension 0, in rank order; any dtype.
+
+    Sizes of dimension 0 may differ between ranks, the others not. 0-dim tensors become a vector of size().
+    Returns a new tensor or a `Work`. Raises PlanMismatchError where ranks differ; else as `all_reduce`.
+    """
+    operations.check_dense(tensor)
+    return _dispatch(
+        "all_gather", lambda backend: torch.cat(operations.all_gather(backend, tensor)), async_op, tensor.device
+    )
+
+
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", *, async_op: Literal[True]) -> Work: ...
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op, async_op: Literal[True]) -> Work: ...
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work:
+    """Combine over all ranks and return this rank's share of dimension 0.
+
+    Shares are equal, or one longer on the first ranks where the size is not a multiple of size(), as torch.chunk and
+    Horovod deal them out. Combined in rank order, 16-bit values in fp32. `tensor` is left as it is.
+    Returns a new tensor or a `Work`. Raises as `all_reduce`, and ValueError for a 0-dim tensor.
+    """
+    operations.check_dense(tensor)
+    operations.check_reducible(tensor, op)
+    if tensor.dim() == 0 or not tensor.shape[1:].numel():
+        raise ValueError(f"reduce_scatter deals out rows of at least one element, got {tuple(tensor.shape)}")
+    world = default_world()
+
+    def operation(backend: Backend) -> torch.Tensor:
+        splits = [len(part) for part in torch.arange(tensor.shape[0], device="cpu").tensor_split(world.size)]
+        call = signature_of("reduce_scatter", tensor, f"op={op!r}")
+        parts = operations.all_to_all(backend, tensor, splits, call)[0]
+        return operations.reduce_parts(parts, op)
+
+    return _dispatch("reduce_scatter", operation, async_op, tensor.device)
+
+
+@overload
+def all_to_all(tensor: torch.Tensor, splits: None = None, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    tensor: torch.Tensor, splits: Sequence[int], async_op: Literal[False] = False
+) -> tuple[torch.Tensor, list[int]]: ...
+@overload
+def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, *, async_op: Literal[True]) -> Work: ...
+@overload
+def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None, async_op: Literal[True]) -> Work: ...
+@overload
+def all_to_all(
+    tensor: torch.Tensor, splits: Sequence[int] | None = None, async_op: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, list[int]] | Work: ...
+
+
+def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_op: bool = False) -> Any:
+    """Send a slice of dimension 0 to every rank, and concatenate what they send here, in rank order; any dtype.
+
+    Args:
+        tensor: on the CPU or CUDA, at least 1-dim; dimensions but the first the same on every rank.
+        splits: rows for each rank, together all of them; default: equal shares.
+        async_op: return a `Work`.
+
+    Returns the received rows; with `splits` given, also how many came from each rank (a list, as Horovod's alltoall).
+
+    Raises ValueError for splits that do not fit; else as `all_reduce`.
+    """
+    operations.check_dense(tensor)
+    world = default_world()
+    if tensor.dim() == 0 or not tensor.shape[1:].numel():
+        raise ValueError(f"all_to_all splits dimension 0 into rows of at least one element, got {tuple(tensor.shape)}")
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % world.size:
+            raise ValueError(f"dimension 0 has {rows} rows, not a multiple of {world.size} ranks; pass splits")
+        shares = [rows // world.size] * world.size
+    else:
+        shares = [operator.index(share) for share in splits]  # TypeError for 3.5
+        if len(shares) != world.size or sum(shares) != rows or min(shares) < 0:
+            raise ValueError(f"splits need {world.size} counts that add up to {rows} rows, got {shares}")
+
+    def operation(backend: Backend) -> Any:
+        call = signature_of("all_to_all", tensor, any_rows=True)
+        parts, counts = operations.all_to_all(backend, tensor, shares, call)
+        return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
+
+    return _dispatch("all_to_all", operation, async_op, tensor.device)
+
+
+def barrier() -> None:
+    """Return when every rank has called it."""
+    collectives_of(default_world()).barrier()
+
+
+def broadcast_object(obj: _T | None, src: int = 0) -> _T:
+    """The picklable `obj` of rank `src`, on every rank; the others' argument is ignored.
+
+    The bytes of rank `src` are unpickled, which can run code of its choosing: ranks trust each other.
+    """
+    _check_rank(src)
+    world = default_world()
+    data = collectives_of(world).broadcast_bytes(pickle.dumps(obj) if world.rank == src else None, src)
+    return cast(_T, obj if world.rank == src else pickle.loads(data))
+
+
+def all_gather_object(obj: _T) -> list[_T]:
+    """Everybody's picklable `obj`, in rank order.
+
+    Their bytes are unpickled, which can run code of the sender's choosing: ranks trust each other.
+    """
+    world = default_world()
+    parts = collectives_of(world).all_gather_bytes(pickle.dumps(obj))
+    return [obj if rank == world.rank else pickle.loads(part) for rank, part in enumerate(parts)]
+
+
+def _dispatch(
+    what: str, operation: Callable[[Backend], torch.Tensor], async_op: bool, device: torch.device
+) -> torch.Tensor | Work:
+    collectives = collectives_of(default_world())
+    if device.type == "cuda":  # on whichever thread, in the stream that computes the tensor
+        stream, of_caller = torch.cuda.current_stream(device), operation
+
+        def operation(backend: Backend) -> torch.Tensor:
+            with torch.cuda.stream(stream):
+                return of_caller(backend)
+
+    return Work(collectives.start(what, operation)) if async_op else collectives.run(what, operation)
+
+
+def _check_rank(src: int) -> None:
+    size = default_world().size
+    if not isinstance(src, int) or not 0 <= src < size:
+        raise ValueError(f"src must be a rank, 0 .. {size - 1}, got {src!r}")

@@ -1,0 +1,150 @@
+"""Collectives on tensors of any device, shape and strides, by means of a backend that moves bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from torchring.accelerators import ACCELERATORS
+from torchring.collectives.shared_memory import combine
+from torchring.collectives.signature import OPS, Signature, signature_of
+from torchring.memory.host import bytes_of
+
+_REDUCIBLE = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+
+
+class Backend(Protocol):
+    def all_reduce(self, data: torch.Tensor, op: str, call: Signature) -> None: ...
+    def broadcast(self, data: torch.Tensor, src: int, call: Signature) -> None: ...
+    def all_gather(self, data: torch.Tensor, call: Signature) -> list[torch.Tensor]: ...
+    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Signature) -> list[torch.Tensor]: ...
+    def barrier(self, call: Signature) -> None: ...
+    def close(self) -> None: ...
+
+
+class SingleRank:
+    """In a world of one, everything is there already."""
+
+    def all_reduce(self, data: torch.Tensor, op: str, call: Signature) -> None:
+        """The mean, sum, minimum, maximum and product of one value is that value."""
+
+    def broadcast(self, data: torch.Tensor, src: int, call: Signature) -> None: ...
+
+    def all_gather(self, data: torch.Tensor, call: Signature) -> list[torch.Tensor]:
+        return [data.clone()]
+
+    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Signature) -> list[torch.Tensor]:
+        return [piece.clone() for piece in pieces]
+
+    def barrier(self, call: Signature) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@torch.no_grad()
+def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
+    flat = plain(tensor).view(-1)
+    backend.all_reduce(flat, op, signature_of("all_reduce", tensor, f"op={op!r}"))
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))
+    return tensor
+
+
+@torch.no_grad()
+def broadcast(backend: Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
+    data = plain(tensor)
+    backend.broadcast(bytes_of(data), src, signature_of("broadcast", tensor, f"src={src}"))
+    if data.data_ptr() != tensor.data_ptr():
+        tensor.copy_(data)
+    return tensor
+
+
+@torch.no_grad()
+def hand_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """The bytes of these tensors, one after the other, become theirs."""
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
+        fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        bytes_of(fresh).copy_(part)
+        tensor.detach().copy_(fresh)
+
+
+@torch.no_grad()
+def all_gather(backend: Backend, tensor: torch.Tensor) -> list[torch.Tensor]:
+    data = plain(tensor.reshape(1) if tensor.dim() == 0 else tensor)
+    call = signature_of("all_gather", data, any_rows=True)
+    if not data.shape[1:].numel():  # rows without bytes: only their number travels
+        counts = backend.all_gather(bytes_of(torch.tensor([len(data)], device="cpu")), call)
+        return [tensor.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]
+    parts = backend.all_gather(bytes_of(data), call)
+    return [_from_bytes(part, data).to(tensor.device) for part in parts]
+
+
+@torch.no_grad()
+def all_to_all(
+    backend: Backend, tensor: torch.Tensor, splits: Sequence[int], call: Signature
+) -> tuple[list[torch.Tensor], list[int]]:
+    data = plain(tensor)
+    parts = backend.all_to_all([bytes_of(part) for part in torch.split(data, list(splits))], call)
+    received = [_from_bytes(part, data).to(tensor.device) for part in parts]
+    return received, [len(part) for part in received]
+
+
+def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """Combine in rank order, 16-bit values in fp32."""
+    total = torch.empty_like(parts[0])
+    combine(parts, total, op)
+    return total
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in row-major order, without history and lazy conjugation: `tensor`'s own memory where that is so.
+
+    Of a tensor on a GPU, a copy in the host's memory, when the current stream has computed it.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+
+
+def is_movable(device: torch.device) -> bool:
+    """Whether tensors there can take part."""
+    return device.type in ("cpu", *ACCELERATORS)
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    if not is_movable(tensor.device):
+        raise ValueError(f"expected a tensor on the CPU or on CUDA, got one on {tensor.device}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; pass tensor.to_dense()")
+
+
+def check_writable(tensor: torch.Tensor) -> None:
+    if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError("an expanded tensor has elements that share memory and cannot be written; pass tensor.clone()")
+
+
+def check_reducible(tensor: torch.Tensor, op: str) -> None:
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(map(repr, OPS))}, got {op!r}")
+    if tensor.dtype not in _REDUCIBLE:
+        raise TypeError(f"{tensor.dtype} cannot be reduced; these can: {', '.join(map(str, _REDUCIBLE))}")
+    if op == "mean" and not tensor.is_floating_point():
+        raise TypeError(f"the mean of {tensor.dtype} is not of that dtype; use op='sum', or convert to floating point")
+
+
+def tensor_of(data: bytes) -> torch.Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+
+
+def _from_bytes(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`data` as rows shaped like those of `like`."""
+    return data.view(like.dtype).view(-1, *like.shape[1:])

@@ -1,0 +1,1 @@
+"""A gradient's way from autograd to the optimizer's step."""

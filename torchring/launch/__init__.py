@@ -1,0 +1,2 @@
+"""`torchring run`: starts a script on several processes, of this machine or of several. Nothing here imports torch,
+apart from the agent."""

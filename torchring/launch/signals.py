@@ -1,0 +1,69 @@
+"""Signals that stop a process, as exceptions."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Final
+
+STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """This process was told to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Inside, the numbers of signals that stop a process are put into the list, unless they are ignored anyway."""
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: received.append(number))
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Inside, those that stop a process raise Stopped, except where whoever started this one had them ignored.
+
+    Yields a context in which they wait: for what must not be left half done, such as to start a process and note it.
+    """
+    waiting: list[int] = []
+    is_held = False
+
+    def stop(number: int, _: object) -> None:
+        if not is_held:
+            raise Stopped(number)
+        waiting.append(number)
+
+    @contextlib.contextmanager
+    def held() -> Iterator[None]:
+        nonlocal is_held
+        is_held = True
+        try:
+            yield
+        finally:
+            is_held = False
+        if waiting:
+            raise Stopped(waiting[0])
+
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, stop)
+        yield held
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

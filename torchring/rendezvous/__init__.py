@@ -1,0 +1,1 @@
+"""What the launcher told this process, and where the ranks of a launch meet."""
