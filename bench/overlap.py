@@ -28,7 +28,8 @@ from torch.profiler import ProfilerActivity
 
 import torchring
 from torchring.allreduce.select import ALGORITHMS, Algorithm
-from torchring.bench import gpu_training, measure
+from torchring.bench import measure
+from torchring.bench.gpu import training
 
 Interval = tuple[float, float]
 Place = tuple[str, str]
@@ -192,7 +193,7 @@ def _launched_in(one: Range, trace: Trace) -> list[Kernel]:
 
 def main() -> int:
     parser = measure.parser("overlap", __doc__ or "")
-    models = {course.name: course for course in gpu_training.courses(is_dry=False)}
+    models = {course.name: course for course in training.courses(is_dry=False)}
     parser.add_argument("--model", choices=list(models), default=next(iter(models)))
     parser.add_argument(
         "--algorithm", choices=ALGORITHMS, help="as of torchring.wrap; ring for one rank, else auto, unless said"
@@ -228,13 +229,13 @@ def main() -> int:
 
 
 def profile_step(
-    course: gpu_training.Course, algorithm: Algorithm, device: torch.device, num_warmups: int, file: str
+    course: training.Course, algorithm: Algorithm, device: torch.device, num_warmups: int, file: str
 ) -> dict[str, Any]:
     """Collective: train for a while; rank 0 profiles the last step, and writes the trace."""
     activities, synchronize = [ProfilerActivity.CPU], _nothing
     if device.type == "cuda":
         activities, synchronize = [*activities, ProfilerActivity.CUDA], torch.cuda.synchronize
-    trainee, workload, batches = gpu_training.start_course(course, algorithm, device)
+    trainee, workload, batches = training.start_course(course, algorithm, device)
     for _ in range(num_warmups):
         trainee.step(workload, batches)
     synchronize()

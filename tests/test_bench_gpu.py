@@ -24,18 +24,10 @@ from harness import run_ranks
 
 from torchring.allreduce.device.stream import OnStream
 from torchring.allreduce.select import open_on_device
-from torchring.bench import (
-    gpu,
-    gpu_buckets,
-    gpu_dry,
-    gpu_kernels,
-    gpu_models,
-    gpu_timing,
-    gpu_training,
-    measure,
-    overlap,
-)
-from torchring.bench.gpu_kernels import Rival
+from torchring.bench import measure, overlap
+from torchring.bench.gpu import __main__ as gpu
+from torchring.bench.gpu import buckets, dry, kernels, models, report, timing, training
+from torchring.bench.gpu.kernels import Rival
 from torchring.bench.measure import Command
 from torchring.bench.overlap import common, length, merged
 from torchring.world import default_world
@@ -57,18 +49,18 @@ CPU = torch.device("cpu")
     ],
 )
 def test_gradient_lists_are_those_of_the_architectures(name: str, tensors: int, parameters: int) -> None:
-    shapes = gpu_models.LISTS[name]()
+    shapes = models.LISTS[name]()
     assert len(shapes) == tensors
     assert sum(shape.numel() for shape in shapes) == parameters
 
 
 def test_every_list_is_measured() -> None:
-    assert set(gpu.LISTS) == set(gpu_models.LISTS)
+    assert set(gpu.LISTS) == set(models.LISTS)
 
 
 def test_the_transformer_sees_only_the_past() -> None:
     torch.manual_seed(0)
-    model = gpu_models.Gpt(layers=2, width=16, heads=2, vocabulary=11, length=6).eval()
+    model = models.Gpt(layers=2, width=16, heads=2, vocabulary=11, length=6).eval()
     tokens = torch.randint(0, 11, (3, 6))
     others = tokens.clone()
     others[:, 4] = (others[:, 4] + 1) % 11
@@ -88,42 +80,40 @@ def test_turns_rotate_and_warm_ups_do_not_count() -> None:
     def turn(name: str, seconds: float) -> Callable[[], float]:
         return lambda: said.append(name) or seconds  # type: ignore[func-returns-value]
 
-    times = gpu_timing.take_turns({"a": turn("a", 1.0), "b": turn("b", 2.0)}, until=math.inf, most=3, warmups=1)
+    times = timing.take_turns({"a": turn("a", 1.0), "b": turn("b", 2.0)}, until=math.inf, most=3, warmups=1)
     assert times == {"a": [1.0] * 3, "b": [2.0] * 3}
     assert "".join(said) == "ba" + "ab" + "ba" + "ab"
-    assert len(gpu_timing.take_turns({"a": turn("a", 1.0)}, until=0.0, most=99)["a"]) == 3
+    assert len(timing.take_turns({"a": turn("a", 1.0)}, until=0.0, most=99)["a"]) == 3
 
 
 def test_rates_and_shares() -> None:
     times = {"copy": [1.0, 1.0, 2.0], "mine": [2.0, 1.0, 4.0]}
-    assert gpu_timing.rates(times, 4_000_000_000)["mine"]["p50"] == 2.0
-    shares = gpu_timing.shares(times, "copy")
+    assert timing.rates(times, 4_000_000_000)["mine"]["p50"] == 2.0
+    shares = timing.shares(times, "copy")
     assert list(shares) == ["mine"]
     assert shares["mine"]["p50"] == 0.5
-    assert gpu_timing.quantiles([3.0]) == {"p20": 3.0, "p50": 3.0, "p80": 3.0}
-    values = gpu_timing.quantiles([float(i) for i in range(11)])
+    assert timing.quantiles([3.0]) == {"p20": 3.0, "p50": 3.0, "p80": 3.0}
+    values = timing.quantiles([float(i) for i in range(11)])
     assert values == {"p20": 2.0, "p50": 5.0, "p80": 8.0}
 
 
 def test_overhead_is_against_the_same_repetition() -> None:
     times = {"plain": [1.0, 2.0, 4.0], "ring": [1.5, 3.0, 6.0]}
-    assert gpu_training.overheads(times) == {"ring": {"p20": 0.5, "p50": 0.5, "p80": 0.5}}
+    assert training.overheads(times) == {"ring": {"p20": 0.5, "p50": 0.5, "p80": 0.5}}
 
 
 # Wrong results
 
 
 def _rivals(is_right: Callable[[], bool], name: str = "mine") -> dict[str, Rival]:
-    copy = gpu_kernels.copy_rival(64, 2, CPU)
+    copy = kernels.copy_rival(64, 2, CPU)
     return {"copy": copy, name: Rival(lambda i: None, lambda i: None, lambda i: is_right())}
 
 
 @pytest.mark.parametrize(("name", "is_ours"), [("cat", False), ("torchring", True), ("checked", True)])
 def test_a_rival_that_is_wrong_from_the_start_is_left_out(name: str, is_ours: bool) -> None:
     """And if it is one of ours, the row is no result."""
-    row = gpu_kernels.compare(
-        gpu_timing.HostTimer(), _rivals(lambda: False, name), num_bytes=64, num_sets=2, until=0.0, most=3
-    )
+    row = kernels.compare(timing.HostTimer(), _rivals(lambda: False, name), num_bytes=64, num_sets=2, until=0.0, most=3)
     assert list(row["ms"]) == ["copy"]
     assert list(row["problems"]) == [name]
     assert ("problem" in row) == is_ours
@@ -131,23 +121,21 @@ def test_a_rival_that_is_wrong_from_the_start_is_left_out(name: str, is_ours: bo
 
 def test_a_rival_that_becomes_wrong_spoils_the_row() -> None:
     answers = iter([True] * 3 + [False] * 100)
-    with pytest.raises(gpu_kernels.WrongResultError, match="mine"):
-        gpu_kernels.compare(
-            gpu_timing.HostTimer(), _rivals(lambda: next(answers)), num_bytes=64, num_sets=2, until=0.0, most=3
-        )
+    with pytest.raises(kernels.WrongResultError, match="mine"):
+        kernels.compare(timing.HostTimer(), _rivals(lambda: next(answers)), num_bytes=64, num_sets=2, until=0.0, most=3)
 
 
-def _sets(count: int = 2) -> list[gpu_kernels.Gradients]:
+def _sets(count: int = 2) -> list[kernels.Gradients]:
     shapes = [torch.Size([3, 5]), torch.Size([]), torch.Size([40])]
-    return [gpu_kernels.Gradients.new(shapes, torch.float32, torch.bfloat16, CPU) for _ in range(count)]
+    return [kernels.Gradients.new(shapes, torch.float32, torch.bfloat16, CPU) for _ in range(count)]
 
 
 def _all_rivals(kind: str) -> dict[str, Rival]:
     if kind == "pack":
-        return gpu_kernels.pack_rivals(_sets(), gpu_kernels.SCALE)
+        return kernels.pack_rivals(_sets(), kernels.SCALE)
     if kind == "unpack":
-        return gpu_kernels.unpack_rivals(_sets())
-    return gpu_kernels.sum_rivals([[torch.randn(50) for _ in range(3)] for _ in range(2)])
+        return kernels.unpack_rivals(_sets())
+    return kernels.sum_rivals([[torch.randn(50) for _ in range(3)] for _ in range(2)])
 
 
 @pytest.mark.parametrize("kind", ["pack", "unpack", "accumulate"])
@@ -165,7 +153,7 @@ def test_checks_see_a_rival_that_did_nothing(kind: str) -> None:
 
 
 def test_replicas_are_judged() -> None:
-    verdict_of = gpu_training.verdict_of
+    verdict_of = training.verdict_of
     assert "problem" not in verdict_of(["a", "a"], 1e-5, 0.5, 1e-3)
     assert "different bits" in verdict_of(["a", "b"], 1e-5, 0.5, 1e-3)["problem"]
     assert "of the way" in verdict_of(["a", "a"], 2e-3, 0.5, 1e-3)["problem"]
@@ -276,7 +264,7 @@ def test_the_worst_decides_whether_an_aim_is_reached() -> None:
         {"section": "allreduce", "problem": "there was no time left"},
         {"section": "allreduce"},
     ]
-    found = {line[0]: (line[1], line[3]) for line in gpu.verdicts(rows)}
+    found = {line[0]: (line[1], line[3]) for line in report.verdicts(rows)}
     assert found == {
         "pack resnet50": ("91% of a copy (fp32 to bf16, checked)", "kept"),
         "pack gpt2": ("89% of a copy (fp32 to bf16, checked)", "MISSED"),
@@ -286,7 +274,7 @@ def test_the_worst_decides_whether_an_aim_is_reached() -> None:
         "ranks end with the same bits": ("1 of 2", "MISSED"),
         "all-reduce is right": ("1 of 1", "kept"),
     }
-    assert gpu.verdicts([]) == []
+    assert report.verdicts([]) == []
 
 
 # Intervals and traces
@@ -472,8 +460,8 @@ def _idle(mover: OnStream) -> OnStream:
 
 def _bucket_that_is_not_reduced() -> str:
     """What its check says."""
-    accelerator = gpu_dry.DryAccelerator(CPU)
-    bucket = gpu_buckets.OneBucket.open(default_world(), accelerator, [torch.Size([8])], "ring", None)
+    accelerator = dry.DryAccelerator(CPU)
+    bucket = buckets.OneBucket.open(default_world(), accelerator, [torch.Size([8])], "ring", None)
     bucket.check()
     _idle(bucket.mover)
     with pytest.raises(RuntimeError) as error:
@@ -486,7 +474,7 @@ def _work_alone(rank: int, world_size: int, folder: str) -> tuple[list[dict[str,
     rows = [*_work("bucket", "none", folder), *_work("step", "none", folder)]
     assert "other gradients" in _bucket_that_is_not_reduced()
     trace = str(Path(folder, "trace.json"))
-    overlap.profile_step(gpu_training.courses(is_dry=True)[0], "ring", CPU, 1, trace)
+    overlap.profile_step(training.courses(is_dry=True)[0], "ring", CPU, 1, trace)
     found = overlap.read_trace(trace)
     return rows, [one.name for one in found.ranges], overlap.analyse(found).num_kernels
 
@@ -494,9 +482,9 @@ def _work_alone(rank: int, world_size: int, folder: str) -> tuple[list[dict[str,
 def _work_together(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
     jobs = [("allreduce", "direct"), ("allreduce", "ring"), ("replicas", "ring")]
     rows = [_work(section, algorithm, folder) for section, algorithm in jobs]
-    world, accelerator = default_world(), gpu_dry.DryAccelerator(CPU)
+    world, accelerator = default_world(), dry.DryAccelerator(CPU)
     mover, _ = open_on_device(world, "direct", "auto", [(8, torch.float32)], accelerator)
-    wrong = gpu_buckets._time_all_reduce(world, accelerator, _idle(mover), 8, 0.0, 1)
+    wrong = buckets._time_all_reduce(world, accelerator, _idle(mover), 8, 0.0, 1)
     assert wrong == {"problem": "the result is wrong on ranks [0, 1]"}
     return [row for some in rows for row in some]
 
@@ -526,7 +514,7 @@ def test_dry_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(name.startswith("torchring.ring") for name in ranges)
     assert num_kernels == 0
     about = measure.provenance() | {"gpu": {"name": "none"}}
-    gpu.report([*alone, *together], about)
+    report.report([*alone, *together], about)
     printed = capsys.readouterr().out
     for title in ("Host time of a bucket", "All-reduce", "Training step", "Replicas", "Aims"):
         assert f"\n{title}" in printed
@@ -537,12 +525,12 @@ def _on_device(
     rank: int, world_size: int, folder: str, device: torch.device
 ) -> tuple[list[dict[str, Any]], overlap.Overlap]:
     """Kernels, buckets and a profiled step, all of them small."""
-    timer, until = gpu_timing.open_timer(device), time.monotonic() + 60
+    timer, until = timing.open_timer(device), time.monotonic() + 60
     shapes = [torch.Size([300, 70]), torch.Size([]), torch.Size([1025])]
-    rows = list(gpu_kernels.kernels(timer, {"some": shapes}, 5000, until=until, most=3))
-    rows += list(gpu_buckets.host_times(device, is_dry=True, until=until, most=2))
+    rows = list(kernels.kernels(timer, {"some": shapes}, 5000, until=until, most=3))
+    rows += list(buckets.host_times(device, is_dry=True, until=until, most=2))
     trace = str(Path(folder, "trace.json"))
-    overlap.profile_step(gpu_training.courses(is_dry=True)[0], "ring", device, 3, trace)
+    overlap.profile_step(training.courses(is_dry=True)[0], "ring", device, 3, trace)
     return rows, overlap.analyse(overlap.read_trace(trace))
 
 
@@ -563,7 +551,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 
 def test_the_dry_accelerator_does_what_is_asked_of_one() -> None:
     """At once, in order."""
-    accelerator = gpu_dry.DryAccelerator(CPU)
+    accelerator = dry.DryAccelerator(CPU)
     stream = accelerator.open_stream(in_background=True)
     word = torch.zeros(1)
     before = stream.mark()

@@ -125,12 +125,11 @@ def _program(script: str, is_module: bool) -> list[str]:
 
 
 def _benchmarks() -> dict[str, str]:
-    """What can be run in bench/: {name: source}."""
-    sources = {file.stem: file.read_text() for file in _BENCH.glob("*.py")}
-    found = {name: source for name, source in sources.items() if 'if __name__ == "__main__":' in source}
-    if (micro := _BENCH / "micro" / "__init__.py").exists():
-        found["micro"] = micro.read_text()
-    return dict(sorted(found.items()))
+    """What can be run in bench/: {name: source}. A benchmark is a script, or a folder."""
+    scripts = {file.stem: file.read_text() for file in _BENCH.glob("*.py")}
+    found = {name: source for name, source in scripts.items() if 'if __name__ == "__main__":' in source}
+    folders = [*_BENCH.glob("*/__main__.py"), *_BENCH.glob("micro/__init__.py")]
+    return dict(sorted((found | {file.parent.name: file.read_text() for file in folders}).items()))
 
 
 def _summary(source: str) -> str:
@@ -141,7 +140,8 @@ def _summary(source: str) -> str:
 def _bench(name: str, arguments: Sequence[str]) -> int:
     """Returns the benchmark's exit code: as the shell has it, 128 + n for signal n."""
     if name != "micro":
-        return _run_alone([sys.executable, str(_BENCH / f"{name}.py"), *arguments])
+        script = _BENCH / name / "__main__.py" if (_BENCH / name).is_dir() else _BENCH / f"{name}.py"
+        return _run_alone([sys.executable, str(script), *arguments])
     missing = [tool for tool in ("pytest", "pytest-benchmark") if not importlib.util.find_spec(tool.replace("-", "_"))]
     if missing:
         print(f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'", file=sys.stderr)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import torchring
 from torchring.allreduce.select import Algorithm
-from torchring.bench import gpu_models
-from torchring.bench.gpu_buckets import shares_one_gpu
-from torchring.bench.gpu_timing import Timer, quantiles, spreads, take_turns
+from torchring.bench.gpu import models
+from torchring.bench.gpu.buckets import shares_one_gpu
+from torchring.bench.gpu.timing import Timer, quantiles, spreads, take_turns
 from torchring.bench.models import Batch, Workload
 from torchring.gradients.plan import Compression
 from torchring.optimizer import DistributedOptimizer
@@ -88,11 +88,11 @@ class Course:
 
 def courses(*, is_dry: bool) -> list[Course]:
     if is_dry:
-        return [Course("linear", gpu_models.linear, None)]
+        return [Course("linear", models.linear, None)]
     return [
-        Course("gpt2-bf16", gpu_models.gpt2, torch.bfloat16),
-        Course("resnet50-bf16", gpu_models.resnet50, torch.bfloat16, channels_last=True),
-        Course("gpt2-tf32", gpu_models.gpt2, None),
+        Course("gpt2-bf16", models.gpt2, torch.bfloat16),
+        Course("resnet50-bf16", models.resnet50, torch.bfloat16, channels_last=True),
+        Course("gpt2-tf32", models.gpt2, None),
     ]
 
 
@@ -232,7 +232,7 @@ def replicas(device: torch.device, algorithm: Algorithm, num_steps: int, *, is_d
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     world = default_world()
     torch.manual_seed(0)
-    workload = (gpu_models.linear if is_dry else gpu_models.gpt_small)()
+    workload = (models.linear if is_dry else models.gpt_small)()
     first = workload.model.to(device)
     start = flat_weights(first)
     batches = [[_to(workload.batch(seed=100 * r + i), device) for i in range(_NUM_BATCHES)] for r in range(world.size)]

@@ -19,9 +19,10 @@ import torchring
 from torchring.accelerators import Accelerator, accelerator_of
 from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.allreduce.select import open_on_device
-from torchring.bench import gpu_models, measure
-from torchring.bench.gpu_models import Shapes
-from torchring.bench.gpu_timing import spreads
+from torchring.bench import measure
+from torchring.bench.gpu import models
+from torchring.bench.gpu.models import Shapes
+from torchring.bench.gpu.timing import spreads
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import DevicePacking
 from torchring.gradients.plan import ParameterSpec, build_plan
@@ -46,7 +47,7 @@ def bucket_loads(*, is_dry: bool) -> dict[str, Shapes]:
     small = [torch.Size([1000])] * 20
     if is_dry:
         return {"20 small": [torch.Size([8])] * 2}
-    shapes = gpu_models.LISTS["gpt2"]()
+    shapes = models.LISTS["gpt2"]()
     begin, num_bytes = len(shapes) // 2, 0
     chosen: Shapes = []
     for shape in shapes[begin:]:

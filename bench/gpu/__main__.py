@@ -32,29 +32,28 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 
 import torchring
 from torchring.allreduce.select import Algorithm
-from torchring.bench import gpu_buckets, gpu_dry, gpu_kernels, gpu_timing, gpu_training, measure
-from torchring.bench.measure import Command, Spread, human_bytes
+from torchring.bench import measure
+from torchring.bench.gpu import buckets, dry, kernels, timing, training
+from torchring.bench.gpu.report import NO_TIME, ON_SEVERAL, Row, report
+from torchring.bench.measure import Command
 from torchring.memory.cuda import OVERLAPPING_DEVICES
 
-Row = dict[str, Any]
 SECTIONS: Final = ("copy", "kernels", "bucket", "allreduce", "step", "replicas")
 LISTS: Final = ("resnet50", "gpt2", "tiny", "vgg16", "tiny32")
 _TOTAL_SECONDS: Final = 455.0
 _GRACE_SECONDS: Final = 25.0  # for a job to start, compile, and end what it is at
 _LAST_WORDS_SECONDS: Final = 3.0  # for ranks of which another has failed
 _PEER_SECONDS: Final = 20.0  # that a rank waits for another
-_ON_SEVERAL: Final = ("allreduce", "replicas")
 _INTERPRETED: Final = ("bucket", "allreduce", "step", "replicas")  # in a dry run; others take torch's path
-_NO_TIME: Final = "there was no time left"
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def main() -> int:
     if not (options.dry_run or torch.cuda.is_available()):
         print("torchring bench gpu needs a CUDA GPU; --dry-run goes through it on the CPU", file=sys.stderr)
         return 2
-    about = measure.provenance() | {"script": Path(__file__).name, "dry_run": options.dry_run} | facts(options.dry_run)
+    about = measure.provenance() | {"script": "gpu", "dry_run": options.dry_run} | facts(options.dry_run)
     is_whole = not options.dry_run and not options.quick and set(options.sections) == set(SECTIONS)
     output = options.output or (default_output(about["gpu"]["name"]) if is_whole else None)
     rows: list[Row] = []
@@ -99,7 +98,7 @@ def main() -> int:
     if output is not None:
         print(f"All rows are in {output}", file=sys.stderr)
     report(rows, about)
-    return int(any("problem" in row and row["problem"] != _NO_TIME for row in rows))
+    return int(any("problem" in row and row["problem"] != NO_TIME for row in rows))
 
 
 def parse() -> argparse.Namespace:
@@ -128,7 +127,7 @@ def jobs(sections: Sequence[str], ranks: Sequence[int], num_gpus: int, *, is_qui
     found = []
     for section in sections:
         limit = scale * seconds[section]
-        if section not in _ON_SEVERAL:
+        if section not in ON_SEVERAL:
             found.append(Job(section, limit))
             continue
         for size in ranks:
@@ -145,7 +144,7 @@ def run_job(job: Job, options: argparse.Namespace, limit_seconds: float) -> list
         environment = {OVERLAPPING_DEVICES: "1"} if job.ranks > 1 else {}
         if options.dry_run and job.section in _INTERPRETED:
             environment["TRITON_INTERPRET"] = "1"
-        problem = start(job, arguments, environment, limit_seconds) if limit_seconds > 0 else _NO_TIME
+        problem = start(job, arguments, environment, limit_seconds) if limit_seconds > 0 else NO_TIME
         rows: list[Row] = []
         for line in Path(file.name).read_text().splitlines():
             with contextlib.suppress(ValueError):  # cut off where a process was ended
@@ -194,7 +193,7 @@ def run_until(commands: Sequence[Command], limit_seconds: float) -> str:
 def work(options: argparse.Namespace) -> int:
     """One rank of a job: do it, and leave the rows in the file that the first process of this script reads."""
     section, algorithm, seconds, file = options.worker.split(",", 3)
-    rank = int(os.environ.get("RANK", "0")) if section in _ON_SEVERAL else 0
+    rank = int(os.environ.get("RANK", "0")) if section in ON_SEVERAL else 0
 
     def hand_over(row: Row) -> None:
         with open(file, "a") as rows:
@@ -216,28 +215,28 @@ def rows_of(section: str, algorithm: str, seconds: float, *, is_quick: bool, is_
     """Of one section, as soon as they are known."""
     if is_dry:
         torch.set_num_threads(1)
-        gpu_dry.install()
-    if section in _ON_SEVERAL:
+        dry.install()
+    if section in ON_SEVERAL:
         torchring.init(timeout_seconds=_PEER_SECONDS)
     device = _device(section, is_dry=is_dry)
     names = () if section != "kernels" else LISTS[: 1 if is_dry else 3 if is_quick else None]
-    lists = gpu_kernels.lists_of(names, is_dry=is_dry)
+    lists = kernels.lists_of(names, is_dry=is_dry)
     until = time.monotonic() + seconds
     most = 1 if is_dry else 30
     if section == "bucket":
-        return gpu_buckets.host_times(device, is_dry=is_dry, until=until, most=most)
+        return buckets.host_times(device, is_dry=is_dry, until=until, most=most)
     if section == "allreduce":
         sizes = _pick(ALL_REDUCE_BYTES, is_quick=is_quick, dry=ALL_REDUCE_BYTES[:2] if is_dry else None)
-        return gpu_buckets.all_reduces(device, algorithm, sizes, until=until, most=most)
+        return buckets.all_reduces(device, algorithm, sizes, until=until, most=most)
     if section == "replicas":
-        return gpu_training.replicas(device, cast(Algorithm, algorithm), 2 if is_dry else 20, is_dry=is_dry)
-    timer = gpu_timing.open_timer(device)
+        return training.replicas(device, cast(Algorithm, algorithm), 2 if is_dry else 20, is_dry=is_dry)
+    timer = timing.open_timer(device)
     if section == "copy":
         sizes = _pick(COPY_BYTES, is_quick=is_quick, dry=[1 << 10, 1 << 12] if is_dry else None)
-        return gpu_kernels.ceilings(timer, sizes, until=until, most=most)
+        return kernels.ceilings(timer, sizes, until=until, most=most)
     if section == "step":
-        return gpu_training.steps(timer, is_dry=is_dry, until=until, most=1 if is_dry else 60)
-    return gpu_kernels.kernels(timer, lists, 1000 if is_dry else 1 << 24, until=until, most=most)
+        return training.steps(timer, is_dry=is_dry, until=until, most=1 if is_dry else 60)
+    return kernels.kernels(timer, lists, 1000 if is_dry else 1 << 24, until=until, most=most)
 
 
 COPY_BYTES: Final = [1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]
@@ -247,7 +246,7 @@ ALL_REDUCE_BYTES: Final = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 <<
 def _device(section: str, *, is_dry: bool) -> torch.device:
     if is_dry:
         return torch.device("cpu")
-    device = torchring.device() if section in _ON_SEVERAL else torch.device("cuda", 0)
+    device = torchring.device() if section in ON_SEVERAL else torch.device("cuda", 0)
     torch.cuda.set_device(device)
     return device
 
@@ -287,186 +286,8 @@ def facts(is_dry: bool) -> Row:
 def default_output(gpu: str) -> str:
     """bench/results/h200.json for an "NVIDIA H200"; in the current folder, where this is no checkout."""
     words = [word for word in gpu.lower().split() if word not in ("nvidia", "amd", "tesla")]
-    folder = Path(__file__).resolve().parent / "results"
+    folder = Path(__file__).resolve().parent.parent / "results"
     return str((folder if folder.is_dir() else Path()) / f"{'-'.join(words)}.json")
-
-
-def report(rows: Sequence[Row], about: Row) -> None:
-    """A table for each section, then what was aimed at and whether it was reached."""
-    where = f"{about['gpu']['name']} {measure.origin(about)}"
-    for section, describe in _TABLES.items():
-        of_section = [row for row in rows if row["section"] == section and "problem" not in row]
-        if of_section:
-            describe(of_section, where)
-    problems = [row for row in rows if "problem" in row]
-    if problems:
-        print("\nProblems:")
-    for row in problems:
-        subject = ", ".join(str(row[key]) for key in _SUBJECT if row.get(key) not in (None, "none"))
-        print(f"- {subject}: {row['problem']}")
-    lines = verdicts(rows)
-    if lines:
-        measure.print_table(f"Aims, {where}", ["what", "measured", "aim", ""], lines)
-
-
-_SUBJECT: Final = ("section", "op", "load", "source", "target", "model", "algorithm", "ranks", "compression", "size")
-
-
-def verdicts(rows: Sequence[Row]) -> list[list[str]]:
-    """(what, measured, aim, "kept" or "MISSED") for everything that was measured and has an aim; the worst counts."""
-    fine = [row for row in rows if "problem" not in row]
-    lines: list[list[str]] = []
-    for op, load, aim in _SHARES:
-        chosen = [r for r in fine if r["section"] == "kernels" and r["op"] == op and load in ("", r["load"])]
-        found = [
-            (
-                row["of_copy"][way]["p50"],
-                f"{row['source']} to {row['target']}{', ' + way if way != 'torchring' else ''}",
-            )
-            for row in chosen
-            for way in gpu_kernels.OURS
-            if way in row["of_copy"]
-        ]
-        if found:
-            share, which = min(found)
-            text = f"{share:.0%} of a copy ({which})"
-            lines.append([f"{op} {load}".strip(), text, f"at least {aim:.0%}", _verdict(share >= aim)])
-    for moves, what in ((False, "host time per bucket"), (True, "host time per bucket, gradients moved")):
-        times = [
-            (1e3 * row["ms"]["total"]["p50"], f"{row['load']}, {row['algorithm']}, {row['compression'] or 'fp32'}")
-            for row in fine
-            if row["section"] == "bucket" and row["addresses_change"] == moves
-        ]
-        if times:
-            most, which = max(times)
-            lines.append([what, f"{most:.0f} us ({which})", "at most 60 us", _verdict(most <= 60)])
-    for row in fine:
-        if row["section"] == "step" and "ring" in row["overhead"]:
-            own = row["overhead"]["ring"]["p50"]
-            lines.append([f"step of one rank, {row['model']}", f"{own:+.1%}", "at most +2%", _verdict(own <= 0.02)])
-    for section in _ON_SEVERAL:
-        tried = [row for row in rows if row["section"] == section and row.get("problem") != _NO_TIME]
-        if tried:
-            right = sum("problem" not in row for row in tried)
-            what = "ranks end with the same bits" if section == "replicas" else "all-reduce is right"
-            lines.append([what, f"{right} of {len(tried)}", "all", _verdict(right == len(tried))])
-    return lines
-
-
-_SHARES: Final = (
-    ("pack", "resnet50", 0.9), ("pack", "gpt2", 0.9), ("pack", "tiny", 0.7), ("pack", "tiny32", 0.7),
-    ("unpack", "resnet50", 0.9), ("unpack", "gpt2", 0.9), ("unpack", "tiny", 0.7), ("unpack", "tiny32", 0.7),
-    ("accumulate", "", 0.85),
-)  # fmt: skip
-
-
-def _verdict(is_kept: bool) -> str:
-    return "kept" if is_kept else "MISSED"
-
-
-def _copies(rows: Sequence[Row], where: str) -> None:
-    names = list(rows[0]["gb_per_s"])
-    table = [[human_bytes(row["size"]), *(_range(row["gb_per_s"].get(name), 0) for name in names)] for row in rows]
-    measure.print_table(f"Copies, p50 (p20-p80), {where}", ["size", *(f"{name} GB/s" for name in names)], table)
-
-
-def _kernels(rows: Sequence[Row], where: str) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row["of_copy"]))
-    table = [
-        [
-            f"{row['op']} {row['load']}",
-            f"{row['source']} to {row['target']}",
-            f"{row['bytes'] / 2**20:.1f}",
-            *(_range(row["gb_per_s"].get(name), 0) for name in ("copy", "torchring")),
-            *(f"{row['of_copy'][name]['p50']:.0%}" if name in row["of_copy"] else "" for name in names),
-        ]
-        for row in rows
-    ]
-    columns = ["operation", "dtypes", "MiB", "copy GB/s", "torchring GB/s", *(f"{name} / copy" for name in names)]
-    measure.print_table(f"Kernels, p50 (p20-p80), {where}", columns, table)
-
-
-def _buckets(rows: Sequence[Row], where: str) -> None:
-    phases = list(rows[0]["ms"])
-    table = [
-        [
-            row["load"],
-            row["algorithm"],
-            (row["compression"] or "fp32") + (", moved" if row["addresses_change"] else ""),
-            str(row["tensors"]),
-            *(_range({k: 1e3 * v for k, v in row["ms"][phase].items()}, 0) for phase in phases),
-            str(row["launches"]),
-        ]
-        for row in rows
-    ]
-    columns = ["bucket", "algorithm", "wire", "tensors", *(f"{phase} us" for phase in phases), "launches"]
-    measure.print_table(f"Host time of a bucket; total is without arrive; p50 (p20-p80), {where}", columns, table)
-
-
-def _all_reduces(rows: Sequence[Row], where: str) -> None:
-    names = list(dict.fromkeys((row["ranks"], row["algorithm"]) for row in rows))
-    cells = {(row["size"], row["ranks"], row["algorithm"]): row for row in rows}
-    table = []
-    for size in sorted({row["size"] for row in rows}):
-        found = [cells.get((size, *name)) for name in names]
-        table.append([human_bytes(size), *(Spread(**row["ms"]).text(3) if row else "" for row in found)])
-    columns = ["size", *(f"{algorithm}, {ranks} ranks ms" for ranks, algorithm in names)]
-    measure.print_table(f"All-reduce, fp32, p50 (p20-p80) of the slowest rank, {where}", columns, table)
-    if any(row["shares_one_gpu"] for row in rows):
-        print("\nRanks that share one GPU take turns in time slices: these times say nothing about NVLink.")
-
-
-def _steps(rows: Sequence[Row], where: str) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row["ms"]))
-    table = [
-        [
-            row["model"],
-            str(row["tensors"]),
-            *(Spread(**row["ms"][name]).text(2) if name in row["ms"] else "" for name in names),
-            *(_percents(row["overhead"].get(name)) for name in names if name != "plain"),
-        ]
-        for row in rows
-    ]
-    columns = ["model", "tensors", *(f"{name} ms" for name in names)]
-    columns += [f"{name} overhead" for name in names if name != "plain"]
-    measure.print_table(f"Training step of one rank, p50 (p20-p80), {where}", columns, table)
-
-
-def _replicas(rows: Sequence[Row], where: str) -> None:
-    table = [
-        [
-            f"{row['ranks']} ranks, {row['algorithm']}",
-            row["compression"] or "fp32",
-            str(row["steps"]),
-            "yes" if row["has_the_same_bits"] else "NO",
-            f"{row['distance']:.1e}",
-            f"{row['distance_of_control']:.1e}",
-            f"{row['step_ms']:.1f}",
-        ]
-        for row in rows
-    ]
-    columns = ["ranks", "wire", "steps", "same bits", "from one process", "from rank 0's data alone", "step ms"]
-    measure.print_table(f"Replicas, {where}", columns, table)
-
-
-_TABLES: Final[dict[str, Callable[[Sequence[Row], str], None]]] = {
-    "copy": _copies,
-    "kernels": _kernels,
-    "bucket": _buckets,
-    "allreduce": _all_reduces,
-    "step": _steps,
-    "replicas": _replicas,
-}
-
-
-def _range(values: dict[str, float] | None, digits: int) -> str:
-    if values is None:
-        return ""
-    return f"{values['p50']:.{digits}f} ({values['p20']:.{digits}f}-{values['p80']:.{digits}f})"
-
-
-def _percents(values: dict[str, float] | None) -> str:
-    return "" if values is None else f"{values['p50']:+.1%} ({values['p20']:+.1%} to {values['p80']:+.1%})"
 
 
 if __name__ == "__main__":

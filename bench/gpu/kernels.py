@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from torchring.bench import gpu_models
-from torchring.bench.gpu_models import Shapes
-from torchring.bench.gpu_timing import Timer, rates, shares, spreads, take_turns
+from torchring.bench.gpu import models
+from torchring.bench.gpu.models import Shapes
+from torchring.bench.gpu.timing import Timer, rates, shares, spreads, take_turns
 from torchring.kernels import ChunkTable, accumulate, pack, reference, unpack
 from torchring.kernels.finite import NOT_FOUND
 
@@ -370,7 +370,7 @@ def sum_rivals(sets: Sequence[Sequence[Tensor]]) -> dict[str, Rival]:
 
 def lists_of(names: Sequence[str], *, is_dry: bool) -> dict[str, Shapes]:
     """Gradient lists by name; for a dry run a few tensors of each, cut short."""
-    lists = {name: gpu_models.LISTS[name]() for name in names}
+    lists = {name: models.LISTS[name]() for name in names}
     if not is_dry:
         return lists
     return {name: [torch.Size([min(shape.numel(), 40)]) for shape in shapes[:4]] for name, shapes in lists.items()}
