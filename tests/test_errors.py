@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,6 +14,7 @@ import torchring
 from torchring import errors
 from torchring.errors import (
     MAX_MESSAGE_BYTES,
+    FirstFailure,
     GradientError,
     PeerLostError,
     PeerTimeoutError,
@@ -201,3 +204,29 @@ def test_one_except_clause_for_all() -> None:
     for cls in ALL:
         with pytest.raises(RingError, match=r"^it broke \[rank 1, step 7"):
             raise full(cls)
+
+
+def test_the_first_failure_stays_whatever_follows() -> None:
+    failure = FirstFailure()
+    failure.raise_if_set()
+    first, second = PeerLostError("rank 3 died", peers=(3,)), PeerTimeoutError("no answer")
+    assert [failure.set(first), failure.set(second), failure.set(first)] == [True, False, False]
+    assert failure.error is first
+    with pytest.raises(PeerLostError) as caught:
+        failure.raise_if_set()
+    assert caught.value is first
+
+
+def test_of_many_threads_that_fail_at_once_one_is_first() -> None:
+    for _ in range(20):
+        failure, start = FirstFailure(), threading.Barrier(4)
+        errors_of_threads = [RingError(str(i)) for i in range(4)]
+
+        def fail(error: RingError, failure: FirstFailure = failure, start: threading.Barrier = start) -> bool:
+            start.wait(20)
+            return failure.set(error)
+
+        with ThreadPoolExecutor(4) as pool:
+            are_first = list(pool.map(fail, errors_of_threads))
+        assert sorted(are_first) == [False, False, False, True]
+        assert failure.error is errors_of_threads[are_first.index(True)]

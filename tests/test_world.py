@@ -546,3 +546,46 @@ def test_stream_names_are_new_every_time() -> None:
     names = [world.next_channel_name() for _ in range(3)]
     assert len(set(names)) == 3
     assert names == [World(None, 0, 1).next_channel_name(), *names[1:]], "and the same on every rank"
+
+
+def test_what_is_shared_is_opened_once_and_forgotten_at_the_end() -> None:
+    opened: list[World] = []
+
+    def slowly(world: World) -> object:
+        opened.append(world)
+        time.sleep(0.05)
+        return object()
+
+    world, other = World(None, 0, 1), World(None, 0, 1)
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(world.shared(slowly))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+    assert opened == [world]
+    assert world.shared(list_of_ranks) == [0]
+    assert other.shared(slowly) is not found[0]
+    world.close()
+    assert world.shared(slowly) is not found[0]
+    other.close()
+
+
+def list_of_ranks(world: World) -> list[int]:
+    return [world.rank]
+
+
+def test_what_cannot_be_opened_is_tried_again() -> None:
+    world, attempts = World(None, 0, 1), []
+
+    def fails_once(world: World) -> str:
+        attempts.append(world)
+        if len(attempts) == 1:
+            raise OSError("not yet")
+        return "open"
+
+    with pytest.raises(OSError, match="not yet"):
+        world.shared(fails_once)
+    assert world.shared(fails_once) == "open"
+    world.close()

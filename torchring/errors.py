@@ -7,6 +7,7 @@ is raised on every surviving rank and carries the facts as attributes, so that a
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
@@ -84,6 +85,26 @@ class GradientError(RingError):
 
 class TopologyError(RingError):
     """The launcher's environment is incomplete or contradicts itself, or ranks do not fit the requested algorithm."""
+
+
+class FirstFailure:
+    """Keeps the first error of several: the later errors are consequences of the first. For any thread."""
+
+    def __init__(self) -> None:
+        self.error: RingError | None = None
+        self._lock = threading.RLock()  # a signal handler may fail, too
+
+    def set(self, error: RingError) -> bool:
+        """Keep `error` unless an earlier error is kept already. Returns whether `error` is the first one."""
+        with self._lock:
+            is_first = self.error is None
+            self.error = self.error or error
+        return is_first
+
+    def raise_if_set(self) -> None:
+        """Raise the first error, if there was any."""
+        if self.error is not None:
+            raise self.error
 
 
 _E = TypeVar("_E", bound=Exception)

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final, Literal, Protocol, get_args
+from typing import Any, Final, Literal, Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torchring.rendezvous.environment import (
 from torchring.rendezvous.rendezvous import Rendezvous, ended_key
 from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
 
+_T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
 Backend = Literal["auto", "gloo", "mpi"]
 BACKENDS: Final = get_args(Backend)
@@ -111,6 +112,7 @@ class World:
         self._pid = os.getpid()
         self._num_streams = 0
         self._closing: list[Callable[[], None]] = []
+        self._shared: dict[Callable[[World], Any], Any] = {}
         if store is not None and size > 1:
             try:
                 self._meet(Rendezvous(store, rank, size, timeout_seconds), store_host, job)
@@ -159,6 +161,18 @@ class World:
         """A name for one more stream of operations; equal on all ranks, which open streams in the same order."""
         self._num_streams += 1
         return f"stream{self._num_streams}"
+
+    def shared(self, open_it: Callable[[World], _T]) -> _T:
+        """What `open_it(self)` returned at the first call with that function or class. Forgotten when the world closes.
+
+        From any thread; the threads that come later wait for the one that opens.
+        """
+        if open_it not in self._shared:
+            with self.opening:
+                if open_it not in self._shared:
+                    self._shared[open_it] = open_it(self)
+        shared: _T = self._shared[open_it]
+        return shared
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Have `callback` called before the world closes, the latest first."""
@@ -231,6 +245,7 @@ class World:
             self.say_why_it_ends("it called torchring.shutdown()", _ADVICE)
         while self._closing:
             self._closing.pop()()
+        self._shared.clear()
         if self.host is not None:
             self.host.close()
             self.host = None

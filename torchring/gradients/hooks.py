@@ -296,6 +296,7 @@ class OptimizerGroup:
         self._world = world
         self._members: list[GradientHooks] = []
         self.guard = InterruptionGuard(world)
+        world.on_close(self.close)
 
     @property
     def are_several(self) -> bool:
@@ -354,7 +355,6 @@ class OptimizerGroup:
         for member in list(self._members):
             member.close()
         self.module_wrappers.close()
-        _of_world.pop(self._world, None)
 
     def owners_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[GradientHooks]:
         """The members that reduce one of `parameters`."""
@@ -362,12 +362,6 @@ class OptimizerGroup:
         return [m for m in self._members if not wanted.isdisjoint(map(id, m.reduction.parameters))]
 
 
-_of_world: dict[World, OptimizerGroup] = {}
-
-
 def optimizer_group_of(world: World) -> OptimizerGroup:
     """The optimizers of `world`."""
-    if world not in _of_world:
-        _of_world[world] = OptimizerGroup(world)
-        world.on_close(_of_world[world].close)
-    return _of_world[world]
+    return world.shared(OptimizerGroup)
