@@ -1,4 +1,8 @@
-"""Who takes part: rank and size as the launcher said, and which ranks share a host."""
+"""Who takes part: rank and size as the launcher said, and which ranks share a host.
+
+`World` is what every other part of torchring is handed. The functions are the door for scripts: they act on one default
+`World`, which the first of them that needs other ranks opens.
+"""
 
 from __future__ import annotations
 
@@ -50,35 +54,37 @@ _FORKED: Final = (
 
 
 class Fails(Protocol):
-    """A stream of operations between ranks."""
+    """What a world tells that it is broken: a channel, a mover, a transport."""
 
     def fail(self, error: RingError) -> object:
-        """Send nothing any more, and have the other ranks raise `error` where they wait for this one."""
+        """Send nothing more, and make the other ranks raise `error` where they wait for this rank."""
 
 
 class World:
     """The ranks that reduce together, as one of them sees it. Opening it is collective.
 
-    Everything that a part of torchring needs to know of other ranks it is handed in a World, so that N worlds can live
-    in N threads of one process; the module-level functions use the default one.
+    A part of torchring learns of the other ranks through the World that it is handed. So N worlds can live in N threads
+    of one process.
 
     Args:
-        store: shared by exactly these ranks, None for a world of one.
-        rank, size: this process, and how many there are.
-        local_rank: as the launcher says; else the position among the ranks of this host.
+        store: a key-value store that exactly these ranks share; None for a world of one rank.
+        rank: number of this process, 0 <= rank < size.
+        size: number of processes.
+        local_rank: number of this process on its host; by default its position among the ranks of this host.
         timeout_seconds: how long a live rank may keep the others waiting.
-        store_host: the rank whose process hosts the store, None if it is no rank's.
+        launcher: name of what started the ranks, for messages.
+        store_host: the rank whose process hosts the store; None if no rank's process does.
         backend: the engine between hosts, "gloo" or "mpi"; the same on every rank.
-        job: what the launcher calls the job that all these ranks belong to; "" if it does not say.
+        job: the launcher's name for the job that all these ranks belong to; "" if the launcher gives none.
 
     Attributes:
-        host: the ranks that share memory with this one.
+        host: the ranks that share memory with this rank.
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
-        num_cores: processor cores that the ranks of this host may use together.
-        num_reductions: of gradients, by all optimizers of this rank.
-        failure: what broke this world; nothing can be sent in it any more.
-        opening: held by the thread that opens what all threads share.
-        is_forked: whether this process is a child of the rank's, and not a rank itself.
+        num_cores: number of processor cores that the ranks of this host may use together.
+        num_reductions: number of reductions of gradients, by all optimizers of this rank.
+        failure: the error that broke this world. A broken world sends nothing more.
+        opening: lock of the thread that opens what all threads share.
+        is_forked: whether this process is a child that the rank's process forked, and so no rank.
     """
 
     def __init__(
@@ -110,14 +116,16 @@ class World:
         self._told_of_failure: weakref.WeakSet[Fails] = weakref.WeakSet()
         self.is_forked = False
         self._pid = os.getpid()
-        self._num_streams = 0
+        self._num_channels = 0
         self._closing: list[Callable[[], None]] = []
         self._shared: dict[Callable[[World], Any], Any] = {}
         if store is not None and size > 1:
             try:
-                self._meet(Rendezvous(store, rank, size, timeout_seconds), store_host, job)
+                self._find_hosts(Rendezvous(store, rank, size, timeout_seconds), store_host, job)
             except BaseException as error:
-                if not isinstance(error, RingError):  # those are known to the others, or are this process's mistake
+                if not isinstance(
+                    error, RingError
+                ):  # the other ranks know of a RingError, or it is this rank's mistake
                     self.break_off("torchring.init()", error)
                 self.close()
                 raise
@@ -126,8 +134,8 @@ class World:
         self.local_rank = members.index(rank) if local_rank is None else local_rank
         self.local_size = len(members)
 
-    def _meet(self, rendezvous: Rendezvous, store_host: int | None, job: str) -> None:
-        """Find out who shares memory with whom, and that all mean the same backend."""
+    def _find_hosts(self, rendezvous: Rendezvous, store_host: int | None, job: str) -> None:
+        """Find out which ranks share memory, and check that all ranks were given the same backend."""
         self.rendezvous = rendezvous
         rendezvous.store_host = store_host
         rendezvous.check_job(job)
@@ -158,9 +166,9 @@ class World:
         return self.host is not None and self.host.size == self.size
 
     def next_channel_name(self) -> str:
-        """A name for one more stream of operations; equal on all ranks, which open streams in the same order."""
-        self._num_streams += 1
-        return f"stream{self._num_streams}"
+        """A new name; equal on all ranks, because all ranks open channels in the same order."""
+        self._num_channels += 1
+        return f"channel{self._num_channels}"
 
     def shared(self, open_it: Callable[[World], _T]) -> _T:
         """What `open_it(self)` returned at the first call with that function or class. Forgotten when the world closes.
@@ -175,28 +183,28 @@ class World:
         return shared
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called before the world closes, the latest first."""
+        """Call `callback` before the world closes; callbacks run in reverse order."""
         self._closing.append(callback)
 
-    def on_failure(self, stream: Fails) -> None:
-        """Have `stream.fail(error)` called when the world breaks. The stream is referred to weakly."""
-        self._told_of_failure.add(stream)
+    def on_failure(self, channel: Fails) -> None:
+        """Call `channel.fail(error)` when the world breaks. The world refers to `channel` weakly."""
+        self._told_of_failure.add(channel)
 
     def fail(self, error: RingError) -> None:
-        """Break this world: the peers, which may be waiting for this rank, stop with the same error."""
-        if self.failure is not None:  # what follows the first error are its echoes
+        """Break this world. Peers may be waiting for this rank: they raise the same error."""
+        if self.failure is not None:  # later errors are consequences of the first
             return
         self.failure = error
         if self.host is not None:
             self.host.report_failure(error)
-        for stream in list(self._told_of_failure):
-            stream.fail(error)
-        if self.rendezvous is not None and not self.shares_memory:  # ranks of other hosts may be opening a stream
+        for channel in list(self._told_of_failure):
+            channel.fail(error)
+        if self.rendezvous is not None and not self.shares_memory:  # ranks of other hosts may be opening a channel
             with contextlib.suppress(RingError):
                 self.rendezvous.hurried(_GOODBYE_SECONDS).give_up(decode_error(encode_error(error), self.rank))
 
     def break_off(self, what: str, cause: BaseException) -> None:
-        """`what`, an operation between ranks, was ended half way by `cause`."""
+        """Break this world because `cause` ended `what`, an operation between ranks, half way."""
         if not isinstance(cause, RingError):
             reason = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
             text = with_way_out(f"{what} was interrupted by {reason}, so ranks are out of step")
@@ -204,7 +212,7 @@ class World:
         self.fail(cause)
 
     def raise_if_broken(self) -> None:
-        """Raise what broke this world, if something has."""
+        """Raise the error that broke this world, if there is one."""
         if (failure := self.failure) is not None:
             if self.is_forked:
                 raise type(failure)(failure.message, rank=self.rank)
@@ -212,7 +220,7 @@ class World:
             raise type(failure)(text, rank=self.rank, peers=failure.peers) from failure
 
     def say_why_it_ends(self, reason: str, advice: str = "") -> None:
-        """Tell the peers why this rank takes part in nothing more. The first reason that is given counts."""
+        """Tell the peers why this rank leaves. Only the first reason is told."""
         count = f"{self.num_reductions} reduction{'' if self.num_reductions == 1 else 's'} of gradients"
         error = PeerLostError(f"{reason}, after {count}{advice}", peers=(self.rank,))
         if self.host is not None:
@@ -227,17 +235,17 @@ class World:
             self.raise_if_broken()
 
     def after_fork(self) -> None:
-        """In the child: nothing here may reach the parent, or another rank."""
+        """In a forked child: cut this copy of the world off from the parent and from the other ranks."""
         if self.size > 1:
             self.is_forked = True
-            # An engine's objects wait for its threads when they are destroyed, and these are the parent's. They stay
-            # until the child ends.
-            for stream in list(self._told_of_failure):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
+            # The destructors of an engine's objects wait for threads that only the parent has. One more reference keeps
+            # the objects until the child ends.
+            for channel in list(self._told_of_failure):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
             self.failure = RingError(_FORKED.format(rank=self.rank, pid=self._pid), rank=self.rank)
 
     def close(self) -> None:
-        """Leave. Peers that still wait for this rank raise PeerLostError. A forked child forgets: its parent stays."""
+        """Leave the world. Peers that still wait for this rank raise PeerLostError. A forked child sends nothing."""
         self.is_open = False
         if self.is_forked:
             return
@@ -256,9 +264,9 @@ _default: World | None = None
 _num_inits = 0
 _own_store: Store | None = None
 _num_groups = 0
-_own_group: dist.ProcessGroup | None = None  # the default process group, if it was made here
-_pid: int | None = None  # the process that joined
-_forked: RingError | None = None  # why a forked child cannot join
+_own_group: dist.ProcessGroup | None = None  # the default process group, if init() made one
+_pid: int | None = None  # of the process that joined
+_forked: RingError | None = None  # why this process, a forked child, cannot join
 
 
 def _after_fork() -> None:
@@ -276,97 +284,102 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def init(backend: Backend = "auto", *, timeout_seconds: float | None = None, process_group: bool = False) -> World:
-    """Join the world that the launcher started; collective. `wrap` and the collectives call it themselves.
+    """Join the world that the launcher started. Collective. `wrap` and the collectives call init() themselves.
 
-    A process group that the script already made is used for its rank, size and store, and otherwise left alone; the
-    script's own collectives never mix with torchring's. None is made unless asked for, so the script may still make its
-    own.
+    If the script has made a process group, torchring uses its rank, size and store, and nothing else of it: the
+    script's collectives never mix with torchring's. torchring makes no default process group unless asked to, so a
+    script may still make its own.
 
     Args:
         backend: the engine between hosts: "gloo", or "mpi" (mpi4py) where mpirun started the script. "auto" is "gloo".
-        timeout_seconds: a rank that keeps others waiting longer than this raises PeerTimeoutError on them; 300 unless
-            said.
-        process_group: make torch.distributed's default process group, too, unless the script has made it: over NCCL for
-            tensors on a GPU, over Gloo for others. `DistributedSampler(dataset)` and metrics that call `dist.*` need
-            it. `shutdown()` destroys the one that was made here.
+        timeout_seconds: a rank that keeps others waiting for longer makes them raise PeerTimeoutError. Default: 300.
+        process_group: also make torch.distributed's default process group, unless the script has made one: over NCCL
+            for tensors on a GPU, over Gloo for others. `DistributedSampler(dataset)` and metrics that call `dist.*`
+            need a process group. `shutdown()` destroys a process group that init() has made.
 
-    Returns the default world; a second call returns the same one.
+    Returns the default world. A second call returns the same world.
 
     Raises:
-        ValueError: unknown backend, a timeout that is not positive, or another one than the open world has.
+        ValueError: the backend is unknown, the timeout is not positive, or the open world has another one.
         TopologyError: the launcher's environment is incomplete, ranks were told different world sizes or backends,
-            processes that were started together would each train alone, or MPI is not what the launcher started.
+            processes that were launched as one job would each see a world of size 1, or the launcher did not start MPI.
         PeerTimeoutError: a rank did not show up.
     """
-    global _default, _num_inits, _pid
-    if _forked is not None:  # the launcher's environment, and the store, are the parent's
+    global _default
+    if _forked is not None:  # the launcher's environment and the store belong to the parent
         raise type(_forked)(_forked.message, rank=_forked.rank)
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if timeout_seconds is not None and not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds!r}")
-    if _default is not None:
-        if _default.size == 1:
-            _refuse_to_stay_alone()
-        if timeout_seconds not in (None, _default.timeout_seconds):
-            raise ValueError(
-                f"the world is open with timeout_seconds={_default.timeout_seconds:g}, got {timeout_seconds!r}; call "
-                "init() with it before anything else, or shutdown() first"
-            )
-        if backend not in ("auto", _default.backend):
-            raise ValueError(
-                f"the world is open with backend={_default.backend!r}, got {backend!r}; call init() with it before "
-                "anything else, or shutdown() first"
-            )
-        if process_group:
-            _make_process_group(_default)
-        return _default
-    timeout_seconds = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
-    launch = _launched()
-    rank, size, local_rank, launcher = launch.rank, launch.size, launch.local_rank, launch.launcher
-    if launch.member_pid is not None:
-        raise TopologyError(
-            f"this process (pid {os.getpid()}) was started by rank {rank} (pid {launch.member_pid}), which takes part "
-            "already; it can ask for rank() and size(), but only the rank itself can reduce or exchange tensors. If "
-            f"this process is to train by itself, set {CHOICE}=none in its environment",
-            rank=rank,
-        )
-    if launcher == _SCRIPTS_GROUP:
-        base: Store | None = dist.distributed_c10d._get_default_store()
-        store_host, job = None, ""
+    if _default is None:
+        _default = _join(backend, DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds)
     else:
-        base = _launcher_store(launch, timeout_seconds)
-        store_host, job = None if launch.store_is_hosted else 0, launch.job
-    if backend == "mpi":
-        if launcher == "none":
-            raise TopologyError("backend='mpi' needs a script that mpirun started; `mpirun -np 1` will do for one rank")
-        mpi_world(launcher, rank, size, instead="init without backend='mpi'")
-    store = PrefixStore(f"torchring/{_num_inits}", base) if base is not None else None
-    # Counted before opening: a world that failed to open has left keys behind that the next one must not read.
-    _num_inits += 1
-    if _pid is None:
-        atexit.register(_leave_at_exit)
-    _pid = os.getpid()
-    _default = World(
-        store,
-        rank,
-        size,
-        local_rank=local_rank,
-        timeout_seconds=timeout_seconds,
-        launcher=launcher,
-        store_host=store_host,
-        backend="gloo" if backend == "auto" else backend,
-        job=job,
-    )
-    if size > 1:
-        os.environ[MEMBER] = membership(os.environ, _pid, rank, size, _default.local_rank)
+        _check_open_world(_default, backend, timeout_seconds)
     if process_group:
         _make_process_group(_default)
     return _default
 
 
+def _check_open_world(world: World, backend: Backend, timeout_seconds: float | None) -> None:
+    """Raise unless `world`, which is open, is what init() was asked for."""
+    if world.size == 1:
+        _refuse_to_stay_alone()
+    for name, wanted, own in (
+        ("timeout_seconds", timeout_seconds, world.timeout_seconds),
+        ("backend", backend, world.backend),
+    ):
+        if wanted not in (None, "auto", own):
+            raise ValueError(
+                f"the world is open with {name}={own!r}, got {wanted!r}; call init() with it before anything else, or "
+                "shutdown() first"
+            )
+
+
+def _join(backend: Backend, timeout_seconds: float) -> World:
+    """Open the world that the launcher, or the script's process group, describes. Collective."""
+    global _num_inits, _pid
+    launch = _launched()
+    if launch.member_pid is not None:
+        raise TopologyError(
+            f"this process (pid {os.getpid()}) was started by rank {launch.rank} (pid {launch.member_pid}), which "
+            "takes part already; it can ask for rank() and size(), but only the rank itself can reduce or exchange "
+            f"tensors. If this process is to train by itself, set {CHOICE}=none in its environment",
+            rank=launch.rank,
+        )
+    if launch.launcher == _SCRIPTS_GROUP:
+        base: Store | None = dist.distributed_c10d._get_default_store()
+        store_host = None
+    else:
+        base = _launcher_store(launch, timeout_seconds)
+        store_host = None if launch.store_is_hosted else 0
+    if backend == "mpi":
+        if launch.launcher == "none":
+            raise TopologyError("backend='mpi' needs a script that mpirun started; `mpirun -np 1` will do for one rank")
+        mpi_world(launch.launcher, launch.rank, launch.size, instead="init without backend='mpi'")
+    store = PrefixStore(f"torchring/{_num_inits}", base) if base is not None else None
+    _num_inits += 1  # before opening: a world that fails to open leaves keys behind, which the next must not read
+    if _pid is None:
+        atexit.register(_leave_at_exit)
+    _pid = os.getpid()
+    world = World(
+        store,
+        launch.rank,
+        launch.size,
+        local_rank=launch.local_rank,
+        timeout_seconds=timeout_seconds,
+        launcher=launch.launcher,
+        store_host=store_host,
+        backend="gloo" if backend == "auto" else backend,
+        job=launch.job,
+    )
+    if world.size > 1:
+        os.environ[MEMBER] = membership(os.environ, _pid, world.rank, world.size, world.local_rank)
+    return world
+
+
 def shutdown() -> None:
-    """Leave the world. `init()` may be called again, by all ranks. Harmless when there is none."""
+    """Leave the world. All ranks may call `init()` again. Does nothing if no world is open."""
     global _default, _own_group
     if _default is not None:
         world, _default = _default, None
@@ -383,7 +396,7 @@ def is_initialized() -> bool:
 
 
 def default_world() -> World:
-    """The world of the module-level functions, joined now if it was not yet."""
+    """The world that the module-level functions act on. Joins the world if this process has not joined yet."""
     if _default is None:
         return init()
     if _default.size == 1:
@@ -392,18 +405,18 @@ def default_world() -> World:
 
 
 def _refuse_to_stay_alone() -> None:
-    """Raise TopologyError if this process has become one of several since it joined a world of one."""
+    """Raise TopologyError if this process joined a world of one, and has become one of several ranks since."""
     launch = _launched()
     if launch.size > 1:
         raise TopologyError(
-            f"this process is rank {launch.rank} of {launch.size} by now, but something of torchring's was called "
-            "before, when it was alone, and would train alone. Call torchring.shutdown() after init_process_group(), "
-            "or call nothing of torchring's before it"
+            f"this process is rank {launch.rank} of {launch.size} by now, but it joined a world of size 1 before, when "
+            "it was alone, and would train alone. Call torchring.shutdown() after init_process_group(), or call "
+            "nothing of torchring's before init_process_group()"
         )
 
 
 def rank() -> int:
-    """This process's number, 0 <= rank() < size(). As `size` and, mostly, `local_rank`, it needs no other rank.
+    """Number of this process, 0 <= rank() < size(). Waits for no other rank.
 
     In a process that a rank has started, such as a DataLoader's worker: the number of that rank.
     """
@@ -411,19 +424,22 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Number of processes that train together."""
+    """Number of processes that train together. Waits for no other rank."""
     return _default.size if _default is not None else _launched().size
 
 
 def local_rank() -> int:
-    """This process's number on its host: the launcher's LOCAL_RANK where it gave one."""
+    """Number of this process on its host: the launcher's LOCAL_RANK, where the launcher gives one.
+
+    Waits for the other ranks only where the launcher gives none.
+    """
     if _default is None and (said := _launched().local_rank) is not None:
         return said
     return default_world().local_rank
 
 
 def local_size() -> int:
-    """Number of ranks that share this host's memory, this one included."""
+    """Number of ranks on this host, this rank included."""
     return default_world().local_size
 
 
@@ -438,9 +454,10 @@ def num_nodes() -> int:
 
 
 def device() -> torch.device:
-    """Where this rank should put its model: a GPU of its own if there is one for each rank of this host, or the CPU.
+    """Where this rank should put its model: on a GPU if this process sees any, else on the CPU.
 
-    The local_rank()-th of those that it sees; the first where it sees just one, as launchers may arrange it.
+    The GPU is number local_rank() modulo the number of GPUs that this process sees. So a launcher may show each rank a
+    single GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -448,7 +465,7 @@ def device() -> torch.device:
 
 
 def _launched() -> LaunchEnvironment:
-    """Who this process is, as the script's process group, the rank that started it, or the launcher says."""
+    """What the script's process group, the rank that started this process, or the launcher says about this process."""
     if dist.is_available() and dist.is_initialized():
         check_group(os.environ, dist.get_world_size())
         local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
@@ -460,7 +477,7 @@ def _launched() -> LaunchEnvironment:
 
 
 def _make_process_group(world: World) -> None:
-    """Make the default process group, unless there is one. Collective where there is none."""
+    """Make torch.distributed's default process group, unless there is one. Collective."""
     global _num_groups, _own_group
     if dist.is_initialized():
         return
@@ -468,7 +485,7 @@ def _make_process_group(world: World) -> None:
     _num_groups += 1
     store: Store = dist.HashStore()
     if world.rendezvous is not None:
-        world.rendezvous.exchange(name, b"")  # an absent rank is named here; torch.distributed would not name it
+        world.rendezvous.exchange(name, b"")  # names an absent rank, as torch.distributed does not
         store = PrefixStore(name, world.rendezvous.store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo",
@@ -481,7 +498,7 @@ def _make_process_group(world: World) -> None:
 
 
 def _launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
-    """Where the ranks meet. Kept for a later init()."""
+    """The store at which the ranks meet. A later init() uses the same store."""
     global _own_store
     if _own_store is None:
         tcp = open_store(launch, timeout_seconds)
@@ -493,35 +510,35 @@ def _launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store 
 
 
 def _leave_at_exit() -> None:
-    """Tell the peers that this script has ended, and why; they may still wait for this rank.
+    """Tell the peers that this script has ended, and why: the peers may still wait for this rank.
 
-    Under MPI a script that ends without shutdown() leaves the world, too, before MPI's own exit: MPI_Finalize waits for
-    all ranks, so a rank that has raised would linger there, and its peers would wait for it here until the time-out.
-    Elsewhere the end of the process tells them. Not in a fork, which shares its parent's sockets.
+    Under MPI, also leave the world before MPI's own exit. MPI_Finalize waits for all ranks: a rank that has raised an
+    exception would wait there, while its peers wait for that rank until the time-out. Without MPI, the end of the
+    process tells the peers. A forked child tells nothing, because it shares its parent's sockets.
     """
     if _default is None or _pid != os.getpid():
         return
-    # Set for an exception that nobody caught. In an interactive session the exception may be an old one.
+    # Python sets last_value to an exception that nobody caught. In an interactive session it may be an old exception.
     error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
     if error is not None:
         _default.say_why_it_ends(f"its script ended with {type(error).__name__}: {error}")
-    else:  # or with sys.exit(1): its own output says
+    else:  # after sys.exit(1), too, of which Python keeps no trace
         _default.say_why_it_ends("its script had ended", _ADVICE)
     if "mpi4py.MPI" in sys.modules:
         shutdown()
 
 
 def _say_if_alone() -> None:
-    """At exit: say so, once for each launch, if a launcher started several processes that have trained and never met.
+    """At exit of rank 0: print a warning if the processes of this launch have trained, but never joined a world.
 
-    A loop that updates parameters by hand has no optimizer to wrap; or somebody forgot to. Not for a script that cannot
-    have trained, such as a command of torchring's.
+    The script has no optimizer to wrap, because it updates parameters by hand; or its author forgot to wrap one. A
+    script that cannot have trained, such as a command of torchring's, prints nothing.
     """
     if _num_inits or os.getpid() != _imported_by or getattr(sys, "last_value", None) is not None:
-        return  # it met the others, is a fork of one that may have, or has failed
+        return  # this process has joined a world, is a fork of one that may have, or has failed
     if not _has_built_graphs():
         return
-    # destroy_process_group() leaves this one name behind.
+    # destroy_process_group() leaves this name set.
     if dist.is_available() and (
         dist.is_initialized() or getattr(dist.distributed_c10d, "_default_pg_init_method", None) is not None
     ):
@@ -539,7 +556,7 @@ def _say_if_alone() -> None:
 
 
 def _has_built_graphs() -> bool:
-    """Whether this thread has computed something that backward could go through."""
+    """Whether this thread has built an autograd graph."""
     count = getattr(torch._C._autograd, "_get_sequence_nr", None)
     return count is None or count() > 0
 
