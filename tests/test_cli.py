@@ -16,6 +16,7 @@ import types
 from pathlib import Path
 
 import pytest
+from documents import ROOT, blocks
 from harness import is_running, wait_until
 
 import torchring
@@ -200,8 +201,7 @@ def test_doctor_is_called_with_all_that_is_its_own(monkeypatch: pytest.MonkeyPat
 
 def test_readmes_first_script_trains_as_pasted(launcher: Launcher) -> None:
     """And ranks reduce together."""
-    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-    code = readme.partition("```python\n")[2].partition("```")[0]
+    code = blocks(ROOT / "README.md", "python")[0].code
     code += """
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""README's snippets for users of DDP, Trainer, Accelerate and Lightning, as pasted: they train as DDP does.
+"""Code of docs/ddp.md and docs/frameworks.md, as pasted: it trains as DDP does.
 
 Where torchring and the framework's own DDP would both reduce, the framework's run ends with torchring's error.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 import os
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_same_on_all_ranks, digest
+from documents import ROOT, blocks, snippet
 from harness import run_ranks
 from test_optimizer_contract import attempt
 from torch import Tensor, nn
@@ -23,16 +22,8 @@ from torch.utils.data import Dataset
 
 import torchring
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+DDP, FRAMEWORKS = ROOT / "docs" / "ddp.md", ROOT / "docs" / "frameworks.md"
 ADAMW = "torch.optim.AdamW({}.parameters())"
-
-
-def snippet(heading: str) -> str:
-    """The first block of code under the heading."""
-    section = README.read_text().split(f"\n{heading}\n", 1)[1]
-    found = re.search(r"^```(?:python|diff)\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    assert found
-    return found[1]
 
 
 def side_of(diff: str, sign: str) -> str:
@@ -49,7 +40,7 @@ def edited(code: str, *replacements: tuple[str, str]) -> str:
 def run(code: str) -> dict[str, Any]:
     torch.manual_seed(0)  # the snippets draw their data
     namespace: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), namespace)
+    exec(compile(code, "docs", "exec"), namespace)
     return namespace
 
 
@@ -63,11 +54,11 @@ def _outcome(model: nn.Module, optimizer: Any = None) -> tuple[list[float], int]
     return weights, optimizer.stats().num_reductions
 
 
-# Each of these trains in several ways: "ring" as README says, "ddp" without torchring, "both" by mistake.
+# Each of these trains in several ways: "ring" as the pages say, "ddp" without torchring, "both" by mistake.
 
 
 def _plain(rank: int) -> dict[str, Any]:
-    diff = snippet("## From DistributedDataParallel")
+    diff = snippet(DDP, "# Moving from DistributedDataParallel")
     ring = run(side_of(diff, "+"))
     found: dict[str, Any] = {"ring": _outcome(ring["model"], ring["optimizer"])}
     torchring.shutdown()
@@ -115,7 +106,7 @@ def _trainer(rank: int) -> dict[str, Any]:
         trainer.train()
         return trainer
 
-    ring, ddp = trained(run(snippet("### Trainer of transformers"))["RingTrainer"]), trained(Trainer)
+    ring, ddp = trained(run(snippet(FRAMEWORKS, "## Hugging Face Trainer"))["RingTrainer"]), trained(Trainer)
     return {
         "ring": _outcome(ring.model, ring.optimizer),
         "ddp": _outcome(ddp.model),
@@ -124,7 +115,7 @@ def _trainer(rank: int) -> dict[str, Any]:
 
 
 def _accelerate(rank: int) -> dict[str, Any]:
-    code = snippet("### Accelerate")
+    code = snippet(FRAMEWORKS, "## Accelerate")
     both = edited(
         code, ("optimizer, loader = accelerator.prepare(", "model, optimizer, loader = accelerator.prepare(model, ")
     )
@@ -140,7 +131,7 @@ def _accelerate(rank: int) -> dict[str, Any]:
 
 def _lightning(rank: int) -> dict[str, Any]:
     quiet = "max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False"
-    code = edited(snippet("### Lightning"), ("max_epochs=2", f"{quiet}, enable_model_summary=False"))
+    code = edited(snippet(FRAMEWORKS, "## Lightning"), ("max_epochs=2", f"{quiet}, enable_model_summary=False"))
     both = edited(code, ("RingStrategy(),", "'ddp',"))
     adamw = ADAMW.format("self")
     ddp = edited(both, (f"torchring.wrap({adamw}, self)", adamw))
@@ -161,7 +152,7 @@ def _lightning(rank: int) -> dict[str, Any]:
 
 
 def _buffers_and_copies(rank: int) -> dict[str, Any]:
-    """README's lines on what DDP does and torchring leaves to the script."""
+    """What DDP does and torchring leaves to the script."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
     torchring.broadcast_parameters(model)
@@ -206,8 +197,15 @@ def test_the_frameworks_own_ddp_beside_torchring_is_an_error(outcomes: list[Any]
         assert "belongs to a DistributedDataParallel" in error
 
 
+def test_every_snippet_is_run_here() -> None:
+    assert len(blocks(FRAMEWORKS, "python")) == 3
+    assert len(blocks(DDP, "diff")) == 1
+
+
 def test_ten_lines_change() -> None:
-    assert sum(line[0] in "+-" for line in snippet("## From DistributedDataParallel").split("\n") if line) == 10
+    assert (
+        sum(line[0] in "+-" for line in snippet(DDP, "# Moving from DistributedDataParallel").split("\n") if line) == 10
+    )
 
 
 def test_buffers_and_copies(outcomes: list[Any]) -> None:

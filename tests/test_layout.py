@@ -99,12 +99,12 @@ def test_top_level() -> None:
     entries = [path for path in ROOT.iterdir() if not path.name.startswith(".")]
     folders = {path.name for path in entries if path.is_dir()}
     folders -= ignored([f"{name}/" for name in sorted(folders)])
-    assert folders == {"torchring", "kernels", "examples", "tests", "bench", "editable"}
+    assert folders == {"torchring", "kernels", "examples", "tests", "bench", "docs", "editable"}
     files = {path.name for path in entries if path.is_file()}
     files -= ignored(sorted(files))
     assert files == {
         "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "Makefile", "CHANGELOG.md", "LICENSE", "SECURITY.md",
-        "constraints.txt",
+        "constraints.txt", "mkdocs.yml",
     }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ import torchring
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("kernels", "bench")  # folders at the top that are sub-packages of the distribution
 LINKED_FILES = sorted(str(f.relative_to(ROOT)) for name in LINKED for f in (ROOT / name).rglob("*.py"))
-NOT_INSTALLED = {"kernels", "tests", "bench", "examples", "build"}
+NOT_INSTALLED = {"kernels", "tests", "bench", "examples", "docs", "build"}
 
 
 def pip(*arguments: str | Path) -> None:
@@ -115,7 +115,7 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     required = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
     assert {re.split(r"[^\w-]", text)[0] for text in required} == {"torch", "triton", "numpy"}
-    assert set(metadata.get_all("Provides-Extra")) == {"mpi", "examples", "bench", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"mpi", "examples", "bench", "docs", "dev"}
 
 
 def test_installed_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
@@ -215,9 +215,9 @@ def test_wheel_from_the_unpacked_sdist_is_the_same(sdist: Path, source: Path, wh
     assert links == []  # a link out of the package would lead nowhere
     for needed in ("pyproject.toml", "README.md", "LICENSE", "torchring/py.typed", "torchring/kernels/pack.py"):
         assert f"{top}/{needed}" in names
-    folders = ("tests", "examples", "bench", "kernels")
+    folders = ("tests", "examples", "bench", "kernels", "docs")
     files = [file for folder in folders for file in (source / folder).rglob("*") if file.is_file()]
-    files += map(source.joinpath, ("Makefile", "constraints.txt", "CHANGELOG.md", "SECURITY.md"))
+    files += map(source.joinpath, ("Makefile", "constraints.txt", "mkdocs.yml", "CHANGELOG.md", "SECURITY.md"))
     assert len(files) > 100
     assert {f"{top}/{file.relative_to(source)}" for file in files if file.suffix != ".pyc"} <= set(names)
     again = build_wheel(tmp_path / top, tmp_path / "out")
