@@ -227,7 +227,8 @@ class DistributedOptimizer(Optimizer):
         Args:
             closure: evaluates the model and calls backward, as for any optimizer. The loss that it returns is averaged
                 over ranks, so that an optimizer that decides by it (LBFGS) decides alike everywhere.
-            args, kwargs: passed on, for optimizers whose step() takes more.
+            *args: passed to the wrapped optimizer's step().
+            **kwargs: passed to the wrapped optimizer's step().
 
         Raises:
             GradientError: a gradient is known to be unreduced or not finite, or parameters have drifted apart.
