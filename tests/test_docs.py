@@ -137,7 +137,8 @@ class Commands:
 
             _parser().parse_args(arguments[1:])
         elif arguments[0] == "bench":
-            source = (ROOT / "bench" / f"{arguments[1]}.py").read_text()
+            source = cli._benchmarks().get(arguments[1], "")
+            assert source, f"there is no benchmark {arguments[1]}"
             assert all(f'"{word}"' in source for word in arguments[2:] if word.startswith("-")), arguments
         else:
             count = len(self.started)
