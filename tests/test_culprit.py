@@ -61,13 +61,13 @@ def test_a_process_that_did_not_run_while_it_waited_says_so(monkeypatch: pytest.
     def body(rank: int, size: int, store: dist.Store) -> Any:
         rendezvous = Rendezvous(store, rank, size, 20.0)
         transport = C10dTransport(rendezvous, "stream")
-        rendezvous.exchange("open", b"")
+        rendezvous.all_gather("open", b"")
         error = None
         if rank == 0:
             with pytest.raises(PeerTimeoutError) as caught:
                 transport.guard(lambda: transport.interruptible(wait, 1), 1)
             error = caught.value
-        rendezvous.exchange("over", b"")
+        rendezvous.all_gather("over", b"")
         transport.close()
         return error
 

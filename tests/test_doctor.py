@@ -38,7 +38,7 @@ from torchring.doctor.report import (
     read,
     verdict,
 )
-from torchring.rendezvous.interfaces import gloo_address
+from torchring.rendezvous.addresses import gloo_address
 
 needs_namespaces = pytest.mark.skipif(netns.why_unavailable() is not None, reason=str(netns.why_unavailable()))
 

@@ -112,7 +112,7 @@ def _at_every_line(rank: int, size: int, store: dist.Store, first: int, step: in
         outcomes: list[Any] = []
         _sums(collectives, rank, outcomes, stop)
         over = [stop is not None and len(stop.countdown) == (1 if also is None else 2)]
-        everybody = apart.exchange("over", bytes(over))
+        everybody = apart.all_gather("over", bytes(over))
         results.append(outcomes)
         world.close()
         if any(map(any, everybody)):  # the call ended before that line

@@ -29,7 +29,8 @@ from netns import needs_hosts
 import torchring
 from torchring.bench.netns import INTERFACE, Network
 from torchring.errors import PeerTimeoutError, TopologyError
-from torchring.rendezvous import store as meeting
+from torchring.rendezvous import addresses
+from torchring.rendezvous import store as store_module
 from torchring.rendezvous.environment import (
     MEMBER,
     LaunchEnvironment,
@@ -511,7 +512,7 @@ class Request:
 
 
 class Comm:
-    """The two collectives that a meeting takes; `shared` is one list for all ranks."""
+    """The two collectives that meeting over MPI takes; `shared` is one list for all ranks."""
 
     def __init__(self, rank: int, size: int, shared: dict[Any, bytes]) -> None:
         self.rank, self.size, self.shared = rank, size, shared
@@ -529,11 +530,11 @@ class Comm:
 
     def Ibcast(self, buffer: bytearray, root: int) -> Request:
         if self.rank == root:
-            self.shared["card"] = bytes(buffer)
+            self.shared["endpoint"] = bytes(buffer)
 
         def is_done() -> bool:
-            buffer[:] = self.shared.get("card", buffer)
-            return "card" in self.shared
+            buffer[:] = self.shared.get("endpoint", buffer)
+            return "endpoint" in self.shared
 
         return Request(is_done)
 
@@ -543,13 +544,13 @@ def launched(rank: int, size: int) -> LaunchEnvironment:
 
 
 def _meet(rank: int, size: int, _: Any, shared: dict[Any, bytes], timeout: float = 10.0) -> Any:
-    part = meeting._Meeting(Comm(rank, size, shared))
-    card = part.attend(timeout)
-    store = part.store or meeting._connect(launched(rank, size), card, timeout)
+    part = store_module._MpiRendezvous(Comm(rank, size, shared))
+    endpoint = part.exchange_endpoint(timeout)
+    store = part.store or store_module._connect(launched(rank, size), endpoint, timeout)
     store.set(f"from{rank}", str(rank))
     values = [store.get(f"from{other}") for other in range(size)]
     done.wait(10) if (done := _barriers.get(id(shared))) else None
-    return card, values
+    return endpoint, values
 
 
 _barriers: dict[int, threading.Barrier] = {}
@@ -573,49 +574,49 @@ def listening_on(port: int) -> set[str]:
 
 
 def test_ranks_of_one_host_meet_on_loopback() -> None:
-    for card, values in meet(3):
-        assert card["addresses"] == ["127.0.0.1"]
+    for endpoint, values in meet(3):
+        assert endpoint["addresses"] == ["127.0.0.1"]
         assert values == [b"0", b"1", b"2"]
-    card = meeting._Meeting(Comm(0, 1, {}))._host(is_local=True, timeout_seconds=5.0)
-    assert len(card["token"]) == 32
+    endpoint = store_module._MpiRendezvous(Comm(0, 1, {}))._host(is_local=True, timeout_seconds=5.0)
+    assert len(endpoint["token"]) == 32
 
 
 def test_without_proc_nobody_takes_another_for_a_process_of_the_same_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert meeting._network_digest() == meeting._network_digest()
+    assert store_module._network_digest() == store_module._network_digest()
 
     def missing(path: str) -> Any:
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(os, "stat", missing)
-    assert meeting._network_digest() != meeting._network_digest()
+    assert store_module._network_digest() != store_module._network_digest()
 
 
 @pytest.mark.parametrize("is_local", [True, False])
 def test_where_the_store_listens(is_local: bool) -> None:
-    part = meeting._Meeting(Comm(0, 1, {}))
-    card = part._host(is_local=is_local, timeout_seconds=5.0)
-    assert (listening_on(card["port"]) == {"0100007F"}) is is_local
+    part = store_module._MpiRendezvous(Comm(0, 1, {}))
+    endpoint = part._host(is_local=is_local, timeout_seconds=5.0)
+    assert (listening_on(endpoint["port"]) == {"0100007F"}) is is_local
 
 
 def test_ranks_of_several_hosts_take_an_address_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the last one: the first has nobody listening, the second is a name that nobody knows."""
     digests = {f"rank {rank}": bytes([rank]) * 32 for rank in range(3)}
-    monkeypatch.setattr(meeting, "_network_digest", lambda: digests[threading.current_thread().name])
-    monkeypatch.setattr(meeting, "own_addresses", lambda: ["127.77.77.77", "torchring.invalid", "127.0.0.1"])
+    monkeypatch.setattr(store_module, "_network_digest", lambda: digests[threading.current_thread().name])
+    monkeypatch.setattr(store_module, "own_addresses", lambda: ["127.77.77.77", "torchring.invalid", "127.0.0.1"])
     create_server = socket.create_server
     monkeypatch.setattr(socket, "create_server", lambda *_: create_server(("127.0.0.1", 0)))
-    for card, values in meet(3):
-        assert len(card["addresses"]) == 3
+    for endpoint, values in meet(3):
+        assert len(endpoint["addresses"]) == 3
         assert values == [b"0", b"1", b"2"]
 
 
 def test_addresses_that_do_not_work_are_all_named() -> None:
-    card = {"host": "far", "port": free_port(), "addresses": ["127.0.0.1", "torchring.invalid"], "token": "x"}
+    endpoint = {"host": "far", "port": free_port(), "addresses": ["127.0.0.1", "torchring.invalid"], "token": "x"}
     started = time.monotonic()
     with pytest.raises(
         TopologyError, match=r"rank 1 .*on far, port .*127\.0\.0\.1 \(.*refused\), torchring\.invalid \("
     ) as caught:
-        meeting._connect(launched(1, 2), card, 0.5)
+        store_module._connect(launched(1, 2), endpoint, 0.5)
     assert caught.value.peers == (0,)
     assert time.monotonic() - started < 10.0
 
@@ -623,23 +624,23 @@ def test_addresses_that_do_not_work_are_all_named() -> None:
 def test_somebody_elses_store_is_not_taken() -> None:
     """A container bridge's address leads each host to itself."""
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    card = {"host": "far", "port": other.port, "addresses": ["127.0.0.1"], "token": "right"}
+    endpoint = {"host": "far", "port": other.port, "addresses": ["127.0.0.1"], "token": "right"}
     for token in (None, "wrong"):
         if token:
             other.set("torchring/token", token)
         with pytest.raises(TopologyError, match="another store answers there"):
-            meeting._connect(launched(1, 2), card, 0.3)
+            store_module._connect(launched(1, 2), endpoint, 0.3)
     other.set("torchring/token", "right")
-    assert meeting._connect(launched(1, 2), card, 0.3).get("torchring/token") == b"right"
+    assert store_module._connect(launched(1, 2), endpoint, 0.3).get("torchring/token") == b"right"
 
 
 def test_a_meeting_that_not_all_attend_ends_and_can_be_resumed() -> None:
     shared: dict[Any, bytes] = {}
-    first = meeting._Meeting(Comm(0, 2, shared))
+    first = store_module._MpiRendezvous(Comm(0, 2, shared))
     with pytest.raises(PeerTimeoutError, match="2 processes that mpirun started, not all came"):
-        first.attend(0.2)
-    second = meeting._Meeting(Comm(1, 2, shared))
-    assert first.attend(5.0) == second.attend(5.0)
+        first.exchange_endpoint(0.2)
+    second = store_module._MpiRendezvous(Comm(1, 2, shared))
+    assert first.exchange_endpoint(5.0) == second.exchange_endpoint(5.0)
 
 
 def test_a_rank_0_that_cannot_listen_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -648,13 +649,13 @@ def test_a_rank_0_that_cannot_listen_tells_the_others(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(socket, "create_server", fail)
     shared: dict[Any, bytes] = {}
-    parts = [meeting._Meeting(Comm(rank, 2, shared)) for rank in (0, 1)]
+    parts = [store_module._MpiRendezvous(Comm(rank, 2, shared)) for rank in (0, 1)]
     for part in parts:
-        assert "cannot host the store: [Errno 24] Too many" in part.attend(5.0)["error"]
+        assert "cannot host the store: [Errno 24] Too many" in part.exchange_endpoint(5.0)["error"]
 
 
 def test_own_addresses_are_no_loopback() -> None:
-    found = meeting.own_addresses()
+    found = addresses.own_addresses()
     assert found[-1] == socket.gethostname()
     assert not any(address.startswith("127.") or address == "::1" for address in found)
     assert len(set(found)) == len(found)
@@ -739,9 +740,9 @@ def _unknown_mpi(rank: int, size: int) -> tuple[Any, Any]:
         Is_initialized = staticmethod(lambda: True)
         Is_finalized = staticmethod(lambda: False)
 
-    assert meeting.unannounced_mpi({}) is None
+    assert store_module.unannounced_mpi({}) is None
     sys.modules["mpi4py.MPI"] = Fake  # type: ignore[assignment]
-    return meeting.unannounced_mpi({}), meeting.unannounced_mpi({"TORCHRING_LAUNCHER": "none"})
+    return store_module.unannounced_mpi({}), store_module.unannounced_mpi({"TORCHRING_LAUNCHER": "none"})
 
 
 def test_a_script_that_has_started_mpi_itself() -> None:

@@ -224,10 +224,10 @@ def run_with_intruder(intrude: Callable[[dict[str, str]], Any]) -> tuple[Any, An
             # Rank 0 does not know yet that rank 1 shares its host: it has to be told, or it would not listen.
             card = card_of(store, 0)
             rendezvous = Rendezvous(store, 1, 2, 10.0)
-            exchange, told = rendezvous.exchange, []
+            all_gather, told = rendezvous.all_gather, []
 
             def intrude_after_cards(name: str, value: bytes) -> list[bytes]:
-                values = exchange(name, value)
+                values = all_gather(name, value)
                 if not told:
                     told.append(name)
                     try:
@@ -236,7 +236,7 @@ def run_with_intruder(intrude: Callable[[dict[str, str]], Any]) -> tuple[Any, An
                         intruded.set()
                 return values
 
-            rendezvous.exchange = intrude_after_cards  # type: ignore[method-assign]
+            rendezvous.all_gather = intrude_after_cards  # type: ignore[method-assign]
             group = connect(rendezvous)
         else:
             group = connect(Rendezvous(store, 0, 2, 10.0))
@@ -273,7 +273,7 @@ def test_the_right_token_would_be_admitted() -> None:
             return None
         rendezvous = Rendezvous(store, 1, 2, 5.0)
         card = {"address": "none", "token": "none", "host": host_module._host_identity()}
-        rendezvous.exchange("host", json.dumps(card).encode())
+        rendezvous.all_gather("host", json.dumps(card).encode())
         target = card_of(store, 0)
         said.append(_try_hello(target, json.dumps({"rank": 1, "token": target["token"]}).encode()))
         return None

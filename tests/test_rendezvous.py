@@ -34,10 +34,10 @@ def run(size: int, body: Callable[..., Any], *, timeout_seconds: float = 10.0) -
 def test_exchange_gives_everybody_everybodys_value_in_rank_order(size: int) -> None:
     def body(rendezvous: Rendezvous) -> list[list[bytes]]:
         rounds = []
-        for turn in range(3):  # the same name again is another exchange
+        for turn in range(3):  # the same name again is another all-gather
             if rendezvous.rank == turn:
                 time.sleep(0.05)
-            rounds.append(rendezvous.exchange("name", bytes([turn, rendezvous.rank, 0, 255])))
+            rounds.append(rendezvous.all_gather("name", bytes([turn, rendezvous.rank, 0, 255])))
         return rounds
 
     expected = [[bytes([turn, rank, 0, 255]) for rank in range(size)] for turn in range(3)]
@@ -46,7 +46,7 @@ def test_exchange_gives_everybody_everybodys_value_in_rank_order(size: int) -> N
 
 def test_exchange_of_nothing_and_of_much() -> None:
     def body(rendezvous: Rendezvous) -> list[bytes]:
-        return rendezvous.exchange("a", b"") + rendezvous.exchange("b", b"x" * (2**20 + rendezvous.rank))
+        return rendezvous.all_gather("a", b"") + rendezvous.all_gather("b", b"x" * (2**20 + rendezvous.rank))
 
     for values in run(2, body):
         assert values == [b"", b"", b"x" * 2**20, b"x" * (2**20 + 1)]
@@ -56,9 +56,9 @@ def test_exchanges_of_different_names_do_not_mix() -> None:
     def body(rendezvous: Rendezvous) -> tuple[list[bytes], list[bytes]]:
         first, second = ("a", "b") if rendezvous.rank == 0 else ("b", "a")
         results = {}
-        barrier = threading.Thread(target=lambda: results.update({first: rendezvous.exchange(first, first.encode())}))
+        barrier = threading.Thread(target=lambda: results.update({first: rendezvous.all_gather(first, first.encode())}))
         barrier.start()
-        results[second] = rendezvous.exchange(second, second.encode())
+        results[second] = rendezvous.all_gather(second, second.encode())
         barrier.join()
         return results["a"], results["b"]
 
@@ -96,7 +96,7 @@ def test_an_absent_rank_is_named_by_exchange() -> None:
         if rendezvous.rank == 1:
             return None
         with pytest.raises(PeerTimeoutError) as caught:
-            rendezvous.exchange("name", b"")
+            rendezvous.all_gather("name", b"")
         return caught.value.peers
 
     assert run(3, body, timeout_seconds=0.3) == [(1,), None, (1,)]
@@ -110,7 +110,7 @@ def test_giving_up_reaches_those_who_wait_at_once() -> None:
             return None
         started = time.monotonic()
         with pytest.raises(TopologyError, match="no world will come"):
-            rendezvous.exchange("name", b"")
+            rendezvous.all_gather("name", b"")
         return time.monotonic() - started
 
     assert run(2, body)[0] < 2.0
@@ -129,7 +129,7 @@ def test_disagreeing_on_the_size_is_an_error_on_every_rank(order: tuple[int, ...
 
         def agree() -> None:
             rendezvous.agree_on_size()
-            rendezvous.exchange("host", b"")
+            rendezvous.all_gather("host", b"")
 
         with pytest.raises(TopologyError, match=r"world of 3.*world of 4|world of 4.*world of 3"):
             agree()
@@ -189,21 +189,21 @@ def test_who_is_in_a_hurry_waits_less_for_the_same_store() -> None:
     store: Any = _SilentStore()
     patient = Rendezvous(store, 0, 2, 20.0)
     with pytest.raises(PeerTimeoutError, match=r"the launcher hosts, did not answer within 0\.1 s"):
-        patient.hurried(0.1).is_published("key")
+        patient.with_timeout(0.1).is_published("key")
     assert patient.timeout_seconds == 20.0
-    assert Rendezvous(store, 0, 2, 1.0).hurried(5.0).timeout_seconds == 1.0
+    assert Rendezvous(store, 0, 2, 1.0).with_timeout(5.0).timeout_seconds == 1.0
     store.plugged_in.set()
 
 
 def test_the_thread_that_asks_the_store_ends_with_the_last_who_could() -> None:
     before = set(threading.enumerate())  # of which others may end meanwhile
     rendezvous = Rendezvous(dist.HashStore(), 0, 1, 1.0)
-    hurried = rendezvous.hurried(0.5)
+    hasty = rendezvous.with_timeout(0.5)
     rendezvous.publish("key", b"1")
     del rendezvous
-    assert hurried.is_published("key")
+    assert hasty.is_published("key")
     assert len(set(threading.enumerate()) - before) == 1
-    del hurried
+    del hasty
     end = time.monotonic() + 5.0
     while set(threading.enumerate()) - before and time.monotonic() < end:
         time.sleep(0.01)
@@ -216,7 +216,7 @@ def _ask_late(rank: int, size: int, stays_seconds: float) -> Any:
     rendezvous = Rendezvous(store, rank, size, 20.0)
     rendezvous.store_host = 0
     rendezvous.publish(f"words/{rank}", b"why")
-    rendezvous.exchange("met", b"")
+    rendezvous.all_gather("met", b"")
     rendezvous.stay_until_published(["heard"], stays_seconds)
     if rank == 0:
         return None

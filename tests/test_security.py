@@ -151,9 +151,9 @@ def test_the_intruder_would_notice_memory() -> None:
                 connect(rendezvous)
             return None
         card = {"address": "none", "token": "none", "host": host_module._host_identity()}
-        target = json.loads(rendezvous.exchange("host", json.dumps(card).encode())[0])
+        target = json.loads(rendezvous.all_gather("host", json.dumps(card).encode())[0])
         intruder = _intrude(target, _hello(1, target["token"]), os.getuid())
-        rendezvous.exchange("reachable", b"[0]")
+        rendezvous.all_gather("reachable", b"[0]")
         return _told(intruder)
 
     said, num_descriptors = run_threads(on_rank, 2)[1]

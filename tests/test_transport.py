@@ -78,8 +78,8 @@ def _on_mpi_rank(
 
 
 def _run_and_close(body: Callable[..., Any], meeting: Rendezvous, transports: list[Any]) -> Any:
-    result = body(lambda: meeting.exchange("meet", b""), *transports)
-    meeting.exchange("finished", b"")
+    result = body(lambda: meeting.all_gather("meet", b""), *transports)
+    meeting.all_gather("finished", b"")
     for transport in transports:
         transport.close()
     return result

@@ -44,7 +44,7 @@ def run_ranks(body: Any) -> list[Any]:
 def _on_rank(rank: int, store: dist.Store, communicator: Any, body: Any) -> Any:
     rendezvous = Rendezvous(store, rank, communicator.size, 20.0)
     result = body(rendezvous, communicator)
-    rendezvous.exchange("finished", b"")
+    rendezvous.all_gather("finished", b"")
     return result
 
 
@@ -148,7 +148,7 @@ def _serialised(rendezvous: Rendezvous, communicator: Any) -> Any:
         second = MpiTransport(rendezvous, "second", communicator=communicator)
         third = MpiTransport(rendezvous, "third", communicator=communicator)
         seen = _in_threads(lambda: None, first, second, third)
-        rendezvous.exchange("done", b"")
+        rendezvous.all_gather("done", b"")
         shares = first._lock is second._lock
         for transport in (first, second, third):
             transport.close()
@@ -171,7 +171,7 @@ def _opened(rendezvous: Rendezvous, communicator: Any) -> Any:
         assert isinstance(first, MpiTransport)
         assert isinstance(second, C10dTransport)
         result = [first.engine, second.engine, first.all_gather(10 + world.rank)]
-        rendezvous.exchange("done", b"")
+        rendezvous.all_gather("done", b"")
         first.close()
         second.close()
         world.close()
@@ -195,12 +195,12 @@ def _truncated(rendezvous: Rendezvous, communicator: Any) -> Any:
     transport = MpiTransport(rendezvous, "stream", communicator=communicator)
     if rendezvous.rank:
         transport.send(torch.ones(8), 0).wait()
-        rendezvous.exchange("done", b"")
+        rendezvous.all_gather("done", b"")
         transport.close()
         return None
     with pytest.raises(RingError) as caught:
         transport.receive(torch.empty(4), 1).wait()
-    rendezvous.exchange("done", b"")
+    rendezvous.all_gather("done", b"")
     return str(caught.value), caught.value.peers
 
 
@@ -348,7 +348,7 @@ def _staged(rendezvous: Rendezvous, communicator: Any) -> Any:
         sending.wait()
         total = exact_inputs(256, torch.float32, rank)
         transport.all_reduce(total)
-        rendezvous.exchange("done", b"")
+        rendezvous.all_gather("done", b"")
         transport.close()
     return early, incoming, total
 
@@ -369,7 +369,7 @@ def _ring_all_reduce(rendezvous: Rendezvous, communicator: Any, numel: int, dtyp
     (wire,) = mover.open_wires([(numel, dtype)])
     wire.tensor.copy_(exact_inputs(numel, dtype, rendezvous.rank))
     assert mover.all_reduce(wire, scale=0.5) is None
-    rendezvous.exchange("done", b"")
+    rendezvous.all_gather("done", b"")
     mover.close()
     return wire.tensor
 

@@ -266,7 +266,7 @@ def test_who_comes_later_does_not_break_a_world_that_is_open() -> None:
         world = World(store, index, 2, timeout_seconds=50.0)
         assert world.rendezvous is not None
         world.rendezvous.fetch("tried", 0)
-        world.rendezvous.exchange("later", b"")
+        world.rendezvous.all_gather("later", b"")
         world.close()
 
     run_threads(body, 3)

@@ -144,7 +144,7 @@ class World:
         self.host = connect(rendezvous)
         rendezvous.watch = self.host.check_peers
         mine = {"host": self.host.ranks, "cores": sorted(os.sched_getaffinity(0)), "backend": self.backend}
-        cards = [json.loads(text) for text in rendezvous.exchange("world", json.dumps(mine).encode())]
+        cards = [json.loads(text) for text in rendezvous.all_gather("world", json.dumps(mine).encode())]
         if len(first := {card["backend"]: peer for peer, card in reversed([*enumerate(cards)])}) > 1:
             named = ", ".join(f"{backend!r} on rank {peer}" for backend, peer in sorted(first.items()))
             raise TopologyError(f"ranks were given different backends: {named}; give all the same", rank=self.rank)
@@ -201,7 +201,7 @@ class World:
             channel.fail(error)
         if self.rendezvous is not None and not self.shares_memory:  # ranks of other hosts may be opening a channel
             with contextlib.suppress(RingError):
-                self.rendezvous.hurried(_GOODBYE_SECONDS).give_up(decode_error(encode_error(error), self.rank))
+                self.rendezvous.with_timeout(_GOODBYE_SECONDS).give_up(decode_error(encode_error(error), self.rank))
 
     def break_off(self, what: str, cause: BaseException) -> None:
         """Break this world because `cause` ended `what`, an operation between ranks, half way."""
@@ -227,7 +227,7 @@ class World:
             self.host.report_failure(error)
         if self.rendezvous is not None and not self.shares_memory:
             with contextlib.suppress(RingError):  # the store may be gone
-                self.rendezvous.hurried(_GOODBYE_SECONDS).note(ended_key(self.rank), encode_error(error))
+                self.rendezvous.with_timeout(_GOODBYE_SECONDS).publish_once(ended_key(self.rank), encode_error(error))
 
     def refuse_fork(self) -> None:
         """Raise in a forked child, which is not a rank."""
@@ -351,7 +351,7 @@ def _join(backend: Backend, timeout_seconds: float) -> World:
         base: Store | None = dist.distributed_c10d._get_default_store()
         store_host = None
     else:
-        base = _launcher_store(launch, timeout_seconds)
+        base = launcher_store(launch, timeout_seconds)
         store_host = None if launch.store_is_hosted else 0
     if backend == "mpi":
         if launch.launcher == "none":
@@ -485,7 +485,7 @@ def _make_process_group(world: World) -> None:
     _num_groups += 1
     store: Store = dist.HashStore()
     if world.rendezvous is not None:
-        world.rendezvous.exchange(name, b"")  # names an absent rank, as torch.distributed does not
+        world.rendezvous.all_gather(name, b"")  # names an absent rank, as torch.distributed does not
         store = PrefixStore(name, world.rendezvous.store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo",
@@ -497,7 +497,7 @@ def _make_process_group(world: World) -> None:
     _own_group = dist.group.WORLD
 
 
-def _launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
+def launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
     """The store at which the ranks meet. A later init() uses the same store."""
     global _own_store
     if _own_store is None:

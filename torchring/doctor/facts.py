@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchring.doctor.report import RankFacts
 from torchring.linux import boot_id, create_memory
-from torchring.rendezvous.interfaces import gloo_address, list_interfaces, resolve
+from torchring.rendezvous.addresses import gloo_address, list_interfaces, resolve
 
 _PACKAGES: Final = ("torchring", "torch", "triton", "numpy", "mpi4py")
 _LISTENING: Final = "0A"  # in /proc/net/tcp

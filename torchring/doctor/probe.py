@@ -89,7 +89,7 @@ def measure_pairs(world: World, transport: Transport) -> list[PathFacts]:
             path = _measure_pair(transport, world.rank, other, seconds)
             if world.rank == pair[0]:
                 found.append(path)
-        world.rendezvous.exchange("doctor/pair", b"")
+        world.rendezvous.all_gather("doctor/pair", b"")
     return found
 
 

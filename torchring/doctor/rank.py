@@ -23,8 +23,8 @@ from torchring.doctor.checks import check_gloo_addresses, name_ranks
 from torchring.doctor.facts import gather, listening_addresses
 from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts, read
 from torchring.errors import RingError, TopologyError
+from torchring.rendezvous.addresses import resolve
 from torchring.rendezvous.environment import LaunchEnvironment
-from torchring.rendezvous.interfaces import resolve
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport.open import open_transport
 from torchring.world import Backend, World
@@ -85,7 +85,7 @@ def visit(launch: LaunchEnvironment, backend: Backend, timeout_seconds: float, f
     )
     facts = gather(launch.rank)
     try:
-        store = worlds._launcher_store(launch, timeout_seconds)
+        store = worlds.launcher_store(launch, timeout_seconds)
     except RingError as error:
         if launch.rank != 0:
             raise

@@ -34,6 +34,7 @@ from typing import Final
 from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 from torchring.launch.part import Part
 from torchring.launch.signals import noted_signals
+from torchring.rendezvous.addresses import own_addresses
 from torchring.rendezvous.environment import JOB
 
 LAUNCHERS: Final = ("auto", "local", "mpirun", "ssh")
@@ -392,8 +393,6 @@ def _address_towards(name: str) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
-    from torchring.rendezvous.store import own_addresses  # which imports torch
-
     return own_addresses()[0]
 
 

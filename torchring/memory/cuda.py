@@ -188,7 +188,7 @@ def _try(operation: Callable[[], CudaGroup]) -> tuple[str, CudaGroup | None]:
 
 
 def _exchange(rendezvous: Rendezvous, card: dict[str, Any]) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in rendezvous.exchange("cuda", json.dumps(card).encode())]
+    return [json.loads(text) for text in rendezvous.all_gather("cuda", json.dumps(card).encode())]
 
 
 def _raise_first(cards: Sequence[dict[str, Any]], rank: int) -> None:

@@ -304,7 +304,7 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
         listener.listen(size)
         listener.settimeout(_POLL_SECONDS)
         card = {"address": address, "token": token, "host": _host_identity()}
-        cards = [json.loads(text) for text in rendezvous.exchange("host", json.dumps(card).encode())]
+        cards = [json.loads(text) for text in rendezvous.all_gather("host", json.dumps(card).encode())]
         neighbours = [r for r in range(size) if r != rank and cards[r]["host"] == card["host"]]
         dialled = {r: _dial(rendezvous, r, cards[r]) for r in neighbours if r < rank}
         accepted = _accept(rendezvous, listener, token, {r for r in neighbours if r > rank})
@@ -312,7 +312,7 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
     for r, link in dialled.items():
         if link is not None and r not in links:
             link.close()
-    reachable = [json.loads(text) for text in rendezvous.exchange("reachable", json.dumps(sorted(links)).encode())]
+    reachable = [json.loads(text) for text in rendezvous.all_gather("reachable", json.dumps(sorted(links)).encode())]
     members = next(group for group in partition(reachable) if rank in group)
     for r in links.keys() - set(members):
         links[r].close()

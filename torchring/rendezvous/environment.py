@@ -1,17 +1,17 @@
-"""What the launcher told this process: its rank, how many there are, and where they meet.
+"""What the launcher told this process: its rank, the number of ranks, and where the ranks meet.
 
-    torchrun                RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; mostly hosts the store itself
+    torchrun                RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; mostly torchrun hosts the store
     Kubernetes and others   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; rank 0 hosts the store
     mpirun, mpiexec         rank and size; the ranks meet through mpi4py, or at MASTER_ADDR:MASTER_PORT if set
     srun                    SLURM_*; rank 0 hosts the store on the step's first host
 
-The innermost launcher counts, so torchrun under mpirun is torchrun. Processes that were started together and would each
-train alone are an error. TORCHRING_LAUNCHER=none says that they should; TORCHRING_LAUNCHER=torchrun, mpirun or srun
-that nothing but this one's variables counts.
+The innermost launcher counts: torchrun under mpirun is torchrun. Processes that were started together and would each
+train alone are an error. TORCHRING_LAUNCHER=none allows each process to train alone. TORCHRING_LAUNCHER=torchrun,
+mpirun or srun makes only the variables of that launcher count.
 
-A process that a rank starts (a DataLoader's worker, a subprocess) inherits these variables, but is not that rank. A
-rank that has met the others says so in TORCHRING_MEMBER, which its children inherit as well. A child for which the
-launcher's variables were set anew, by mp.spawn's function or another launcher, is a rank of its own.
+A process that a rank starts (a DataLoader's worker, a subprocess) inherits these variables, but is not the rank. A
+rank that has met the others sets TORCHRING_MEMBER, which its children inherit as well. A child is a rank of its own if
+the launcher's variables were set anew for it, by the function that mp.spawn runs or by another launcher.
 """
 
 from __future__ import annotations
@@ -34,22 +34,31 @@ _NUM_PORTS: Final = 15_000
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What the launcher said. `master` is None for a world of one, and where the ranks meet through MPI."""
+    """What the launcher said.
+
+    Attributes:
+        launcher: the name of the launcher, "none" without a launcher.
+        master: host and port of the store. None for a world of one, and where the ranks meet through MPI.
+        store_is_hosted: whether the launcher runs the TCPStore itself, as torchrun does. Otherwise rank 0 does.
+        over_mpi: no address was given, so the ranks meet through mpi4py.
+        member_pid: if this process is not the rank but a child of the rank, the process number of the rank.
+        job: equal on all ranks that were launched together, and on no others. "" if the launcher does not say.
+    """
 
     launcher: str
     rank: int
     size: int
     local_rank: int | None
     master: tuple[str, int] | None
-    store_is_hosted: bool  # the launcher runs the TCPStore itself (torchrun), no rank has to
-    over_mpi: bool = False  # no address was given: the ranks meet through mpi4py
-    member_pid: int | None = None  # this process is not the rank, which is the process of this number, but its child
-    job: str = ""  # equal on all ranks that were launched together, and on no others; "" if that is not known
+    store_is_hosted: bool
+    over_mpi: bool = False
+    member_pid: int | None = None
+    job: str = ""
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """Where a launcher puts rank, world size and local rank; `sign` is set by this one only."""
+    """The variables in which a launcher puts rank, world size and local rank. No other launcher sets `sign`."""
 
     kind: str
     name: str
@@ -66,14 +75,14 @@ def _mpirun(name: str, stem: str, local_rank: str, sign: str) -> _Launcher:
     return _Launcher("mpirun", name, f"{stem}RANK", f"{stem}SIZE", local_rank, sign)
 
 
-# The innermost first. srun sets PMI_* as well, where it offers PMI-2, but none of those that mpiexec adds to them.
+# The innermost first. Where srun offers PMI-2, srun sets PMI_* as well, but not the variables that mpiexec adds.
 _LAUNCHERS: Final = (
     _Launcher("torchrun", "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE"),
     _mpirun("mpirun (Open MPI)", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     _mpirun("mpirun (MVAPICH)", "MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
     _mpirun("mpiexec (PALS)", "PMI_", "PALS_LOCAL_RANKID", "PALS_LOCAL_RANKID"),
     _mpirun("mpiexec (MPICH)", "PMI_", "MPI_LOCALRANKID", "MPI_LOCALRANKID"),
-    # Not SLURM_NTASKS: sbatch sets that for the batch script too, which runs once.
+    # Not SLURM_NTASKS: sbatch sets it for the batch script too, and the batch script runs once.
     _Launcher("srun", "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
     _mpirun("mpiexec (PMI)", "PMI_", "MPI_LOCALRANKID", "PMI_SIZE"),
 )
@@ -81,11 +90,10 @@ _KINDS: Final = tuple(dict.fromkeys(launcher.kind for launcher in _LAUNCHERS))
 
 
 def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """Find out which launcher started this process, and what it said.
+    """Find out which launcher started this process, and what the launcher said. Without a launcher: a world of one.
 
-    No launcher is a world of one. Raises TopologyError where a launcher asks for more than one process and leaves out
-    something that joining them takes, or where one inside it says one: training on alone would be a silent wrong
-    answer.
+    Raises TopologyError if a launcher started several processes but does not say all that joining them takes, or if a
+    second launcher inside the first one started a single process: each process would silently train alone.
     """
     found = _found(environ)
     if not found:
@@ -129,14 +137,14 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def membership(environ: Mapping[str, str], pid: int, rank: int, size: int, local_rank: int) -> str:
-    """What process `pid`, which is a rank now, puts into TORCHRING_MEMBER."""
+    """The value of TORCHRING_MEMBER for process `pid`, which is a rank now."""
     return json.dumps(
         {"pid": pid, "rank": rank, "size": size, "local_rank": local_rank, "launch": _launch_variables(environ)}
     )
 
 
 def started_by_member(environ: Mapping[str, str], pid: int) -> LaunchEnvironment | None:
-    """The rank whose child process `pid` is; None if it is one itself, or no rank's child."""
+    """The rank that has started process `pid`; None if the process is a rank itself, or no rank's child."""
     try:
         said = json.loads(environ.get(MEMBER, "null"))
     except ValueError:
@@ -149,7 +157,7 @@ def started_by_member(environ: Mapping[str, str], pid: int) -> LaunchEnvironment
 
 
 def check_group(environ: Mapping[str, str], size: int) -> None:
-    """Raise TopologyError if a process group of the script's, of `size` ranks, leaves out some that were launched."""
+    """Raise TopologyError if the script's process group, of `size` ranks, leaves out ranks that were launched."""
     found = [(launcher, _size(launcher, environ)) for launcher in _found(environ)]
     if not found:
         return
@@ -164,9 +172,9 @@ def check_group(environ: Mapping[str, str], size: int) -> None:
 
 
 def expand_hosts(text: str) -> Iterator[str]:
-    """The names in a Slurm host list, one after the other: a[1-2],b is a1, a2, b. Leading zeros count.
+    """Yield the names in a Slurm host list: a[1-2],b is a1, a2, b. Leading zeros count.
 
-    Raises ValueError for what is no host list.
+    Raises ValueError if `text` is not a host list.
     """
     end = 0
     for part in _PART.finditer(text):
@@ -194,7 +202,7 @@ def _expand(part: str) -> Iterator[str]:
 
 
 def _found(environ: Mapping[str, str]) -> list[_Launcher]:
-    """Those that have set their variables, the innermost first, as far as TORCHRING_LAUNCHER lets them count."""
+    """The launchers that have set their variables and that TORCHRING_LAUNCHER allows, the innermost first."""
     choice = environ.get(CHOICE)
     if choice is not None and choice not in ("none", *_KINDS):
         raise TopologyError(f"{CHOICE} must be one of none, {', '.join(_KINDS)}, got {choice!r}")
@@ -206,7 +214,7 @@ def _found(environ: Mapping[str, str]) -> list[_Launcher]:
 
 
 def _launch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """All by which two launches differ."""
+    """All variables by which two launches differ."""
     keys = {key for launcher in _LAUNCHERS for key in (launcher.rank, launcher.size, launcher.sign)}
     keys |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", CHOICE, JOB}
     keys |= {"SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"}
@@ -214,9 +222,9 @@ def _launch_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _refuse_worlds_of_one(environ: Mapping[str, str], found: Sequence[_Launcher], size: int) -> None:
-    """mpirun and srun start several processes, and each of them says that it is alone."""
+    """Raise TopologyError if mpirun or srun started several processes and an inner launcher says that each is alone."""
     inner = found[0]
-    # torchrun's agents: several of them make one world together, whatever its size.
+    # Several agents of torchrun make one world together, so the number of agents counts.
     key = "GROUP_WORLD_SIZE" if inner.kind == "torchrun" and "GROUP_WORLD_SIZE" in environ else inner.size
     if _integer(environ, key, inner.name) != 1:
         return
@@ -243,7 +251,7 @@ def _master(environ: Mapping[str, str], launcher: _Launcher, name: str, rank: in
 
 
 def _first_host(environ: Mapping[str, str], rank: int) -> str:
-    """Of the Slurm step. Task 0 runs there, unless the step was distributed by hand."""
+    """The first host of the Slurm step. Task 0 runs there, unless the user distributed the tasks by hand."""
     keys = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     key = next((key for key in keys if environ.get(key)), None)
     if key is None:
@@ -262,12 +270,13 @@ def _first_host(environ: Mapping[str, str], rank: int) -> str:
 
 
 def _job(environ: Mapping[str, str], launcher: _Launcher) -> str:
-    """What the launcher calls this launch. Not what an outer one does: it may have started each node by itself."""
+    """The launcher's name for this launch. An outer launcher's name does not count: it may have started each node
+    by itself."""
     if JOB in environ:
         return environ[JOB]
     if launcher.kind == "torchrun":
         run = environ.get("TORCHELASTIC_RUN_ID", "none")
-        return "" if run == "none" else run  # as torchrun has it unless said
+        return "" if run == "none" else run  # torchrun's default
     if launcher.kind == "srun":
         keys = () if "SLURM_HET_SIZE" in environ else ("SLURM_JOB_ID", "SLURM_STEP_ID")
         return ".".join(environ[key] for key in keys if key in environ)
@@ -275,9 +284,9 @@ def _job(environ: Mapping[str, str], launcher: _Launcher) -> str:
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """Every rank works out the same port by itself; steps that share a host get different ones, mostly.
+    """A port that every rank computes by itself. Steps that share a host get different ports, mostly.
 
-    A job has many steps that may run at once, and jobs are numbered one after the other: neighbours are kept apart.
+    A job has many steps that may run at once, and jobs have consecutive numbers: such jobs get distant ports.
     """
     job, step = (environ.get(key, "0") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     if not (job.isdecimal() and step.isdecimal()):
@@ -294,7 +303,7 @@ def _incomplete(launcher: _Launcher, name: str, size: int, missing: Sequence[str
 
 
 def _name(launcher: _Launcher, environ: Mapping[str, str]) -> str:
-    """torchrun always says more than those variables that others set as well."""
+    """The launcher's name. torchrun always sets more than the variables that others set as well."""
     by_hand = launcher.kind == "torchrun" and "LOCAL_RANK" not in environ and "TORCHELASTIC_RUN_ID" not in environ
     return "the environment" if by_hand else launcher.name
 

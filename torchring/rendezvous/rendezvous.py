@@ -1,7 +1,7 @@
-"""Where ranks find each other: a key-value store with deadlines and names in its errors.
+"""How ranks find each other: through a key-value store. Calls have deadlines, and errors name the missing rank.
 
-The store itself is torch.distributed's (TCPStore under torchrun, HashStore between threads). It carries addresses, plan
-descriptions and last words, never gradients.
+The store is torch.distributed's: a TCPStore between processes, a HashStore between threads. The store carries
+addresses, descriptions of plans and last words of ranks, never gradients.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torchring.errors import PeerLostError, PeerTimeoutError, RingError, Topolog
 from torchring.threads import SerialThread
 
 _T = TypeVar("_T")
-_LONGEST_PAUSE_SECONDS: Final = 0.02  # between two looks for a key
-_STAY_SECONDS: Final = 1.0  # how long the store outlives a world that is given up, unless all know before
+_LONGEST_PAUSE_SECONDS: Final = 0.02  # between two checks for a key
+_STAY_SECONDS: Final = 1.0  # how long the store outlives a world that was given up, so that every rank learns why
 
 
 def ended_key(rank: int) -> str:
-    """Where a rank whose script has ended says so."""
+    """The key under which a rank says that its script has ended, and why."""
     return f"ended/{rank}"
 
 
@@ -45,8 +45,8 @@ class Rendezvous:
         timeout_seconds: how long a rank, or the store, may keep the others waiting.
 
     Attributes:
-        watch: raises if one of the given ranks is known to be dead; None while nobody knows.
-        store_host: the rank whose process hosts the store, None if it is no rank's.
+        watch: raises if one of the given ranks is known to be dead. None until there is a way to know.
+        store_host: the rank whose process hosts the store. None if another process hosts the store.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
@@ -56,28 +56,29 @@ class Rendezvous:
         self.timeout_seconds = timeout_seconds
         self.watch: Callable[[Sequence[int]], None] | None = None
         self.store_host: int | None = None
-        self._num_exchanges: dict[str, int] = {}
-        self._noted: dict[str, bytes] = {}
-        self._line = _Line()
-        self._stays = False
+        self._num_all_gathers: dict[str, int] = {}
+        self._published_once: dict[str, bytes] = {}
+        self._store_calls = _CallsWithDeadline()
+        self._stays_at_exit = False
 
-    def hurried(self, seconds: float) -> Rendezvous:
-        """The same, for one who has no more than `seconds` for any one thing."""
+    def with_timeout(self, seconds: float) -> Rendezvous:
+        """The same rendezvous with a shorter timeout: `seconds` for each call, unless its own timeout is shorter."""
         other = copy.copy(self)
         other.timeout_seconds = min(seconds, self.timeout_seconds)
         return other
 
     def stay_until_published(self, keys: Sequence[str], seconds: float) -> None:
-        """If this process hosts the store: it does not end before `keys` are there, or `seconds` from now have passed.
+        """Have this process, if it hosts the store, not exit before `keys` are published or `seconds` have passed.
 
-        For ranks that will still ask, each of which publishes a key when it is done. The first call counts.
+        Other ranks may still need the store; each of them publishes one of `keys` when it is done. Only the first call
+        has an effect.
         """
-        if self.store_host == self.rank and not self._stays:
-            self._stays = True
-            atexit.register(_stay, self.hurried(seconds), keys, time.monotonic() + seconds, os.getpid())
+        if self.store_host == self.rank and not self._stays_at_exit:
+            self._stays_at_exit = True
+            atexit.register(_stay, self.with_timeout(seconds), keys, time.monotonic() + seconds, os.getpid())
 
     def agree_on_size(self) -> None:
-        """Raise TopologyError on every rank if ranks were told different world sizes, before anyone waits for more."""
+        """Raise TopologyError on every rank if ranks were told different world sizes. Does not wait for other ranks."""
         mine = str(self.size)
         agreed = self._call(lambda: self.store.compare_set("size", "", mine)).decode()
         if agreed != mine:
@@ -90,7 +91,7 @@ class Rendezvous:
             raise error
 
     def check_job(self, job: str) -> None:
-        """Raise TopologyError if rank 0, which waits for its own ranks, is of another job; "" is any."""
+        """Raise TopologyError if rank 0 belongs to another job. The job "" fits all jobs."""
         if self.rank == 0:
             self.publish("job", job.encode())
             return
@@ -105,7 +106,7 @@ class Rendezvous:
     def claim_rank(self) -> None:
         """Raise TopologyError if another process has this rank already."""
         mine = f"pid {os.getpid()} on {socket.gethostname()}"
-        token = secrets.token_hex(8)  # that text may be the same in two containers
+        token = secrets.token_hex(8)  # `mine` may be the same text in two containers
         claimed = self._call(lambda: self.store.compare_set(f"claimed/{self.rank}", "", f"{token} {mine}")).decode()
         token_of_first, _, first = claimed.partition(" ")
         if token_of_first != token:
@@ -119,28 +120,29 @@ class Rendezvous:
             raise error
 
     def confirm_opening(self) -> None:
-        """Say that all ranks have met: who comes later is a stranger, and cannot give up for them."""
+        """Publish that all ranks have met. A process that comes later does not belong to them, and cannot give up."""
         if self.rank == 0:
             self.publish("open", b"")
 
     def give_up_opening(self, error: RingError) -> None:
-        """Have every rank raise `error`, unless all have met."""
+        """Have every rank raise `error`, unless all ranks have met already."""
         if not self.is_published("open"):
             self.give_up(error)
 
     def publish(self, key: str, value: bytes) -> None:
-        """Make `value` readable by every rank under `key`. Does not wait."""
+        """Make `value` readable by every rank under `key`. Does not wait for other ranks."""
         self._call(lambda: self.store.set(key, value))  # type: ignore[arg-type]  # takes bytes, too
 
-    def note(self, key: str, value: bytes) -> None:
-        """As `publish`, but only what this rank notes first under `key`, be it through a `hurried` one, counts."""
-        if self._noted.setdefault(key, value) is value:
+    def publish_once(self, key: str, value: bytes) -> None:
+        """As `publish`, but later calls with the same `key` have no effect, `with_timeout` copies included."""
+        if self._published_once.setdefault(key, value) is value:
             self.publish(key, value)
 
     def fetch(self, key: str, owner: int) -> bytes:
-        """Wait for `key`, which rank `owner` publishes.
+        """Wait for `key`, which rank `owner` publishes, and return its value.
 
-        Raises PeerTimeoutError naming the owner when it does not come, or what another rank gave up with.
+        Raises PeerTimeoutError that names the owner if the key does not appear in time, or the error that another rank
+        passed to `give_up`.
         """
         started = time.monotonic()
         pause = 0.0005
@@ -167,23 +169,23 @@ class Rendezvous:
         value: bytes = self._call(lambda: self.store.get(key))
         return value
 
-    def exchange(self, name: str, value: bytes) -> list[bytes]:
-        """All-gather of small values: returns what every rank passed, in rank order. Every rank must call it."""
-        count = self._num_exchanges.get(name, 0)
-        self._num_exchanges[name] = count + 1
+    def all_gather(self, name: str, value: bytes) -> list[bytes]:
+        """All-gather small values: returns the value of every rank, in rank order. Every rank must call it."""
+        count = self._num_all_gathers.get(name, 0)
+        self._num_all_gathers[name] = count + 1
         self.publish(f"{name}/{count}/{self.rank}", value)
         return [self.fetch(f"{name}/{count}/{rank}", rank) for rank in range(self.size)]
 
     def is_published(self, key: str) -> bool:
-        """Whether `key` is there already; never waits."""
+        """Whether `key` is there already. Does not wait for `key`."""
         return bool(self._call(lambda: self.store.check([key])))
 
     def give_up(self, error: RingError) -> None:
-        """Have every rank that waits in `fetch`, now or later, raise `error`: what it waits for will not come."""
+        """Have every rank that waits in `fetch`, now or later, raise `error` instead of waiting for the timeout."""
         self._call(lambda: self.store.set("gave_up", encode_error(error)))  # type: ignore[arg-type]  # takes bytes, too
 
     def raise_if_given_up(self) -> None:
-        """Raise what a rank gave up with."""
+        """Raise the error that a rank passed to `give_up`, if any."""
         if self.is_published("gave_up"):
             self.publish(f"told/{self.rank}", b"")
             self.stay_until_published([f"told/{rank}" for rank in range(self.size)], _STAY_SECONDS)
@@ -195,7 +197,7 @@ class Rendezvous:
         host = "the launcher" if self.store_host is None else f"rank {self.store_host}"
         peers = () if self.store_host is None else (self.store_host,)
         try:
-            return self._line.call(operation, self.timeout_seconds)
+            return self._store_calls.call(operation, self.timeout_seconds)
         except FutureTimeout:
             raise PeerTimeoutError(
                 f"the rendezvous store, which {host} hosts, did not answer within {self.timeout_seconds:g} s; the way "
@@ -211,10 +213,11 @@ class Rendezvous:
             ) from error
 
 
-class _Line:
-    """Calls of a store with a deadline: on a thread of their own, one after the other.
+class _CallsWithDeadline:
+    """Calls a store on a thread of its own, one call after the other, and waits for each no longer than a deadline.
 
-    Where the way there is cut, TCPStore waits for as long as TCP does, whatever it was told.
+    TCPStore itself has no such deadline: if the connection is cut, TCPStore waits for as long as TCP does, whatever
+    timeout it was given.
     """
 
     def __init__(self) -> None:
@@ -222,13 +225,13 @@ class _Line:
         self._submitting = threading.RLock()  # a signal handler may call, too
         self._unanswered: Future[Any] | None = None
         self._broken: dist.DistNetworkError | None = None
-        # When nobody can call any more. At exit the thread ends by itself.
+        # Ends the thread when this object is gone. At exit the thread ends by itself.
         weakref.finalize(self, self._worker.close).atexit = False
 
     def call(self, operation: Callable[[], _T], seconds: float) -> _T:
-        """What `operation` returns or raises. FutureTimeout if it takes longer, or an earlier one still does."""
+        """What `operation` returns or raises. FutureTimeout after `seconds`, or if an earlier operation still runs."""
         with self._submitting:
-            if self._broken is not None:  # for good, and each try would print a warning
+            if self._broken is not None:  # TCPStore does not reconnect, and each try would print a warning
                 raise self._broken
             if self._unanswered is not None and not self._unanswered.done():
                 raise FutureTimeout
@@ -244,7 +247,7 @@ class _Line:
 
 
 def _stay(rendezvous: Rendezvous, keys: Sequence[str], end: float, pid: int) -> None:
-    """See `stay_until_published`. Not in a fork, which does not host the store."""
+    """See `stay_until_published`. Does nothing in a forked child, which does not host the store."""
     if os.getpid() != pid:
         return
     try:

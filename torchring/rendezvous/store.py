@@ -1,18 +1,16 @@
-"""The TCPStore that the ranks of a launch meet at: at a given address, or at one that rank 0 tells through MPI."""
+"""The TCPStore through which the ranks of a launch meet: at a given address, or at an address that rank 0 broadcasts
+over MPI."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import secrets
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final
@@ -22,22 +20,22 @@ from torch.distributed import TCPStore
 
 from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.linux import network_id
+from torchring.rendezvous.addresses import own_addresses
 from torchring.rendezvous.environment import CHOICE, LaunchEnvironment
 
 _LOOPBACK: Final = "127.0.0.1"
-_SIOCGIFADDR: Final = 0x8915
-_CARD_BYTES: Final = 2048  # what rank 0 tells all others
+_ENDPOINT_BYTES: Final = 2048  # of JSON, in which rank 0 says where its store is
 _DIGEST_BYTES: Final = 32
 _TOKEN_KEY: Final = "torchring/token"
 _TRY_SECONDS: Final = 2.0  # per address
-_SEARCH_SECONDS: Final = 30.0  # rank 0 listens before it says where: who cannot reach it now hardly ever will
-_PAUSE_SECONDS: Final = 0.2  # between two looks for a name, or for somebody who listens
+_SEARCH_SECONDS: Final = 30.0  # rank 0 listens already: a rank that does not reach it by then hardly ever will
+_PAUSE_SECONDS: Final = 0.2  # between two tries to resolve a name, or to connect
 
 
 def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> TCPStore | None:
-    """Reach the store, which rank 0 hosts unless the launcher does; None for a world of one.
+    """Connect to the store, which rank 0 hosts unless the launcher does. None for a world of one.
 
-    Raises TopologyError that says what was tried, PeerTimeoutError where ranks do not take part in a meeting over MPI.
+    Raises TopologyError that says what was tried, or PeerTimeoutError if ranks that should meet over MPI do not come.
     """
     if launch.over_mpi:
         return _over_mpi(launch, timeout_seconds)
@@ -45,7 +43,7 @@ def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> TCPStore | 
 
 
 def mpi_world(launcher: str, rank: int, size: int, *, instead: str) -> Any:
-    """mpi4py's COMM_WORLD, if it is the world that the launcher started; else TopologyError with a way out."""
+    """mpi4py's COMM_WORLD. Raises TopologyError, with a way out, if the launcher started another world than that."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
@@ -70,9 +68,9 @@ def mpi_world(launcher: str, rank: int, size: int, *, instead: str) -> Any:
 
 
 def _abort_on_exception() -> None:
-    """Have a rank that ends with an exception end the others: MPI_Finalize, at its exit, would wait for them.
+    """Have a rank that ends with an exception abort the others: MPI_Finalize, at its exit, would wait for them.
 
-    `python -m mpi4py` sees to that for sys.exit(), too.
+    `python -m mpi4py` does the same, also for sys.exit().
     """
     inner = sys.excepthook
     if getattr(inner, "aborts_mpi", False):
@@ -89,7 +87,8 @@ def _abort_on_exception() -> None:
 
 
 def unannounced_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Several processes of an MPI whose launcher sets no variables that we know, if the script has started MPI."""
+    """This process as a rank of an MPI whose launcher sets no variables that torchring knows, if the script has started
+    MPI with several processes."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or CHOICE in environ or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.size == 1:
         return None
@@ -122,10 +121,10 @@ def _at_master(launch: LaunchEnvironment, address: str, port: int, timeout_secon
 
 
 def _wait_for_listener(address: str, port: int, timeout_seconds: float) -> str | None:
-    """Returns None as soon as somebody listens there, what was wrong last if nobody ever does.
+    """Wait until a process listens at the address. Returns None then, or the last problem after the timeout.
 
-    Names of pods appear in the name service seconds after the pods, and rank 0 may be later than others. TCPStore waits
-    as well, but prints a page for each try, and does not say that a name is unknown.
+    The name of a pod appears in the name service seconds after the pod, and rank 0 may start later than others.
+    TCPStore waits as well, but prints a page for each try, and does not say that a name is unknown.
     """
     end = time.monotonic() + timeout_seconds
     while True:
@@ -142,22 +141,23 @@ def _wait_for_listener(address: str, port: int, timeout_seconds: float) -> str |
         time.sleep(_PAUSE_SECONDS)
 
 
-class _Meeting:
-    """Rank 0 hosts a store on a free port and tells all others where; collective over MPI.
+class _MpiRendezvous:
+    """Rank 0 hosts a store on a free port and broadcasts its endpoint over MPI. Collective.
 
-    Kept when it times out, because an MPI collective that was begun cannot be taken back: the next try goes on with it.
+    After a timeout the object is kept, because an MPI collective that has begun cannot be taken back: the next try
+    continues with the same object.
     """
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
         self.digests = bytearray(_DIGEST_BYTES * comm.size)
-        self.card = bytearray(_CARD_BYTES)
+        self.endpoint = bytearray(_ENDPOINT_BYTES)
         self.store: TCPStore | None = None
         self.request = comm.Iallgather(bytearray(_network_digest()), self.digests)
         self.knows_networks = False
 
-    def attend(self, timeout_seconds: float) -> dict[str, Any]:
-        """Returns rank 0's card: host, port, addresses and token of the store, or an error."""
+    def exchange_endpoint(self, timeout_seconds: float) -> dict[str, Any]:
+        """Returns the endpoint of rank 0's store (host, port, addresses, token), or {"error": text}."""
         end = time.monotonic() + timeout_seconds
         if not self.knows_networks:
             self._complete(end, timeout_seconds)
@@ -165,11 +165,11 @@ class _Meeting:
             if self.comm.rank == 0:
                 networks = {bytes(self.digests[i : i + 32]) for i in range(0, len(self.digests), _DIGEST_BYTES)}
                 text = json.dumps(self._host(is_local=len(networks) == 1, timeout_seconds=timeout_seconds)).encode()
-                self.card[: len(text)] = text
-            self.request = self.comm.Ibcast(self.card, root=0)
+                self.endpoint[: len(text)] = text
+            self.request = self.comm.Ibcast(self.endpoint, root=0)
         self._complete(end, timeout_seconds)
-        card: dict[str, Any] = json.loads(bytes(self.card).rstrip(b"\0"))
-        return card
+        endpoint: dict[str, Any] = json.loads(bytes(self.endpoint).rstrip(b"\0"))
+        return endpoint
 
     def _complete(self, end: float, timeout_seconds: float) -> None:
         pause = 0.0005
@@ -185,7 +185,7 @@ class _Meeting:
             pause = min(2 * pause, 0.02)
 
     def _host(self, *, is_local: bool, timeout_seconds: float) -> dict[str, Any]:
-        """Ranks of one host meet on loopback, where nobody else can connect; those of several need all addresses."""
+        """Host the store: on loopback for ranks of one host, where no other host can connect, else on all addresses."""
         try:
             listener = socket.create_server((_LOOPBACK if is_local else "", 0))
             port = listener.getsockname()[1]
@@ -205,13 +205,13 @@ class _Meeting:
         return {"host": socket.gethostname(), "port": port, "addresses": addresses, "token": token}
 
 
-_meeting: _Meeting | None = None
+_unfinished: _MpiRendezvous | None = None  # of COMM_WORLD, of which a process has one
 
 
 def _over_mpi(launch: LaunchEnvironment, timeout_seconds: float) -> TCPStore:
-    global _meeting
-    if _meeting is None:
-        _meeting = _Meeting(
+    global _unfinished
+    if _unfinished is None:
+        _unfinished = _MpiRendezvous(
             mpi_world(
                 launch.launcher,
                 launch.rank,
@@ -219,33 +219,36 @@ def _over_mpi(launch: LaunchEnvironment, timeout_seconds: float) -> TCPStore:
                 instead="set MASTER_ADDR and MASTER_PORT to meet without mpi4py",
             )
         )
-    card = _meeting.attend(timeout_seconds)
-    store = _meeting.store
-    _meeting = None
-    if "error" in card:
-        raise TopologyError(card["error"], rank=launch.rank)
+    endpoint = _unfinished.exchange_endpoint(timeout_seconds)
+    store = _unfinished.store
+    _unfinished = None
+    if "error" in endpoint:
+        raise TopologyError(endpoint["error"], rank=launch.rank)
     if store is None:
-        store = _connect(launch, card, timeout_seconds)
+        store = _connect(launch, endpoint, timeout_seconds)
     store.set_timeout(timedelta(seconds=timeout_seconds))
     return store
 
 
-def _connect(launch: LaunchEnvironment, card: dict[str, Any], timeout_seconds: float) -> TCPStore:
-    """Take the first of rank 0's addresses where its store answers. On a host with several networks some will not."""
+def _connect(launch: LaunchEnvironment, endpoint: dict[str, Any], timeout_seconds: float) -> TCPStore:
+    """Connect to the first of rank 0's addresses at which its store answers.
+
+    A host with several networks has addresses that this rank does not reach.
+    """
     limit = min(timeout_seconds, _SEARCH_SECONDS)
     end = time.monotonic() + limit
     while True:
         tried = []
-        for address in card["addresses"]:
+        for address in endpoint["addresses"]:
             try:
-                return _try(address, card["port"], card["token"])
+                return _try(address, endpoint["port"], endpoint["token"])
             except (OSError, dist.DistError) as error:
                 tried.append(f"{address} ({getattr(error, 'strerror', None) or _first_line(error)})")
         if time.monotonic() + _PAUSE_SECONDS > end:
             raise TopologyError(
-                f"rank {launch.rank} on {socket.gethostname()} reaches none of rank 0's addresses on {card['host']}, "
-                f"port {card['port']}, within {limit:g} s: {', '.join(tried)}; a firewall may be in between; or "
-                "set MASTER_ADDR and MASTER_PORT to an address of rank 0 and a port that is open",
+                f"rank {launch.rank} on {socket.gethostname()} reaches none of rank 0's addresses on "
+                f"{endpoint['host']}, port {endpoint['port']}, within {limit:g} s: {', '.join(tried)}; a firewall may "
+                "be in between; or set MASTER_ADDR and MASTER_PORT to an address of rank 0 and a port that is open",
                 rank=launch.rank,
                 peers=(0,),
             )
@@ -253,7 +256,8 @@ def _connect(launch: LaunchEnvironment, card: dict[str, Any], timeout_seconds: f
 
 
 def _try(address: str, port: int, token: str) -> TCPStore:
-    """An address such as a container bridge's may exist on every host: the token tells whose store answered."""
+    """Connect, and check by the token that rank 0's store answered: a container bridge has the same address on
+    every host."""
     socket.create_connection((address, port), timeout=_TRY_SECONDS).close()
     patience = timedelta(seconds=_TRY_SECONDS)
     store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
@@ -262,29 +266,11 @@ def _try(address: str, port: int, token: str) -> TCPStore:
     return store
 
 
-def own_addresses() -> list[str]:
-    """Where other hosts may reach this one, the likeliest first, its name last; loopback is not among them."""
-    found = []
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing, but chooses the interface of the default route
-        found.append(probe.getsockname()[0])
-    for _, interface in socket.if_nameindex():
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            found.append(socket.inet_ntoa(answer[20:24]))
-    with suppress(OSError), open("/proc/net/if_inet6") as file:
-        for line in file:
-            digits, _, _, scope, _, _ = line.split()
-            if scope == "00":  # global
-                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    found.append(socket.gethostname())
-    return [address for address in dict.fromkeys(found) if not address.startswith("127.")]
-
-
 def _network_digest() -> bytes:
     """Equal on processes that share a loopback interface.
 
-    Unique where /proc is not mounted, so that nobody can tell: rank 0 then listens on all of its addresses.
+    Unique where /proc is not mounted, because nothing else identifies the interface. Rank 0 then listens on all of its
+    addresses.
     """
     network = network_id()
     return hashlib.sha256(network.encode()).digest() if network else secrets.token_bytes(_DIGEST_BYTES)

@@ -72,7 +72,7 @@ class C10dTransport:
         self._group: Backend | None = None
         weakref.finalize(self, self._waiter.close).atexit = False
         # Everyone is known to be here before Gloo connects, so that an absent rank is reported by name.
-        cards = rendezvous.exchange(f"transport/{name}", own_place().encode())
+        cards = rendezvous.all_gather(f"transport/{name}", own_place().encode())
         places = [Place.decode(card) for card in cards]
         try:
             check_places(self.rank, places)
@@ -83,7 +83,7 @@ class C10dTransport:
         self._group = self.guard(lambda: self._connect(rendezvous, places), None)
         self._links = Links(before)
         # Nobody closes its links while others are still connecting: Gloo takes that for a failure.
-        self._links.match(self.rank, rendezvous.exchange(f"transport/{name}/connected", self._links.card()))
+        self._links.match(self.rank, rendezvous.all_gather(f"transport/{name}/connected", self._links.card()))
 
     def _connect(self, rendezvous: Rendezvous, places: Sequence[Place]) -> Backend:
         """Gloo connects every rank with every other one, or none: whoever fails tells the others, who would wait."""
@@ -110,7 +110,7 @@ class C10dTransport:
             if (lost := self._culprits.seen_by_the_host(others)) is not None:
                 raise self.fail(lost)
             try:
-                rendezvous.hurried(_LATE_SECONDS).raise_if_given_up()
+                rendezvous.with_timeout(_LATE_SECONDS).raise_if_given_up()
             except PeerTimeoutError:  # Gloo has the store to itself while it waits for an address there
                 continue
             except RingError as given_up:

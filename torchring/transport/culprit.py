@@ -37,7 +37,7 @@ class Culprits:
 
     def __init__(self, rendezvous: Rendezvous, name: str, host: HostGroup | None) -> None:
         # Nobody waits for the store as long as for a rank: this is when the way there may be cut.
-        self._rendezvous = rendezvous.hurried(_GRACE_SECONDS)
+        self._rendezvous = rendezvous.with_timeout(_GRACE_SECONDS)
         self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
         self._host = host
@@ -60,7 +60,7 @@ class Culprits:
         """
         with contextlib.suppress(RingError):
             text = f"{-1 if peer is None else peer} {int(timed_out)}"
-            self._rendezvous.note(self._key("suspect", self._rendezvous.rank), text.encode())
+            self._rendezvous.publish_once(self._key("suspect", self._rendezvous.rank), text.encode())
 
     def say_goodbye(self) -> None:
         """Tell the peers that this rank has closed its end."""

@@ -84,7 +84,7 @@ class MpiTransport:
         card = {"problem": problem, "rank": -1, "size": 0}
         if parent is not None:
             card |= {"rank": parent.rank, "size": parent.size}
-        cards = [json.loads(text) for text in rendezvous.exchange(f"transport/{name}", json.dumps(card).encode())]
+        cards = [json.loads(text) for text in rendezvous.all_gather(f"transport/{name}", json.dumps(card).encode())]
         _check_ranks(self.rank, cards)
         self._mpi = mpi
         self.mpi_error: type[Exception] = mpi.Exception

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroupGloo
 
 from torchring.errors import TopologyError
 from torchring.linux import network_id
-from torchring.rendezvous.interfaces import gloo_address, list_interfaces, resolve
+from torchring.rendezvous.addresses import gloo_address, is_for_other_hosts, list_interfaces, resolve
 
 _VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 _SOURCE: Final = re.compile(r"\[[^\[\]]*\.(?:cc|cpp|h):[0-9]+\]( [^.:]* != nullptr\.)? ?")  # of Gloo's code
@@ -71,7 +71,7 @@ def _place(network: str, interface: str) -> Place:
         except RuntimeError as error:
             problem = problem or gloo_words(error)
     address = gloo_address(os.environ, interfaces, [] if interface else resolve(host))
-    usable = [f"{name} ({address})" for name, address in interfaces if not address.startswith(("127.", "::1", "fe80:"))]
+    usable = [f"{name} ({address})" for name, address in interfaces if is_for_other_hosts(address)]
     return Place(host, network, address, interface, ", ".join(usable) or "none but loopback", problem)
 
 

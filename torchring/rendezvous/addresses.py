@@ -1,4 +1,4 @@
-"""This machine's network interfaces, and at which address Gloo listens for other ranks."""
+"""The addresses of this machine: of its network interfaces, for other hosts, and the address at which Gloo listens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def list_interfaces() -> list[list[str]]:
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # has none
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found.append([name, socket.inet_ntoa(answer[20:24])])
     with contextlib.suppress(OSError):
@@ -29,8 +29,23 @@ def list_interfaces() -> list[list[str]]:
     return found
 
 
+def own_addresses() -> list[str]:
+    """Where other hosts may reach this machine: addresses, the likeliest first, and the host name last."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing, but chooses the interface of the default route
+        found.append(str(probe.getsockname()[0]))
+    found += [address for _, address in list_interfaces()]
+    return [address for address in dict.fromkeys([*found, socket.gethostname()]) if is_for_other_hosts(address)]
+
+
+def is_for_other_hosts(address: str) -> bool:
+    """Whether other hosts may reach the address: it is neither loopback nor link-local IPv6."""
+    return address != "::1" and not address.startswith(("127.", "fe80:"))
+
+
 def resolve(host: str) -> list[str]:
-    """Addresses of a name, IPv4 and IPv6, in the resolver's order; none if it is not known."""
+    """The IPv4 and IPv6 addresses of a host name, in the resolver's order. Empty if the name is unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -41,8 +56,14 @@ def resolve(host: str) -> list[str]:
 def gloo_address(environ: Mapping[str, str], interfaces: Sequence[Sequence[str]], resolved: Sequence[str]) -> str:
     """The address at which Gloo listens, as torch.distributed chooses it.
 
-    That of the (first) interface in GLOO_SOCKET_IFNAME; else the first that this machine's name resolves to and that is
-    its own; else 127.0.0.1. Returns "" if GLOO_SOCKET_IFNAME names an interface that does not exist.
+    GLOO_SOCKET_IFNAME decides if it is set: Gloo takes the address of the first interface that the variable names.
+    Otherwise Gloo takes the first address in `resolved` that belongs to this machine, or 127.0.0.1 if none does.
+
+    Args:
+        interfaces: what `list_interfaces` returns.
+        resolved: the addresses of this machine's host name, from `resolve`.
+
+    Returns "" if GLOO_SOCKET_IFNAME names an interface that does not exist.
     """
     if named := environ.get("GLOO_SOCKET_IFNAME"):
         return next((address for name, address in interfaces if name == named.split(",")[0]), "")
