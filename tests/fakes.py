@@ -14,7 +14,7 @@ import torch
 
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError
 
-Link = tuple[str, int, int, int]  # stream, sender, receiver, tag
+Link = tuple[str, int, int]  # stream, sender, receiver
 
 
 class FakeNetwork:
@@ -52,11 +52,11 @@ class FakeTransport:
         self._network = network
         self._stream = stream
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> FakeTransfer:
-        return self._start(tensor, peer, (self._stream, self.rank, peer, tag), sends=True)
+    def send(self, tensor: torch.Tensor, peer: int) -> FakeTransfer:
+        return self._start(tensor, peer, (self._stream, self.rank, peer), sends=True)
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> FakeTransfer:
-        return self._start(tensor, peer, (self._stream, peer, self.rank, tag), sends=False)
+    def receive(self, tensor: torch.Tensor, peer: int) -> FakeTransfer:
+        return self._start(tensor, peer, (self._stream, peer, self.rank), sends=False)
 
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)

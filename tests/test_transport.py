@@ -1,4 +1,4 @@
-"""One contract (`torchring/transport/__init__.py`), three implementations: the fake of the tests, Gloo's, and MPI's.
+"""One contract (`torchring/transport/contract.py`), three implementations: the fake of the tests, Gloo's, and MPI's.
 
 Bodies are functions of the module, so that the ranks of an MPI job can be told to run them.
 """
@@ -27,8 +27,8 @@ from torchring.allreduce.mover import NonFinite
 from torchring.allreduce.native import NativeAllReduce
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.transport import Transport
 from torchring.transport.c10d import C10dTransport
+from torchring.transport.contract import Transport
 from torchring.transport.mpi import MpiTransport
 from torchring.world import World
 
@@ -114,42 +114,6 @@ def _in_order(_: Meet, transport: Transport) -> list[int]:
     for transfer in reversed([*receiving, *sending]):  # waiting in another order changes nothing
         transfer.wait()
     return [int(tensor[0]) if bool((tensor == tensor[0]).all()) else -1 for tensor in incoming]
-
-
-def test_tags_keep_transfers_apart_and_each_in_order(kind: str) -> None:
-    expected = [[[1000 * peer + 100 * tag + i for i in range(5)] for tag in range(3)] for peer in (1, 0)]
-    assert run_transports(kind, 2, _with_tags) == expected
-
-
-def _with_tags(_: Meet, transport: Transport) -> list[list[int]]:
-    rank, peer = transport.rank, 1 - transport.rank
-    tags = (0, 7, 2**15 - 1)
-    incoming = {tag: [torch.zeros(1, dtype=torch.int64) for _ in range(5)] for tag in tags}
-    transfers = [transport.receive(tensor, peer, tag) for tag in tags for tensor in incoming[tag]]
-    for i in range(5):  # by turns, and the tags in the opposite order of the receives
-        for index, tag in reversed(list(enumerate(tags))):
-            transfers.append(transport.send(torch.tensor([1000 * rank + 100 * index + i]), peer, tag))
-    for transfer in transfers:
-        transfer.wait()
-    return [[int(tensor) for tensor in incoming[tag]] for tag in tags]
-
-
-def test_a_later_tag_may_complete_first(kind: str) -> None:
-    assert run_transports(kind, 2, _later_first) == [[1, 2], None]
-
-
-def _later_first(_: Meet, transport: Transport) -> Any:
-    answer = torch.zeros(1)
-    if transport.rank:
-        transport.send(torch.tensor([2]), 0, tag=2).wait()
-        transport.receive(answer, 0).wait()  # the one with tag 2 has arrived before that with tag 1 was sent
-        return transport.send(torch.tensor([1]), 0, tag=1).wait()
-    incoming = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-    first, second = (transport.receive(tensor, 1, tag) for tag, tensor in enumerate(incoming, start=1))
-    second.wait()
-    transport.send(answer, 1).wait()
-    first.wait()
-    return [int(tensor) for tensor in incoming]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 65, 65_537, MIB, 64 * MIB])
@@ -247,10 +211,9 @@ def _do_not_mix(_: Meet, *transports: Transport) -> list[int]:
     return [int(tensor) for tensor in incoming]
 
 
-@pytest.mark.parametrize("shares", [False, True], ids=["a transport each", "a tag each"])
-def test_threads(kind: str, shares: bool) -> None:
+def test_threads(kind: str) -> None:
     expected = [[1000 * thread + step for step in range(30)] for thread in range(3)]
-    assert run_transports(kind, 2, _in_threads, num_streams=1 if shares else 3) == [expected, expected]
+    assert run_transports(kind, 2, _in_threads, num_streams=3) == [expected, expected]
 
 
 def _in_threads(_: Meet, *transports: Transport) -> list[list[int]]:
@@ -258,11 +221,11 @@ def _in_threads(_: Meet, *transports: Transport) -> list[list[int]]:
     seen: list[list[int]] = [[] for _ in range(3)]
 
     def drive(thread: int) -> None:
-        transport, tag = (transports[0], thread) if len(transports) == 1 else (transports[thread], 0)
+        transport = transports[thread]
         for step in range(30):
             incoming = torch.empty(1000, dtype=torch.int64)
-            receiving = transport.receive(incoming, 1 - rank, tag)
-            transport.send(torch.full((1000,), 1000 * thread + step), 1 - rank, tag).wait()
+            receiving = transport.receive(incoming, 1 - rank)
+            transport.send(torch.full((1000,), 1000 * thread + step), 1 - rank).wait()
             receiving.wait()
             seen[thread].append(int(incoming.min()))
             assert int(incoming.min()) == int(incoming.max())
@@ -475,21 +438,22 @@ def _close_one(_: Meet, first: Transport, second: Transport) -> float:
 
 
 def test_closing_with_transfers_under_way(kind: str) -> None:
-    assert run_transports(kind, 2, _close_in_the_middle, num_streams=2) == [2.0, 1.0]
+    assert run_transports(kind, 2, _close_in_the_middle, num_streams=3) == [2.0, 1.0]
 
 
-def _close_in_the_middle(meet: Meet, first: Transport, second: Transport) -> float:
+def _close_in_the_middle(meet: Meet, first: Transport, second: Transport, third: Transport) -> float:
     peer = 1 - first.rank
-    # Neither has a counterpart, and one is too large for any buffer on the way.
-    transfers = [first.receive(torch.empty(8), peer, tag=1), first.send(torch.ones(4 * MIB), peer, tag=2)]
+    # Neither has a counterpart, and the send is too large for any buffer on the way.
+    transfers = [first.receive(torch.empty(8), peer), second.send(torch.ones(4 * MIB), peer)]
     meet()
     first.close()
+    second.close()
     for transfer in transfers:
         with pytest.raises(PeerLostError):
             transfer.wait()
     del transfers
     meet()
-    return _swap(second)
+    return _swap(third)
 
 
 def test_a_thread_that_waits_while_another_closes_the_transport(kind: str) -> None:

@@ -1,4 +1,4 @@
-"""What only MPI has: its launcher, its ranks, its thread levels, its errors, and memory that it may not touch.
+"""What only MPI has: its launcher, its ranks, its thread levels, and its errors.
 
 The contract of transports is in test_transport.py.
 """
@@ -10,7 +10,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +26,6 @@ from torchring.allreduce.ring import RingAllReduce
 from torchring.errors import RingError, TopologyError
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport import mpi as mpi_transport
-from torchring.transport import staging
 from torchring.transport.c10d import C10dTransport
 from torchring.transport.mpi import MpiTransport
 from torchring.transport.open import open_transport
@@ -267,90 +265,18 @@ def test_exit_with_transfers_under_way(tmp_path: Path) -> None:
     code, output, _ = start_script(
         tmp_path,
         """
-transport.receive(torch.empty(4 << 20), 1 - rank, 1)
-transport.send(torch.ones(4 << 20), 1 - rank, 2)
+other = MpiTransport(world.rendezvous, "other", world.host)
+transport.receive(torch.empty(4 << 20), 1 - rank)
+other.send(torch.ones(4 << 20), 1 - rank)  # neither has a counterpart
 print("leaves")
 if rank == 0:
     transport.close()
+    other.close()
     world.close()
 """,
     )
     assert code == 0, output
     assert output.count("leaves") == 2
-
-
-# ---- memory that MPI may not touch
-
-
-@pytest.mark.parametrize(
-    ("library", "environ", "expected"),
-    [
-        (SimpleNamespace(MPIX_Query_cuda_support=lambda: 1), {}, True),
-        (SimpleNamespace(MPIX_Query_cuda_support=lambda: 0), {}, False),
-        (SimpleNamespace(), {}, False),
-        (SimpleNamespace(), {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True),
-        (SimpleNamespace(), {"MPICH_GPU_SUPPORT_ENABLED": "0"}, False),
-        (SimpleNamespace(), {"MV2_USE_CUDA": "1"}, True),
-    ],
-)
-def test_who_takes_device_pointers(library: Any, environ: dict[str, str], expected: bool) -> None:
-    assert staging.takes_device_pointers(library, environ) is expected
-
-
-def test_host_memory_is_never_staged() -> None:
-    tensor = torch.zeros(4)
-    for device_pointers in (False, True):
-        assert staging.outgoing(tensor, device_pointers=device_pointers) is tensor
-        assert staging.incoming(tensor, device_pointers=device_pointers) is tensor
-
-
-def test_device_memory_is_staged_unless_its_address_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited_for = []
-    stream = SimpleNamespace(synchronize=lambda: waited_for.append("stream"))
-    monkeypatch.setattr(staging, "is_on_host", lambda _: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    tensor = torch.arange(4.0)
-    for prepare in (staging.outgoing, staging.incoming):
-        assert prepare(tensor, device_pointers=True) is tensor
-    assert waited_for == ["stream", "stream"]
-    copy = staging.outgoing(tensor, device_pointers=False)
-    assert copy.data_ptr() != tensor.data_ptr()
-    assert_bitwise(copy, tensor)
-    assert staging.incoming(tensor, device_pointers=False).data_ptr() != tensor.data_ptr()
-    assert len(waited_for) == 2  # the copy waits for the stream by itself
-
-
-@needs_mpi
-def test_staged_transfers_arrive_when_waited_for() -> None:
-    for rank, (early, late, total) in enumerate(run_ranks(_staged)):
-        assert_bitwise(early, torch.full((256,), -1.0), f"rank {rank} before")
-        assert_bitwise(late, exact_inputs(256, torch.float32, 1 - rank), f"rank {rank} after")
-        assert_bitwise(total, sum_of_both(256), f"rank {rank} sum")
-
-
-def sum_of_both(numel: int) -> torch.Tensor:
-    return exact_inputs(numel, torch.float32, 0) + exact_inputs(numel, torch.float32, 1)
-
-
-def _staged(rendezvous: Rendezvous, communicator: Any) -> Any:
-    rank = rendezvous.rank
-    with mock.patch.object(staging, "is_on_host", return_value=False):
-        transport = MpiTransport(rendezvous, "stream", communicator=communicator)
-        incoming, outgoing = torch.full((256,), -1.0), exact_inputs(256, torch.float32, rank)
-        receiving = transport.receive(incoming, 1 - rank)
-        sending = transport.send(outgoing, 1 - rank)
-        outgoing.zero_()  # what leaves is the copy
-        end = time.monotonic() + 20.0
-        while not transport.is_done(receiving):
-            assert time.monotonic() < end
-        early = incoming.clone()  # it has arrived, but in the copy
-        receiving.wait()
-        sending.wait()
-        total = exact_inputs(256, torch.float32, rank)
-        transport.all_reduce(total)
-        rendezvous.all_gather("done", b"")
-        transport.close()
-    return early, incoming, total
 
 
 # ---- and what it is all for
@@ -362,6 +288,10 @@ def test_a_ring_over_mpi(dtype: torch.dtype) -> None:
     numel = 300_000
     for rank, result in enumerate(run_ranks(partial(_ring_all_reduce, numel=numel, dtype=dtype))):
         assert_bitwise(result, (sum_of_both(numel) * 0.5).to(dtype), f"rank {rank}")
+
+
+def sum_of_both(numel: int) -> torch.Tensor:
+    return exact_inputs(numel, torch.float32, 0) + exact_inputs(numel, torch.float32, 1)
 
 
 def _ring_all_reduce(rendezvous: Rendezvous, communicator: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from torchring.allreduce.mover import NonFinite, Wire, blame, first_non_finite, is_finite, tag_mismatch
 from torchring.errors import RingError, in_step
-from torchring.transport import Transport
+from torchring.transport.contract import Transport
 
 
 @dataclass(frozen=True)

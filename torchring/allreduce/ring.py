@@ -33,7 +33,7 @@ from torchring.allreduce.mover import NonFinite, Wire, blame, first_non_finite, 
 from torchring.allreduce.slices import slice_bounds
 from torchring.errors import RingError
 from torchring.kernels import reference
-from torchring.transport import Transfer, Transport
+from torchring.transport.contract import Transfer, Transport
 
 BLOCK_BYTES: Final = 1 << 20
 NUM_AHEAD: Final = 4  # receives that are posted before their blocks are needed

@@ -175,8 +175,7 @@ def check_backends(report: Report) -> list[Finding]:
         found.append(Finding("warning", "backends", f"MPI is {differ}; such ranks may not understand each other"))
     if report.ranks and not found:
         first = report.ranks[0]
-        gpu = {True: ", takes GPU pointers", False: ", does not take GPU pointers", None: ""}
-        mpi = f"MPI ({first.mpi}{gpu[first.mpi_takes_gpu_pointers]})" if first.mpi else ""
+        mpi = f"MPI ({first.mpi})" if first.mpi else ""
         have = [name for name, is_there in (("Gloo", first.has_gloo), ("NCCL", first.has_nccl), (mpi, mpi)) if is_there]
         lack = [
             name

@@ -28,17 +28,13 @@ _PACKAGES: Final = ("torchring", "torch", "triton", "numpy", "mpi4py")
 _LISTENING: Final = "0A"  # in /proc/net/tcp
 _UNLIMITED_BYTES: Final = 1 << 60  # control groups of the first version write a number close to 2**63 for "none"
 _MPI_SECONDS: Final = 20.0
-# In a process of its own: a library that does not fit may crash, and one that is initialised twice will. These calls
-# are allowed without MPI_Init. MPIX_Query_cuda_support is Open MPI's; others do not say.
+# In a process of its own: a library that does not fit may crash, and one that is initialised twice will. This call
+# is allowed without MPI_Init.
 _ASK_MPI: Final = """
-import ctypes, json, mpi4py, sys
+import json, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-answer = {"version": MPI.Get_library_version().strip(chr(0) + " \\n"), "gpu": None}
-library = ctypes.CDLL(MPI.__file__)
-if sys.argv[1] == "gpu" and hasattr(library, "MPIX_Query_cuda_support"):
-    answer["gpu"] = bool(library.MPIX_Query_cuda_support())
-print(json.dumps(answer))
+print(json.dumps(MPI.Get_library_version().strip(chr(0) + " \\n")))
 """
 
 
@@ -46,7 +42,6 @@ def gather(rank: int) -> RankFacts:
     """Takes about 0.1 s, plus what the first touch of a GPU takes. Never fails: what cannot be found out is unknown."""
     interfaces = list_interfaces()
     available, limit = memory_bytes()
-    mpi, takes_gpu_pointers = ask_mpi()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return RankFacts(
         rank=rank,
@@ -70,8 +65,7 @@ def gather(rank: int) -> RankFacts:
         memfd_error=try_memfd(),
         has_gloo=dist.is_gloo_available(),
         has_nccl=dist.is_nccl_available(),
-        mpi=mpi,
-        mpi_takes_gpu_pointers=takes_gpu_pointers,
+        mpi=ask_mpi(),
         interfaces=interfaces,
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
         gloo_address=gloo_address(os.environ, interfaces, resolve(socket.gethostname())),
@@ -135,20 +129,20 @@ def try_memfd() -> str | None:
     return None
 
 
-def ask_mpi() -> tuple[str | None, bool | None]:
-    """(what the MPI library calls itself, whether it takes a GPU's pointers); see `RankFacts`."""
+def ask_mpi() -> str | None:
+    """What the MPI library calls itself; see `RankFacts`."""
     if importlib.util.find_spec("mpi4py") is None:
-        return None, None
-    command = [sys.executable, "-c", _ASK_MPI, "gpu" if torch.cuda.is_available() else "no gpu"]
+        return None
+    command = [sys.executable, "-c", _ASK_MPI]
     # As if no launcher had started it: this process takes part in no MPI job.
     beginnings = ("OMPI_", "PMIX_", "PMI_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(beginnings)}
     try:
         ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_MPI_SECONDS, check=True)
-        answer = json.loads(ran.stdout.splitlines()[-1])
+        version: str = json.loads(ran.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return "", None
-    return answer["version"].split(", package")[0].splitlines()[0], answer["gpu"]
+        return ""
+    return version.split(", package")[0].splitlines()[0]
 
 
 def usable_cores(ranks: Sequence[RankFacts]) -> int:

@@ -18,7 +18,7 @@ import torch
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.doctor.report import PathFacts
 from torchring.memory.channel import POLL_SECONDS
-from torchring.transport import Transport
+from torchring.transport.contract import Transport
 from torchring.world import World
 
 SECONDS: Final = 2.0  # for all paths of a kind together

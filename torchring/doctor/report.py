@@ -38,7 +38,6 @@ class RankFacts:
         gpu_peers: [i][j]: whether GPU i reaches GPU j's memory.
         memfd_error: why memory without a name cannot be made here, None if it can.
         mpi: the version that the MPI library states; None without mpi4py, "" where mpi4py does not load.
-        mpi_takes_gpu_pointers: None if there is no GPU, or the library does not say.
         interfaces: [name, address] pairs of those that are up: the first IPv4 address of each, all IPv6 ones.
         gloo_interface: GLOO_SOCKET_IFNAME; None if not set.
         gloo_address: at which Gloo will listen; "" if GLOO_SOCKET_IFNAME names no interface that has one.
@@ -64,7 +63,6 @@ class RankFacts:
     has_gloo: bool = False
     has_nccl: bool = False
     mpi: str | None = None
-    mpi_takes_gpu_pointers: bool | None = None
     interfaces: list[list[str]] = field(default_factory=list)
     gloo_interface: str | None = None
     gloo_address: str = ""

@@ -21,10 +21,10 @@ from torchring.errors import PeerLostError, PeerTimeoutError, RingError, Topolog
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.threads import SerialThread
+from torchring.transport.contract import contiguous_bytes
 from torchring.transport.culprit import Culprits
 from torchring.transport.links import Links, open_sockets
 from torchring.transport.places import Place, cannot_connect, check_places, own_place
-from torchring.transport.staging import contiguous_bytes
 
 # In truth a bare Gloo backend, which has a group's methods: so no default group has to exist.
 Backend = dist.ProcessGroup
@@ -37,8 +37,9 @@ _FIRST_LOOK_SECONDS: Final = 0.2  # and then at twice the time
 _SILENT_SECONDS: Final = 1.0
 _DIGEST_SECONDS: Final = 0.5  # for what arrived before the connection closed
 _CLOSING_SECONDS: Final = 0.5
-_PROBE_TAG: Final = 2**15 + 1
-_CLOSING_TAG: Final = 2**15  # nobody sends with this one
+_TAG: Final = 0
+_CLOSING_TAG: Final = 1  # nobody sends with this tag
+_PROBE_TAG: Final = 2  # nor with this tag
 _SUMMED: Final = (
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
@@ -116,13 +117,13 @@ class C10dTransport:
             except RingError as given_up:
                 raise self.fail(given_up) from None
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> C10dTransfer:
+    def send(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
         data = contiguous_bytes(tensor)
-        return self._start(lambda group: group.send([data], peer, tag) if data.numel() else None, peer)
+        return self._start(lambda group: group.send([data], peer, _TAG) if data.numel() else None, peer)
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> C10dTransfer:
+    def receive(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
         data = contiguous_bytes(tensor)
-        return self._start(lambda group: group.recv([data], peer, tag) if data.numel() else None, peer)
+        return self._start(lambda group: group.recv([data], peer, _TAG) if data.numel() else None, peer)
 
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in _SUMMED

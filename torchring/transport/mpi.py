@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import json
 import os
 import threading
@@ -23,8 +22,8 @@ import torch
 from torchring.errors import PeerLostError, RingError, TopologyError
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.transport.contract import contiguous_bytes
 from torchring.transport.culprit import Culprits
-from torchring.transport.staging import contiguous_bytes, incoming, outgoing, takes_device_pointers
 
 _T = TypeVar("_T")
 
@@ -89,21 +88,19 @@ class MpiTransport:
         self._mpi = mpi
         self.mpi_error: type[Exception] = mpi.Exception
         self._lock = _serialised if mpi.Query_thread() < mpi.THREAD_MULTIPLE else threading.RLock()
-        self._device_pointers = takes_device_pointers(ctypes.CDLL(mpi.__file__), os.environ)
         with self._lock:
             self._communicator, opening = parent.Idup()
         MpiTransfer(self, opening, torch.empty(0, device="cpu"), None).wait()
         self._communicator.Set_errhandler(mpi.ERRORS_RETURN)
         _open.add(self)
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> MpiTransfer:
-        data = outgoing(contiguous_bytes(tensor), device_pointers=self._device_pointers)
-        return self._start(lambda: self._communicator.Isend(self._buffer(data), peer, tag), data, peer)
+    def send(self, tensor: torch.Tensor, peer: int) -> MpiTransfer:
+        data = contiguous_bytes(tensor)
+        return self._start(lambda: self._communicator.Isend(self._buffer(data), peer), data, peer)
 
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> MpiTransfer:
-        target = contiguous_bytes(tensor)
-        data = incoming(target, device_pointers=self._device_pointers)
-        return self._start(lambda: self._communicator.Irecv(self._buffer(data), peer, tag), data, peer, target)
+    def receive(self, tensor: torch.Tensor, peer: int) -> MpiTransfer:
+        data = contiguous_bytes(tensor)
+        return self._start(lambda: self._communicator.Irecv(self._buffer(data), peer), data, peer, is_receive=True)
 
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in _SUMMED
@@ -111,14 +108,12 @@ class MpiTransport:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous() or not self.sums(tensor.dtype):
             raise ValueError(f"MPI does not add up {tensor.dtype} with strides {tensor.stride()}")
-        data = outgoing(tensor, device_pointers=self._device_pointers)
         mpi, kind = self._mpi, getattr(self._mpi, _SUMMED[tensor.dtype])
         # Not the blocking call, which is faster (64 MiB: 31 against 55 ms) but can be neither timed nor left.
         self._start(
-            lambda: self._communicator.Iallreduce(mpi.IN_PLACE, [self._buffer(data), tensor.numel(), kind], mpi.SUM),
-            data,
-            None,
+            lambda: self._communicator.Iallreduce(mpi.IN_PLACE, [self._buffer(tensor), tensor.numel(), kind], mpi.SUM),
             tensor,
+            None,
         ).wait()
 
     def all_gather(self, number: int) -> list[int]:
@@ -203,16 +198,12 @@ class MpiTransport:
         return True
 
     def _start(
-        self,
-        operation: Callable[[], Any],
-        data: torch.Tensor,
-        peer: int | None,
-        target: torch.Tensor | None = None,
+        self, operation: Callable[[], Any], data: torch.Tensor, peer: int | None, *, is_receive: bool = False
     ) -> MpiTransfer:
         with self._lock:
             self._check_open()
             request = self._guard(operation, peer) if data.numel() else self._mpi.REQUEST_NULL
-            transfer = MpiTransfer(self, request, data, peer, target)
+            transfer = MpiTransfer(self, request, data, peer, is_receive=is_receive)
             self._under_way.add(transfer)
         return transfer
 
@@ -239,33 +230,25 @@ class MpiTransport:
 
 
 class MpiTransfer:
-    """See `Transfer`. `data` is what MPI reads or writes; it goes to `target`, if that is another, when complete."""
+    """See `Transfer`. `data` is the memory that MPI reads or writes."""
 
     def __init__(
-        self,
-        transport: MpiTransport,
-        request: Any,
-        data: torch.Tensor,
-        peer: int | None,
-        target: torch.Tensor | None = None,
+        self, transport: MpiTransport, request: Any, data: torch.Tensor, peer: int | None, *, is_receive: bool = False
     ) -> None:
         self.request = request
         self.data = data
         self.peer = peer
         self.is_done = False
         self._transport = transport
-        self._target = target
+        self._is_receive = is_receive
 
     def wait(self) -> None:
         self._transport.wait_for(self)
-        target, self._target = self._target, None
-        if target is not None and target is not self.data:
-            target.copy_(self.data, non_blocking=True)
 
     def cancel(self) -> bool:
         """Give the transfer up without waiting; whether MPI is done with its memory."""
         try:
-            if self._target is not None and self.peer is not None:  # sends and collectives cannot be cancelled
+            if self._is_receive:  # sends and collectives cannot be cancelled
                 self.request.Cancel()
             return bool(self.request.Test())
         except self._transport.mpi_error:  # of a link that is broken already

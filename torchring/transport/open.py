@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchring.transport import Transport
 from torchring.transport.c10d import C10dTransport
+from torchring.transport.contract import Transport
 from torchring.transport.mpi import MpiTransport
 from torchring.world import World
 

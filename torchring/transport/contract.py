@@ -1,0 +1,66 @@
+"""The contract between an all-reduce and the engine that moves its bytes between hosts."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from torchring.errors import RingError
+from torchring.memory.host import bytes_of
+
+
+class Transfer(Protocol):
+    """A send or a receive that has been started. The tensor belongs to the transport until `wait` returns."""
+
+    def wait(self) -> None:
+        """Block until the transfer is done. Raises PeerLostError or PeerTimeoutError naming the peer at fault."""
+
+
+class Transport(Protocol):
+    """Point-to-point transfers between the ranks of one world, and the engine's own sum. Tensors are in host memory.
+
+    The n-th send from rank a to rank b matches the n-th receive that rank b starts from rank a. Only one thread uses a
+    transport at a time; `fail` and `close` may be called from any thread.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine that moves the bytes: "Gloo" or "MPI"."""
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Transfer:
+        """Start sending a contiguous tensor of any dtype and size, 0 elements included."""
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> Transfer:
+        """Start receiving into a contiguous tensor with as many bytes as the peer sends."""
+
+    def sums(self, dtype: torch.dtype) -> bool:
+        """Whether `all_reduce` takes this dtype."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Collective: the contiguous `tensor` becomes the sum over ranks, added in its dtype by the engine.
+
+        Blocks. All ranks call `all_reduce` and `all_gather` in the same order, one call at a time.
+        """
+
+    def all_gather(self, number: int) -> list[int]:
+        """Collective: the number of every rank (64 bits, signed), in rank order."""
+
+    def fail(self, error: RingError) -> RingError:
+        """Close every link, and leave `error` for the peers that still wait on a link to raise. Returns `error`."""
+
+    def close(self) -> None:
+        """Close every link of this transport. A peer that still waits on a link raises PeerLostError."""
+
+
+def contiguous_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as uint8, so that dtypes travel that the engine does not know. Raises ValueError on gaps."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a transport moves contiguous tensors, got strides {tensor.stride()}")
+    return bytes_of(tensor)
