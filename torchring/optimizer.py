@@ -41,20 +41,22 @@ _OPS: Final = get_args(GradientOp)
 
 @dataclass(frozen=True)
 class Stats:
-    """What reducing has cost so far.
+    """What communication has cost so far, on one rank.
 
     Attributes:
-        algorithm: "direct", "ring", "hierarchical", "native", or "none" in a world of one.
-        reason: why it is that, a sentence; with what was measured where "auto" had a choice.
-        overlap: "inline", "thread" or, on a device, "stream".
-        num_buckets: in the present plan.
-        bytes_per_step: what this rank contributes to one reduction, in the wire dtype.
-        num_reductions: so far.
-        communication_ms: of the last reduction: time in all-reduce, waiting for peers included. On a device: of the
-            last one that it has finished.
-        exposed_ms: the part of it during which backward stood still.
-        mean_communication_ms, mean_exposed_ms: over all reductions but the first, which also builds.
-        overlap_ratio: the share of communication that backward hid, 0 to 1, over the same.
+        algorithm: "direct", "ring", "hierarchical" or "native"; "none" in a world of one rank.
+        reason: why this algorithm was chosen, as a sentence, with the times that "auto" has measured.
+        overlap: "inline" or "thread"; on a GPU "inline" or "stream".
+        num_buckets: number of buckets in the current plan.
+        bytes_per_step: bytes that this rank contributes to one reduction, after compression.
+        num_reductions: number of reductions so far.
+        communication_ms: time in the last reduction during which some bucket was being reduced. Includes waiting for
+            other ranks. On a GPU: in the last reduction that the GPU has finished.
+        exposed_ms: the part of communication_ms during which `backward()` stood still.
+        mean_communication_ms: mean of communication_ms over all reductions but the first, in which ranks also
+            wait for each other to start.
+        mean_exposed_ms: mean of exposed_ms over the same reductions.
+        overlap_ratio: share of the communication that `backward()` hid, from 0 to 1, over the same reductions.
     """
 
     algorithm: str
@@ -82,29 +84,35 @@ def wrap(
     overlap: Overlap = "auto",
     sync_initial_state: bool = True,
 ) -> DistributedOptimizer:
-    """Make `optimizer` average its gradients over all ranks while backward runs. Collective.
+    """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
 
     Args:
-        optimizer: any torch.optim.Optimizer over parameters on the CPU or on one GPU. It goes on holding the state.
-        model: gives parameters their names in errors, tells sparse embeddings, and has its buffers synchronised.
+        optimizer: any torch.optim.Optimizer. Its parameters are on the CPU or on one GPU. It keeps its state.
+        model: gives parameters their names in errors, shows which embeddings have sparse gradients, and has its buffers
+            copied from rank 0.
         op: "mean" or "sum" over ranks.
-        compression: None, "fp16" or "bf16": the dtype on the wire. Scaled first, cast once, added up in fp32.
-        bucket_mb: gradients travel in buckets of about this many MiB; the first one has 1 MiB. Unless said, 25 where
-            all ranks share memory and 12 between hosts, where the line should be busy soon after backward begins.
-        accumulate: reduce on every n-th backward only; the n gradients are summed, as PyTorch sums them.
-        algorithm: "direct" (memory shared by the ranks of one host), "ring" (point to point between all ranks),
+        compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
+            None sends them in their own dtype.
+        bucket_mb: size of a bucket in MiB. Default: 25, or 12 if ranks are on several hosts. The first bucket is 1 MiB.
+        accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them.
+        algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),
             "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce) or
-            "auto": direct on one host; between hosts it measures and keeps the faster, see `Stats.reason`.
-        overlap: "inline" (reduce in the thread that runs backward), "thread" or "auto": threads, unless they would only
-            take turns with backward. On CUDA, in the stream that runs backward, or in one of its own.
-        sync_initial_state: start all ranks from rank 0's parameters, buffers and optimizer state.
+            "auto": "direct" on one host; between hosts the fastest that was measured, see `Stats.reason`.
+        overlap: "inline" (reduce in the thread that runs `backward()`), "thread" (in the background) or "auto":
+            "thread", unless a thread would only compete with `backward()` for the cores. On CUDA, "inline" reduces in
+            the stream that runs `backward()`; the others reduce in a stream of torchring's own.
+        sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
 
-    Returns the `DistributedOptimizer` to use in place of `optimizer`.
+    Returns:
+        The optimizer to use in place of `optimizer`.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; says what was received and what would be right.
-        PlanMismatchError: another rank wraps a different model or options, or could not wrap its own.
-        TopologyError, PeerLostError, PeerTimeoutError: see `init`.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a wrong value, or a parameter cannot be reduced.
+        PlanMismatchError: another rank wraps a different model or uses other options, or could not wrap its optimizer.
+        TopologyError: see `init`; or `algorithm` does not fit the hosts.
+        PeerLostError: another rank died.
+        PeerTimeoutError: another rank did not call `wrap` within the timeout.
     """
     return DistributedOptimizer(
         optimizer,
@@ -120,14 +128,14 @@ def wrap(
 
 
 class DistributedOptimizer(Optimizer):
-    """An optimizer whose gradients are the same on all ranks. See `wrap` for the arguments.
+    """An optimizer whose gradients are the same on all ranks. `wrap` creates it, and describes the arguments.
 
-    It is a torch.optim.Optimizer that shares `param_groups`, `state` and `defaults` with the one it wraps, so learning
-    rate schedulers, GradScaler, hooks, checkpoints, deepcopy and pickling work on either. (A copy, or an unpickled one,
-    joins the other ranks when its first gradient arrives, so all ranks have to use theirs.)
+    It is a torch.optim.Optimizer that shares `param_groups`, `state` and `defaults` with the optimizer that it wraps.
+    So learning rate schedulers, GradScaler, hooks, checkpoints, deepcopy and pickling work on both. A deep copy, or an
+    unpickled optimizer, joins the other ranks when its first gradient arrives. So all ranks have to use theirs.
 
     Attributes:
-        optimizer: the wrapped one.
+        optimizer: the wrapped optimizer.
     """
 
     # GradScaler must unscale by itself: a fused optimizer that takes the scale would be handed it through this wrapper.
@@ -222,16 +230,19 @@ class DistributedOptimizer(Optimizer):
     def step(self, closure: Callable[[], _T], *args: Any, **kwargs: Any) -> _T: ...
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped optimizer's step.
+        """Run the wrapped optimizer's step, unless gradients are known to be wrong.
 
         Args:
-            closure: evaluates the model and calls backward, as for any optimizer. The loss that it returns is averaged
-                over ranks, so that an optimizer that decides by it (LBFGS) decides alike everywhere.
-            *args: passed to the wrapped optimizer's step().
-            **kwargs: passed to the wrapped optimizer's step().
+            closure: evaluates the model and calls `backward()`, as for any optimizer. The loss that it returns is
+                averaged over ranks, so that an optimizer that decides by the loss (LBFGS) decides alike on all ranks.
+            *args: passed to the wrapped optimizer's `step()`.
+            **kwargs: passed to the wrapped optimizer's `step()`.
+
+        Returns:
+            What the wrapped optimizer returns: the loss if there is a closure.
 
         Raises:
-            GradientError: a gradient is known to be unreduced or not finite, or parameters have drifted apart.
+            GradientError: a gradient is not reduced or not finite, or parameters differ between ranks.
             ValueError: this optimizer is closed.
         """
         hooks = self._live_hooks()
@@ -284,7 +295,7 @@ class DistributedOptimizer(Optimizer):
         return step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim.Optimizer.zero_grad."""
+        """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
         if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
             self.optimizer.zero_grad()
             return
@@ -293,22 +304,28 @@ class DistributedOptimizer(Optimizer):
             self._hooks.reduction.mark_zeroed()
 
     def synchronize(self) -> None:
-        """Reduce now whatever any rank has accumulated locally; collective, and harmless where there is nothing.
+        """Reduce the gradients that are not reduced yet on some rank. Collective. Does nothing if there are none.
 
-        For gradients of `no_sync()`, of the last, incomplete group of `accumulate` micro-steps, or put into `.grad` by
-        hand. After an ordinary backward there is nothing to do.
+        Needed for gradients of `no_sync()`, for the last, incomplete group of `accumulate` micro-steps, and for
+        gradients that the script has put into `.grad`. After an ordinary `backward()`, all gradients are reduced.
+
+        Raises:
+            GradientError: called inside `backward()`, or refused on another rank.
         """
         hooks = self._live_hooks()
         if hooks is not None:
             hooks.synchronize()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which backward accumulates local gradients and sends nothing. Decided when backward runs."""
+        """A context manager: inside, `backward()` accumulates gradients on this rank and sends nothing.
+
+        What counts is where `backward()` runs, not where the loss was computed.
+        """
         hooks = self._live_hooks()
         return hooks.no_sync() if hooks is not None else nullcontext()
 
     def stats(self) -> Stats:
-        """What reducing has cost so far, on this rank."""
+        """What communication has cost so far, on this rank."""
         hooks = self._live_hooks()
         if hooks is None:
             return Stats("none", "a world of one sends nothing", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -331,7 +348,10 @@ class DistributedOptimizer(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer.add_param_group; collective. The new parameters start from rank 0's values."""
+        """Add parameters, as torch.optim.Optimizer.add_param_group does. Collective.
+
+        The new parameters start from rank 0's values.
+        """
         if self._is_initialising:  # Optimizer.__init__, whose groups the wrapped optimizer has already
             return
         hooks = self._live_hooks()
@@ -352,33 +372,33 @@ class DistributedOptimizer(Optimizer):
     # Hooks on checkpoints belong to the optimizer whose state they see.
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As of the wrapped optimizer, which the hook is called with."""
+        """Register a hook on the wrapped optimizer, which the hook is called with."""
         return self.optimizer.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As of the wrapped optimizer, which the hook is called with."""
+        """Register a hook on the wrapped optimizer, which the hook is called with."""
         return self.optimizer.register_state_dict_post_hook(hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As of the wrapped optimizer, which the hook is called with."""
+        """Register a hook on the wrapped optimizer, which the hook is called with."""
         return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """As of the wrapped optimizer, which the hook is called with."""
+        """Register a hook on the wrapped optimizer, which the hook is called with."""
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's: checkpoints are interchangeable with single-process ones."""
+        """The state of the wrapped optimizer. A script without torchring can load it, and the other way round."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load into the wrapped optimizer. Every rank has to load the same."""
+        """Load a state into the wrapped optimizer. All ranks must load the same state."""
         self.optimizer.load_state_dict(dict(state_dict))
 
     def close(self) -> None:
-        """Remove the hooks and release what reducing took; all ranks should, at the same point.
+        """Remove the hooks from the parameters and release buffers. All ranks should call this at the same point.
 
-        The wrapped optimizer goes on as a plain one.
+        The wrapped optimizer can be used without torchring afterwards.
         """
         self._disconnect()
         self._is_closed = True
