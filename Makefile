@@ -4,25 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-ranks test-kernels bench docs lint types clean
+.PHONY: demo test test-all tests bench docs lint types clean
 
 demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
 	$(BIN)/torchring run -np 2 examples/train_digits.py
 
-test: lint types $(INSTALLED)  ## everything that CI checks
-	$(MAKE) --no-print-directory --jobs 2 --output-sync test-ranks test-kernels
+test: $(INSTALLED)  ## everything that CI checks
+	$(MAKE) --no-print-directory --jobs 2 lint types tests
 
-# Tests of ranks mostly wait, those of kernels mostly compute; beside each other, the second ones give way to the first.
-KERNEL_TESTS := tests/test_kernels_*.py tests/test_on_device.py tests/test_device*.py tests/test_bench_gpu.py \
-                tests/test_examples.py tests/test_packaging.py
+test-all: $(INSTALLED)  ## the same with full grids, soaks and other platforms: before a release
+	$(MAKE) --no-print-directory --jobs 2 lint types tests MARKED=""
+
+# Three processes on two cores: most tests of ranks wait. A file's tests stay together, and share what they set up.
 # mpirun is in BIN. Without bytecode each process that a test starts would compile torchring anew, for 0.4 s.
-RUN_PYTEST = PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest --durations 15
-
-test-ranks: $(INSTALLED)
-	$(RUN_PYTEST) tests $(foreach pattern,$(KERNEL_TESTS),--ignore-glob '$(pattern)')
-
-test-kernels: $(INSTALLED)
-	nice -n 19 env $(RUN_PYTEST) $(KERNEL_TESTS)
+MARKED = not grid
+tests: $(INSTALLED)
+	PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -m "$(MARKED)" --durations 15 \
+	    --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 bench: $(INSTALLED)  ## all-reduce and training steps against their rivals, then the microbenchmarks: 10 minutes
 	$(BIN)/torchring bench allreduce
