@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
 from fakes import FakeNetwork
+from grids import grid
 from harness import RanksFailed, run_threads
 
 from torchring.allreduce.direct import DirectAllReduce
@@ -42,6 +43,14 @@ MIB = 2**20
 every_mover = pytest.mark.parametrize("kind", KINDS)
 every_world = pytest.mark.parametrize("size", WORLDS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Every mover in a world of 3, and the others where they differ: one peer, and hosts of 3 and 2 ranks.
+every_mover_and_world = grid(
+    "kind, size",
+    KINDS,
+    WORLDS,
+    keep=lambda kind, size: size == 3 or (kind, size) in {("direct", 2), ("hierarchical", 5)},
+)
+every_mover_world_and_dtype = grid("kind, size, dtype", KINDS, WORLDS, DTYPES)
 
 
 def run_movers(
@@ -141,9 +150,7 @@ def test_exact_sums_while_the_caller_stands_by(kind: str) -> None:
         test_exact_sums_of_every_size(kind, 3, dtype)
 
 
-@every_mover
-@every_world
-@every_dtype
+@every_mover_world_and_dtype
 def test_exact_sums_of_every_size(kind: str, size: int, dtype: torch.dtype) -> None:
     sizes = sizes_of(size, dtype)
 
@@ -166,9 +173,7 @@ def test_exact_sums_of_every_size(kind: str, size: int, dtype: torch.dtype) -> N
         assert_same_on_all_ranks([digest(per_rank[0][i]), *(results[i] for results in per_rank[1:])])
 
 
-@every_mover
-@every_world
-@every_dtype
+@every_mover_world_and_dtype
 def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtype: torch.dtype) -> None:
     numel, scales = 20_000, (1.0, 1 / 3, 7.25)
 
@@ -197,8 +202,7 @@ def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtyp
             assert_within_rounding(per_rank[0][i], parts[1:].sum(0), parts.abs().sum(0), roundings, dtype)
 
 
-@every_mover
-@every_world
+@every_mover_and_world
 def test_a_mean_that_fits_does_not_overflow_on_the_way(kind: str, size: int) -> None:
     """fp16 holds up to 65504; the sum does not fit, so a 16-bit wire has to be packed scaled, as buckets do."""
 
@@ -212,8 +216,7 @@ def test_a_mean_that_fits_does_not_overflow_on_the_way(kind: str, size: int) -> 
         torch.testing.assert_close(result.double(), torch.full((10,), 60_000.0).double(), rtol=0, atol=32.0 * size)
 
 
-@every_mover
-@every_world
+@every_mover_and_world
 def test_a_non_finite_input_is_traced_to_rank_and_element(kind: str, size: int) -> None:
     numel = 1000
     places = list(itertools.product(range(size), (0, numel // 2, numel - 1), (math.nan, math.inf, -math.inf)))
@@ -330,8 +333,7 @@ def test_a_small_scale_hides_no_alarm(kind: str) -> None:
     assert run_movers(kind, 2, body) == [NonFinite(1, 7)] * 2
 
 
-@every_mover
-@every_world
+@every_mover_and_world
 def test_many_rounds_in_a_row_with_a_delayed_rank(kind: str, size: int) -> None:
     num_rounds, numel = 40, 3000
 
@@ -498,8 +500,7 @@ def test_the_suite_notices_a_mover_that_forgets_a_rank() -> None:
 # ---- what one of them promises beyond it
 
 
-@every_world
-@every_dtype
+@grid("dtype, size", DTYPES, WORLDS, keep=lambda dtype, size: size == 3)
 def test_direct_adds_in_rank_order_whatever_the_layout(size: int, dtype: torch.dtype) -> None:
     """The same values at two places of buffers of two sizes give the same bits, those of a sum in rank order."""
     numel = 5000
@@ -579,7 +580,7 @@ def test_a_late_rank_finds_its_peers_part_done() -> None:
     run_movers("direct", 2, body)
 
 
-@pytest.mark.parametrize("count", [MAX_IN_FLIGHT, MAX_IN_FLIGHT + 1, 3 * MAX_IN_FLIGHT + 5])
+@grid("count", [MAX_IN_FLIGHT, MAX_IN_FLIGHT + 1, 3 * MAX_IN_FLIGHT + 5], keep=lambda count: count != MAX_IN_FLIGHT)
 def test_more_flights_than_there_are_records(count: int) -> None:
     def body(rank: int, mover: DirectAllReduce) -> list[NonFinite | None]:
         wires = mover.open_wires([(40 + i, torch.float32) for i in range(count)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, exact_inputs
+from grids import grid
 from harness import RanksFailed, run_ranks
 
 import torchring
@@ -27,10 +29,15 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 OPS = ("mean", "sum", "min", "max", "product")
 
 on_both_exchanges = pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "gloo"])
-in_worlds = pytest.mark.parametrize(
-    ("size", "shares_memory"),
-    [(1, True), (4, True), *itertools.product([2, 3], [True, False])],
-    ids=lambda value: {True: "memory", False: "gloo"}[value] if isinstance(value, bool) else str(value),
+# Without memory there is more than one rank, and more than two are no other case than with it.
+in_worlds = grid(
+    "size, shares_memory",
+    [1, 2, 3, 4],
+    [True, False],
+    keep=lambda size, shares_memory: size in (1, 3) if shares_memory else size == 2,
+)
+in_larger_worlds = grid(
+    "size, shares_memory", [2, 3], [True, False], keep=lambda size, shares_memory: shares_memory is (size == 3)
 )
 
 
@@ -51,8 +58,13 @@ def _in_world(rank: int, size: int, fn: Any, shares_memory: bool, timeout_second
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, largest: int = 16) -> torch.Tensor:
     """Small integers, other ones on every rank; not negative for uint8."""
-    flat = exact_inputs(math.prod(shape), torch.int64, rank).remainder(2 * largest + 1) - largest
-    return (flat.abs() if dtype == torch.uint8 else flat).to(dtype).reshape(shape)
+    flat = _integers(rank, math.prod(shape), largest)
+    return (flat.abs() if dtype == torch.uint8 else flat).to(dtype, copy=True).reshape(shape)
+
+
+@functools.cache
+def _integers(rank: int, count: int, largest: int) -> torch.Tensor:
+    return exact_inputs(count, torch.int64, rank).remainder(2 * largest + 1) - largest
 
 
 def expected_of(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -117,8 +129,7 @@ def _all_reduce_sizes(rank: int, size: int) -> None:
                 assert_bitwise(result, expected_of(op, parts).to(dtype), f"{op} of {numel} {dtype}")
 
 
-@on_both_exchanges
-@pytest.mark.parametrize("size", [2, 3])
+@in_larger_worlds
 def test_all_reduce_of_sizes_around_the_stage(size: int, shares_memory: bool) -> None:
     run(_all_reduce_sizes, size, shares_memory)
 
@@ -131,8 +142,7 @@ def _random(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(30_000, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
 
 
-@on_both_exchanges
-@pytest.mark.parametrize("size", [2, 3])
+@in_larger_worlds
 def test_all_reduce_of_random_values_rounds_once_and_gives_all_ranks_the_same_bits(
     size: int, shares_memory: bool
 ) -> None:

@@ -1,0 +1,29 @@
+"""Grids of parameters: `make test-all` runs every point, `make test` those that a fault in any one axis would reach."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+
+def grid(names: str, *axes: Sequence[Any], keep: Callable[..., bool] | None = None) -> pytest.MarkDecorator:
+    """Parametrize over the product of the axes. Points that `keep` turns down are marked `grid`.
+
+    Without `keep`, every value of the first axis meets every value of the others, but these side by side instead of
+    crossed: of 2 x 3 x 3 points, 6 are kept.
+
+        grid("kind, size, dtype", ["ring", "direct"], [2, 3, 5], [fp16, fp32, fp64])
+        kept: ring with (2, fp16), (3, fp32), (5, fp64); direct with (3, fp32), (5, fp64), (2, fp16)
+    """
+    first, *others = axes
+    longest = max((len(axis) for axis in others), default=1)
+    beside = {(i, *((i + turn) % len(axis) for axis in others)) for i in range(len(first)) for turn in range(longest)}
+    points = []
+    for indices in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[index] for axis, index in zip(axes, indices, strict=True)]
+        is_kept = keep(*values) if keep else indices in beside
+        points.append(pytest.param(*values, marks=() if is_kept else pytest.mark.grid))
+    return pytest.mark.parametrize(names, points, ids=str)
