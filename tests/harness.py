@@ -1,6 +1,7 @@
 """Runs N ranks with a deadline, looks at every exit code, and leaves nothing behind.
 
     run_ranks(fn, 2)               fn(rank, world_size) in 2 processes; both results in rank order
+    run_pooled(fn, 2)              the same in processes that stay alive from one call to the next
     run_threads(fn, 2)             fn(rank, world_size, store) in 2 threads of this process
     run_script(["train.py"], 2)    a script under torchrun (or plain python), for examples
 
@@ -11,7 +12,7 @@ Linux only.
 
 Ranks are forked from a server that has imported torch, torchring and the modules of tests that start ranks: 0.05 s
 each instead of 2 s. Like all forked children they end with os._exit, here after the atexit functions; only with
-fresh=True is the whole interpreter taken down.
+fresh=True is the whole interpreter taken down. Pooled ranks save those 0.05 s, and what torch does once per process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -33,11 +35,13 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -127,18 +131,11 @@ def run_ranks(
     expected = dict(expect_exit or {})
     if not expected.keys() <= set(range(world_size)):
         raise ValueError(f"expect_exit names ranks {sorted(expected)}, but there are {world_size}")
-    try:
-        payload = pickle.dumps((fn, args))
-    except Exception as error:
-        raise TypeError(f"run_ranks needs a module-level function and arguments that pickle: {error}") from error
-
+    payload = _pickled(fn, args)
     environ: dict[str, str | None] = {**_clean_environ()}
     if launcher_env:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives until this returns
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-        environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "tests"}
-        environ |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        store = _open_store()  # lives until this returns
+        environ |= _launchers_environ(store, world_size)
     context = _start_method(fresh, {**environ, **(env or {})})
 
     ranks: list[_Rank] = []
@@ -149,7 +146,7 @@ def run_ranks(
                 merged = {**environ, **own, "TMPDIR": leftovers.tmpdir, **(env or {})}
                 final = {name: value for name, value in merged.items() if value is not None}
                 log = Path(leftovers.folder, f"rank{rank}.log")
-                ranks.append(_Rank(context, payload, rank, world_size, final, log, expected.get(rank)))
+                ranks.append(_Rank(context, rank, world_size, final, log, payload, expected.get(rank)))
             _wait_for(ranks, deadline)
         finally:
             for process in ranks:
@@ -157,10 +154,24 @@ def run_ranks(
         reports = [process.report() for process in ranks]
         left = leftovers.sweep()
     _raise_if_failed(fn, reports, left)
-    for report in reports:
-        if report.output:
-            print(f"--- output of rank {report.rank}:\n{report.output}")  # pytest shows it if the test fails later
     return [None if process.rank in expected else process.result for process in ranks]
+
+
+def run_pooled(fn: Callable[..., Any], world_size: int, *args: Any, deadline: float = 60.0) -> list[Any]:
+    """`run_ranks` in processes that earlier calls have used, and that must be left as they were found.
+
+    After each call the ranks shut torchring down. A file descriptor, thread, exit function or process group left open
+    is a failure, and so is a function, class or constant of torchring that was replaced: such tests use `run_ranks`.
+    A pool that has failed in any way is replaced.
+    """
+    pool = _pools.pop(world_size, None) or _Pool(world_size)
+    try:
+        results = pool.run(fn, args, deadline)
+    except BaseException:
+        pool.close()
+        raise
+    _pools[world_size] = pool
+    return results
 
 
 def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, deadline: float = 60.0) -> list[Any]:
@@ -256,29 +267,40 @@ class _Rank:
     def __init__(
         self,
         context: Any,
-        payload: bytes,
         rank: int,
         world_size: int,
         environ: dict[str, str],
         log: Path,
-        expected: int | None,
+        payload: bytes | None,
+        expected: int | None = None,
     ) -> None:
+        """payload: what to run before it ends. None: it runs what `begin` sends, again and again."""
         self.rank, self.log, self.expected = rank, log, expected
+        self.is_pooled = payload is None
         self.exit_code: int | None = None
+        self._reset()
+        self.channel, theirs = context.Pipe(duplex=self.is_pooled)
+        arguments = (payload, rank, world_size, environ, str(log), theirs)
+        self.process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}")
+        with _environment(environ):  # a fresh interpreter inherits it, a forked one sets it itself
+            self.process.start()
+        theirs.close()
+
+    def _reset(self) -> None:
         self.result: Any = None
         self.error: tuple[str, str] | None = None  # summary, traceback
         self.answered = self.hung = False
         self.started = time.monotonic()
-        self.channel, sender = context.Pipe(duplex=False)
-        self.process = context.Process(
-            target=_rank_main, args=(payload, rank, world_size, environ, str(log), sender), name=f"rank {rank}"
-        )
-        with _environment(environ):  # a fresh interpreter inherits it, a forked one sets it itself
-            self.process.start()
-        sender.close()
+        self.log_begin = self.log.stat().st_size if self.log.exists() else 0
+
+    def begin(self, payload: bytes, environ: dict[str, str]) -> None:
+        """Have a pooled rank run something."""
+        self._reset()
+        with contextlib.suppress(OSError):  # it has ended: `poll` says how
+            self.channel.send_bytes(pickle.dumps((payload, environ)))
 
     def poll(self) -> bool:
-        """Whether the rank has ended. Takes in what it has sent."""
+        """Whether the rank has ended, or has done what a pooled one was to do. Takes in what it has sent."""
         self.exit_code = self.process.exitcode  # first: what an ended process has sent is complete
         if not self.channel.closed and self.channel.poll():
             try:
@@ -289,8 +311,9 @@ class _Rank:
                 pass  # the rank has ended without an answer
             except Exception as error:
                 self.error = f"its answer does not unpickle here: {_summary(error)}", traceback.format_exc()
-            self.channel.close()
-        return self.exit_code is not None
+            if not (self.is_pooled and self.answered):
+                self.channel.close()
+        return self.exit_code is not None or (self.is_pooled and self.answered)
 
     def waitables(self) -> list[Any]:
         return [self.process.sentinel] if self.channel.closed else [self.process.sentinel, self.channel]
@@ -317,19 +340,80 @@ class _Rank:
             status = ending + (f", expected {_exit_text(self.expected)}" if failed else ", as expected")
         elif self.error:
             status = self.error[0]
-        elif self.exit_code == 0 and self.answered:
+        elif self.answered and self.exit_code == (None if self.is_pooled else 0):
             status, failed = "ok", False
         else:
             status = f"{ending} {'after' if self.answered else 'before'} it returned a result"
-        return RankReport(
-            self.rank, status, failed, self.exit_code, self.error[1] if self.error else "", _tail(self.log)
-        )
+        text = self.error[1] if self.error else ""
+        return RankReport(self.rank, status, failed, self.exit_code, text, _tail(self.log, self.log_begin))
+
+
+class _Pool:
+    """Ranks that stay alive; they end with this process."""
+
+    def __init__(self, world_size: int) -> None:
+        self.folder = tempfile.mkdtemp(prefix="torchring-pool-")
+        self.store = _open_store()  # one for all: torchring keeps its connection from one world to the next
+        environ = _clean_environ()
+        context = _start_method(False, environ)
+        logs = [Path(self.folder, f"rank{rank}.log") for rank in range(world_size)]
+        self.ranks = [_Rank(context, rank, world_size, environ, log, None) for rank, log in enumerate(logs)]
+        self.run(_train_once, (), 60.0)
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], deadline: float) -> list[Any]:
+        payload = _pickled(fn, args)
+        environ = {**_clean_environ(), **_launchers_environ(self.store, len(self.ranks))}
+        with _Leftovers() as leftovers:
+            for rank in self.ranks:
+                own = {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.rank), "TMPDIR": leftovers.tmpdir}
+                rank.begin(payload, {**environ, **own})
+            _wait_for(self.ranks, deadline)
+            reports = [rank.report() for rank in self.ranks]
+            if any(report.failed for report in reports):
+                self.close()
+            left = leftovers.sweep()
+        _raise_if_failed(fn, reports, left)
+        return [rank.result for rank in self.ranks]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.channel.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_pools: dict[int, _Pool] = {}
+
+
+@atexit.register  # before multiprocessing waits for its children
+def _close_pools() -> None:
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+def _open_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _launchers_environ(store: dist.TCPStore, world_size: int) -> dict[str, str]:
+    """What torchrun sets for all ranks."""
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "tests"}
+    return environ | {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((fn, args))
+    except Exception as error:
+        raise TypeError(f"ranks need a module-level function and arguments that pickle: {error}") from error
 
 
 def _rank_main(
-    payload: bytes, rank: int, world_size: int, environ: dict[str, str], log: str, channel: connection.Connection
+    payload: bytes | None, rank: int, world_size: int, environ: dict[str, str], log: str, channel: connection.Connection
 ) -> None:
-    """Body of a rank's process: sets the scene, runs the function, sends the answer."""
+    """Body of a rank's process: sets the scene, runs the function, sends the answer; or does so as often as asked."""
     os.setsid()
     # Should the tests be killed, the fork server ends (once no rank holds its pipe open), and with it the ranks.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -345,30 +429,111 @@ def _rank_main(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a killed rank cannot flush
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    os.environ.clear()
-    os.environ.update(environ)
-    tempfile.tempdir = None  # forget the server's TMPDIR
     if "torchring.world" in sys.modules:
         vars(sys.modules["torchring.world"])["_imported_by"] = os.getpid()  # this is not the fork of a rank
+    if payload is None:
+        _serve(rank, world_size, channel)
+        return
+    answer, exit_code = _answer(payload, rank, world_size, environ)
+    channel.send_bytes(answer)
+    channel.close()
+    atexit._run_exitfuncs()
+    sys.exit(exit_code)
+
+
+def _answer(payload: bytes, rank: int, world_size: int, environ: dict[str, str]) -> tuple[bytes, int]:
+    """Run the function as this rank: pickled (result, None) and 0, or (None, (summary, traceback)) and 1."""
+    os.environ.clear()
+    os.environ.update(environ)
+    tempfile.tempdir = None  # forget the TMPDIR of before
     torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     torch.manual_seed(1000 + rank)
-    exit_code = 0
     try:
         fn, args = pickle.loads(payload)
         result = fn(rank, world_size, *args)
         try:
-            answer = pickle.dumps((result, None))
+            return pickle.dumps((result, None)), 0
         except Exception as error:
             raise TypeError(f"the result, a {type(result).__name__}, cannot be pickled: {error}") from error
     except SystemExit:
         raise
     except BaseException as error:
-        answer = pickle.dumps((None, (_summary(error), traceback.format_exc())))
-        exit_code = 1
-    channel.send_bytes(answer)
-    channel.close()
-    atexit._run_exitfuncs()
-    sys.exit(exit_code)
+        return pickle.dumps((None, (_summary(error), traceback.format_exc()))), 1
+
+
+def _serve(rank: int, world_size: int, channel: connection.Connection) -> None:
+    """Body of a pooled rank: one answer to each request, until the other end of the channel closes."""
+    before: dict[str, Any] = {"threads": ["MainThread"], "native threads": 1}  # the rest as the first request leaves it
+    with contextlib.suppress(EOFError):
+        while True:
+            payload, environ = pickle.loads(channel.recv_bytes())
+            answer, exit_code = _answer(payload, rank, world_size, environ)
+            if exit_code == 0 and (left := _left_in_process(before)):
+                answer = pickle.dumps((None, (f"left behind: {'; '.join(left)}", "")))
+            channel.send_bytes(answer)
+
+
+def _train_once(rank: int, world_size: int) -> None:
+    """What torch and torchring do on first use, and keep, is no leak."""
+    import torchring
+
+    for algorithm in ("auto", "ring"):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm=algorithm)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        torchring.all_gather(torch.tensor([rank]))
+        torchring.shutdown()
+
+
+def _left_in_process(before: dict[str, Any]) -> list[str]:
+    """Shut torchring down; say what of this process is not as `before`, to which modules imported since are added."""
+    import torchring
+
+    torchring.shutdown()
+    gc.collect()
+    end = time.monotonic() + _SETTLE  # threads may take a moment
+    while True:
+        now = _state_of_process()
+        before.update({what: value for what, value in now.items() if what not in before})
+        differing = [what for what, value in before.items() if now.get(what) != value]
+        if not differing or time.monotonic() > end:
+            return [f"{what} {now.get(what)!r:.300}, was {before[what]!r:.300}" for what in differing]
+        time.sleep(0.01)
+
+
+def _state_of_process() -> dict[str, Any]:
+    """What a test must leave as it was found."""
+    fds = Counter(_target(fd) for fd in Path("/proc/self/fd").iterdir())
+    state = {
+        "open files": {target: count for target, count in fds.items() if target},
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "native threads": len(os.listdir("/proc/self/task")),
+        "shared memory": "memfd:torchring" in Path("/proc/self/maps").read_text(),
+        "exit functions": atexit._ncallbacks(),
+        "process group": dist.is_initialized(),
+        "working directory": os.getcwd(),
+        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "settings": (gc.isenabled(), torch.get_default_dtype(), torch.is_grad_enabled(), sys.excepthook),
+    }
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torchring":
+            owners = [(name, vars(module))]
+            owners += [(f"{name}.{x}", vars(o)) for x, o in owners[0][1].items() if isinstance(o, type)]
+            for owner, names in owners:
+                state |= {
+                    f"definition {owner}.{x}": value
+                    for x, value in names.items()
+                    if isinstance(value, (FunctionType, type)) or x.isupper()
+                }
+    return state
+
+
+def _target(fd: Path) -> str:
+    try:
+        return os.readlink(fd).partition(":")[0]  # "socket:[4711]": another number each time
+    except OSError:
+        return ""  # that of the listing itself
 
 
 def _wait_for(ranks: list[_Rank], deadline: float) -> None:
@@ -513,6 +678,9 @@ def _raise_if_failed(fn: Callable[..., Any], reports: list[RankReport], leftover
     num_failed = sum(report.failed for report in reports)
     if num_failed or leftovers:
         raise RanksFailed(f"{fn.__qualname__}: {num_failed} of {len(reports)} ranks failed", reports, leftovers)
+    for report in reports:
+        if report.output:
+            print(f"--- output of rank {report.rank}:\n{report.output}")  # pytest shows it if the test fails later
 
 
 def _wait_until_quiet(files: list[Path]) -> None:
@@ -542,5 +710,5 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _tail(file: Path) -> str:
-    return file.read_bytes()[-_TAIL:].decode(errors="replace") if file.exists() else ""
+def _tail(file: Path, begin: int) -> str:
+    return file.read_bytes()[begin:][-_TAIL:].decode(errors="replace") if file.exists() else ""

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RanksFailed, count_open_fds, run_ranks, run_script, run_threads
+from harness import RanksFailed, count_open_fds, run_pooled, run_ranks, run_script, run_threads
 
 
 def _square(rank: int, world_size: int, offset: int = 0) -> tuple[int, int]:
@@ -310,6 +310,80 @@ def test_ranks_end_when_the_tests_are_killed(tmp_path: Path, fresh: bool, monkey
     script = tmp_path / "suicide.py"
     script.write_text(_SUICIDE.replace("FRESH", str(fresh)))
     assert run_script([script], deadline=40.0, env={"PYTHONPATH": str(Path(__file__).parent)}).returncode == 0
+
+
+# A pool.
+
+
+def _pooled(rank: int, world_size: int, how: str) -> int:
+    """Rank 1 does what `how` says; returns the process id."""
+    import torchring
+    from torchring.memory import host
+
+    torchring.init()
+    assert torchring.all_gather(torch.tensor([rank])).tolist() == list(range(world_size))
+    print("seen in", os.environ["TMPDIR"])
+    if rank == 1:
+        if how == "file":
+            _kept.append(os.open("/dev/null", os.O_RDONLY))
+        elif how == "thread":
+            threading.Thread(target=time.sleep, args=(1000,), name="forgotten", daemon=True).start()
+        elif how == "function":
+            host._host_identity = lambda: "another"
+        elif how == "signal":
+            signal.signal(signal.SIGALRM, lambda *_: None)
+        elif how == "exit function":
+            atexit.register(print)
+        elif how == "grad mode":
+            torch.set_grad_enabled(False)
+        elif how == "process group":
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        elif how == "exit":
+            os._exit(3)
+        elif how == "hang":
+            time.sleep(1000)
+        elif how == "child":
+            subprocess.Popen(["sleep", "1000"])
+        elif how == "exception":
+            raise LookupError("no such bucket: 17")
+    return os.getpid()
+
+
+_kept: list[object] = []
+
+
+def test_pooled_ranks_stay_alive_and_draw_the_same_numbers() -> None:
+    first = run_pooled(_pooled, 2, "nothing")
+    assert run_pooled(_pooled, 2, "nothing") == first
+    assert len({*first, os.getpid()}) == 3
+    assert run_pooled(_random, 2) == run_pooled(_random, 2) == run_ranks(_random, 2)
+    assert run_pooled(_environment, 2) == run_ranks(_environment, 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("file", "rank 1: left behind: open files"),
+        ("thread", "rank 1: left behind: threads .*forgotten"),
+        ("function", "rank 1: left behind: definition torchring.memory.host._host_identity"),
+        ("signal", "rank 1: left behind: signal handlers"),
+        ("exit function", "rank 1: left behind: exit functions"),
+        ("grad mode", "rank 1: left behind: settings"),
+        ("process group", "rank 1: left behind: .*process group True, was False"),
+        ("exit", "rank 1: exit code 3 before it returned a result"),
+        ("hang", r"rank 1: still running after \d\.\d s, killed"),
+        ("child", r"left behind: process \d+ \(sleep 1000\), killed"),
+        ("exception", "rank 1: LookupError: no such bucket: 17"),
+    ],
+)
+def test_what_a_pooled_rank_leaves_is_a_failure_and_the_pool_is_replaced(how: str, said: str) -> None:
+    before = run_pooled(_pooled, 2, "nothing")
+    with pytest.raises(RanksFailed, match=said) as failure:
+        run_pooled(_pooled, 2, how, deadline=2.0 if how == "hang" else 60.0)
+    assert str(failure.value).count("seen in") in (0, 1)  # failed ranks' output, and of this call alone
+    after = run_pooled(_pooled, 2, "nothing")
+    assert not set(after) & set(before)
+    assert not any(Path("/proc", str(pid)).exists() for pid in before)
 
 
 # Threads.
