@@ -217,10 +217,12 @@ def run_script(
     nproc: int | None = None,
     deadline: float = 60.0,
     env: Mapping[str, str | None] | None = None,
+    has_begun: Callable[[], bool] = lambda: True,
 ) -> subprocess.CompletedProcess[str]:
     """Run the script argv[0] with arguments argv[1:] under torchrun with nproc ranks, or plainly where nproc is None.
 
-    The exit code is the caller's to judge. Outliving the deadline, or leaving something behind, is RanksFailed.
+    The exit code is the caller's to judge. Outliving the deadline, or leaving something behind, is RanksFailed. The
+    deadline counts from when `has_begun()` is true, for scripts that are to outlive it: starting takes its time.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"] if nproc else []
     command = [sys.executable, *launcher, *(os.fspath(argument) for argument in argv)]
@@ -236,6 +238,7 @@ def run_script(
                 command, env=final, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
         try:
+            wait_until(has_begun, "the script to begin")
             process.wait(deadline)
         except subprocess.TimeoutExpired:
             timed_out = True

@@ -6,7 +6,9 @@ run_ranks: endings, deadline, leftovers, environment · run_threads · run_scrip
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+import io
 import os
 import re
 import shutil
@@ -20,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from grids import grid
 from harness import RanksFailed, count_open_fds, run_pooled, run_ranks, run_script, run_threads
 
 
@@ -135,7 +138,7 @@ def _segfault_at_exit(rank: int, world_size: int) -> None:
         atexit.register(lambda: time.sleep(0.3) or os.kill(os.getpid(), signal.SIGSEGV))
 
 
-@pytest.mark.parametrize("fresh", [False, True])
+@grid("fresh", [False, True], keep=lambda fresh: not fresh)
 def test_segfault_of_rank_1_after_all_results_have_come_fails(fresh: bool) -> None:
     with pytest.raises(RanksFailed, match="rank 1: SIGSEGV after it returned a result") as failure:
         run_ranks(_segfault_at_exit, 2, fresh=fresh)
@@ -238,7 +241,7 @@ def _leave_a_process(rank: int, world_size: int, how: str) -> int:
     return pid
 
 
-@pytest.mark.parametrize(("how", "fresh"), [("exec", False), ("fork", False), ("fork", True)])
+@grid("how, fresh", ["exec", "fork"], [False, True], keep=lambda how, fresh: not fresh)
 def test_leftover_grandchild_is_found_and_killed(how: str, fresh: bool) -> None:
     with pytest.raises(RanksFailed, match="left behind: process ") as failure:
         run_ranks(_leave_a_process, 2, how, fresh=fresh)
@@ -449,13 +452,15 @@ def test_script_under_torchrun(tmp_path: Path) -> None:
     assert "exitcode" in bad.stderr
 
 
-@pytest.mark.parametrize("nproc", [2])
-def test_script_that_hangs_is_killed_and_shows_its_stack(tmp_path: Path, nproc: int | None) -> None:
+def test_script_that_hangs_is_killed_and_shows_its_stack(tmp_path: Path) -> None:
+    begun = [tmp_path / "begun0", tmp_path / "begun1"]
     script = tmp_path / "hang.py"
-    script.write_text("import time\ndef hang_here():\n    time.sleep(1000)\nprint('begin')\nhang_here()\n")
-    deadline = 6.0 if nproc else 1.0
+    script.write_text(
+        "import os, time\ndef hang_here():\n    time.sleep(1000)\nprint('begin')\n"
+        f"open({str(tmp_path / 'begun')!r} + os.environ['RANK'], 'w').close()\nhang_here()\n"
+    )
     with pytest.raises(RanksFailed, match="still running after") as failure:
-        run_script([script], nproc, deadline=deadline)
+        run_script([script], 2, deadline=0.2, has_begun=lambda: all(file.exists() for file in begun))
     assert "begin" in str(failure.value)
     # Two ranks may write their stacks into each other's lines.
     assert re.search(r"hang_here|hang\.py\", line 3", str(failure.value))
@@ -482,6 +487,12 @@ def test_skipped_gpu_test_fails_where_a_gpu_is_expected(tmp_path: Path, expect_g
         "def test_other(): pytest.skip('this may')\n"
     )
     environ = {"TORCHRING_EXPECT_GPU": expect_gpu, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    run = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert outcome in run.stdout
+    (output,) = run_ranks(_run_pytest, 1, str(tmp_path), env=environ)
+    assert outcome in output
+
+
+def _run_pytest(rank: int, world_size: int, folder: str) -> str:
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        pytest.main(["-q", "-p", "no:cacheprovider", folder])
+    return output.getvalue()
