@@ -235,6 +235,7 @@ def _at_any_time(rank: int, size: int, is_one_host: bool, num_turns: int) -> Any
                 outcome: Any = call(factor) == factor * training.total
             except (_Stop, RingError) as error:
                 outcome = (type(error).__name__, str(error))
+                torch.set_grad_enabled(True)  # the signal may have come while torch.no_grad() was being left
             outcomes.append((call.__name__, outcome, time.monotonic() - started))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         results.append(outcomes)

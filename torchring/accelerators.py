@@ -1,13 +1,13 @@
-"""Devices whose work is called for now and done later, in streams; and all that torchring asks of one.
+"""Accelerators: devices that queue work in streams and do it later. `Accelerator` is all that torchring asks of one.
 
-A CPU is none: what is called for there is done when the call returns. `ACCELERATORS` says which device types are. What
-reduces on a device goes through `Accelerator`, so that tests can put another one in its place: one whose streams are as
-late as they are allowed to be.
+A CPU is no accelerator: its work is done when a call returns. `ACCELERATORS` lists the device types that are. All code
+that reduces on a device uses `Accelerator`, so that tests can replace it by a simulated device, which delays work for
+as long as the order of streams allows.
 
       compute stream   ... gradients ready ......................................... [hold] unpack, step
       communication          [follow] pack bucket 0, reduce it [mark]  pack bucket 1, reduce it [mark]
 
-Nothing here makes the host wait for the device, except `synchronize`, which is for set-up.
+Only `synchronize`, which is for set-up, makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -26,31 +26,33 @@ from torchring.memory.cuda import SymmetricGroup, environment, share_memory
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
 
-# A bare backend, which has a process group's methods, apart from the script's own groups.
+# A backend of torchring's own, apart from the script's process groups. It has a process group's methods.
 Backend = dist.ProcessGroup
 
 
 class Mark(Protocol):
-    """A point in a stream's work, reached when everything before it is done."""
+    """A point in a stream's work. The mark is reached when all work before it is done."""
 
     def is_reached(self) -> bool:
-        """Does not wait. From any thread."""
+        """Whether the device has come this far. Does not wait. May be called from any thread."""
 
     def hold_current(self) -> None:
-        """What the caller puts on its current stream from now on is done after this point."""
+        """Make later work on the caller's current stream wait for this mark."""
 
     def milliseconds_since(self, earlier: Mark) -> float:
-        """Between two marks that are both reached; negative if this one was reached first."""
+        """Time from `earlier` to this mark, both of which are reached. Negative if this mark was reached first."""
 
 
 class Stream(Protocol):
     """A queue of work on the device, done in order."""
 
     def follow(self, streams: Iterable[object] = ()) -> None:
-        """What is put here from now on is done after what is on the caller's current stream, and on `streams`, now."""
+        """Make later work on this stream wait for all work that is now on the caller's current stream and on
+        `streams`.
+        """
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call `work`, with this stream the current one, so that what it launches is put here."""
+        """Call `work` with this stream as the current stream, so that `work` launches its kernels here."""
 
     def mark(self) -> Mark: ...
 
@@ -61,35 +63,37 @@ class Accelerator(Protocol):
     device: torch.device
 
     def open_stream(self, *, in_background: bool) -> Stream:
-        """Of high priority, beside the current one; without `in_background` whichever is current: nothing overlaps."""
+        """A stream of high priority. Without `in_background`, a proxy for the current stream: then nothing overlaps."""
 
     def current_stream(self) -> object:
-        """Which stream is current: hashable, and good for `Stream.follow`."""
+        """The current stream, as a hashable value that `Stream.follow` accepts."""
 
     def mark_current(self) -> Mark:
-        """On the current stream."""
+        """A mark at the present end of the current stream."""
 
     def is_capturing(self) -> bool:
-        """Whether what is called for now is recorded into a graph, to be done again and again later."""
+        """Whether work that is launched now is recorded into a graph, to be replayed later."""
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory, all -1 until the current stream has come this far. To look there asks no device."""
+        """A copy in host memory, which holds -1 until the current stream has made the copy. Reading it asks no
+        device.
+        """
 
     def write_aside(self, word: torch.Tensor, value: int) -> None:
-        """Set a one-element tensor, whatever the streams are waiting for. From any thread."""
+        """Set a one-element tensor at once, even while all streams wait. May be called from any thread."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was called for. For set-up and tests."""
+        """Wait until the device has done all its work. For set-up and tests."""
 
     def share(self, host: HostGroup | None, rendezvous: Rendezvous | None) -> SymmetricGroup:
-        """Collective: memory of the device that the ranks of this host reach; TopologyError where they do not."""
+        """Collective: device memory that all ranks of this host reach. Raises TopologyError if they cannot reach it."""
 
     def open_backend(self, store: Store, rank: int, size: int, timeout_seconds: float) -> Backend:
-        """Collective: torch.distributed's engine for this device between the `size` ranks that share `store`."""
+        """Collective: torch.distributed's backend for this device, between the `size` ranks that share `store`."""
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """The accelerator of a device that works in streams; None for one that does not, which is the CPU."""
+    """The accelerator of `device`; None for the CPU."""
     if device not in _open:
         opened = ACCELERATORS.get(device.type)
         _open[device] = None if opened is None else opened(device)
@@ -97,7 +101,7 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """A range for torch.profiler, and for NVTX under torch.autograd.profiler.emit_nvtx; free while nobody looks."""
+    """A named range for torch.profiler, and for NVTX under torch.autograd.profiler.emit_nvtx. Free unless profiled."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return cast(AbstractContextManager[Any], torch.profiler.record_function(name))
     return contextlib.nullcontext()
@@ -129,7 +133,7 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = _stream_on(device, priority=-1)  # before backward's, where both have blocks to place
+        self._stream = _stream_on(device, priority=-1)  # its blocks are placed before those of backward
 
     def follow(self, streams: Iterable[object] = ()) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -141,7 +145,7 @@ class CudaStream:
                 self.run(work)
             return
         before = torch.cuda.current_stream(self._device)
-        torch.cuda.set_stream(self._stream)  # for every bucket: two of these take less than torch.cuda.stream
+        torch.cuda.set_stream(self._stream)  # cheaper for each bucket than torch.cuda.stream
         try:
             work()
         finally:
@@ -152,7 +156,7 @@ class CudaStream:
 
 
 class CurrentCudaStream:
-    """Whichever stream is current; what is put into one after the other is done in order. See `Stream`."""
+    """A proxy for the current stream. Work that goes through different streams is still done in order. See `Stream`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -163,7 +167,7 @@ class CurrentCudaStream:
 
     def run(self, work: Callable[[], None]) -> None:
         stream = torch.cuda.current_stream(self._device)
-        if self._last is not None and self._last != stream:  # reductions share their signals
+        if self._last is not None and self._last != stream:  # all reductions use the same signals
             stream.wait_stream(self._last)
         self._last = stream
         work()
@@ -177,7 +181,7 @@ def _stream_on(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
 
 
 def _wait_for(waiting: torch.cuda.Stream, streams: Iterable[object]) -> None:
-    """Streams as `CudaAccelerator.current_stream` tells them."""
+    """Make `waiting` wait for `streams`, which `CudaAccelerator.current_stream` has returned."""
     for stream in streams:
         stream_id, index, kind = cast("tuple[int, int, int]", stream)
         other = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
@@ -190,7 +194,7 @@ class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        # For `write_aside`, made now: later, to open a stream or to pin memory might wait for kernels that never end.
+        # For `write_aside`. Made now, because opening a stream or pinning memory later may wait for kernels that hang.
         self._aside = _stream_on(self.device)
         self._pinned: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._pin(1, torch.int32)
@@ -212,14 +216,14 @@ class CudaAccelerator:
         return copy.copy_(tensor, non_blocking=True)
 
     def write_aside(self, word: torch.Tensor, value: int) -> None:
-        # By a copy, not a kernel: copies need no room beside kernels that wait.
+        # A copy and not a kernel: a kernel would need free processors, which kernels that wait may occupy.
         source = self._pin(value, word.dtype)
         with torch.cuda.device(self.device), torch.cuda.stream(self._aside):
             word.copy_(source, non_blocking=True)
         self._aside.synchronize()
 
     def _pin(self, value: int, dtype: torch.dtype) -> torch.Tensor:
-        """[1], in memory that a device copies from by itself."""
+        """[1] `value` in pinned host memory."""
         if (value, dtype) not in self._pinned:
             self._pinned[value, dtype] = torch.full((1,), value, dtype=dtype, device="cpu", pin_memory=True)
         return self._pinned[value, dtype]
@@ -232,9 +236,10 @@ class CudaAccelerator:
 
     def open_backend(self, store: Store, rank: int, size: int, timeout_seconds: float) -> Backend:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        # Its watchdog ends the process. Ours, which names the rank, comes first.
+        # NCCL's watchdog ends the process. torchring's watchdog names the late rank, and so has to come first.
         options._timeout = timedelta(seconds=2 * timeout_seconds + 60)
-        # It would also end the process when a peer's links break. The hosts find out who is gone, and `abort` ends it.
+        # NCCL would also end the process when a peer's connection breaks. The hosts find out which rank is gone, and
+        # abort.
         with environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
             return cast(Backend, dist.ProcessGroupNCCL(store, rank, size, options))
 

@@ -1,7 +1,7 @@
-"""torch.compile around code that calls backward(): Dynamo, its compiler, keeps out of what torchring does there.
+"""Keeps Dynamo, the compiler of torch.compile, out of torchring's code.
 
-Dynamo breaks the graph at backward() and then looks at every Python function that autograd calls. It would compile the
-hooks, which ask for addresses and wait for other ranks.
+Dynamo breaks the graph at backward(), and then compiles every Python function that autograd calls. torchring's hooks
+are such functions. They ask for addresses and wait for other ranks, and cannot be compiled.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def run_eagerly(function: _F) -> _F:
-    """A decorator: Dynamo runs `function`, and all that it calls, as it is.
+    """A decorator: Dynamo does not compile `function`, nor what `function` calls.
 
-    The same as torch.compiler.disable, whose wrapper takes 0.3 us a call, of 4 to 5 that a gradient's hook may take. A
-    mark on the function's code takes nothing. PyTorch 2.6 cannot make one.
+    Does what torch.compiler.disable does. That wrapper takes 0.3 us a call, and a gradient's hook may take 4 to 5 us. A
+    mark on the function's code takes no time. PyTorch 2.6 cannot set the mark.
     """
     frames = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):
@@ -31,6 +31,6 @@ def run_eagerly(function: _F) -> _F:
 
 
 def is_compiled_backward() -> bool:
-    """Whether the caller's backward is one that compiled autograd has made a graph of."""
+    """Whether compiled autograd runs the current backward."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "in_compiled_autograd_region", False))

@@ -1,7 +1,7 @@
-"""What can go wrong between ranks, by name.
+"""The errors of torchring.
 
-`ValueError` and `TypeError` are for what one caller got wrong. A `RingError` is for what went wrong *between* ranks; it
-is raised on every surviving rank and carries the facts as attributes, so that a script can act on them.
+`ValueError` and `TypeError` are for mistakes of one caller. A `RingError` is for what went wrong *between* ranks. Every
+surviving rank raises it. Its attributes carry the facts, so that a script can act on them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class RingError(RuntimeError):
         self.in_step = False
 
     def locate(self, *, bucket: int, parameters: Sequence[str], step: int) -> None:
-        """Add where in the training step it happened; the layer that raised did not know of buckets."""
+        """Add where in the training step the error happened. The layer that raises the error does not know of
+        buckets.
+        """
         if self.bucket is None:
             self.bucket, self.parameters, self.step = bucket, tuple(parameters), step
 
@@ -76,11 +78,11 @@ class PeerLostError(RingError):
 
 
 class PeerTimeoutError(RingError):
-    """A peer is alive but did not arrive within the timeout. `peers` names those that did not."""
+    """A peer is alive but did not arrive within the timeout. `peers` names the late ranks."""
 
 
 class GradientError(RingError):
-    """A gradient that must not be trained on: known to be unreduced, not finite, or replaced after its reduction."""
+    """A gradient that must not be used: it is not reduced, is not finite, or was replaced after its reduction."""
 
 
 class TopologyError(RingError):
@@ -111,7 +113,7 @@ _E = TypeVar("_E", bound=Exception)
 
 
 def in_step(error: _E) -> _E:
-    """Mark an error that every rank raises at this point, or another one like it: ranks can go on together after it."""
+    """Mark an error. Every rank raises it, or one like it, at this point, so ranks can go on together afterwards."""
     error.in_step = True  # type: ignore[attr-defined]
     return error
 
@@ -120,36 +122,30 @@ _WAY_OUT: Final = "call torchring.shutdown() and torchring.init() on all ranks"
 
 
 def with_way_out(text: str) -> str:
-    """`text`, about a world that is broken, with what can be done; once."""
+    """`text`, about a broken world, followed by what the user can do, unless `text` says so already."""
     return text if _WAY_OUT in text else f"{text}; {_WAY_OUT}"
 
 
-MAX_MESSAGE_BYTES: Final = 1500  # quotes and such may double it, and it has to fit a page
+MAX_MESSAGE_BYTES: Final = 1500  # escaping may double the length, and an error has to fit a page
 
 
 def encode_error(error: RingError) -> bytes:
-    """For peers, which raise it too: class, message and culprits, as JSON."""
+    """The error as JSON for the peers, which raise it, too: class, message and culprits."""
     message = error.message.encode()[:MAX_MESSAGE_BYTES].decode(errors="ignore")
     words = {"error": type(error).__name__, "message": message, "peers": list(error.peers)}
     return json.dumps(words, ensure_ascii=False).encode()
 
 
 def decode_error(data: bytes, reporter: int | None) -> RingError:
-    """The error that rank `reporter` has encoded, as another rank raises it. Never fails: garbage is a RingError.
+    """The error that rank `reporter` has encoded, as another rank raises it. Never fails: garbage gives a RingError.
 
-    Where nobody says who has encoded it, the message is taken to name the rank.
+    If `reporter` is None, the message has to name the rank.
     """
     try:
         words = json.loads(data)
         kind = _KINDS[words["error"]]
         message, peers = str(words["message"]), [int(peer) for peer in words["peers"]]
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        OverflowError,
-        RecursionError,
-    ):  # caught half-written; the reporter is failing all the same
+    except Exception:  # the bytes may be half-written; that the reporter is failing is certain
         kind, message, peers = RingError, "it reported a failure", [] if reporter is None else [reporter]
     is_signed = message.startswith("rank ") and " stopped: " in message
     if reporter is not None and not is_signed:

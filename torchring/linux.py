@@ -1,4 +1,4 @@
-"""What torchring asks of Linux that a Python, or a container, may lack.
+"""System calls and facts of Linux that some builds of Python, or some containers, lack.
 
 `os` has `memfd_create` and `pidfd_open` only where Python was built against a glibc that declares them. The Pythons of
 conda-forge, and those of uv until 2026, were built against glibc 2.17, which declares neither, and so lack both on

@@ -1,5 +1,5 @@
-"""One daemon thread that does things in order. Unlike concurrent.futures' threads, it never holds up interpreter exit:
-it may be waiting for a peer that is gone."""
+"""A daemon thread that runs functions in order. Unlike the threads of concurrent.futures, it never holds up interpreter
+exit, because it may be waiting for a peer that is gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Task = tuple["Future[Any]", Callable[[], Any]]
 
 
 class SerialThread:
-    """Runs what is submitted, one after the other, on a thread that begins with the first."""
+    """Runs submitted functions one after the other, on a thread that starts with the first function."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,9 +28,9 @@ class SerialThread:
         self._is_closed = False
 
     def submit(self, function: Callable[[], _T]) -> Future[_T]:
-        """Run `function` after what was submitted before; the future holds its result or exception.
+        """Run `function` after those submitted earlier. The future gets its result or exception.
 
-        It is cancelled if the worker is closed.
+        The future is cancelled if the thread is closed.
         """
         future: Future[_T] = Future()
         with self._lock:
@@ -40,27 +40,27 @@ class SerialThread:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
-                _workers.add(self)
+                _open_threads.add(self)
                 _threads.add(self._thread)
             self._tasks.put((future, function))
         return future
 
     def close(self) -> None:
-        """Cancel what has not begun, and end the thread when it is done with what has."""
+        """Cancel the functions that have not begun. The thread ends when the running function returns."""
         cancelled: list[Future[Any]] = []
         with self._lock:
             self._is_closed = True
-            with contextlib.suppress(queue.Empty):  # the worker takes tasks meanwhile
+            with contextlib.suppress(queue.Empty):  # the thread takes tasks meanwhile
                 while True:
                     task = self._tasks.get_nowait()
                     if task is not None:
                         cancelled.append(task[0])
             self._tasks.put(None)
-        for future in cancelled:  # whoever is called back may close this worker, too, which takes the lock
+        for future in cancelled:  # outside the lock: a callback may close this thread, too
             future.cancel()
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread of a closed worker, if there is one, to end."""
+        """Wait for the closed thread to end, if it was ever started."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -73,10 +73,10 @@ class SerialThread:
             result, error = None, None
             try:
                 result = function()
-            except BaseException as caught:  # belongs to whoever waits for the future
+            except BaseException as caught:  # raised where somebody waits for the future
                 error = caught
-            # Before anybody is woken: what the function refers to, such as an engine's handle, would otherwise be torn
-            # down here while the interpreter exits, and end the process with SIGABRT.
+            # Delete the function before waking anybody: else this thread might destroy what the function refers to,
+            # such as an engine's handle, while the interpreter exits, which ends the process with SIGABRT.
             del function
             if error is None:
                 future.set_result(result)
@@ -85,17 +85,17 @@ class SerialThread:
             del future, result, error
 
 
-_workers: weakref.WeakSet[SerialThread] = weakref.WeakSet()
-# Apart from their workers, which may be gone already: while a thread runs, Python itself refers to it.
+_open_threads: weakref.WeakSet[SerialThread] = weakref.WeakSet()
+# A SerialThread may be garbage while its thread still runs, so threads are kept apart.
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_FAREWELL_SECONDS: Final = 1.0  # for all that are not stuck
+_JOIN_SECONDS: Final = 1.0  # for threads that are not stuck
 
 
-@atexit.register  # on import, so that it comes after what others do with their workers at exit
+@atexit.register  # registered on import, so that it runs after the exit handlers of other modules
 def _end_all() -> None:
-    """No thread may come back from an engine's C++ while the interpreter is being taken down."""
-    for worker in list(_workers):
-        worker.close()
-    end = time.monotonic() + _FAREWELL_SECONDS
+    """Join all threads: none may return from an engine's C++ code while the interpreter is taken down."""
+    for serial_thread in list(_open_threads):
+        serial_thread.close()
+    end = time.monotonic() + _JOIN_SECONDS
     for thread in list(_threads):
         thread.join(max(0.0, end - time.monotonic()))

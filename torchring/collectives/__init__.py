@@ -1,15 +1,14 @@
 """Collectives for scripts: metrics, batch counts, early stopping, objects.
 
-They act on the default world and are called by all its ranks in the same order. Tensors on a GPU travel by way of the
-host, which waits for them; gradients do not, see `gradients/`. A blocking call returns when this
-rank's result is there. With `async_op=True` it runs on a background thread: the tensor belongs to torchring until
-`Work.wait()` returns; order among collectives, blocking or not, is the order of the calls. Threads of one rank take
-turns, in an order that should be the same on all ranks.
+They act on the default world. All ranks call them in the same order. A tensor on a GPU travels through the host's
+memory, and the host waits for it. (Gradients do not: see `gradients/`.)
 
-What torchring itself tells the other ranks at the end of a backward goes apart from the script's collectives, so that
-a thread of the script may call some while another one trains.
+A blocking call returns when this rank's result is there. With `async_op=True` a background thread runs the collective,
+and the tensor belongs to torchring until `Work.wait()` returns. Collectives, blocking or not, run in the order of the
+calls. Threads of one rank take turns, in an order that should be the same on all ranks.
 
-Ranks of one host exchange through shared memory; otherwise Gloo does, in a group apart from the script's own.
+Ranks of one host exchange bytes through shared memory. Between hosts Gloo moves the bytes, in a process group of
+torchring's own.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _T = TypeVar("_T")
 
 
 class Work:
-    """A collective under way."""
+    """A collective that has been started with `async_op=True`."""
 
     def __init__(self, future: Future[torch.Tensor]) -> None:
         self._future = future
 
     def wait(self) -> torch.Tensor:
-        """Block until done; returns the result, or raises what went wrong."""
+        """Block until the collective is done. Returns its result, or raises its error."""
         try:
             return self._future.result()
         except CancelledError:
@@ -64,9 +63,9 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
     """Combine `tensor` over all ranks, in place.
 
     Args:
-        tensor: on the CPU or CUDA, any shape and strides, the same on every rank; fp16, bf16, fp32, fp64 or an integer
-            dtype. 16-bit values are combined in fp32 and rounded once.
-        op: "mean", "sum", "min", "max" or "product". "mean" takes floating point only, like torch.mean.
+        tensor: on the CPU or CUDA, of any shape and strides; shape and dtype are equal on every rank. The dtype is
+            fp16, bf16, fp32, fp64 or an integer dtype. 16-bit values are combined in fp32 and rounded once.
+        op: "mean", "sum", "min", "max" or "product". "mean" takes floating point only, as torch.mean does.
         async_op: return a `Work` at once.
 
     Returns `tensor`, with the same bits on every rank, or a `Work` whose `wait()` returns it.
@@ -91,9 +90,10 @@ def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> tor
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> torch.Tensor | Work:
-    """Overwrite `tensor` with that of rank `src`, in place; any dtype, the same shape on every rank.
+    """Overwrite `tensor` with that of rank `src`, in place. Any dtype; the same shape on every rank.
 
-    Returns `tensor` or a `Work`. Raises ValueError for a rank that does not exist; else as `all_reduce`.
+    Returns `tensor` or a `Work`. Raises ValueError for a rank that does not exist; otherwise what
+    `all_reduce` raises.
     """
     operations.check_dense(tensor)
     operations.check_writable(tensor)
@@ -110,10 +110,10 @@ def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | W
 
 
 def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | Work:
-    """Concatenate everybody's tensor along dimension 0, in rank order; any dtype.
+    """Concatenate the tensors of all ranks along dimension 0, in rank order. Any dtype.
 
-    Sizes of dimension 0 may differ between ranks, the others not. 0-dim tensors become a vector of size().
-    Returns a new tensor or a `Work`. Raises PlanMismatchError where ranks differ; else as `all_reduce`.
+    Only sizes of dimension 0 may differ between ranks. 0-dim tensors become a vector of size().
+    Returns a new tensor or a `Work`. Raises what `all_reduce` raises.
     """
     operations.check_dense(tensor)
     return _dispatch(
@@ -134,9 +134,9 @@ def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False
 def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work:
     """Combine over all ranks and return this rank's share of dimension 0.
 
-    Shares are equal, or one longer on the first ranks where the size is not a multiple of size(), as torch.chunk and
-    Horovod deal them out. Combined in rank order, 16-bit values in fp32. `tensor` is left as it is.
-    Returns a new tensor or a `Work`. Raises as `all_reduce`, and ValueError for a 0-dim tensor.
+    If dimension 0 is not a multiple of size(), the first ranks get one row more, as in Horovod. Values are combined in
+    rank order, 16-bit values in fp32. `tensor` does not change.
+    Returns a new tensor or a `Work`. Raises what `all_reduce` raises, and ValueError for a 0-dim tensor.
     """
     operations.check_dense(tensor)
     operations.check_reducible(tensor, op)
@@ -146,8 +146,8 @@ def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False
 
     def operation(backend: Backend) -> torch.Tensor:
         splits = [len(part) for part in torch.arange(tensor.shape[0], device="cpu").tensor_split(world.size)]
-        call = signature_of("reduce_scatter", tensor, f"op={op!r}")
-        parts = operations.all_to_all(backend, tensor, splits, call)[0]
+        signature = signature_of("reduce_scatter", tensor, f"op={op!r}")
+        parts = operations.all_to_all(backend, tensor, splits, signature)[0]
         return operations.reduce_parts(parts, op)
 
     return _dispatch("reduce_scatter", operation, async_op, tensor.device)
@@ -170,16 +170,17 @@ def all_to_all(
 
 
 def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_op: bool = False) -> Any:
-    """Send a slice of dimension 0 to every rank, and concatenate what they send here, in rank order; any dtype.
+    """Send a slice of dimension 0 to every rank, and concatenate the received slices in rank order. Any dtype.
 
     Args:
-        tensor: on the CPU or CUDA, at least 1-dim; dimensions but the first the same on every rank.
-        splits: rows for each rank, together all of them; default: equal shares.
+        tensor: on the CPU or CUDA, at least 1-dim; only dimension 0 may differ between ranks.
+        splits: number of rows for each rank, which add up to all rows; by default equal shares.
         async_op: return a `Work`.
 
-    Returns the received rows; with `splits` given, also how many came from each rank (a list, as Horovod's alltoall).
+    Returns the received rows. With `splits`, also returns the number of rows from each rank, as Horovod's alltoall
+    does.
 
-    Raises ValueError for splits that do not fit; else as `all_reduce`.
+    Raises ValueError for splits that do not fit; otherwise what `all_reduce` raises.
     """
     operations.check_dense(tensor)
     world = default_world()
@@ -196,8 +197,8 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
             raise ValueError(f"splits need {world.size} counts that add up to {rows} rows, got {shares}")
 
     def operation(backend: Backend) -> Any:
-        call = signature_of("all_to_all", tensor, any_rows=True)
-        parts, counts = operations.all_to_all(backend, tensor, shares, call)
+        signature = signature_of("all_to_all", tensor, any_rows=True)
+        parts, counts = operations.all_to_all(backend, tensor, shares, signature)
         return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
 
     return _dispatch("all_to_all", operation, async_op, tensor.device)
@@ -209,9 +210,9 @@ def barrier() -> None:
 
 
 def broadcast_object(obj: _T | None, src: int = 0) -> _T:
-    """The picklable `obj` of rank `src`, on every rank; the others' argument is ignored.
+    """The picklable `obj` of rank `src`, on every rank. The argument of other ranks is ignored.
 
-    The bytes of rank `src` are unpickled, which can run code of its choosing: ranks trust each other.
+    Unpickling runs code that rank `src` chooses: ranks trust each other.
     """
     _check_rank(src)
     world = default_world()
@@ -220,9 +221,9 @@ def broadcast_object(obj: _T | None, src: int = 0) -> _T:
 
 
 def all_gather_object(obj: _T) -> list[_T]:
-    """Everybody's picklable `obj`, in rank order.
+    """The picklable `obj` of every rank, in rank order.
 
-    Their bytes are unpickled, which can run code of the sender's choosing: ranks trust each other.
+    Unpickling runs code that the sender chooses: ranks trust each other.
     """
     world = default_world()
     parts = collectives_of(world).all_gather_bytes(pickle.dumps(obj))
@@ -233,7 +234,7 @@ def _dispatch(
     what: str, operation: Callable[[Backend], torch.Tensor], async_op: bool, device: torch.device
 ) -> torch.Tensor | Work:
     collectives = collectives_of(default_world())
-    if device.type == "cuda":  # on whichever thread, in the stream that computes the tensor
+    if device.type == "cuda":  # run in the stream that computes the tensor, also on the background thread
         stream, of_caller = torch.cuda.current_stream(device), operation
 
         def operation(backend: Backend) -> torch.Tensor:

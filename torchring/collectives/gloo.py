@@ -1,6 +1,6 @@
-"""The script's collectives where ranks do not all share memory: Gloo's, in a group apart from the script's own.
+"""Collectives between hosts: Gloo's, in a process group of torchring's own.
 
-With backend="mpi", too: that moves what `wrap` reduces.
+With backend="mpi", too: MPI moves only the gradients that `wrap` reduces.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _NATIVE_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float
 
 
 class GlooCollectives:
-    """As `memory.exchange.SharedMemoryCollectives`, over a transport of its own."""
+    """The methods of `SharedMemoryCollectives`, over Gloo. `transport` belongs to this object."""
 
     def __init__(self, transport: C10dTransport) -> None:
         self._transport = transport
 
-    def all_reduce(self, data: torch.Tensor, op: str, call: Signature) -> None:
-        # Gloo's own comparison keeps or loses a NaN depending on the rank that has it.
+    def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
+        # Gloo's minimum and maximum keep or lose a NaN, depending on which rank holds it.
         may_lose = op in ("min", "max") and data.is_floating_point() and data.numel() > 0
-        has_nan = any(row[0] for row in self._agree(call, [int(may_lose and bool(data.amax().isnan()))]))
+        has_nan = any(row[0] for row in self._agree(signature, [int(may_lose and bool(data.amax().isnan()))]))
         if not data.numel():
             return
-        # 16-bit values travel as fp32, so that they are rounded once. int16 is no dtype of Gloo's.
+        # 16-bit values travel as fp32, so that they are rounded once. Gloo has no int16.
         wide = torch.int32 if data.dtype == torch.int16 else reference.compute_dtype(data.dtype, data.dtype)
         buffer = data if data.dtype in _NATIVE_DTYPES else data.to(wide)
         if has_nan:
@@ -53,18 +53,18 @@ class GlooCollectives:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op])
         self._transport.collective(lambda group: group.allreduce([buffer], options))
-        torch.autograd.graph.increment_version(buffer)  # the group writes behind autograd's back
+        torch.autograd.graph.increment_version(buffer)  # the process group does not tell autograd that it writes
 
-    def broadcast(self, data: torch.Tensor, src: int, call: Signature) -> None:
-        self._agree(call)
+    def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None:
+        self._agree(signature)
         options = dist.BroadcastOptions()
         options.rootRank = src
         if data.numel():
             self._transport.collective(lambda group: group.broadcast([data], options))
             torch.autograd.graph.increment_version(data)
 
-    def all_gather(self, data: torch.Tensor, call: Signature) -> list[torch.Tensor]:
-        sizes = [int(row[0]) for row in self._agree(call, [data.numel()])]
+    def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]:
+        sizes = [int(row[0]) for row in self._agree(signature, [data.numel()])]
         # Gloo gathers equal sizes only.
         longest = max(sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
@@ -74,8 +74,8 @@ class GlooCollectives:
             self._transport.collective(lambda group: group.allgather([gathered], [padded]))
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Signature) -> list[torch.Tensor]:
-        rows = self._agree(call, [piece.numel() for piece in pieces])
+    def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
+        rows = self._agree(signature, [piece.numel() for piece in pieces])
         sizes = [int(row[self._transport.rank]) for row in rows]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         if sum(int(row.sum()) for row in rows):
@@ -85,28 +85,28 @@ class GlooCollectives:
             self._transport.collective(lambda group: group.alltoall_base(received, data, sizes, lengths, options))
         return list(torch.split(received, sizes))
 
-    def barrier(self, call: Signature) -> None:
-        self._agree(call)
+    def barrier(self, signature: Signature) -> None:
+        self._agree(signature)
 
     def close(self) -> None:
         self._transport.close()
 
-    def _agree(self, call: Signature, sizes: Sequence[int] = ()) -> list[torch.Tensor]:
-        """One small message: everybody's `sizes`, after comparing calls; see `SharedMemoryCollectives`."""
-        # Every row has room for as many sizes as any call sends, so that rows of different calls are equally long.
+    def _agree(self, signature: Signature, sizes: Sequence[int] = ()) -> list[torch.Tensor]:
+        """Compare signatures, and return the `sizes` of all ranks, in one small message."""
+        # Every row has room for the most sizes that any collective sends, so that all rows are equally long.
         room = self._transport.size
-        text = torch.frombuffer(bytearray(call.text.ljust(Signature.MAX_BYTES, b"\0")), dtype=torch.int64)
-        mine = torch.cat([torch.tensor([call.checksum, *sizes, *[0] * (room - len(sizes))], device="cpu"), text])
+        text = torch.frombuffer(bytearray(signature.text.ljust(Signature.MAX_BYTES, b"\0")), dtype=torch.int64)
+        mine = torch.cat([torch.tensor([signature.checksum, *sizes, *[0] * (room - len(sizes))], device="cpu"), text])
         rows = [torch.empty_like(mine) for _ in range(room)]
         self._transport.collective(lambda group: group.allgather([rows], [mine]))
         for rank, row in enumerate(rows):
             if row[0] != mine[0]:
-                raise mismatch(self._transport.rank, call, rank, row[1 + room :].numpy().tobytes())
+                raise mismatch(self._transport.rank, signature, rank, row[1 + room :].numpy().tobytes())
         return [row[1 : 1 + len(sizes)] for row in rows]
 
 
 def _as_integers(values: torch.Tensor, *, nan_is_least: bool) -> torch.Tensor:
-    """Integers in the same order as the fp32 or fp64 `values`, with NaN beyond one end, so that it is kept."""
+    """Integers in the same order as the fp32 or fp64 `values`. NaN becomes the least or the greatest integer."""
     dtype = torch.int32 if values.dtype == torch.float32 else torch.int64
     limits = torch.iinfo(dtype)
     return _flipped(values.view(dtype)).masked_fill_(values.isnan(), limits.min if nan_is_least else limits.max)
@@ -117,6 +117,6 @@ def _as_floats(integers: torch.Tensor) -> torch.Tensor:
 
 
 def _flipped(bits: torch.Tensor) -> torch.Tensor:
-    """Among negative floats the greater bits are the lesser number: all but the sign change. Its own inverse."""
+    """The bits of negative floats are in reverse order: flip all of their bits but the sign. Its own inverse."""
     limits = torch.iinfo(bits.dtype)
     return (bits >> (limits.bits - 1)).bitwise_and_(limits.max).bitwise_xor_(bits)

@@ -1,9 +1,10 @@
-"""An operation between ranks that is left half done breaks the world, for everybody.
+"""An operation between ranks that is interrupted half way breaks the world on all ranks.
 
-A signal handler that raises, Ctrl-C or a time limit can end an operation between any two bytecodes. Nobody knows then
-which signals this rank has sent and taken, and a script that catches the exception and goes on would have its next
-operations take the bytes of this one for theirs. So this rank refuses every later operation, tells the peers at once,
-and all of them raise an error that names this rank, until they call `torchring.shutdown()` and `torchring.init()`.
+Ctrl-C, a time limit or another signal handler that raises can interrupt an operation between any two bytecodes. Then
+nobody knows which signals this rank has sent and taken. If the script caught the exception and went on, its next
+operations could take bytes of the interrupted operation for their own. So this rank refuses every later operation, and
+tells its peers at once. All ranks raise an error that names this rank, until they call `torchring.shutdown()` and
+`torchring.init()`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from torchring.errors import RingError, with_way_out
 from torchring.world import World
 
 _T = TypeVar("_T")
-_LOOK_SECONDS: Final = 0.1  # how often a thread that waits for its turn looks whether the world is broken
+_LOOK_SECONDS: Final = 0.1  # between two looks of a waiting thread at whether the world is broken
 
 
 class InterruptionGuard:
-    """Runs operations of one kind to their end, or breaks the world. Threads take turns.
+    """Runs operations of one kind, one at a time, and breaks the world if one of them is interrupted.
 
-    A mark is set before an operation sends anything, and removed after it has received everything. So even if the
-    handling of an interruption is interrupted itself, the next operation finds the mark and refuses.
+    The guard notes an operation before the operation sends anything, and removes the note after the operation has
+    received everything. So even if the handling of an interruption is interrupted, the next operation finds the note
+    and refuses to run.
     """
 
     def __init__(self, world: World) -> None:
@@ -32,11 +34,10 @@ class InterruptionGuard:
         self._under_way: dict[int, str] = {}  # thread -> operation
 
     def run(self, what: str, operation: Callable[[], _T]) -> _T:
-        """Run `operation`, which error messages call `what`.
+        """Run `operation` and return its result. Error messages call the operation `what`.
 
-        Whatever it raises breaks the world, except errors that all ranks raise at the same point (`errors.in_step`).
-
-        Raises RingError if the world is broken already.
+        Whatever `operation` raises breaks the world, except errors that all ranks raise at the same point
+        (`errors.in_step`). Raises RingError if the world is broken already.
         """
         if self._world.size == 1:
             return operation()

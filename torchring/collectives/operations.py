@@ -1,4 +1,4 @@
-"""Collectives on tensors of any device, shape and strides, by means of a backend that moves bytes."""
+"""Collectives on tensors of any device, shape and strides. A `Backend` moves their bytes between ranks."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ _REDUCIBLE = (
 
 
 class Backend(Protocol):
-    def all_reduce(self, data: torch.Tensor, op: str, call: Signature) -> None: ...
-    def broadcast(self, data: torch.Tensor, src: int, call: Signature) -> None: ...
-    def all_gather(self, data: torch.Tensor, call: Signature) -> list[torch.Tensor]: ...
-    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Signature) -> list[torch.Tensor]: ...
-    def barrier(self, call: Signature) -> None: ...
+    """Collectives on flat CPU tensors; see `SharedMemoryCollectives`."""
+
+    def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None: ...
+    def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None: ...
+    def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]: ...
+    def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]: ...
+    def barrier(self, signature: Signature) -> None: ...
     def close(self) -> None: ...
 
 
 class SingleRank:
-    """In a world of one, everything is there already."""
+    """The backend of a world of one, where every collective returns what it was given."""
 
-    def all_reduce(self, data: torch.Tensor, op: str, call: Signature) -> None:
+    def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
         """The mean, sum, minimum, maximum and product of one value is that value."""
 
-    def broadcast(self, data: torch.Tensor, src: int, call: Signature) -> None: ...
+    def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None: ...
 
-    def all_gather(self, data: torch.Tensor, call: Signature) -> list[torch.Tensor]:
+    def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]:
         return [data.clone()]
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor], call: Signature) -> list[torch.Tensor]:
+    def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
         return [piece.clone() for piece in pieces]
 
-    def barrier(self, call: Signature) -> None: ...
+    def barrier(self, signature: Signature) -> None: ...
 
     def close(self) -> None: ...
 
@@ -66,7 +68,7 @@ def broadcast(backend: Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
 
 @torch.no_grad()
 def hand_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """The bytes of these tensors, one after the other, become theirs."""
+    """Copy `flat`, the bytes of all tensors one after the other, to the tensors."""
     for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
         fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         bytes_of(fresh).copy_(part)
@@ -76,20 +78,20 @@ def hand_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 @torch.no_grad()
 def all_gather(backend: Backend, tensor: torch.Tensor) -> list[torch.Tensor]:
     data = plain(tensor.reshape(1) if tensor.dim() == 0 else tensor)
-    call = signature_of("all_gather", data, any_rows=True)
-    if not data.shape[1:].numel():  # rows without bytes: only their number travels
-        counts = backend.all_gather(bytes_of(torch.tensor([len(data)], device="cpu")), call)
+    signature = signature_of("all_gather", data, any_rows=True)
+    if not data.shape[1:].numel():  # rows without elements: only the number of rows travels
+        counts = backend.all_gather(bytes_of(torch.tensor([len(data)], device="cpu")), signature)
         return [tensor.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]
-    parts = backend.all_gather(bytes_of(data), call)
+    parts = backend.all_gather(bytes_of(data), signature)
     return [_from_bytes(part, data).to(tensor.device) for part in parts]
 
 
 @torch.no_grad()
 def all_to_all(
-    backend: Backend, tensor: torch.Tensor, splits: Sequence[int], call: Signature
+    backend: Backend, tensor: torch.Tensor, splits: Sequence[int], signature: Signature
 ) -> tuple[list[torch.Tensor], list[int]]:
     data = plain(tensor)
-    parts = backend.all_to_all([bytes_of(part) for part in torch.split(data, list(splits))], call)
+    parts = backend.all_to_all([bytes_of(part) for part in torch.split(data, list(splits))], signature)
     received = [_from_bytes(part, data).to(tensor.device) for part in parts]
     return received, [len(part) for part in received]
 
@@ -102,15 +104,15 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in row-major order, without history and lazy conjugation: `tensor`'s own memory where that is so.
+    """The values in row-major order on the CPU, without autograd history and lazy conjugation.
 
-    Of a tensor on a GPU, a copy in the host's memory, when the current stream has computed it.
+    Returns a view of `tensor` if possible. Copies a tensor on a GPU, after the current stream has computed it.
     """
     return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
 
 
 def is_movable(device: torch.device) -> bool:
-    """Whether tensors there can take part."""
+    """Whether collectives take tensors on this device."""
     return device.type in ("cpu", *ACCELERATORS)
 
 
@@ -146,5 +148,5 @@ def tensor_of(data: bytes) -> torch.Tensor:
 
 
 def _from_bytes(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`data` as rows shaped like those of `like`."""
+    """`data` as rows of the shape and dtype of those of `like`."""
     return data.view(like.dtype).view(-1, *like.shape[1:])

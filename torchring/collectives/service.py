@@ -1,4 +1,4 @@
-"""The collectives of a world, in the order in which they are called."""
+"""Sequences of collectives of a world, each in the order of its calls, blocking or not."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _BATCH_BYTES: Final = 8 << 20
 
 
 class Collectives:
-    """One stream of collectives of a world, in the order in which they are called. Opening it is collective.
+    """One sequence of collectives, in the order in which they are called. Opening a sequence is collective.
 
     Args:
-        name: of the stream; unique in this world, the same on every rank.
+        name: name of the sequence; unique in this world, equal on every rank.
     """
 
     def __init__(self, world: World, name: str = "collectives") -> None:
         self.world = world
         self._name = name
-        # Between hosts it is opened with the first call: a thread and a connection for each rank.
+        # Between hosts the first call opens it, because a backend takes a thread and a connection to each rank.
         self._backend: Backend | None = None
         if world.size == 1:
             self._backend = SingleRank()
@@ -51,7 +51,7 @@ class Collectives:
 
     @run_eagerly
     def run(self, what: str, operation: Callable[[Backend], _T]) -> _T:
-        """Now, or after the asynchronous ones that were called before. Error messages call it `what`."""
+        """Run `operation` after earlier asynchronous operations. Error messages call the operation `what`."""
 
         def in_turn() -> _T:
             if self._last is not None and not self._last.done():
@@ -62,7 +62,7 @@ class Collectives:
 
     @run_eagerly
     def start(self, what: str, operation: Callable[[Backend], _T]) -> Future[_T]:
-        """On the background thread."""
+        """Run `operation` on the background thread."""
         return self._calls.run(what, lambda: self._start(what, operation))
 
     def _start(self, what: str, operation: Callable[[Backend], _T]) -> Future[_T]:
@@ -83,7 +83,6 @@ class Collectives:
         self._background.close()
         if self._backend is not None:
             self._backend.close()
-        _of_world.pop(self.world, None)
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         return self.run("all_reduce", lambda backend: operations.all_reduce(backend, tensor, op))
@@ -92,7 +91,7 @@ class Collectives:
         return self.run("broadcast", lambda backend: operations.broadcast(backend, tensor, src))
 
     def broadcast_together(self, tensors: Iterable[torch.Tensor], src: int) -> None:
-        """Many at once, in messages of some MiB: between hosts, one message for each of 800 took 2 s."""
+        """Broadcast many tensors, in messages of some MiB. Between hosts, 800 messages took 2 s."""
         tensors = list(tensors)
         for checked in tensors:
             operations.check_dense(checked)
@@ -113,38 +112,38 @@ class Collectives:
                 num_bytes += tensor.nbytes
 
     def broadcast_bytes(self, data: bytes | None, src: int) -> bytes:
-        """`data` of rank `src`, which alone has to pass it."""
+        """The `data` of rank `src`. The other ranks may pass None."""
 
         def operation(backend: Backend) -> bytes:
             mine = data if self.world.rank == src and data is not None else b""
-            call = Signature("broadcast_object", f"src={src}")
+            signature = Signature("broadcast_object", f"src={src}")
             length = torch.tensor([len(mine)], device="cpu")
-            backend.broadcast(bytes_of(length), src, call)
+            backend.broadcast(bytes_of(length), src, signature)
             buffer = (
                 operations.tensor_of(mine)
                 if self.world.rank == src
                 else torch.empty(int(length), dtype=torch.uint8, device="cpu")
             )
-            backend.broadcast(buffer, src, call)
+            backend.broadcast(buffer, src, signature)
             return buffer.numpy().tobytes()
 
         return self.run("broadcast_object", operation)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everybody's `data`, in rank order."""
-        call = Signature("all_gather_object")
+        """The `data` of all ranks, in rank order."""
+        signature = Signature("all_gather_object")
 
         def operation(backend: Backend) -> list[bytes]:
-            return [part.numpy().tobytes() for part in backend.all_gather(operations.tensor_of(data), call)]
+            return [part.numpy().tobytes() for part in backend.all_gather(operations.tensor_of(data), signature)]
 
         return self.run("all_gather_object", operation)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's tensor, in rank order; sizes of dimension 0 may differ."""
+        """The tensors of all ranks, in rank order. Sizes of dimension 0 may differ."""
         return self.run("all_gather", lambda backend: operations.all_gather(backend, tensor))
 
     def check_equal(self, description: Sequence[str]) -> None:
-        """Raise PlanMismatchError on every rank, naming the first difference, unless all ranks pass the same lines."""
+        """Raise PlanMismatchError, which names the first difference, on every rank unless all pass equal lines."""
         if len(set(self.all_gather_bytes(fingerprint(description)))) == 1:
             return
         everybody = [json.loads(text) for text in self.all_gather_bytes(json.dumps(list(description)).encode())]
@@ -152,9 +151,9 @@ class Collectives:
         raise in_step(PlanMismatchError(first_difference(everybody), rank=self.world.rank, peers=others))
 
     def raise_together(self, problem: Exception | None, what: str) -> None:
-        """Raise `problem`, and PlanMismatchError on ranks that have none where another one has: nobody waits for it.
+        """Raise `problem`, if there is one. Raise PlanMismatchError if only other ranks have one. So no rank waits.
 
-        `what` goes between that rank's number and its problem: "could not wrap its optimizer".
+        `what` stands between a rank's number and its problem in the text: "could not wrap its optimizer".
         """
         text = f"{type(problem).__name__}: {problem}" if problem is not None else ""
         problems = self.all_gather_bytes(text.encode())
@@ -175,34 +174,25 @@ class Collectives:
 
 
 @dataclass(frozen=True)
-class _Streams:
+class _Sequences:
+    """Two sequences: the script may call collectives in one thread while another thread trains."""
+
     script: Collectives
     internal: Collectives
 
 
-_of_world: dict[World, _Streams] = {}
+def _open(world: World) -> _Sequences:
+    def open_both() -> _Sequences:
+        return _Sequences(Collectives(world), Collectives(world, "internal"))
 
-
-def _streams_of(world: World) -> _Streams:
-    """Opened together at the first call, which all ranks make; gone when the world is closed."""
-    streams = _of_world.get(world)
-    if streams is None:
-        with world.opening:
-            streams = _of_world.get(world)
-            if streams is None:
-                streams = _of_world[world] = InterruptionGuard(world).run("the first collective", lambda: _open(world))
-    return streams
-
-
-def _open(world: World) -> _Streams:
-    return _Streams(Collectives(world), Collectives(world, "internal"))
+    return InterruptionGuard(world).run("the first collective", open_both)
 
 
 def collectives_of(world: World) -> Collectives:
-    """The script's collectives, which it calls by themselves or by way of `wrap` and `broadcast_parameters`."""
-    return _streams_of(world).script
+    """The script's collectives. `wrap` and `broadcast_parameters` belong to them. The first call is collective."""
+    return world.shared(_open).script
 
 
 def internal_collectives_of(world: World) -> Collectives:
-    """What torchring itself calls, in and after a backward."""
-    return _streams_of(world).internal
+    """The collectives that torchring itself calls, in and after a backward. The first call is collective."""
+    return world.shared(_open).internal

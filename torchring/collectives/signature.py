@@ -1,4 +1,4 @@
-"""What a rank is about to do, so that ranks can compare before they take each other's bytes for something else."""
+"""What ranks compare before they exchange bytes: signatures of collectives, and descriptions of plans."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OPS: Final = get_args(Op)
 
 @dataclass(frozen=True)
 class Signature:
-    """One collective as the caller sees it. Ranks whose calls read differently must not exchange anything.
+    """One call of a collective, in words. Ranks whose signatures differ must not exchange bytes.
 
     Attributes:
         operation: "all_reduce", "broadcast", ...
-        detail: the arguments that must agree, as in the call: "op='sum'", "src=1".
-        tensor: dtype and shape, without what may differ between ranks; "" where there is no tensor.
+        detail: the arguments that must be equal on all ranks, as in the call: "op='sum'", "src=1".
+        tensor: dtype and shape, without what may differ between ranks; "" if there is no tensor.
     """
 
     operation: str
@@ -37,35 +37,35 @@ class Signature:
 
     @property
     def text(self) -> bytes:
-        """For a peer's error message, cut to MAX_BYTES."""
+        """The signature for a peer's error message, cut to MAX_BYTES."""
         return str(self).encode()[: self.MAX_BYTES]
 
     @property
     def checksum(self) -> int:
-        """A positive number that differs if the call does."""
+        """A positive number that differs where signatures differ, but for collisions of CRC-32."""
         return zlib.crc32(str(self).encode()) + 1
 
 
 def signature_of(operation: str, tensor: torch.Tensor, detail: str = "", *, any_rows: bool = False) -> Signature:
-    """The call on `tensor`; `any_rows` where dimension 0 may differ between ranks."""
+    """The signature of `operation` on `tensor`. With `any_rows`, dimension 0 may differ between ranks."""
     shape = ["*", *map(str, tensor.shape[1:])] if any_rows else map(str, tensor.shape)
     return Signature(operation, detail, f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join(shape)}]")
 
 
 def mismatch(rank: int, mine: Signature, other: int, theirs: bytes) -> PlanMismatchError:
-    """Rank `rank` sees that `other` calls something else. So do all ranks, at this point."""
+    """The error of rank `rank`, whose signature differs from that of rank `other`. All ranks raise one."""
     text = theirs.rstrip(b"\0").decode(errors="replace")
     message = f"rank {rank} called {mine} while rank {other} called {text}"
     return in_step(PlanMismatchError(message, rank=rank, peers=(other,)))
 
 
 def fingerprint(description: Sequence[str]) -> bytes:
-    """32 bytes that differ when descriptions do."""
+    """32 bytes that differ where descriptions differ."""
     return hashlib.sha256(repr(list(description)).encode()).digest()
 
 
 def first_difference(descriptions: Sequence[Sequence[str]]) -> str:
-    """Say what differs first between the ranks' descriptions, and on which ranks it is not what rank 0 has."""
+    """The first line that differs between the ranks' descriptions, in words, with what each rank has there."""
     for line in range(max(len(lines) for lines in descriptions)):
         said = [lines[line] if line < len(lines) else "" for lines in descriptions]
         if len(set(said)) == 1:

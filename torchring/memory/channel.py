@@ -1,8 +1,8 @@
-"""Signals between the ranks of one host: everyone tells everyone "I have come this far".
+"""Signals between the ranks of one host: every rank tells every other rank "I have come this far".
 
-One `Channel` serves one stream of operations that every rank issues in the same order (one optimizer's buckets, or the
-script's collectives), so two streams never take each other's signals. Ranks a, b: the semaphore `inbox[a]` in b's part
-of the block counts how often a arrived and b has not yet noticed.
+A `Channel` serves one sequence of operations, which every rank issues in the same order: the buckets of one optimizer,
+or the script's collectives. So two sequences never take each other's signals. For ranks a and b, the semaphore
+`inbox[a]` in b's part of the block counts the signals of a that b has not taken yet.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torchring.memory import semaphore
 from torchring.memory.host import HostGroup
 
 POLL_SECONDS: Final = 5e-3
-"""How long a rank polls for its peers before it goes to sleep, unless said otherwise; see `Channel`."""
+"""How long a rank polls for its peers by default before it goes to sleep; see `Channel`."""
 
-# Giving way took longer than a switch to a peer and back does: something else computes on this core.
+# If giving way takes longer than a switch to a peer and back, another program computes on this core.
 _CROWDED_SECONDS: Final = 300e-6
 _WAITS_WHILE_CROWDED: Final = 20
 
@@ -26,16 +26,16 @@ _WAITS_WHILE_CROWDED: Final = 20
 class Channel:
     """Signals between the ranks of `group`, opened collectively.
 
-    A phase is announced once by every rank and gathered once by every rank, in the same order. A rank may announce
-    phases that its peers have not come to yet.
+    Every rank announces each phase once and gathers each phase once, in the same order. A rank may announce a phase
+    that its peers have not reached yet.
 
     Args:
         group: the ranks that share memory.
-        poll_seconds: how long to poll before going to sleep. Waking a sleeper costs about 15 us, and 150 us or more
-            where the processor had gone idle. A polling rank gives way to others between two looks, so it does no harm
-            where ranks outnumber cores (all-reduce of 1 KiB, 4 ranks on 2 cores: 60 us; asleep 175, polling without
-            giving way 580). Where it meets a program that takes its turn and does not give it back, it sleeps in the
-            next few waits. It should be 0 where another thread of the process computes all the while.
+        poll_seconds: how long to poll before going to sleep. Waking a sleeper costs about 15 us, and 150 us or more if
+            the processor has gone idle. A polling rank gives way to other processes between two looks, so polling does
+            no harm where ranks outnumber cores (all-reduce of 1 KiB, 4 ranks on 2 cores: 60 us; asleep 175 us, polling
+            without giving way 580 us). If another program keeps the core for long, the rank sleeps in its next few
+            waits. Pass 0 if another thread of the process computes all the time.
         grace_seconds: see `HostGroup.wait_until`.
     """
 
@@ -49,21 +49,21 @@ class Channel:
         offset = semaphore.SEMAPHORE_STRIDE
         self._outgoing = [block.parts[i].data_ptr() + offset * group.index for i in others]
         self._incoming = [(block.own.data_ptr() + offset * i, group.ranks[i]) for i in others]
-        self._crowded_waits = 0  # to come, in which polling is left alone
-        self._num_gathered = 0  # peers whose signal of the phase at hand has been taken
+        self._crowded_waits = 0  # number of coming waits in which the rank does not poll
+        self._num_gathered = 0  # number of peers whose signal of the current phase has been taken
 
     def barrier(self) -> None:
-        """Return when every rank has called it as often as this one: `announce` and `gather`."""
+        """`announce` and `gather`: return when every rank has called `barrier` as often as this rank."""
         self.announce()
         self.gather()
 
     def announce(self) -> None:
-        """Tell the peers that this rank has come here. What it wrote before is visible to them once they gather it."""
+        """Tell the peers that this rank has reached the next phase. A peer that gathers it sees all earlier writes."""
         for address in self._outgoing:
             semaphore.post(address)
 
     def has_gathered(self) -> bool:
-        """Gather without waiting: whether every peer has announced the phase at hand; if so, the next one begins."""
+        """Gather without waiting: whether every peer has announced the current phase. If so, the next phase begins."""
         incoming = self._incoming
         while self._num_gathered < len(incoming):
             if semaphore.try_wait(incoming[self._num_gathered][0]):
@@ -73,7 +73,7 @@ class Channel:
         return True
 
     def gather(self) -> None:
-        """Wait until every peer has announced the phase at hand.
+        """Wait until every peer has announced the current phase.
 
         Raises PeerLostError within about 0.1 s of a peer's death, PeerTimeoutError after the group's timeout, both
         naming the peer.
@@ -83,7 +83,7 @@ class Channel:
             self._num_gathered += 1
 
     def _wait(self) -> None:
-        """Take the signal of the first peer whose signal is missing."""
+        """Wait for the first peer whose signal is missing, and take the signal."""
         position = self._num_gathered
         address, _ = self._incoming[position]
         if self._crowded_waits:
@@ -92,7 +92,7 @@ class Channel:
             return
 
         def missing() -> list[int]:
-            # Ranks before this one in the list have been taken; of those after it, a count that is there has arrived.
+            # The signals of earlier ranks in the list are taken. A later rank has arrived if its count is above 0.
             return [rank for inbox, rank in self._incoming[position:] if semaphore.value(inbox) == 0]
 
         self.group.wait_until(
@@ -100,7 +100,7 @@ class Channel:
         )
 
     def _poll(self, address: int) -> bool:
-        """Look for a signal for a while, giving way in between; whether it was taken."""
+        """Poll for a signal, giving way between two looks. Returns whether the signal was taken."""
         now = time.perf_counter()
         until = now + self.poll_seconds
         while now < until and not self._crowded_waits:

@@ -1,15 +1,17 @@
-"""GPU memory that the ranks of one host reach: torch.distributed's symmetric memory, which is alpha, and only here.
+"""GPU memory that all ranks of one host reach, by torch.distributed's symmetric memory. The only file that uses it,
+because symmetric memory is alpha.
 
-Every rank allocates as much, and maps what the others have allocated; kernels then read and write it like their own. A
-`SymmetricGroup` allocates as a `HostGroup` does, so that memory of the host can stand in for it where there is no GPU.
+Every rank allocates the same number of bytes and maps the memory of the other ranks. Kernels then read and write the
+peers' memory like their own. A `SymmetricGroup` allocates as a `HostGroup` does, so that a `HostGroup` can take its
+place where there is no GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol, cast
@@ -35,7 +37,7 @@ class Block(Protocol):
 
 
 class SymmetricGroup(Protocol):
-    """The ranks of one host whose kernels reach each other's memory. For interpreted kernels, a `HostGroup` is one.
+    """The ranks of one host whose kernels reach each other's memory. A `HostGroup` is one for interpreted kernels.
 
     Attributes:
         ranks: their world ranks, ascending.
@@ -49,7 +51,7 @@ class SymmetricGroup(Protocol):
     def size(self) -> int: ...
 
     def allocate(self, num_bytes: int) -> Block:
-        """Collective: every rank contributes `num_bytes` of zeroed memory and maps everybody's."""
+        """Collective: every rank contributes `num_bytes` of zeroed memory and maps the memory of all ranks."""
 
 
 class CudaBlock:
@@ -58,7 +60,7 @@ class CudaBlock:
     def __init__(self, parts: Sequence[torch.Tensor], index: int, handle: object) -> None:
         self.parts = tuple(parts)
         self._index = index
-        self._handle = handle  # the peers' mappings live as long as it does
+        self._handle = handle  # kept alive: the peers' mappings live as long as the handle
 
     @property
     def own(self) -> torch.Tensor:
@@ -66,23 +68,23 @@ class CudaBlock:
 
 
 class CudaGroup:
-    """See `SymmetricGroup`; of `host`, on `device`. Opening it is collective among the ranks of this host.
+    """See `SymmetricGroup`. Opening a group is collective among the ranks of this host.
 
     Args:
-        is_isolated: whether ranks have GPUs of their own under the same number, as CUDA_VISIBLE_DEVICES arranges it.
-            PyTorch takes them for the same one unless it is told that this is allowed.
+        name: equal on all ranks; never used before in any of their processes.
+        is_isolated: whether several ranks see different GPUs under the same number, as CUDA_VISIBLE_DEVICES arranges.
+            PyTorch takes such GPUs for one GPU, and refuses unless it is told that ranks may share a GPU.
     """
 
     def __init__(
-        self, host: HostGroup, rendezvous: Rendezvous, device: torch.device, *, is_isolated: bool = False
+        self, host: HostGroup, rendezvous: Rendezvous, device: torch.device, name: str, *, is_isolated: bool = False
     ) -> None:
         self.ranks, self.index = host.ranks, host.index
         self._is_isolated = is_isolated
         self._device = device
-        turn = next(_turns)
-        store = PrefixStore(f"symmetric/{turn}/{host.ranks[0]}", rendezvous.store)
-        self._name = f"torchring/{turn}/{host.ranks[0]}"
-        # Kept: the registry, in which symmetric memory looks it up at every allocation, refers to it weakly.
+        store = PrefixStore(f"symmetric/{name}", rendezvous.store)
+        self._name = f"torchring/{name}"
+        # Kept alive: symmetric memory looks the group up at every allocation, in a registry that refers to it weakly.
         self._process_group = _register_group(self._name, store, self.index, self.size, rendezvous.timeout_seconds)
 
     @property
@@ -107,7 +109,7 @@ class CudaGroup:
 
 
 class LonelyGroup:
-    """A group of one rank: memory that nobody else reaches. See `SymmetricGroup`."""
+    """A group of one rank, whose memory no other rank reaches. See `SymmetricGroup`."""
 
     index = 0
     size = 1
@@ -121,30 +123,32 @@ class LonelyGroup:
 
 
 def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: torch.device) -> SymmetricGroup:
-    """Collective among all ranks of the world: symmetric memory of the ranks of this host, each on its `device`.
+    """Symmetric memory between the ranks of this host, each on its `device`. Collective among all ranks of the world.
 
-    Raises TopologyError, on all ranks of the world, where those of some host do not reach each other's memory.
+    Raises TopologyError on all ranks of the world if the GPUs of some host do not reach each other's memory.
     """
     if host is None or rendezvous is None or host.size == 1:
-        if rendezvous is not None:  # the others exchange cards
-            _exchange(rendezvous, {})
-            _raise_first(_exchange(rendezvous, {"problem": ""}), rendezvous.rank)
+        if rendezvous is not None:  # ranks of other hosts wait for this one in both all-gathers
+            _all_gather(rendezvous, {})
+            _raise_first(_all_gather(rendezvous, {"problem": ""}), rendezvous.rank)
         return LonelyGroup(0 if host is None else host.rank, device)
     mine = {"device": _identity(device), "number": device.index, "unreachable": _unreachable(device)}
-    cards = _exchange(rendezvous, mine)
+    mine["name"] = secrets.token_hex(8)
+    cards = _all_gather(rendezvous, mine)
     problem = find_problem({rank: cards[rank] for rank in host.ranks}, allow_overlap=OVERLAPPING_DEVICES in os.environ)
     group: CudaGroup | None = None
     if not problem:
         numbers = [cards[rank]["number"] for rank in host.ranks]
         is_isolated = len(set(numbers)) < len(numbers)
-        problem, group = _try(lambda: _open(host, rendezvous, device, is_isolated=is_isolated))
-    _raise_first(_exchange(rendezvous, {"problem": problem}), host.rank)
+        name = cards[host.ranks[0]]["name"]
+        problem, group = _try(lambda: _open(host, rendezvous, device, name, is_isolated=is_isolated))
+    _raise_first(_all_gather(rendezvous, {"problem": problem}), host.rank)
     assert group is not None
     return group
 
 
 def find_problem(cards: dict[int, dict[str, Any]], *, allow_overlap: bool) -> str:
-    """Why these ranks, each with its "device" and those "unreachable" from it, cannot share memory; else empty."""
+    """Why these ranks cannot share memory; "" if they can. Each gives its "device" and the "unreachable" devices."""
     by_device: dict[str, int] = {}
     for rank, card in cards.items():
         other = by_device.setdefault(card["device"], rank)
@@ -162,7 +166,7 @@ def find_problem(cards: dict[int, dict[str, Any]], *, allow_overlap: bool) -> st
 
 @contextlib.contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """With a variable set for libraries that ask for it now; what the user has set stays."""
+    """Set an environment variable inside the context, unless the user has set the variable."""
     if name in os.environ:
         yield
         return
@@ -173,21 +177,20 @@ def environment(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
 
 
-def _open(host: HostGroup, rendezvous: Rendezvous, device: torch.device, *, is_isolated: bool) -> CudaGroup:
-    group = CudaGroup(host, rendezvous, device, is_isolated=is_isolated)
-    group.allocate(16)  # fails where it cannot be mapped
+def _open(host: HostGroup, rendezvous: Rendezvous, device: torch.device, name: str, *, is_isolated: bool) -> CudaGroup:
+    group = CudaGroup(host, rendezvous, device, name, is_isolated=is_isolated)
+    group.allocate(16)  # raises if the memory cannot be mapped
     return group
 
 
 def _try(operation: Callable[[], CudaGroup]) -> tuple[str, CudaGroup | None]:
     try:
         return "", operation()
-    # Alpha: whatever it says, there are other ways.
-    except (RuntimeError, ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever goes wrong in alpha software, NCCL is still to be had
         return f"symmetric memory is not to be had: {error}", None
 
 
-def _exchange(rendezvous: Rendezvous, card: dict[str, Any]) -> list[dict[str, Any]]:
+def _all_gather(rendezvous: Rendezvous, card: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(text) for text in rendezvous.all_gather("cuda", json.dumps(card).encode())]
 
 
@@ -197,20 +200,20 @@ def _raise_first(cards: Sequence[dict[str, Any]], rank: int) -> None:
 
 
 def _identity(device: torch.device) -> str:
-    """The same for the same GPU, whatever CUDA_VISIBLE_DEVICES makes of its number."""
+    """Identifies a GPU, whatever number CUDA_VISIBLE_DEVICES gives the GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _unreachable(device: torch.device) -> list[str]:
-    """Identities of the GPUs that this process sees and that `device` cannot reach."""
+    """Identities of the visible GPUs whose memory `device` cannot reach."""
     others = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != device.index]
     return [_identity(other) for other in others if not torch.cuda.can_device_access_peer(device, other)]
 
 
 def _register_group(name: str, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.ProcessGroup:
-    """Make a process group that symmetric memory finds by `name` while it lives; it is for its store, carries nothing.
+    """Make a process group that symmetric memory finds by `name` while the group lives. Only its store is used.
 
-    Without torch.distributed.new_group, which would need a default group: that is the script's to make, or not.
+    torch.distributed.new_group is not used, because it needs a default process group, which belongs to the script.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
     from torch._C import _distributed_c10d as c10d
@@ -221,10 +224,7 @@ def _register_group(name: str, store: dist.Store, rank: int, size: int, timeout_
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(cast(Any, name))
     c10d._register_process_group(cast(Any, name), group)
-    # Where releases before 2.13 look; they would do both themselves, with what the default group knows of this one.
+    # Releases before 2.13 look the store up here.
     c10d._SymmetricMemory.set_group_info(name, rank, size, store)
     getattr(symmetric_memory, "_group_name_to_store", {})[name] = store
     return group
-
-
-_turns: Final = itertools.count()

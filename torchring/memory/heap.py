@@ -1,13 +1,14 @@
-"""Memory that is freed and wanted again in every step stays with the process, up to a bound.
+"""Keeps memory that every step frees and allocates again with the process, up to a bound.
 
-A gradient that is copied to a wire buffer is freed the moment it has arrived, and the next one takes its place. But
-glibc hands the top of the heap back to the kernel once 64 MiB or less of it are free, and blocks of more than 32 MiB at
-once, so the next gradient finds zeroed pages that have to be faulted in: 1.5 us per 4 KiB on a virtual machine (MLP of
-42 M parameters: 30,000 faults, 45 ms of a step of 175; a plain optimizer suffers from it, too).
+A gradient that is copied to a wire buffer on arrival is freed at once, and the next gradient takes its place. But glibc
+returns the top of the heap to the kernel when 64 MiB of it, or less, are free, and returns blocks of more than 32 MiB
+at once. Then the next gradient lies in fresh pages, each of which takes a page fault: 1.5 us per 4 KiB on a virtual
+machine (an MLP of 42 M parameters: 30,000 faults, 45 ms of a step of 175 ms). A plain optimizer pays for the faults,
+too.
 
-Memory in the middle of the heap goes back to the kernel only if somebody asks for it. Where batches vary in size, holes
-form between what is in use, and the larger the blocks that come from the heap, the faster they grow. So gradients of
-more than 64 MiB do not come from the heap, and what has piled up all the same is given back after a backward.
+Free memory in the middle of the heap returns to the kernel only on request. If batches vary in size, holes form between
+the blocks in use. The holes grow faster, the larger the blocks are that come from the heap. So gradients of more than
+64 MiB do not come from the heap, and free memory that has piled up is returned after a backward.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Final
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _LARGEST: Final = 2**31 - 1  # mallopt takes an int
-# What glibc works its own way up to. Setting a threshold ends that, so less would be a step back.
+# glibc raises its threshold up to this value by itself, and stops doing so once a program sets the threshold.
 _LEAST_MMAP_BYTES: Final = 32 << 20
 _MOST_GRADIENT_BYTES: Final = 64 << 20
 _SHORTEST_PAUSE_SECONDS: Final = 0.1
@@ -30,21 +31,22 @@ _LONGEST_PAUSE_SECONDS: Final = 60.0
 
 _kept_bytes = 0
 _largest_bytes = 0
-_bound_bytes: int | None = None  # of free memory; None: malloc is as it was
-_lowest_bytes: int | None = None  # resident after a backward, at the least, since memory was last given back
+_bound_bytes: int | None = None  # on free memory at the top of the heap; None: malloc is as it was
+_lowest_bytes: int | None = None  # least resident memory after a backward since memory was last returned
 _pause_seconds = _SHORTEST_PAUSE_SECONDS  # between two looks
 _next_look = 0.0
 
 
 def keep_freed(gradient_bytes: Sequence[int]) -> None:
-    """Have malloc keep gradients that are freed, for the next ones. Does nothing without glibc.
+    """Make malloc keep the memory of freed gradients for the next gradients. Does nothing without glibc.
 
     Args:
-        gradient_bytes: of each gradient that comes and goes. Blocks up to the largest of at most 64 MiB come from the
-            heap, and as much free memory as all of those take may stay at its top.
+        gradient_bytes: size of each gradient that every step frees. Blocks up to the size of the largest gradient of at
+            most 64 MiB come from the heap. The heap may keep as much free memory at its top as all those gradients
+            take.
 
-    Called again, the larger values hold. A process that was started with thresholds of its own (MALLOC_..._ variables,
-    GLIBC_TUNABLES) keeps those.
+    After several calls, the largest values hold. A process that was started with thresholds of its own (MALLOC_..._
+    variables, GLIBC_TUNABLES) keeps its thresholds.
 
     Source: mallopt(3).
     """
@@ -54,21 +56,21 @@ def keep_freed(gradient_bytes: Sequence[int]) -> None:
     small = [num_bytes for num_bytes in gradient_bytes if num_bytes <= _MOST_GRADIENT_BYTES]
     _kept_bytes = max(_kept_bytes, sum(small))
     _largest_bytes = max(_largest_bytes, *small, 0)
-    # The block's header and alignment come on top, and what else is freed while the largest is free.
+    # The margins are for a block's header and alignment, and for what else is freed while the largest gradient is free.
     largest = max(_LEAST_MMAP_BYTES, _largest_bytes + (1 << 20))
     _bound_bytes = min(_kept_bytes + 2 * largest, _LARGEST)
     mallopt = ctypes.CDLL(None).mallopt
     if not mallopt(_M_MMAP_THRESHOLD, largest):
-        mallopt(_M_MMAP_THRESHOLD, _LEAST_MMAP_BYTES)  # the most that older versions take
+        mallopt(_M_MMAP_THRESHOLD, _LEAST_MMAP_BYTES)  # the most that older versions of glibc take
     mallopt(_M_TRIM_THRESHOLD, _bound_bytes)
 
 
 def give_back() -> None:
     """Call after a backward: return free memory to the kernel if more of it has piled up than gradients take.
 
-    Looks no more than ten times a second; a look takes up to 70 us. Where a look after giving back finds as much again,
-    every step needs the memory, and faults it in again. So the pause until the next look doubles each time, up to a
-    minute. Source: malloc_trim(3), which gives back pages in the middle of the heap, too.
+    Reads the resident size at most ten times a second, which takes up to 70 us. If as much memory has piled up again,
+    every step needs the memory and takes page faults for it. So each return doubles the pause until the next reading,
+    up to a minute. Source: malloc_trim(3), which also returns pages in the middle of the heap.
     """
     global _lowest_bytes, _next_look, _pause_seconds
     if _bound_bytes is None or time.monotonic() < _next_look:
@@ -86,7 +88,7 @@ def give_back() -> None:
 
 
 def _resident_bytes() -> int:
-    """Of this process's own memory; 0 where /proc is not mounted."""
+    """Resident size of this process's private memory; 0 if /proc is not mounted."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
             _, resident, shared, *_ = file.read().split()

@@ -1,13 +1,14 @@
 """Shared memory between the ranks of one host, without a name in any file system.
 
 Each rank allocates its part of a `SharedBlock` in a `memfd` and hands the descriptor to its peers over an abstract Unix
-socket, so nothing is left behind by a rank that is killed, and the 64 MB of a container's /dev/shm do not matter. Two
-ranks share a host exactly when that hand-over works: the same network namespace, the same user, the token that the
-listener put into the rendezvous store. The sockets stay open; together with a pidfd per peer they tell at once when a
-peer dies.
+socket. So a rank that is killed leaves nothing behind, and the 64 MB limit of a container's /dev/shm does not apply.
 
-Who may touch what: a block's part belongs to the rank that allocated it. Peers read and write it only between the
-signals of the algorithm at hand (see `channel.py`), which says who owns which slice when.
+Two ranks share a host exactly when the hand-over works: both are in the same network namespace, both run as the same
+user, and the caller knows the token that the listener put into the rendezvous store. The sockets stay open. A peer's
+death shows at once, because it closes the peer's socket and makes the peer's pidfd readable.
+
+A part of a block belongs to the rank that allocated the part. Peers read and write the part only between two signals of
+an algorithm (see `channel.py`). The algorithm says which rank owns which slice at which time.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from torchring.linux import boot_id, create_memory, open_process
 from torchring.memory.mapping import map_block
 from torchring.rendezvous.rendezvous import Rendezvous
 
-_POLL_SECONDS: Final = 0.05  # how often a waiting rank looks whether its peers are still alive
+_POLL_SECONDS: Final = 0.05  # between two looks of a waiting rank at whether its peers are alive
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _GRANT: Final = struct.Struct("=qq")  # serial number of the block, bytes
 
 
 @dataclass(frozen=True)
 class _Peer:
-    """One open hand-over socket. `pidfd` is -1 where the peer's process id is not visible from here."""
+    """An open socket to a peer. `pidfd` is -1 if the peer's process id is not visible here."""
 
     rank: int
     link: socket.socket
@@ -86,8 +87,8 @@ class HostGroup:
         self._peers = {peer.rank: peer for peer in peers}
         self._num_blocks = 0
         self._is_closed = False
-        self._last_words: LastWords | None = None
-        self._last_words = LastWords(self.allocate(LastWords.NUM_BYTES), self.ranks)
+        self._errors: ErrorPages | None = None  # until allocate() has returned, which looks for errors, too
+        self._errors = ErrorPages(self.allocate(ErrorPages.NUM_BYTES), self.ranks)
         _groups.add(self)
 
     @property
@@ -95,7 +96,7 @@ class HostGroup:
         return len(self.ranks)
 
     def allocate(self, num_bytes: int, prepare: Callable[[torch.Tensor], None] | None = None) -> SharedBlock:
-        """Collective: every rank contributes `num_bytes` of zeroed memory and maps everybody's.
+        """Collective: every rank contributes `num_bytes` of zeroed memory and maps the memory of all ranks.
 
         Args:
             num_bytes: may be 0; the same on every rank.
@@ -120,7 +121,7 @@ class HostGroup:
         for rank in self.ranks:
             try:
                 parts.append(own if rank == self.rank else self._receive_part(rank, serial, num_bytes))
-            except PlanMismatchError as error:  # the others' parts are taken, too: every rank sees who differs from it
+            except PlanMismatchError as error:  # go on: every rank has to learn which ranks differ
                 mismatch = mismatch or error
         if mismatch is not None:
             self.report_failure(mismatch)
@@ -130,24 +131,24 @@ class HostGroup:
     def check_peers(self, needed: Sequence[int]) -> None:
         """Raise if one of the ranks in `needed` is dead, has left, or has reported a failure.
 
-        Names the cause, not its victims: a rank that stopped because of another's death says so in its last words. A
-        rank that is gone but no longer needed (it had its part of the last reduction) is no error. Of ranks on other
-        hosts nothing is known here.
+        The error names the cause and not its victims: a rank that stopped because of another rank's death reports
+        that rank. A rank that is gone but not in `needed` is no error. `needed` may contain ranks of other hosts, which
+        are not looked at.
         """
         needed = [rank for rank in needed if rank in self._peers]
         lost = self._lost(needed)
-        words = {rank: text for rank in needed if self._last_words and (text := self._last_words.read(rank))}
-        culprits = sorted(lost - words.keys())
+        reports = {rank: text for rank in needed if self._errors and (text := self._errors.read(rank))}
+        culprits = sorted(lost - reports.keys())
         if culprits:
             names = ", ".join(f"rank {rank} (pid {self._peers[rank].pid})" for rank in culprits)
             raise PeerLostError(f"{names} on this host died or exited", rank=self.rank, peers=culprits)
-        for rank, text in words.items():
+        for rank, text in reports.items():
             error = decode_error(text, rank)
             error.rank = self.rank
             raise error
 
     def _lost(self, needed: Sequence[int]) -> set[int]:
-        """Which of these ranks are gone. A poll object for each call: threads must not share one."""
+        """The ranks in `needed` that are gone. Each call makes a poll object, because threads must not share one."""
         poll = select.poll()
         rank_of: dict[int, int] = {}
         for rank in needed:
@@ -160,19 +161,19 @@ class HostGroup:
         return {rank_of[descriptor] for descriptor, _ in poll.poll(0)}
 
     def report_failure(self, error: RingError) -> None:
-        """Leave `error` where waiting peers find it, so that they stop too and name the same cause."""
-        if self._last_words:
-            self._last_words.write(self.index, encode_error(error))
+        """Write `error` where waiting peers find it. The peers then stop, too, and name the same cause."""
+        if self._errors:
+            self._errors.write(self.index, encode_error(error))
 
     def close(self) -> None:
-        """Say goodbye and drop the links. Blocks stay mapped while a tensor views them."""
+        """Tell the peers that this rank leaves, and close the sockets. A block stays mapped while a tensor views it."""
         self.report_failure(PeerLostError("it called torchring.shutdown()", peers=(self.rank,)))
         self.forget()
 
     def forget(self) -> None:
-        """Drop the links without a word. A forked child does so at once: while it held them open, its parent's death
-        would not show."""
-        self._is_closed = True  # a thread that still waits raises at its next look
+        """Close the sockets, and tell the peers nothing. A forked child does so at once: peers would not notice the
+        parent's death while the child holds the sockets open."""
+        self._is_closed = True  # makes a thread that still waits raise
         peers, self._peers = self._peers, {}
         for peer in peers.values():
             peer.link.close()
@@ -182,11 +183,11 @@ class HostGroup:
     def wait_until(
         self, arrived: Callable[[float], bool], needed: Callable[[], Sequence[int]], *, grace_seconds: float = 0.0
     ) -> None:
-        """Call `arrived(seconds to sleep at most)` until it is true, watching over the ranks `needed()` meanwhile.
+        """Call `arrived(seconds to sleep at most)` until it returns true. Meanwhile, watch the ranks `needed()`.
 
-        They get `grace_seconds` more than the timeout where they may themselves be waiting for ranks of other hosts.
+        `grace_seconds` are added to the timeout. The ranks may need them to notice that a rank of another host is late.
 
-        Raises what `check_peers` finds, or PeerTimeoutError naming them; either is reported to the peers.
+        Raises what `check_peers` raises, or PeerTimeoutError naming the ranks. Either error is reported to the peers.
         """
         started = time.monotonic()
         try:
@@ -197,7 +198,7 @@ class HostGroup:
                 try:
                     self.check_peers(late)
                 except RingError:
-                    # It may have done its part, and left, between the two looks.
+                    # Between the two looks, the rank may have done its part and left.
                     if arrived(0.0):
                         return
                     if list(needed()) != list(late):
@@ -265,8 +266,8 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class LastWords:
-    """One page per rank in which a failing rank leaves its error for the peers that wait for it."""
+class ErrorPages:
+    """One page of shared memory per rank. A failing rank writes its error there, for the peers that wait for it."""
 
     NUM_BYTES: Final = 4096
 
@@ -276,7 +277,7 @@ class LastWords:
 
     def write(self, index: int, text: bytes) -> None:
         page = self._pages[self._ranks[index]]
-        if page[0]:  # the first error is the cause, later ones are its echoes
+        if page[0]:  # later errors are consequences of the first
             return
         text = text[: len(page) - 8]
         page[8 : 8 + len(text)] = list(text)
@@ -292,9 +293,9 @@ class LastWords:
 
 
 def connect(rendezvous: Rendezvous) -> HostGroup:
-    """Collective: find the ranks that this one can share memory with, and open the links to them.
+    """Collective: find the ranks with which this rank can share memory, and open the sockets to them.
 
-    Ranks on another host, of another user, or in another network namespace are simply not in the group.
+    Ranks on another host, of another user, or in another network namespace are not in the group.
     """
     rank, size = rendezvous.rank, rendezvous.size
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -305,9 +306,9 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
         listener.settimeout(_POLL_SECONDS)
         card = {"address": address, "token": token, "host": _host_identity()}
         cards = [json.loads(text) for text in rendezvous.all_gather("host", json.dumps(card).encode())]
-        neighbours = [r for r in range(size) if r != rank and cards[r]["host"] == card["host"]]
-        dialled = {r: _dial(rendezvous, r, cards[r]) for r in neighbours if r < rank}
-        accepted = _accept(rendezvous, listener, token, {r for r in neighbours if r > rank})
+        candidates = [r for r in range(size) if r != rank and cards[r]["host"] == card["host"]]
+        dialled = {r: _dial(rendezvous, r, cards[r]) for r in candidates if r < rank}
+        accepted = _accept(rendezvous, listener, token, {r for r in candidates if r > rank})
     links = {r: link for r, link in dialled.items() if link is not None and _answer(link)} | accepted
     for r, link in dialled.items():
         if link is not None and r not in links:
@@ -321,9 +322,9 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
 
 
 def partition(reachable: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Groups of ranks in which everyone reaches everyone; pure, so every rank computes the same.
+    """Groups of ranks in which every rank reaches every other. A pure function: every rank computes the same groups.
 
-    `reachable[r]` lists the ranks that r has a link to.
+    `reachable[r]` lists the ranks that rank r has a socket to.
 
     Example: reachable [[1], [0], [3], [2]] -> [(0, 1), (2, 3)].
     """
@@ -339,9 +340,10 @@ def partition(reachable: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def _host_identity() -> str:
-    """Equal on ranks that may share memory: same boot of the same kernel, and the same layout of sem_t.
+    """Equal on ranks that may share memory: they run under the same kernel, and have the same layout of sem_t.
 
-    Without /proc the host's name stands in for the boot. Two hosts of one name do no harm: the hand-over fails.
+    Without /proc, the host's name stands for the kernel. If two hosts have the same name, the hand-over fails, which
+    does no harm.
     """
     return f"{boot_id() or platform.node()} {platform.machine()} {' '.join(platform.libc_ver())}"
 
@@ -354,7 +356,7 @@ def _dial(rendezvous: Rendezvous, peer: int, card: dict[str, str]) -> socket.soc
         if not _same_user(link):
             raise PermissionError("another user holds the address")
         link.send(json.dumps({"rank": rendezvous.rank, "token": card["token"]}).encode())
-    except OSError:  # refused: another network namespace, where the address does not exist
+    except OSError:  # the address does not exist in this network namespace
         link.close()
         rendezvous.publish(f"unreachable/{rendezvous.rank}/{peer}", b"1")
         return None
@@ -388,7 +390,7 @@ def _accept(
 
 
 def _admit(link: socket.socket, token: str, expected: set[int]) -> int | None:
-    """The rank behind `link` if it is one that we expect, runs as our user and knows our token; else None."""
+    """The rank behind `link`. None unless the rank is expected, runs as our user and knows our token."""
     link.settimeout(2.0)
     try:
         if not _same_user(link):
@@ -399,7 +401,7 @@ def _admit(link: socket.socket, token: str, expected: set[int]) -> int | None:
             link.send(b"no")
             return None
         link.send(b"yes")
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):  # a stranger's nonsense
+    except Exception:  # the bytes may be a stranger's
         return None
     return peer
 
@@ -423,7 +425,8 @@ def _same_user(link: socket.socket) -> bool:
 def _peer(rank: int, link: socket.socket) -> _Peer:
     pid, _ = _credentials(link)
     pidfd = -1
-    # Our own pid: ranks that are threads of one process (tests). 0: another pid namespace; the socket's end tells.
+    # The pid is our own if ranks are threads of one process (in tests). It is 0 if the peer is in another pid
+    # namespace: then only the socket shows the peer's death.
     if pid not in (0, os.getpid()):
         try:
             pidfd = open_process(pid)
@@ -441,5 +444,5 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_words(part: torch.Tensor) -> memoryview:
-    """The memory of a uint8 tensor as 64-bit integers; reading one costs 30 ns, a tenth of what a tensor takes."""
+    """The memory of a uint8 tensor as 64-bit integers. To read one takes 30 ns, a tenth of what a tensor takes."""
     return memoryview(part.numpy()).cast("q")  # type: ignore[arg-type]  # numpy's stubs before 3.12 lack Buffer

@@ -1,13 +1,14 @@
 """Mappings of shared memory, and what becomes of them in a forked child.
 
 A child that shared its parent's mappings would write into the parent's gradients, and take signals that peers sent to
-the parent. So as the first thing in a child, every mapping becomes private to it, at the same address:
+the parent. So the first thing that happens in a child is that every mapping becomes private to the child, at the same
+address:
 
-- this process's own memory keeps its contents. A large block is mapped once more, copy on write, which copies nothing:
-  the child sees what the parent writes there until it writes to the page itself. A small one is copied.
-- peers' memory becomes zeros, which take no room until they are written.
+- The rank's own memory keeps its contents. A small block is copied. A large block is mapped again, copy-on-write: the
+  child sees the parent's writes to a page until the child itself writes to that page.
+- The peers' memory becomes zeros, which take no room until the child writes to them.
 
-A data loader's workers are such children: they look at none of it, and should cost next to nothing.
+A data loader's workers are such children. They never look at this memory, and should cost next to nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _COPIED_BYTES: Final = 1 << 20  # up to here a block is copied in a child, and n
 
 
 class _Mapping:
-    """One block. `descriptor`: of this process's own, large ones; else -1."""
+    """One block. `descriptor` is -1 except for a large block of this process's own memory."""
 
     __slots__ = ("address", "descriptor", "is_own", "length")
 
@@ -44,7 +45,7 @@ class _Mapping:
         self.is_own = is_own
 
     def release(self) -> None:
-        # First of all: a fork in another thread must not map it again.
+        # First: another thread may fork now, and the child must not map this block again.
         _mappings.pop(self.address, None)
         _libc.munmap(self.address, self.length)
         self._close()
@@ -58,7 +59,7 @@ class _Mapping:
             if self.is_own:
                 contents = ctypes.string_at(self.address, self.length)
         if _libc.mmap(self.address, self.length, _READ_WRITE, kind, descriptor, 0) == _FAILED:
-            # No memory to be had. Better that a write ends the child than that it reaches the parent.
+            # No memory is left. A write must not reach the parent: let it end the child.
             _libc.mprotect(self.address, self.length, mmap.PROT_READ)
         else:
             ctypes.memmove(self.address, contents, len(contents))
@@ -76,11 +77,11 @@ _mappings: dict[int, _Mapping] = {}
 def map_block(descriptor: int, length: int, *, is_own: bool) -> torch.Tensor:
     """Map a descriptor, which the caller closes, as a uint8 tensor.
 
-    The mapping lives as long as a tensor that views it. Not through Python's mmap, which keeps a descriptor open per
-    mapping.
+    The mapping lives as long as a tensor that views it. Python's mmap is not used, because it keeps a descriptor open
+    for each mapping.
 
-    This process's own memory is populated, so that the first step takes no page faults (0.25 us per 4 KiB). Every page
-    then counts as resident here, and of a peer's memory a rank may only ever touch its slice.
+    The rank's own memory is populated at once, so that the first step takes no page faults (0.25 us per 4 KiB). Peers'
+    memory is not: every populated page counts as resident, and a rank may only ever touch its slice of a peer's memory.
     """
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if is_own else 0)
     address = _libc.mmap(None, length, _READ_WRITE, flags, descriptor, 0)
@@ -91,17 +92,18 @@ def map_block(descriptor: int, length: int, *, is_own: bool) -> torch.Tensor:
     if is_own and length > _COPIED_BYTES:
         try:
             kept = os.dup(descriptor)
-        except OSError:  # too many are open; a forked child copies
+        except OSError:  # too many are open: a forked child copies the block instead
             kept = -1
     mapping = _mappings[address] = _Mapping(address, length, kept, is_own=is_own)
     memory = (ctypes.c_uint8 * length).from_address(address)
-    # Tensors that view the memory hold `memory`. At interpreter exit the process's end unmaps it, after all of them.
+    # Tensors that view the memory refer to `memory`. At interpreter exit tensors may outlive finalizers, so there only
+    # the end of the process unmaps the memory.
     weakref.finalize(memory, mapping.release).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _after_fork() -> None:
-    for address in list(_mappings):  # the collector may release one meanwhile
+    for address in list(_mappings):  # the garbage collector may release a mapping meanwhile
         if (mapping := _mappings.get(address)) is not None:
             mapping.make_private()
     _mappings.clear()
