@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Kernels that move gradients: Triton on CUDA, plain torch on CPU, bit-identical results.
 
 Read `reference.py` first: it says in torch what `pack.py`, `accumulate.py` and `unpack.py` do in Triton. `chunks.py`

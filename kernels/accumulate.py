@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Accumulate: the sum of N buffers of one size, in one pass over each of them.
 
 Example: parts fp16 [1, 2, 3], [10, 20, 30] and [100, 200, 300], scale 0.5 -> out [55.5, 111.0, 166.5]

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """ChunkTable: many tensors of very different sizes as equal pieces of work, one row for each program of a launch.
 
 Example: numels [5000, 3], wire offsets [0, 5008], chunks of 4096, fp32

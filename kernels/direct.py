@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Direct: all-reduce over wires that every rank can address, in one launch per rank.
 
 Rank r reads slice r of all wires, adds it up in rank order, and writes the sum to all wires. Before that it meets the

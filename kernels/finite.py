@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Where the first NaN or infinity lies, found on the way by kernels that handle every element anyhow.
 
 Each lane of a tile remembers in which turn of its block's loop it first met one; only after the loop are lanes reduced

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Triton, imported at the first launch: a process that only uses CPUs neither needs it nor waits for it.
 
 Importing Triton takes about 0.4 s and fails where it is not installed. So kernel files name `tl` for type checkers

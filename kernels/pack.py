@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Pack: gradients of any number and size into one wire buffer, scaled and cast, in one launch.
 
 Example: gradients fp32 [1, 2] and [3], wire offsets 0 and 32, scale 0.5, fp16 wire

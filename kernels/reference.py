@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """pack, unpack and accumulate in plain torch: the CPU path, and the oracle for the Triton kernels.
 
 One rule for all three: arithmetic is done in fp32 (in fp64 where an operand is fp64), and the result is rounded once

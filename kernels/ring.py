@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Ring: all-reduce in which every rank reads from its left neighbour alone, in one launch per rank.
 
 The wire is cut into N slices. In N-1 steps each slice travels once around the ring, every rank adding its own; then, in

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Signals between kernels of different ranks: how one GPU tells another that its data may be read.
 
 A signal is an int32 word in a rank's signal pad, 0 or 1. The sender makes it 1, the owner of the pad takes it, which

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Unpack: the reduced wire buffer back into gradients of any number and size, scaled and cast, in one launch.
 
 Example: fp16 wire with [1.5, 2.0] at offset 0 and [2.5] at offset 32, scale 2, fp32 gradients of 2 and 1 elements

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Every kernel compiled for GPUs that need not be here, and what the compiler made of it.
 
 Memory speed needs 128-bit loads and stores, and registers enough for all values; both can be read in the machine code.

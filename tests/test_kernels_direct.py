@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Direct, and what is needed to run it and `ring` between ranks: real processes if interpreted, streams on CUDA."""
 
 import os

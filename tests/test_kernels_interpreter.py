@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Runs the Triton kernels without a GPU: the tests of all of them once more, under TRITON_INTERPRET=1.
 
 Triton reads that variable when a kernel is decorated, and a process cannot take it back. So the tests of FILES are
