@@ -148,7 +148,7 @@ class Commands:
 
 def commands() -> list[Any]:
     found = []
-    for page in PAGES:
+    for page in [*PAGES, ROOT / "bench" / "README.md"]:
         for block in blocks(page, "console", "bash"):
             lines = [line for line in block.code.splitlines() if line.startswith("$ ")]
             assert lines, f"{block.place} has no line that begins with $"
@@ -326,3 +326,11 @@ def test_files_that_pages_name_exist() -> None:
     named = {span for page in PAGES for span in code_spans(page.read_text()) if pattern.fullmatch(span)}
     assert len(named) > 15
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_way_of_a_gradient_names_at_most_ten_files() -> None:
+    steps = re.findall(
+        r"^\d+\. `([\w/]+\.py)`: ", section(DOCS / "how-it-works.md", "## The same in the code"), re.MULTILINE
+    )
+    assert "torchring/gradients/hooks.py" in steps
+    assert len(steps) <= 10
