@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all tests bench docs lint types clean
+.PHONY: demo test test-all tests mutants bench docs lint types clean
 
 demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
 	$(BIN)/torchring run -np 2 examples/train_digits.py
@@ -21,6 +21,16 @@ MARKED = not grid
 tests: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -m "$(MARKED)" --durations 15 \
 	    --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+NUM ?= 200
+SEED ?= 0
+JOBS ?= 1
+mutants: $(VENV)/.mutants  ## break NUM lines of the core, one at a time, and list those that no test notices: hours
+	nice -n 10 $(BIN)/python tests/mutants.py --num $(NUM) --seed $(SEED) --jobs $(JOBS) $(if $(ONLY),--only $(ONLY))
+
+$(VENV)/.mutants: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mutants]'
+	touch $@
 
 bench: $(INSTALLED)  ## all-reduce and training steps against their rivals, then the microbenchmarks: 10 minutes
 	$(BIN)/torchring bench allreduce

@@ -1,0 +1,299 @@
+"""Mutation testing of the core: break one line, run the tests that should notice, and so on for a sample of lines.
+
+    make mutants                                      200 lines
+    make mutants NUM=50 SEED=3 JOBS=2 ONLY="ring plan"
+
+The sample is drawn by a hash of seed, file name and line, so a change of the core leaves most of a sample as it was.
+The mutations are mutmut's, and two more: leave out a statement, negate a condition. mutmut's own runner would not do:
+it replaces functions by dispatchers, which ranks in other processes know nothing of, and leaves out decorated ones.
+
+Each mutant runs in a copy of the tree, in a process forked from this one, which has imported torch but not torchring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import contextlib
+import datetime
+import difflib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import libcst as cst
+import libcst.matchers as m
+import pytest
+import torch._dynamo  # noqa: F401 - tests need it; importing it takes longer than most tests
+from libcst.metadata import MetadataWrapper, PositionProvider
+from mutmut.mutation.mutators import mutation_operators
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The tests that should notice a mutant of a file, quick ones first, and which of them (pytest's -k).
+TESTS = {
+    "torchring/gradients/hooks.py": ("test_hooks test_backward test_module_wrappers test_semantics", ""),
+    "torchring/gradients/plan.py": ("test_plan test_bucket", ""),
+    "torchring/gradients/bucket.py": ("test_bucket test_scheduler test_hooks", ""),
+    "torchring/gradients/scheduler.py": ("test_scheduler test_hooks", ""),
+    "torchring/gradients/replicas.py": ("test_replicas", ""),
+    "torchring/allreduce/direct.py": ("test_allreduce", "not (native or ring or hierarchical)"),
+    "torchring/allreduce/ring.py": ("test_allreduce", "ring"),
+    "torchring/allreduce/hierarchical.py": ("test_allreduce", "hierarchical"),
+}
+
+# Mutants that behave like the original: file, the broken line, and why.
+EQUIVALENT: dict[tuple[str, str], str] = {}
+
+# Left out: what cannot matter, and stores in __init__ and None in place of a value, on which every test would crash.
+SKIPPED = m.OneOf(
+    *(m.Annotation(), m.Assert(), m.Decorator(), m.Import(), m.ImportFrom()),
+    m.Assign(value=m.Call(func=m.Name("TypeVar")) | m.Subscript(value=m.Name("Callable"))),
+)
+STORE = m.Assign(targets=[m.AssignTarget(target=m.Attribute() | m.Subscript())])
+EFFECT = m.Expr(value=m.Call()) | m.Raise() | m.AugAssign() | m.Del() | STORE
+
+
+def _leave_out(node: cst.SimpleStatementLine) -> Iterator[cst.CSTNode]:
+    if m.matches(node, m.SimpleStatementLine(body=[EFFECT])):
+        yield node.with_changes(body=[cst.Pass()])
+
+
+def _negate(node: cst.If | cst.CompIf) -> Iterator[cst.CSTNode]:
+    test = node.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    yield node.with_changes(test=cst.UnaryOperation(cst.Not(), test))
+
+
+OPERATORS: list[tuple[type | tuple[type, ...], Callable]] = [
+    *mutation_operators,
+    (cst.SimpleStatementLine, _leave_out),
+    ((cst.If, cst.CompIf), _negate),
+]
+
+
+def _is_text(node: cst.CSTNode) -> bool:
+    """Docstrings and messages."""
+    is_sentence = isinstance(node, cst.SimpleString) and " " in node.value
+    return is_sentence or isinstance(node, cst.ConcatenatedString | cst.FormattedString)
+
+
+def _count(node: cst.CSTNode, condition: Callable[[cst.CSTNode], bool]) -> int:
+    return condition(node) or sum(_count(child, condition) for child in node.children)
+
+
+class _Mutations(cst.CSTVisitor):
+    """For each line: the nodes that begin there, each with what may replace it."""
+
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_line: dict[int, list[tuple[cst.CSTNode, cst.CSTNode]]] = defaultdict(list)
+        self._in_init = False
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if _is_text(node) or m.matches(node, SKIPPED):
+            return False
+        if isinstance(node, cst.FunctionDef):
+            self._in_init = node.name.value == "__init__"
+        for kind, operator in OPERATORS:
+            for mutated in operator(node) if isinstance(node, kind) else ():
+                if not self._is_left_out(node, mutated):
+                    self.by_line[self.get_metadata(PositionProvider, node).start.line].append((node, mutated))
+        return True
+
+    def _is_left_out(self, node: cst.CSTNode, mutated: cst.CSTNode) -> bool:
+        if isinstance(node, cst.SimpleStatementLine):
+            return self._in_init and m.matches(node.body[0], STORE)
+        is_none = m.MatchIfTrue(lambda name: name == "None")
+        nones = [_count(one, lambda part: m.matches(part, m.Name(is_none))) for one in (node, mutated)]
+        return nones[0] < nones[1] or _count(node, _is_text) != _count(mutated, _is_text)
+
+
+@dataclass
+class Mutant:
+    """One broken line. `source`: the file with it."""
+
+    file: str
+    line: int
+    source: str
+    diff: str = ""
+    reason: str = ""  # why it behaves like the original
+    result: str = ""  # "caught", "timed out" or "survived"
+    noticed_by: str = ""
+    seconds: float = 0.0
+    log: str = ""
+
+
+def sample(seed: int, num: int, only: list[str]) -> list[Mutant]:
+    """`num` mutants of the files in TESTS; if `only` is not empty, of those whose stem is there."""
+    drawn = []
+    for file in TESTS:
+        if only and Path(file).stem not in only:
+            continue
+        wrapper = MetadataWrapper(cst.parse_module((ROOT / file).read_text()))
+        mutations = _Mutations()
+        wrapper.visit(mutations)
+        lines = wrapper.module.code.splitlines()
+        seen: Counter[str] = Counter()
+        for line, choices in sorted(mutations.by_line.items()):
+            text = lines[line - 1].strip()
+            seen[text] += 1
+            key = hashlib.sha256(f"{seed} {Path(file).name} {text} {seen[text]}".encode()).hexdigest()
+            drawn.append((key, file, line, wrapper.module, choices))
+    mutants = []
+    for key, file, line, module, choices in sorted(drawn, key=lambda one: one[0])[:num]:
+        source = module.deep_replace(*choices[int(key, 16) % len(choices)]).code
+        changes = difflib.unified_diff(module.code.splitlines(), source.splitlines(), n=1, lineterm="")
+        diff = list(changes)[2:]
+        broken = next(text for text in diff if text.startswith("+"))[1:].strip()
+        reason = EQUIVALENT.get((Path(file).name, broken), "")
+        mutants.append(Mutant(file, line, source, "\n".join(diff), reason))
+    return sorted(mutants, key=lambda mutant: (mutant.file, mutant.line))
+
+
+def _copy_tree(copy: Path) -> None:
+    listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # deleted, and not committed yet
+            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+
+
+def _test(file: str, copy: Path) -> int:
+    """In a process of its own: pytest's exit code."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.chdir(copy)
+    log = os.open("log", os.O_WRONLY | os.O_CREAT)
+    for number, target in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+        os.dup2(target, number)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    os.environ |= {"PATH": path, "PYTHONPATH": f"{copy}/editable", "TMPDIR": str(copy.parent)}
+    sys.path[0] = f"{copy}/editable"
+    sys.modules["__main__"] = types.ModuleType("__main__")  # ranks would import this file as theirs
+    names, keywords = TESTS[file]
+    files = [f"tests/{name}.py" for name in names.split()]
+    code = pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *files, "-k", keywords])
+    import torchring
+
+    return int(code) if str(torchring.__file__).startswith(str(copy)) else pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def _start(mutant: Mutant, tree: Path, copy: Path) -> int:
+    """Start the tests of a mutant in a copy of `tree`; their process."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(tree, copy, symlinks=True)
+    (copy / mutant.file).write_text(mutant.source)
+    pid = os.fork()
+    if pid == 0:
+        code = int(pytest.ExitCode.INTERNAL_ERROR)
+        with contextlib.suppress(BaseException):
+            code = _test(mutant.file, copy)
+        os._exit(code)
+    return pid
+
+
+def _end(pid: int, copy: Path) -> None:
+    """Kill these tests and what they have started, which has the copy as PYTHONPATH."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"PYTHONPATH={copy}/editable".encode() in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)
+
+
+def run(mutants: list[Mutant], tree: Path, copies: list[Path], limits: dict[str, float]) -> Iterator[Mutant]:
+    """Test mutants, as many at a time as there are copies. `limits`: seconds for the tests of a file."""
+    waiting, free = list(mutants), list(copies)
+    running: dict[int, tuple[Path, Mutant, float]] = {}
+    try:
+        while waiting or running:
+            while waiting and free:
+                mutant, copy = waiting.pop(0), free.pop()
+                running[_start(mutant, tree, copy)] = copy, mutant, time.monotonic()
+            time.sleep(0.1)
+            for pid, (copy, mutant, started) in list(running.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                mutant.seconds = round(time.monotonic() - started, 1)
+                if not ended and mutant.seconds < limits[mutant.file]:
+                    continue
+                _end(pid, copy)
+                del running[pid]
+                code = os.waitstatus_to_exitcode(status if ended else os.waitpid(pid, 0)[1])
+                mutant.log = (copy / "log").read_text(errors="replace")
+                if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+                    raise RuntimeError(f"no test of {mutant.file} ran in {copy}:\n{mutant.log}")
+                mutant.result = "timed out" if not ended else "caught" if code else "survived"
+                failures = [line for line in mutant.log.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+                mutant.noticed_by = failures[0] if failures else f"exit code {code}"
+                free.append(copy)
+                yield mutant
+    finally:
+        for pid, (copy, *_) in running.items():
+            _end(pid, copy)
+            os.waitpid(pid, 0)
+
+
+def report(mutants: list[Mutant], about: dict[str, object], path: Path) -> None:
+    """Print the survivors and a table; write everything to `path` as JSON."""
+    for mutant in mutants:
+        if mutant.result in ("survived", "equivalent"):
+            print(f"\n{mutant.file}:{mutant.line} {mutant.reason or 'survived'}\n{mutant.diff}")
+    columns = ("caught", "timed out", "survived", "equivalent")
+    counts = {file: Counter(mutant.result for mutant in mutants if mutant.file == file) for file in TESTS}
+    counts["all"] = sum(counts.values(), Counter())
+    print(f"\n{'':40}{'mutants':>12}" + "".join(f"{column:>12}" for column in columns))
+    for name, count in counts.items():
+        print(f"{name:40}{count.total():12}" + "".join(f"{count[column]:12}" for column in columns))
+    noticed, survived = counts["all"]["caught"] + counts["all"]["timed out"], counts["all"]["survived"]
+    print(f"{noticed} of {noticed + survived} are noticed: {noticed / max(noticed + survived, 1):.1%}")
+    details = [
+        {name: value for name, value in vars(mutant).items() if name not in ("source", "log")} for mutant in mutants
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**about, "counts": counts, "mutants": details}, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=200, help="lines to break")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="mutants that are tested at a time")
+    parser.add_argument("--only", nargs="*", default=[], metavar="STEM", help="files, such as plan and ring")
+    parser.add_argument("--json", type=Path, default=ROOT / "build/mutants.json")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    mutants = sample(arguments.seed, arguments.num, arguments.only)
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+        tree, copies = Path(folder, "tree"), [Path(folder, str(job)) for job in range(arguments.jobs)]
+        _copy_tree(tree)
+        compileall.compile_dir(tree, quiet=1)
+        limits = {mutant.file: 600.0 for mutant in mutants}
+        for mutant in run([Mutant(file, 0, (ROOT / file).read_text()) for file in limits], tree, copies, limits):
+            if mutant.result != "survived":
+                sys.exit(f"{mutant.log}\n{mutant.file}: {mutant.result} as it is")
+            limits[mutant.file] = 60 + 3 * mutant.seconds
+        for mutant in run([mutant for mutant in mutants if not mutant.reason], tree, copies, limits):
+            print(f"{mutant.file}:{mutant.line} {mutant.result} ({mutant.seconds} s)", flush=True)
+    for mutant in mutants:
+        mutant.result = mutant.result or "equivalent"
+    report(mutants, {"date": date, "commit": commit, "seed": arguments.seed}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
