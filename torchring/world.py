@@ -297,7 +297,8 @@ def init(backend: Backend = "auto", *, timeout_seconds: float | None = None, pro
             for tensors on a GPU, over Gloo for others. `DistributedSampler(dataset)` and metrics that call `dist.*`
             need a process group. `shutdown()` destroys a process group that init() has made.
 
-    Returns the default world. A second call returns the same world.
+    Returns:
+        The default world. A second call returns the same world.
 
     Raises:
         ValueError: the backend is unknown, the timeout is not positive, or the open world has another one.

@@ -68,10 +68,15 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
         op: "mean", "sum", "min", "max" or "product". "mean" takes floating point only, as torch.mean does.
         async_op: return a `Work` at once.
 
-    Returns `tensor`, with the same bits on every rank, or a `Work` whose `wait()` returns it.
+    Returns:
+        `tensor`, with the same bits on every rank, or a `Work` whose `wait()` returns it.
 
-    Raises ValueError for an unknown op or a tensor on another device, TypeError for its dtype, PlanMismatchError
-    where ranks differ, PeerLostError and PeerTimeoutError.
+    Raises:
+        ValueError: the op is unknown, or the tensor is sparse, expanded or on another device.
+        TypeError: the dtype cannot be combined.
+        PlanMismatchError: another rank calls another collective, or with another shape, dtype or op.
+        PeerLostError: another rank died or left.
+        PeerTimeoutError: another rank did not call the collective within the timeout.
     """
     operations.check_dense(tensor)
     operations.check_writable(tensor)
@@ -90,10 +95,15 @@ def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> tor
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> torch.Tensor | Work:
-    """Overwrite `tensor` with that of rank `src`, in place. Any dtype; the same shape on every rank.
+    """Overwrite `tensor` with that of rank `src`, in place.
 
-    Returns `tensor` or a `Work`. Raises ValueError for a rank that does not exist; otherwise what
-    `all_reduce` raises.
+    Args:
+        tensor: on the CPU or CUDA, of any dtype; the shape is equal on every rank.
+        src: the rank whose values all ranks get. ValueError if there is no such rank.
+        async_op: return a `Work` at once.
+
+    Returns:
+        `tensor`, or a `Work` whose `wait()` returns it. Raises what `all_reduce` raises.
     """
     operations.check_dense(tensor)
     operations.check_writable(tensor)
@@ -110,10 +120,15 @@ def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | W
 
 
 def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | Work:
-    """Concatenate the tensors of all ranks along dimension 0, in rank order. Any dtype.
+    """Concatenate the tensors of all ranks along dimension 0, in rank order.
 
-    Only sizes of dimension 0 may differ between ranks. 0-dim tensors become a vector of size().
-    Returns a new tensor or a `Work`. Raises what `all_reduce` raises.
+    Args:
+        tensor: on the CPU or CUDA, of any dtype. Only the size of dimension 0 may differ between ranks. 0-dim tensors
+            become a vector of size().
+        async_op: return a `Work` at once.
+
+    Returns:
+        A new tensor, or a `Work` whose `wait()` returns it. Has no gradient. Raises what `all_reduce` raises.
     """
     operations.check_dense(tensor)
     return _dispatch(
@@ -132,11 +147,18 @@ def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False
 
 
 def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work:
-    """Combine over all ranks and return this rank's share of dimension 0.
+    """Combine `tensor` over all ranks, and return this rank's share of dimension 0.
 
     If dimension 0 is not a multiple of size(), the first ranks get one row more, as in Horovod. Values are combined in
-    rank order, 16-bit values in fp32. `tensor` does not change.
-    Returns a new tensor or a `Work`. Raises what `all_reduce` raises, and ValueError for a 0-dim tensor.
+    rank order, 16-bit values in fp32.
+
+    Args:
+        tensor: as for `all_reduce`, but at least 1-dim. It does not change.
+        op: as for `all_reduce`.
+        async_op: return a `Work` at once.
+
+    Returns:
+        A new tensor, or a `Work` whose `wait()` returns it. Raises what `all_reduce` raises.
     """
     operations.check_dense(tensor)
     operations.check_reducible(tensor, op)
@@ -175,12 +197,13 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
     Args:
         tensor: on the CPU or CUDA, at least 1-dim; only dimension 0 may differ between ranks.
         splits: number of rows for each rank, which add up to all rows; by default equal shares.
-        async_op: return a `Work`.
+        async_op: return a `Work` at once.
 
-    Returns the received rows. With `splits`, also returns the number of rows from each rank, as Horovod's alltoall
-    does.
+    Returns:
+        The received rows; with `splits`, a tuple of these and of the number of rows from each rank, as in Horovod.
 
-    Raises ValueError for splits that do not fit; otherwise what `all_reduce` raises.
+    Raises:
+        ValueError: `splits` does not fit. Otherwise what `all_reduce` raises.
     """
     operations.check_dense(tensor)
     world = default_world()
@@ -205,7 +228,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
 
 
 def barrier() -> None:
-    """Return when every rank has called it."""
+    """Wait until all ranks have called `barrier`. Raises PlanMismatchError, PeerLostError and PeerTimeoutError."""
     collectives_of(default_world()).barrier()
 
 

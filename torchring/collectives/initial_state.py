@@ -19,11 +19,17 @@ from torchring.world import default_world
 
 
 def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any], src: int = 0) -> None:
-    """Overwrite every tensor of a module (parameters and buffers) or of a mapping with that of rank `src`, in place.
+    """Overwrite the tensors of a module or of a mapping with those of rank `src`, in place. Collective.
 
-    Collective; tensors on a GPU travel by way of the host. Raises TypeError for anything else, ValueError for a tensor
-    that cannot be broadcast (see `check_broadcastable`) or a rank that does not exist, PlanMismatchError where ranks
-    pass different tensors.
+    Args:
+        model_or_state_dict: a module, whose parameters and buffers are meant, or a mapping of names to tensors. Tensors
+            are on the CPU or on a GPU; those on a GPU travel through CPU memory.
+        src: the rank whose values all ranks get.
+
+    Raises:
+        TypeError: `model_or_state_dict` is something else.
+        ValueError: `src` is no rank, or a tensor is sparse, expanded or on another device; names the tensor.
+        PlanMismatchError: ranks pass different tensors.
     """
     tensors = _tensors_of(model_or_state_dict)
     world = default_world()
@@ -64,14 +70,19 @@ def _check_broadcastable(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
-    """Load rank `src`'s state and hyperparameters into `optimizer` on the other ranks.
+    """Load rank `src`'s state and hyperparameters into `optimizer` on the other ranks. Collective.
 
-    Collective. Where all ranks have the same, nothing but a digest travels. Else tensors travel one after the other,
-    into those that the other ranks have. What is no tensor is loaded with torch.load(weights_only=True), so that bytes
-    which arrive cannot run code.
+    If all ranks have the same state, only a digest is sent. Values that are not tensors are loaded with
+    torch.load(weights_only=True), so received bytes cannot run code.
 
-    Raises TypeError for a value that cannot be sent, with its place in the optimizer's state_dict(), ValueError if the
-    state is of another optimizer, and PlanMismatchError on ranks that could go on but another one could not.
+    Args:
+        optimizer: the same kind of optimizer, over the same parameters, on every rank.
+        src: the rank whose state all ranks get.
+
+    Raises:
+        TypeError: a value cannot be sent; names its place in the optimizer's state_dict().
+        ValueError: the state belongs to another optimizer.
+        PlanMismatchError: another rank failed.
     """
     world = default_world()
     if world.size == 1:
