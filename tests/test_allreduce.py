@@ -1,5 +1,5 @@
-"""One contract (`torchring/allreduce/mover.py`), and all movers: direct, ring over the fake and over Gloo, in lanes and
-with the caller standing by, hierarchical with even and uneven hosts, native."""
+"""One contract (`torchring/allreduce/contract.py`), and all movers: direct, ring over the fake and over Gloo,
+hierarchical with even and uneven hosts, native; in the background and inline."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from fakes import FakeNetwork
 from grids import grid
 from harness import RanksFailed, run_threads
 
+from torchring.allreduce.contract import Mover, NonFinite, Wire, is_finite
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
-from torchring.allreduce.lanes import Lanes, StandingBy
-from torchring.allreduce.mover import Mover, NonFinite, is_finite
 from torchring.allreduce.native import NativeAllReduce
-from torchring.allreduce.notes import MAX_IN_FLIGHT
+from torchring.allreduce.records import MAX_PENDING
 from torchring.allreduce.ring import RingAllReduce, RingStep, ring_steps
 from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bounds
+from torchring.allreduce.threaded import ThreadedMover
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.memory import host as host_module
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
 
 KINDS = ("direct", "ring-fake", "ring-lanes", "hierarchical", "native-lanes")
-INLINE = ("ring-c10d", "hierarchical-inline", "native")  # the same with the caller standing by
+INLINE = ("ring-c10d", "hierarchical-inline", "native")  # the same, but `start` waits
 SHARED = ("direct", "hierarchical", "hierarchical-inline")  # sum in shared memory first
 HOSTS = {2: (0, 1), 3: (0, 0, 1), 5: (0, 1, 0, 1, 0)}  # of each rank, where there are several
 WORLDS = (2, 3, 5)
@@ -77,9 +77,9 @@ def run_movers(
         return run_threads(on_rank, size)
 
 
-def _open(kind: str, world: World, fake: Any) -> Mover:
+def _open(kind: str, world: World, fake: Any) -> Mover[Any]:
     if kind == "ring-fake":
-        return Lanes(RingAllReduce(fake))
+        return ThreadedMover(RingAllReduce(fake))
     assert world.host is not None
     if kind == "direct":
         return DirectAllReduce(world.host, poll_seconds=0.0)
@@ -92,8 +92,8 @@ def _open(kind: str, world: World, fake: Any) -> Mover:
         ring = None if members is None else RingAllReduce(transports, members)
         in_background = kind == "hierarchical"
         return HierarchicalAllReduce(world.host, num_columns(world.hosts), ring, in_background=in_background)
-    mover = RingAllReduce(transports) if kind.startswith("ring") else NativeAllReduce(transports)
-    return Lanes(mover) if num_lanes > 1 else StandingBy(mover)
+    mover: Any = RingAllReduce(transports) if kind.startswith("ring") else NativeAllReduce(transports)
+    return ThreadedMover(mover, in_background=num_lanes > 1)
 
 
 def _host_of(size: int) -> str:
@@ -141,11 +141,15 @@ def num_roundings(kind: str, dtype: torch.dtype, size: int) -> float:
     return num_hops + in_fp32
 
 
+def reduce(mover: Mover[Any], wire: Wire, **how: Any) -> NonFinite | None:
+    return mover.start(wire, **how).wait()
+
+
 # ---- the contract
 
 
 @pytest.mark.parametrize("kind", INLINE)
-def test_exact_sums_while_the_caller_stands_by(kind: str) -> None:
+def test_exact_sums_inline(kind: str) -> None:
     for dtype in (torch.float32, torch.float16):
         test_exact_sums_of_every_size(kind, 3, dtype)
 
@@ -154,7 +158,7 @@ def test_exact_sums_while_the_caller_stands_by(kind: str) -> None:
 def test_exact_sums_of_every_size(kind: str, size: int, dtype: torch.dtype) -> None:
     sizes = sizes_of(size, dtype)
 
-    def body(rank: int, mover: Mover) -> list[torch.Tensor]:
+    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
         wires = mover.open_wires([(numel, dtype) for numel in sizes])
         for wire, numel in zip(wires, sizes, strict=True):
             assert wire.tensor.shape == (numel,)
@@ -163,7 +167,7 @@ def test_exact_sums_of_every_size(kind: str, size: int, dtype: torch.dtype) -> N
             wire.tensor.copy_(part_of(rank, numel, dtype))
         for wire in wires:
             address = wire.tensor.data_ptr()
-            assert mover.all_reduce(wire, scale=0.5) is None
+            assert reduce(mover, wire, scale=0.5) is None
             assert wire.tensor.data_ptr() == address
         return [wire.tensor if rank == 0 else digest(wire.tensor) for wire in wires]
 
@@ -180,11 +184,11 @@ def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtyp
     def inputs(rank: int) -> torch.Tensor:
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
 
-    def body(rank: int, mover: Mover) -> list[torch.Tensor]:
+    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
         wires = mover.open_wires([(numel, dtype)] * len(scales))
         for wire, scale in zip(wires, scales, strict=True):
             wire.tensor.copy_(inputs(rank))
-            assert mover.all_reduce(wire, scale=scale) is None
+            assert reduce(mover, wire, scale=scale) is None
         return [wire.tensor.clone() for wire in wires]
 
     per_rank = run_movers(kind, size, body)
@@ -206,10 +210,10 @@ def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtyp
 def test_a_mean_that_fits_does_not_overflow_on_the_way(kind: str, size: int) -> None:
     """fp16 holds up to 65504; the sum does not fit, so a 16-bit wire has to be packed scaled, as buckets do."""
 
-    def body(rank: int, mover: Mover) -> torch.Tensor:
+    def body(rank: int, mover: Mover[Any]) -> torch.Tensor:
         (wire,) = mover.open_wires([(10, torch.float16)])
         wire.tensor.fill_(60_000.0 / size)
-        assert mover.all_reduce(wire, scale=1.0) is None
+        assert reduce(mover, wire, scale=1.0) is None
         return wire.tensor.clone()
 
     for result in run_movers(kind, size, body):
@@ -221,19 +225,19 @@ def test_a_non_finite_input_is_traced_to_rank_and_element(kind: str, size: int) 
     numel = 1000
     places = list(itertools.product(range(size), (0, numel // 2, numel - 1), (math.nan, math.inf, -math.inf)))
 
-    def body(rank: int, mover: Mover) -> list[tuple[NonFinite | None, NonFinite | None]]:
+    def body(rank: int, mover: Mover[Any]) -> list[tuple[NonFinite | None, NonFinite | None]]:
         (wire,) = mover.open_wires([(numel, torch.float32)])
         reports = []
         for culprit, element, value in places:
             wire.tensor.copy_(part_of(rank, numel, torch.float32))
             if rank == culprit:
                 wire.tensor[element] = value
-            found = mover.all_reduce(wire, scale=0.5)
+            found = reduce(mover, wire, scale=0.5)
             assert not math.isfinite(wire.tensor[element])
             others = torch.arange(numel) != element
             assert_bitwise(wire.tensor[others], exact_sum(numel, torch.float32, size, 0.5)[others])
             wire.tensor.copy_(part_of(rank, numel, torch.float32))
-            reports.append((found, mover.all_reduce(wire)))  # the next round is clean again
+            reports.append((found, reduce(mover, wire)))  # the next round is clean again
         return reports
 
     expected = [(NonFinite(rank, element), None) for rank, element, _ in places]
@@ -246,12 +250,12 @@ def test_a_non_finite_input_is_traced_to_rank_and_element(kind: str, size: int) 
 def test_non_finite_inputs_of_every_dtype(kind: str, dtype: torch.dtype) -> None:
     numel = 2 * BLOCK_BYTES // dtype.itemsize + 3  # in a block that is not the first
 
-    def body(rank: int, mover: Mover) -> NonFinite | None:
+    def body(rank: int, mover: Mover[Any]) -> NonFinite | None:
         (wire,) = mover.open_wires([(numel, dtype)])
         wire.tensor.fill_(1.0)
         if rank == 1:
             wire.tensor[numel - 2] = math.nan
-        return mover.all_reduce(wire)
+        return reduce(mover, wire)
 
     assert run_movers(kind, 2, body) == [NonFinite(1, numel - 2)] * 2
 
@@ -261,13 +265,13 @@ def test_non_finite_inputs_of_every_dtype(kind: str, dtype: torch.dtype) -> None
 def test_a_large_gradient_elsewhere_is_no_excuse_in_16_bits(kind: str, value: float) -> None:
     """Others' 100 could have carried 65504 over the edge; a NaN, or an infinity whose mean would fit, is from here."""
 
-    def body(rank: int, mover: Mover) -> list[NonFinite | None]:
+    def body(rank: int, mover: Mover[Any]) -> list[NonFinite | None]:
         wires = mover.open_wires([(100, torch.float16)] * 3)
         for culprit, wire in enumerate(wires):
             wire.tensor.fill_(100.0)
             if rank == culprit:
                 wire.tensor[70] = value
-        return [mover.all_reduce(wire, scale=0.25) for wire in wires]
+        return [reduce(mover, wire, scale=0.25) for wire in wires]
 
     assert run_movers(kind, 3, body) == [[NonFinite(culprit, 70) for culprit in range(3)]] * 3
 
@@ -276,12 +280,12 @@ def test_a_large_gradient_elsewhere_is_no_excuse_in_16_bits(kind: str, value: fl
 def test_the_report_of_several_culprits_is_true_of_one_of_them(kind: str) -> None:
     """Rank 0 holds a NaN at element 50, rank 2 one at element 10: (0, 10) would be wrong twice."""
 
-    def body(rank: int, mover: Mover) -> NonFinite | None:
+    def body(rank: int, mover: Mover[Any]) -> NonFinite | None:
         (wire,) = mover.open_wires([(100, torch.float32)])
         wire.tensor.fill_(1.0)
         if rank != 1:
             wire.tensor[50 if rank == 0 else 10] = math.nan
-        return mover.all_reduce(wire)
+        return reduce(mover, wire)
 
     found = run_movers(kind, 3, body)
     assert len(set(found)) == 1
@@ -293,10 +297,10 @@ def test_the_report_of_several_culprits_is_true_of_one_of_them(kind: str) -> Non
 def test_finite_values_whose_sum_over_a_block_overflows_are_no_alarm(kind: str, dtype: torch.dtype) -> None:
     large = torch.finfo(dtype).max / 4
 
-    def body(rank: int, mover: Mover) -> tuple[NonFinite | None, torch.Tensor]:
+    def body(rank: int, mover: Mover[Any]) -> tuple[NonFinite | None, torch.Tensor]:
         (wire,) = mover.open_wires([(4000, dtype)])
         wire.tensor.fill_(large)
-        return mover.all_reduce(wire, scale=0.5), wire.tensor.clone()
+        return reduce(mover, wire, scale=0.5), wire.tensor.clone()
 
     for found, result in run_movers(kind, 2, body):
         assert found is None
@@ -309,11 +313,11 @@ def test_finite_values_whose_sum_over_a_block_overflows_are_no_alarm(kind: str, 
 def test_an_overflow_of_finite_inputs_is_blamed_on_no_rank(kind: str, dtype: torch.dtype) -> None:
     """The result is infinite and must not be trained on, but no rank's input was."""
 
-    def body(rank: int, mover: Mover) -> tuple[NonFinite | None, torch.Tensor]:
+    def body(rank: int, mover: Mover[Any]) -> tuple[NonFinite | None, torch.Tensor]:
         (wire,) = mover.open_wires([(100, dtype)])
         wire.tensor.fill_(1.0)
         wire.tensor[70] = torch.finfo(dtype).max
-        return mover.all_reduce(wire), wire.tensor.clone()
+        return reduce(mover, wire), wire.tensor.clone()
 
     for found, result in run_movers(kind, 2, body):
         assert result[70] == math.inf
@@ -323,12 +327,12 @@ def test_an_overflow_of_finite_inputs_is_blamed_on_no_rank(kind: str, dtype: tor
 
 @every_mover
 def test_a_small_scale_hides_no_alarm(kind: str) -> None:
-    def body(rank: int, mover: Mover) -> NonFinite | None:
+    def body(rank: int, mover: Mover[Any]) -> NonFinite | None:
         (wire,) = mover.open_wires([(100, torch.float16)])
         wire.tensor.fill_(1.0)
         if rank == 1:
             wire.tensor[7] = math.nan
-        return mover.all_reduce(wire, scale=2.0**-30)
+        return reduce(mover, wire, scale=2.0**-30)
 
     assert run_movers(kind, 2, body) == [NonFinite(1, 7)] * 2
 
@@ -337,7 +341,7 @@ def test_a_small_scale_hides_no_alarm(kind: str) -> None:
 def test_many_rounds_in_a_row_with_a_delayed_rank(kind: str, size: int) -> None:
     num_rounds, numel = 40, 3000
 
-    def body(rank: int, mover: Mover) -> list[str]:
+    def body(rank: int, mover: Mover[Any]) -> list[str]:
         wires = mover.open_wires([(numel, torch.float32), (numel + 1, torch.float32)])
         digests = []
         for i in range(num_rounds):
@@ -345,7 +349,7 @@ def test_many_rounds_in_a_row_with_a_delayed_rank(kind: str, size: int) -> None:
             wire.tensor.copy_(exact_inputs(wire.tensor.numel(), torch.float32, (rank + i) % 20))
             if rank == i % size and i % 5 == 0:
                 time.sleep(0.01)
-            assert mover.all_reduce(wire) is None
+            assert reduce(mover, wire) is None
             digests.append(digest(wire.tensor))
         return digests
 
@@ -362,11 +366,11 @@ def test_many_rounds_in_a_row_with_a_delayed_rank(kind: str, size: int) -> None:
 def test_results_feed_the_next_round(kind: str) -> None:
     """What a rank reads after a round is final: adding 1 to it and reducing again gives 2 (x + 1), and so on."""
 
-    def body(rank: int, mover: Mover) -> torch.Tensor:
+    def body(rank: int, mover: Mover[Any]) -> torch.Tensor:
         (wire,) = mover.open_wires([(5000, torch.float64)])
         wire.tensor.fill_(1.0)
         for _ in range(30):
-            mover.all_reduce(wire)
+            reduce(mover, wire)
             wire.tensor.add_(1.0)
         return wire.tensor.clone()
 
@@ -381,12 +385,12 @@ def test_results_feed_the_next_round(kind: str) -> None:
 def test_wires_of_one_mover_may_differ_in_dtype_and_size(kind: str) -> None:
     specs = [(7, torch.float16), (0, torch.float32), (100_000, torch.float64), (33, torch.bfloat16), (1, torch.float32)]
 
-    def body(rank: int, mover: Mover) -> list[torch.Tensor]:
+    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
         wires = [*mover.open_wires(specs), *mover.open_wires(specs[:2])]  # a second time, as for added parameters
         for i, wire in enumerate(wires):
             wire.tensor.copy_(exact_inputs(wire.tensor.numel(), wire.tensor.dtype, rank + 3 * i))
         for wire in reversed(wires):
-            mover.all_reduce(wire)
+            reduce(mover, wire)
         return [wire.tensor.clone() for wire in wires]
 
     for results in run_movers(kind, 3, body):
@@ -399,7 +403,7 @@ def test_wires_of_one_mover_may_differ_in_dtype_and_size(kind: str) -> None:
 def test_two_movers_in_two_threads_do_not_take_each_others_signals(kind: str) -> None:
     num_rounds, numel = 40, 2000
 
-    def body(rank: int, *movers: Mover) -> list[list[str]]:
+    def body(rank: int, *movers: Mover[Any]) -> list[list[str]]:
         wires = [mover.open_wires([(numel, torch.float32)])[0] for mover in movers]
         digests: list[list[str]] = [[] for _ in movers]
 
@@ -408,7 +412,7 @@ def test_two_movers_in_two_threads_do_not_take_each_others_signals(kind: str) ->
                 wires[index].tensor.copy_(exact_inputs(numel, torch.float32, (3 * rank + 7 * index + i) % 33))
                 if i % 8 == 0 and rank == index:
                     time.sleep(0.06)  # long enough for the others to look after their peers, in both threads
-                assert movers[index].all_reduce(wires[index]) is None
+                assert reduce(movers[index], wires[index]) is None
                 digests[index].append(digest(wires[index].tensor))
 
         failures: list[BaseException] = []
@@ -439,13 +443,13 @@ def test_two_movers_in_two_threads_do_not_take_each_others_signals(kind: str) ->
 
 @pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 def test_a_rank_that_leaves_is_named(kind: str) -> None:
-    def body(rank: int, mover: Mover) -> Any:
+    def body(rank: int, mover: Mover[Any]) -> Any:
         (wire,) = mover.open_wires([(10, torch.float32)])
-        mover.all_reduce(wire)
+        reduce(mover, wire)
         if rank == 1:
             return None  # its world is closed next
         with pytest.raises(PeerLostError) as caught:
-            mover.all_reduce(wire)
+            reduce(mover, wire)
         return caught.value.peers
 
     assert run_movers(kind, 2, body)[0] == (1,)
@@ -455,13 +459,13 @@ def test_a_rank_that_leaves_is_named(kind: str) -> None:
 def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
     has_failed = threading.Event()
 
-    def body(rank: int, mover: Mover) -> Any:
+    def body(rank: int, mover: Mover[Any]) -> Any:
         (wire,) = mover.open_wires([(10, torch.float32)])
         if rank == 1:
             assert has_failed.wait(15.0)
             return None
         with pytest.raises(PeerTimeoutError) as caught:
-            mover.all_reduce(wire)
+            reduce(mover, wire)
         has_failed.set()
         return caught.value.peers, caught.value.rank
 
@@ -470,7 +474,7 @@ def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 def test_what_a_mover_says_of_itself(kind: str) -> None:
-    def body(_: int, mover: Mover) -> tuple[str, bool]:
+    def body(_: int, mover: Mover[Any]) -> tuple[str, bool]:
         return mover.algorithm, mover.in_background
 
     in_background = kind in ("ring-fake", "ring-lanes", "native-lanes", "hierarchical")
@@ -508,11 +512,11 @@ def test_direct_adds_in_rank_order_whatever_the_layout(size: int, dtype: torch.d
     def inputs(rank: int) -> torch.Tensor:
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
 
-    def body(rank: int, mover: Mover) -> list[torch.Tensor]:
+    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
         wires = mover.open_wires([(numel, dtype), (3 * numel + 17, dtype)])
         for wire in wires:
             wire.tensor[-numel:] = inputs(rank)
-            mover.all_reduce(wire, scale=1 / size)
+            reduce(mover, wire, scale=1 / size)
         return [wire.tensor[-numel:].clone() for wire in wires]
 
     wide = torch.float32 if dtype.itemsize == 2 else dtype
@@ -580,7 +584,7 @@ def test_a_late_rank_finds_its_peers_part_done() -> None:
     run_movers("direct", 2, body)
 
 
-@grid("count", [MAX_IN_FLIGHT, MAX_IN_FLIGHT + 1, 3 * MAX_IN_FLIGHT + 5], keep=lambda count: count != MAX_IN_FLIGHT)
+@grid("count", [MAX_PENDING, MAX_PENDING + 1, 3 * MAX_PENDING + 5], keep=lambda count: count != MAX_PENDING)
 def test_more_flights_than_there_are_records(count: int) -> None:
     def body(rank: int, mover: DirectAllReduce) -> list[NonFinite | None]:
         wires = mover.open_wires([(40 + i, torch.float32) for i in range(count)])

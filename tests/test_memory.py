@@ -141,7 +141,7 @@ def _sum_and_algorithm(world: World) -> tuple[float, str]:
     mover = open_mover(world, choose(world, [(3, torch.float32)]).algorithm, "auto")
     (wire,) = mover.open_wires([(3, torch.float32)])
     wire.tensor.fill_(world.rank + 1)
-    mover.all_reduce(wire)
+    mover.start(wire).wait()
     assert float(collectives.all_reduce(torch.tensor(world.rank + 1.0), "sum")) == float(wire.tensor[2])
     mover.close()
     return float(wire.tensor[0]), mover.algorithm
@@ -765,7 +765,7 @@ def _train_in_threads(rank: int, size: int, store: dist.Store) -> torch.Tensor:
     (wire,) = mover.open_wires([(1000, torch.float32)])
     for i in range(5):
         wire.tensor.copy_(exact_inputs(1000, torch.float32, rank + i))
-        mover.all_reduce(wire)
+        mover.start(wire).wait()
         collectives.all_reduce(torch.ones(3), "sum")
     result = wire.tensor.clone()
     world.close()

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
-from torchring.allreduce import TAGS_PER_ROUND, NonFinite, StagedMover, Wire
-from torchring.allreduce.lanes import Lanes, StandingBy
+from torchring.allreduce import TAGS_PER_ROUND, Mover, NonFinite, Wire
+from torchring.allreduce.threaded import ThreadedMover
 from torchring.errors import GradientError, PeerLostError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.plan import ParameterSpec, build_plan
@@ -134,7 +135,7 @@ def opened(
     count: int, *, threaded: bool, per_bucket: int = 1, mover: RecordingMover | None = None
 ) -> Iterator[tuple[Scheduler, RecordingMover]]:
     mover = mover if mover is not None else RecordingMover()
-    staged: StagedMover = Lanes(mover) if threaded else StandingBy(mover)
+    staged: Mover[Any] = ThreadedMover(mover, in_background=threaded)
     if isinstance(mover, StagedRecorder):
         staged = mover
     try:
@@ -185,7 +186,6 @@ def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
             scheduler.bucket_is_packed()
             seen.append(list(mover.order))
         assert seen == [[], [0], [0], [0, 1, 2, 3]]
-        assert set(mover.threads) == {threading.current_thread().name}
         scheduler.finish()
         assert mover.order == [0, 1, 2, 3]
 
@@ -299,7 +299,7 @@ def test_hands_the_bucket_what_the_mover_found(threaded: bool) -> None:
 
 def test_the_mover_gets_the_buckets_scale() -> None:
     mover = RecordingMover()
-    scheduler = Scheduler(open_buckets(mover, 2, scale=0.25), StandingBy(mover))
+    scheduler = Scheduler(open_buckets(mover, 2, scale=0.25), ThreadedMover(mover, in_background=False))
     begin(scheduler, round_number=0, step=0, hold=False)
     for bucket in scheduler.buckets:
         pack(bucket)
@@ -477,7 +477,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     (plan,) = build_plan([spec], bucket_bytes=0, compression="fp16").buckets
     (wire,) = mover.open_wires([(plan.numel, plan.wire_dtype)])
     mover.gate = threading.Event()
-    lanes = Lanes(mover)
+    lanes = ThreadedMover(mover)
     scheduler = Scheduler([Bucket(plan, wire, [spec], [parameter], scale=1.0)], lanes)
     begin(scheduler, round_number=0, step=0, hold=False)
     pack(scheduler.buckets[0])
@@ -519,10 +519,8 @@ def test_a_threads_time_is_exposed_only_in_finish() -> None:
         assert scheduler.exposed_seconds < 0.2
 
 
-def test_inline_needs_no_thread_and_threaded_one_that_ends_on_close() -> None:
+def test_a_thread_begins_with_its_first_reduction_and_ends_on_close() -> None:
     before = reduce_threads()
-    with opened(1, threaded=False):
-        assert reduce_threads() == before
     with opened(1, threaded=True) as (scheduler, _):
         assert reduce_threads() == before, "a lane's thread begins with its first reduction"
         begin(scheduler, round_number=0, step=0, hold=False)
@@ -636,7 +634,7 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     plans = build_plan(specs, bucket_bytes=0, compression="fp16").buckets
     wires = mover.open_wires([(plan.numel, plan.wire_dtype) for plan in plans])
     mover.gate = threading.Event()
-    lanes = Lanes(mover)
+    lanes = ThreadedMover(mover)
     buckets = [Bucket(p, w, specs, parameters, scale=1.0) for p, w in zip(plans, wires, strict=True)]
     scheduler = Scheduler(buckets, lanes)
     begin(scheduler, round_number=0, step=0, hold=False)

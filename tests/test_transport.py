@@ -23,7 +23,7 @@ from fakes import FakeNetwork
 from harness import count_open_fds, run_ranks, run_threads
 from mpi_job import job, job_ends  # noqa: F401  # a fixture
 
-from torchring.allreduce.mover import NonFinite
+from torchring.allreduce.contract import NonFinite
 from torchring.allreduce.native import NativeAllReduce
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.rendezvous.rendezvous import Rendezvous

@@ -164,9 +164,10 @@ class OneBucket:
         bucket.arrive(last)
         packed = time.perf_counter()
         bucket.begin_reduce()
-        flight = mover.start(bucket.wire, scale=bucket.reduce_scale)
+        assert isinstance(bucket.wire, DeviceWire)
+        pending = mover.start(bucket.wire, scale=bucket.reduce_scale)
         started = time.perf_counter()
-        bucket.end_reduce(flight.wait())
+        bucket.end_reduce(pending.wait())
         landed = time.perf_counter()
         bucket.close_round()
         mover.take_flights()
@@ -238,7 +239,8 @@ def _time_all_reduce(
     source = pattern + world.rank
     expected = pattern * world.size + sum(range(world.size))
     wire.buffer.copy_(source)
-    mover.all_reduce(wire)
+    mover.stream.follow()
+    mover.start(wire).wait()
     accelerator.synchronize()
     is_right = torch.equal(wire.buffer, expected)
     wrong = [rank for rank, right in enumerate(torchring.all_gather_object(is_right)) if not right]
@@ -248,7 +250,8 @@ def _time_all_reduce(
 
     def turn() -> None:
         for _ in range(calls):
-            mover.all_reduce(wire, scale=1 / world.size)
+            mover.stream.follow()
+            mover.start(wire, scale=1 / world.size).wait()
         accelerator.synchronize()
         mover.take_flights()
 

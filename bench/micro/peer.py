@@ -50,7 +50,7 @@ class Match:
             mover = open_mover(world, "direct", "inline")
             wire = mover.open_wires([(numel, torch.float32)])[0]
             tensor = wire.tensor
-            self.reduce = lambda: mover.all_reduce(wire)
+            self.reduce = lambda: mover.start(wire).wait()
             self.close = mover.close
         else:
             tensor = torch.empty(numel)

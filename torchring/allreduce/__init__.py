@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchring.allreduce.mover import TAGS_PER_ROUND, LaneMover, Mover, NonFinite, PendingReduction, StagedMover, Wire
+from torchring.allreduce.contract import TAGS_PER_ROUND, BlockingMover, Mover, NonFinite, PendingReduction, Wire
 
-__all__ = ["TAGS_PER_ROUND", "LaneMover", "Mover", "NonFinite", "PendingReduction", "StagedMover", "Wire"]
+__all__ = ["TAGS_PER_ROUND", "BlockingMover", "Mover", "NonFinite", "PendingReduction", "Wire"]

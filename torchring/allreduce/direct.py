@@ -26,59 +26,85 @@ from collections.abc import Sequence
 
 import torch
 
-from torchring.allreduce.mover import NonFinite, Wire
-from torchring.allreduce.notes import MAX_IN_FLIGHT, Notes
+from torchring.allreduce.contract import NonFinite
+from torchring.allreduce.records import MAX_PENDING, ReductionRecords
 from torchring.allreduce.slices import SharedWire, Slices
-from torchring.errors import RingError
+from torchring.errors import FirstFailure, RingError
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
 
 
 class PendingDirect:
-    """One reduction from "packed" to everybody's "done". See `PendingReduction`."""
+    """One reduction from "packed" to everybody's "done". See `PendingReduction`.
+
+    Args:
+        number: how many reductions of `mover` were started before this reduction.
+    """
 
     span = None
 
-    __slots__ = (
-        "_mover",
-        "is_gathered",
-        "is_over",
-        "is_reduced",
-        "number",
-        "result",
-        "scale",
-        "tag",
-        "wire",
-    )
+    __slots__ = ("_is_gathered", "_is_over", "_is_reduced", "_mover", "_number", "_result", "_scale", "_tag", "_wire")
 
     def __init__(self, mover: DirectAllReduce, number: int, wire: SharedWire, scale: float, tag: int) -> None:
         self._mover = mover
-        self.number = number
-        self.wire = wire
-        self.scale = scale
-        self.tag = tag
-        self.is_gathered = False  # all ranks have packed
-        self.is_reduced = False  # this rank's slice
-        self.is_over = False
-        self.result: NonFinite | None = None
+        self._number = number
+        self._wire = wire
+        self._scale = scale
+        self._tag = tag
+        self._is_gathered = False  # all ranks have packed
+        self._is_reduced = False  # this rank's slice is
+        self._is_over = False
+        self._result: NonFinite | None = None
 
     def advance(self) -> bool:
-        return self.is_reduced or self._mover.advance(self)
+        return self._is_reduced or self._reduce(waits=False)
 
     def contribute(self) -> None:
-        self._mover.contribute(self)
+        if not self._is_reduced:
+            self._reduce(waits=True)
 
     def wait(self) -> NonFinite | None:
-        self._mover.wait(self)
-        return self.result
+        if not self._is_over:
+            mover = self._mover
+            assert self is mover.pending[0], "reductions end in the order in which they were started"
+            self.contribute()
+            mover.done.gather()
+            mover.pending.popleft()
+            self._is_over = True
+            self._result = mover.records.read(self._number)
+        return self._result
+
+    def _reduce(self, *, waits: bool) -> bool:
+        """Reduce this rank's slice when all ranks have packed. Returns False if they have not, and it may not wait."""
+        mover = self._mover
+        if not self._is_gathered:
+            assert self._number == mover.num_gathered, "reductions advance in the order in which they were started"
+            if waits:
+                mover.packed.gather()
+            elif not mover.packed.has_gathered():
+                return False
+            self._is_gathered = True
+            mover.num_gathered += 1
+        mover.records.check_tags(self._number, self._tag)
+        found = mover.slices.sum(self._wire, self._scale, spread=True)
+        self._is_reduced = True
+        mover.records.write(self._number, found)
+        mover.done.announce()
+        return True
 
 
 class DirectAllReduce:
-    """Mover over shared memory; all ranks of `group` open it together. See `StagedMover`, and `LaneMover`: of one lane.
+    """Mover over shared memory; all ranks of `group` open it together. See `Mover`, and `BlockingMover`: of one lane.
 
     Args:
         group: the ranks of this host.
         poll_seconds: see `Channel`.
+
+    Attributes (for `PendingDirect`):
+        packed, done: the two signals.
+        records, slices: what the ranks of the host share.
+        pending: started and not yet over, the oldest first.
+        num_gathered: number of reductions that all ranks have packed.
     """
 
     algorithm = "direct"
@@ -86,77 +112,35 @@ class DirectAllReduce:
     num_lanes = 1
 
     def __init__(self, group: HostGroup, *, poll_seconds: float) -> None:
+        self.packed = Channel(group, poll_seconds=poll_seconds)
+        self.done = Channel(group, poll_seconds=poll_seconds)
+        self.records = ReductionRecords(group)
+        self.slices = Slices(group, group.size)
+        self.pending: deque[PendingDirect] = deque()
+        self.num_gathered = 0
+        self._num_started = 0
         self._group = group
-        self._packed = Channel(group, poll_seconds=poll_seconds)
-        self._done = Channel(group, poll_seconds=poll_seconds)
-        self._notes = Notes(group)
-        self._slices = Slices(group, group.size)
-        self._num_started = self._num_gathered = 0  # flights
-        self._in_flight: deque[PendingDirect] = deque()
-        self._failure: RingError | None = None
+        self._failure = FirstFailure()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[SharedWire]:
-        return [self._slices.wire(parts) for parts in self._slices.allocate(specs)]
+        return [self.slices.wire(parts) for parts in self.slices.allocate(specs)]
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
+    def all_reduce(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         return self.start(wire, scale=scale, tag=tag).wait()
 
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> PendingDirect:
-        assert isinstance(wire, SharedWire)
-        if self._failure is not None:
-            raise self._failure
-        if len(self._in_flight) == MAX_IN_FLIGHT:
-            self.wait(self._in_flight[0])
-        flight = PendingDirect(self, self._num_started, wire, scale, tag)
+    def start(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0) -> PendingDirect:
+        self._failure.raise_if_set()
+        if len(self.pending) == MAX_PENDING:
+            self.pending[0].wait()
+        pending = PendingDirect(self, self._num_started, wire, scale, tag)
+        self.records.write_tag(self._num_started, tag)
         self._num_started += 1
-        self._notes.write_tag(flight.number, tag)
-        self._in_flight.append(flight)
-        self._packed.announce()
-        return flight
-
-    def advance(self, flight: PendingDirect) -> bool:
-        """Reduce this rank's slice if all inputs are packed."""
-        if not flight.is_gathered:
-            assert flight.number == self._num_gathered, "flights advance in the order in which they were started"
-            if not self._packed.has_gathered():
-                return False
-            self._set_gathered(flight)
-        self._reduce(flight)
-        return True
-
-    def contribute(self, flight: PendingDirect) -> None:
-        """Wait until all inputs are packed, and reduce this rank's slice."""
-        if not flight.is_gathered:
-            assert flight.number == self._num_gathered, "flights advance in the order in which they were started"
-            self._packed.gather()
-            self._set_gathered(flight)
-        if not flight.is_reduced:
-            self._reduce(flight)
-
-    def wait(self, flight: PendingDirect) -> None:
-        """Wait until all slices are written."""
-        if flight.is_over:
-            return
-        assert flight is self._in_flight[0], "flights land in the order in which they were started"
-        self.contribute(flight)
-        self._done.gather()
-        self._in_flight.popleft()
-        flight.is_over = True
-        flight.result = self._notes.read(flight.number)
-
-    def _set_gathered(self, flight: PendingDirect) -> None:
-        flight.is_gathered = True
-        self._num_gathered += 1
-
-    def _reduce(self, flight: PendingDirect) -> None:
-        self._notes.check_tags(flight.number, flight.tag)
-        found = self._slices.sum(flight.wire, flight.scale, spread=True)
-        flight.is_reduced = True
-        self._notes.write(flight.number, found)
-        self._done.announce()
+        self.pending.append(pending)
+        self.packed.announce()
+        return pending
 
     def fail(self, error: RingError) -> None:
-        self._failure = self._failure or error
+        self._failure.set(error)
         self._group.report_failure(error)
 
     def close(self) -> None:

@@ -15,29 +15,28 @@ in fp32 on the host and at every hop, and rounded after each.
 
 from __future__ import annotations
 
-import contextlib
-import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from torchring.allreduce.lanes import Lanes, StandingBy
-from torchring.allreduce.mover import NonFinite, PendingReduction, StagedMover, Wire
-from torchring.allreduce.notes import MAX_IN_FLIGHT, Notes
+from torchring.allreduce.contract import NonFinite
+from torchring.allreduce.records import MAX_PENDING, ReductionRecords
 from torchring.allreduce.ring import RingAllReduce, RingWire
 from torchring.allreduce.slices import SharedWire, Slices
+from torchring.allreduce.threaded import Lanes
 from torchring.errors import RingError
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup
 
-# A rank of another host that keeps a column waiting is named by that column's ring; who waits for the column waits on.
+# A rank of another host that keeps a column waiting is named by the ring of that column. Ranks of this host that wait
+# for the column wait for so much longer, to hear of that name.
 _GRACE_SECONDS: Final = 5.0
-_LOOK_SECONDS: Final = 0.1  # how often a lane that waits for its turn looks whether another has failed
+_LOOK_SECONDS: Final = 0.1  # how often a lane that waits for its turn looks whether another lane has failed
 
 
 def num_columns(hosts: Sequence[Sequence[int]]) -> int:
@@ -56,61 +55,120 @@ def column_members(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class HierarchicalWire:
-    """A buffer in shared memory. `column` is this rank's, from element `first` on; None if it has none."""
+    """A buffer in shared memory.
+
+    Attributes:
+        first: index of the first element of this rank's column.
+        column: this rank's column; None if this rank has none.
+        others: the same column in the peers' buffers.
+    """
 
     shared: SharedWire
     first: int
     column: RingWire | None
-    others: tuple[torch.Tensor, ...]  # the column in the peers' buffers
+    others: tuple[torch.Tensor, ...]
 
     @property
     def tensor(self) -> torch.Tensor:
         return self.shared.tensor
 
 
-@dataclass(frozen=True)
-class _Ticket:
-    """A flight, as its lane sees it."""
-
-    number: int
-    wire: HierarchicalWire
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self.wire.tensor
-
-
 class PendingHierarchical:
-    """One reduction. See `PendingReduction`: goes on by itself, or is over but for the peers' parts after `start`."""
+    """One reduction: this rank's part runs in a lane, the parts of peers are waited for. See `PendingReduction`.
 
-    def __init__(self, mover: HierarchicalAllReduce, number: int, part: PendingReduction) -> None:
-        self._mover = mover
-        self._result: NonFinite | None = None
-        self.number = number
-        self.part = part
-        self.is_over = False
+    Args:
+        number: how many reductions of `mover` were started before this reduction.
+    """
+
+    def __init__(
+        self, mover: HierarchicalAllReduce, number: int, wire: HierarchicalWire, scale: float, tag: int
+    ) -> None:
         self.span: tuple[float, float] | None = None
+        self._began = time.perf_counter()
+        self._mover = mover
+        self._number = number
+        self._is_over = False
+        self._result: NonFinite | None = None
+        self._part = mover.lanes.start(lambda lane: self._reduce(wire, scale, tag, lane))
 
     def advance(self) -> bool:
-        return self.part.advance()
+        return True
 
     def contribute(self) -> None:
-        self.part.contribute()
+        if not self._mover.in_background:
+            self._part.wait()
 
     def wait(self) -> NonFinite | None:
-        if not self.is_over:
-            self._result = self._mover.wait(self)
+        if not self._is_over:
+            mover = self._mover
+            assert self is mover.pending[0], "reductions end in the order in which they were started"
+            self._part.wait()
+            try:
+                mover.done.gather()
+            except RingError as error:
+                mover.fail(error)
+                raise
+            mover.pending.popleft()
+            self._is_over = True
+            self._result = mover.records.read(self._number)
+            self.span = self._began, time.perf_counter()
         return self._result
+
+    def _reduce(self, wire: HierarchicalWire, scale: float, tag: int, lane: int) -> NonFinite | None:
+        """This rank's part, on the thread of the lane."""
+        mover, column = self._mover, wire.column
+        # 16-bit partial sums travel, so they are scaled before the ring; wider sums after, as in a ring.
+        is_narrow = wire.tensor.dtype.itemsize == 2
+        within, between = (scale, 1.0) if is_narrow else (1.0, scale)
+        found: NonFinite | None = None
+        try:
+            culprit = self._sum_on_host(wire, within, tag)
+            if column is not None:
+                assert mover.ring is not None
+                found = mover.ring.reduce_checked(column, culprit, scale=between, tag=tag, lane=lane)
+                for other in wire.others:
+                    other.copy_(column.whole)
+        except RingError as error:
+            mover.fail(error)  # the members of the rings know nothing of this host
+            raise
+        if found is not None:
+            found = NonFinite(found.rank, found.element + wire.first)
+        mover.records.write(self._number, found)
+        mover.announce_done(self._number)
+        return found
+
+    def _sum_on_host(self, wire: HierarchicalWire, scale: float, tag: int) -> NonFinite | None:
+        """Sum this rank's column over its host, when all ranks have packed. Lanes take turns: they share the buffers
+        that a sum needs."""
+        mover = self._mover
+        with mover.turns:
+            while mover.num_summed != self._number:
+                mover.lanes.failure.raise_if_set()
+                mover.turns.wait(_LOOK_SECONDS)
+            mover.packed.gather()
+            mover.records.check_tags(self._number, tag)
+            culprit = mover.slices.sum(wire.shared, scale, spread=False)
+            mover.num_summed += 1
+            mover.turns.notify_all()
+        return None if culprit is None else NonFinite(culprit.rank, culprit.element - wire.first)
 
 
 class HierarchicalAllReduce:
-    """Mover over shared memory and rings; all ranks of the world open it together. See `StagedMover`.
+    """Mover over shared memory and rings; all ranks of the world open it together. See `Mover`.
 
     Args:
         group: the ranks of this host.
-        columns: how many; the ranks whose position in the group is less have one.
+        columns: number of columns. The ranks whose position in the group is less have a column each.
         ring: of this rank's column, None if it has none.
-        in_background: whether reductions proceed in lanes, or while the caller waits in `start`.
+        in_background: whether reductions go on after `start` has returned. If not, `start` waits for this rank's part.
+
+    Attributes (for `PendingHierarchical`):
+        lanes: threads for this rank's parts.
+        packed, done: the two signals.
+        records, slices: what the ranks of the host share.
+        pending: started and not yet over, the oldest first.
+        turns: held while a column is summed over the host.
+        num_summed: number of columns that have been summed over the host.
     """
 
     algorithm = "hierarchical"
@@ -119,152 +177,61 @@ class HierarchicalAllReduce:
         self, group: HostGroup, columns: int, ring: RingAllReduce | None, *, in_background: bool = True
     ) -> None:
         self.in_background = in_background
-        part = _Part(group, columns, ring, in_background=in_background)
-        self._part = part
-        self._parts: StagedMover = Lanes(part) if in_background else StandingBy(part)
-        self._in_flight: deque[PendingHierarchical] = deque()
-        self._num_started = 0
-
-    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[HierarchicalWire]:
-        return self._part.open_wires(specs)
-
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
-        return self.start(wire, scale=scale, tag=tag).wait()
-
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> PendingHierarchical:
-        assert isinstance(wire, HierarchicalWire)
-        if len(self._in_flight) == MAX_IN_FLIGHT:
-            self._in_flight[0].wait()
-        number = self._num_started
-        self._num_started += 1
-        began = time.perf_counter()
-        with self._telling_everybody():
-            self._part.announce(number, tag)
-            part = self._parts.start(_Ticket(number, wire), scale=scale, tag=tag)
-        flight = PendingHierarchical(self, number, part)
-        flight.span = (began, began) if self.in_background else None
-        self._in_flight.append(flight)
-        return flight
-
-    def wait(self, flight: PendingHierarchical) -> NonFinite | None:
-        """Wait for this rank's part, and for the peers' results."""
-        assert flight is self._in_flight[0], "flights land in the order in which they were started"
-        with self._telling_everybody():
-            flight.part.wait()
-            found = self._part.gather_results(flight.number)
-        self._in_flight.popleft()
-        flight.is_over = True
-        if flight.span is not None:
-            flight.span = (flight.span[0], time.perf_counter())
-        return found
-
-    def fail(self, error: RingError) -> None:
-        self._parts.fail(error)
-
-    def close(self) -> None:
-        self._parts.close()
-
-    @contextlib.contextmanager
-    def _telling_everybody(self) -> Iterator[None]:
-        """What goes wrong on this host stops the rings, whose members know nothing of it."""
-        try:
-            yield
-        except RingError as error:
-            self.fail(error)
-            raise
-
-
-class _Part:
-    """This rank's part of every reduction. See `LaneMover`; what happens in shared memory happens in flight order."""
-
-    algorithm = "hierarchical"
-
-    def __init__(self, group: HostGroup, columns: int, ring: RingAllReduce | None, *, in_background: bool) -> None:
-        self.num_lanes = 1 if ring is None else ring.num_lanes
+        self.ring = ring
+        self.lanes = Lanes(1 if ring is None else ring.num_lanes)
+        # Nobody polls: between hosts waits are long, and lanes want the core. If `start` waits, peers that have not
+        # packed may themselves be waiting for other hosts.
+        self.packed = Channel(group, poll_seconds=0.0, grace_seconds=0.0 if in_background else _GRACE_SECONDS)
+        self.done = Channel(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS)
+        self.records = ReductionRecords(group)
+        self.slices = Slices(group, columns)
+        self.pending: deque[PendingHierarchical] = deque()
+        self.turns = threading.Condition()
+        self.num_summed = 0
         self._group = group
-        self._ring = ring
-        # Nobody polls: between hosts waits are long, and lanes want the core. Without lanes, peers that have not packed
-        # may be waiting for other hosts, too.
-        grace = 0.0 if in_background else _GRACE_SECONDS
-        self._packed = Channel(group, poll_seconds=0.0, grace_seconds=grace)
-        self._done = Channel(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS)
-        self._slices = Slices(group, columns)
-        self._notes = Notes(group)
-        self._turns = threading.Condition()  # held while waiting for peers to pack
+        self._num_started = 0
         self._finishing = threading.Lock()
-        self._num_summed = self._num_done = 0  # flights
-        self._early: list[int] = []  # flights whose part is done, before that of an earlier one
-        self._failure: RingError | None = None
+        self._num_done = 0
+        self._early: set[int] = set()  # reductions whose part is done, while an earlier part is not
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[HierarchicalWire]:
-        return [self._wire(parts) for parts in self._slices.allocate(specs)]
+        return [self._wire(parts) for parts in self.slices.allocate(specs)]
 
-    def announce(self, number: int, tag: int) -> None:
-        """This rank has packed its n-th wire."""
-        self._notes.write_tag(number, tag)
-        self._packed.announce()
+    def start(self, wire: HierarchicalWire, *, scale: float = 1.0, tag: int = 0) -> PendingHierarchical:
+        if len(self.pending) == MAX_PENDING:
+            self.pending[0].wait()
+        self.records.write_tag(self._num_started, tag)
+        self.packed.announce()
+        pending = PendingHierarchical(self, self._num_started, wire, scale, tag)
+        self._num_started += 1
+        self.pending.append(pending)
+        pending.contribute()
+        return pending
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
-        assert isinstance(wire, _Ticket)
-        number, column = wire.number, wire.wire.column
-        # 16-bit partial sums travel, so they are scaled before; wider ones after, as in a ring.
-        is_narrow = wire.tensor.dtype.itemsize == 2
-        within, between = (scale, 1.0) if is_narrow else (1.0, scale)
-        culprit = self._sum_on_host(number, wire.wire, within, tag)
-        found: NonFinite | None = None
-        if column is not None:
-            assert self._ring is not None
-            found = self._ring.reduce_checked(column, culprit, scale=between, tag=tag, lane=lane)
-            for other in wire.wire.others:
-                other.copy_(column.whole)
-        if found is not None:
-            found = NonFinite(found.rank, found.element + wire.wire.first)
-        self._notes.write(number, found)
-        with self._finishing:  # peers count: the n-th "done" is that of the n-th flight
-            heapq.heappush(self._early, number)
-            while self._early and self._early[0] == self._num_done:
-                heapq.heappop(self._early)
+    def announce_done(self, number: int) -> None:
+        """Peers count signals: the n-th "done" is that of the n-th reduction, though lanes may end in another order."""
+        with self._finishing:
+            self._early.add(number)
+            while self._num_done in self._early:
+                self._early.remove(self._num_done)
                 self._num_done += 1
-                self._done.announce()
-        return found
-
-    def gather_results(self, number: int) -> NonFinite | None:
-        """Wait until all parts of the n-th wire are written; what was found in any."""
-        self._done.gather()
-        return self._notes.read(number)
+                self.done.announce()
 
     def fail(self, error: RingError) -> None:
-        self._failure = self._failure or error
-        self._group.report_failure(error)
-        if self._ring is not None:
-            self._ring.fail(error)
+        if self.lanes.failure.set(error):
+            self._group.report_failure(error)
+            if self.ring is not None:
+                self.ring.fail(error)
 
     def close(self) -> None:
-        if self._ring is not None:
-            self._ring.close()
-
-    def _sum_on_host(self, number: int, wire: HierarchicalWire, scale: float, tag: int) -> NonFinite | None:
-        """Once all have packed: this rank's column over its host. Lanes take turns, and share what a sum needs."""
-        with self._turns:
-            while self._num_summed != number:
-                if self._failure is not None:
-                    raise self._failure
-                self._turns.wait(_LOOK_SECONDS)
-            try:
-                self._packed.gather()
-                self._notes.check_tags(number, tag)
-                culprit = self._slices.sum(wire.shared, scale, spread=False)
-            except RingError as error:
-                self._failure = self._failure or error
-                raise
-            self._num_summed += 1
-            self._turns.notify_all()
-        return None if culprit is None else NonFinite(culprit.rank, culprit.element - wire.first)
+        self.lanes.close()
+        if self.ring is not None:
+            self.ring.close()
 
     def _wire(self, parts: Sequence[torch.Tensor]) -> HierarchicalWire:
-        shared, (start, stop) = self._slices.wire(parts), self._slices.bounds(parts[0])
-        if self._ring is None:
+        shared, (start, stop) = self.slices.wire(parts), self.slices.bounds(parts[0])
+        if self.ring is None:
             return HierarchicalWire(shared, 0, None, ())
         me = self._group.index
         others = tuple(part[start:stop] for i, part in enumerate(parts) if i != me)
-        return HierarchicalWire(shared, start, self._ring.wire_over(parts[me][start:stop]), others)
+        return HierarchicalWire(shared, start, self.ring.wire_over(parts[me][start:stop]), others)

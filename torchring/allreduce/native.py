@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchring.allreduce.mover import NonFinite, Wire, blame, first_non_finite, is_finite, tag_mismatch
+from torchring.allreduce.contract import NonFinite, blame, first_non_finite, is_finite, tag_mismatch
 from torchring.errors import RingError, in_step
 from torchring.transport.contract import Transport
 
@@ -19,7 +19,7 @@ class NativeWire:
 
 
 class NativeAllReduce:
-    """Mover over the engine's all-reduce, with a transport for each lane. See `LaneMover`.
+    """Mover over the engine's all-reduce, with a transport for each lane. See `BlockingMover`.
 
     16-bit wires are summed as the engine sums them (Gloo), or refused (MPI has no such type).
     """
@@ -39,8 +39,7 @@ class NativeAllReduce:
         buffers = [torch.zeros(numel, dtype=dtype, device="cpu") for numel, dtype in specs]
         return [NativeWire(buffer.data, buffer) for buffer in buffers]
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
-        assert isinstance(wire, NativeWire)
+    def all_reduce(self, wire: NativeWire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         try:
             return self._reduce(wire.buffer, scale, tag, self._transports[lane])
         except RingError as error:

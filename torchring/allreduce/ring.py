@@ -29,7 +29,7 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.mover import NonFinite, Wire, blame, first_non_finite, is_finite, tag_mismatch
+from torchring.allreduce.contract import NonFinite, blame, first_non_finite, is_finite, tag_mismatch
 from torchring.allreduce.slices import slice_bounds
 from torchring.errors import RingError
 from torchring.kernels import reference
@@ -84,7 +84,7 @@ class _Lane:
 
 
 class RingAllReduce:
-    """Mover over one transport for each lane. See `LaneMover`.
+    """Mover over one transport for each lane. See `BlockingMover`.
 
     Args:
         transports: of their own, so that what is small in one lane need not queue behind what is large in another.
@@ -114,8 +114,7 @@ class RingAllReduce:
             blocks.append(tuple(whole[first : min(first + length, stop)] for first in range(start, stop, length)))
         return RingWire(whole.data, whole, tuple(blocks))
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
-        assert isinstance(wire, RingWire)
+    def all_reduce(self, wire: RingWire, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
         element = first_non_finite(wire.whole)
         culprit = None if element is None else NonFinite(self._rank, element)
         return self.reduce_checked(wire, culprit, scale=scale, tag=tag, lane=lane)

@@ -6,12 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch.distributed import PrefixStore
 
 from torchring.accelerators import Accelerator, Backend
+from torchring.allreduce.contract import Mover
 from torchring.allreduce.device.stream import (
     BackendEngine,
     Engine,
@@ -22,10 +23,9 @@ from torchring.allreduce.device.stream import (
 )
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
-from torchring.allreduce.lanes import Lanes, StandingBy
-from torchring.allreduce.mover import StagedMover
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.ring import RingAllReduce
+from torchring.allreduce.threaded import ThreadedMover
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import TopologyError, in_step
 from torchring.memory.channel import POLL_SECONDS
@@ -75,7 +75,7 @@ def choose(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> Choice:
     return choice
 
 
-def open_chosen(world: World, overlap: str, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[StagedMover, Choice]:
+def open_chosen(world: World, overlap: str, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[Mover[Any], Choice]:
     """Collective: the mover for algorithm="auto", and why it is that one."""
     choice, movers = _try(world, specs)
     kept = None if overlap == "inline" else movers.pop(choice.algorithm, None)
@@ -84,7 +84,7 @@ def open_chosen(world: World, overlap: str, specs: Sequence[tuple[int, torch.dty
     return kept or open_mover(world, choice.algorithm, overlap), choice
 
 
-def _try(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[Choice, dict[str, StagedMover]]:
+def _try(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[Choice, dict[str, Mover[Any]]]:
     """The choice, and the movers that were measured for it, open."""
     if world.shares_memory:
         return Choice("direct", "all ranks share memory"), {}
@@ -110,7 +110,7 @@ def _try(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[Choice
     return Choice(best, f"{why}; measured for {mib:.3g} MiB: {_in_words(seconds)}", seconds), movers
 
 
-def open_mover(world: World, algorithm: str, overlap: str) -> StagedMover:
+def open_mover(world: World, algorithm: str, overlap: str) -> Mover[Any]:
     """Collective: the mover for an algorithm other than "auto".
 
     With overlap="auto", direct reductions proceed in calls of the thread that runs backward where ranks times threads
@@ -125,7 +125,7 @@ def open_mover(world: World, algorithm: str, overlap: str) -> StagedMover:
         _check_one_host(world)
         # A lane that polled would take turns with the thread that computes.
         direct = DirectAllReduce(host, poll_seconds=0.0 if in_background else POLL_SECONDS)
-        return Lanes(direct) if in_background else direct
+        return ThreadedMover(direct) if in_background else direct
     transports = [open_transport(world) for _ in range(NUM_LANES if in_background else 1)]
     if algorithm == "hierarchical":
         members = column_members(world.hosts, world.rank)
@@ -134,8 +134,9 @@ def open_mover(world: World, algorithm: str, overlap: str) -> StagedMover:
             for transport in transports:
                 transport.close()
         return HierarchicalAllReduce(host, num_columns(world.hosts), ring, in_background=in_background)
-    mover = RingAllReduce(transports) if algorithm == "ring" else NativeAllReduce(transports)
-    return Lanes(mover) if in_background else StandingBy(mover)
+    if algorithm == "ring":
+        return ThreadedMover(RingAllReduce(transports), in_background=in_background)
+    return ThreadedMover(NativeAllReduce(transports), in_background=in_background)
 
 
 def open_on_device(
@@ -239,7 +240,7 @@ def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.d
 
 def _measure(
     world: World,
-    movers: Mapping[str, StagedMover],
+    movers: Mapping[str, Mover[Any]],
     sample: Sequence[tuple[int, torch.dtype]],
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
@@ -254,11 +255,11 @@ def _measure(
         for name, mover in movers.items():
             collectives.barrier()
             started = time.perf_counter()
-            flights = [mover.start(wire) for wire in wires[name]]
-            for flight in flights:
-                flight.contribute()
-            for flight in flights:
-                flight.wait()
+            pending = [mover.start(wire) for wire in wires[name]]
+            for reduction in pending:
+                reduction.contribute()
+            for reduction in pending:
+                reduction.wait()
             synchronize()
             taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device="cpu")
             slowest = float(collectives.all_reduce(taken, "max"))

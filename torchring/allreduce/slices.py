@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from torchring.allreduce.mover import NonFinite, first_non_finite, is_finite
+from torchring.allreduce.contract import NonFinite, first_non_finite, is_finite
 from torchring.kernels import reference
 from torchring.memory.host import HostGroup
 

@@ -51,12 +51,12 @@ def measure_shared_memory(world: World, available_bytes: int) -> list[PathFacts]
         for _ in range(repetitions + 1):  # the first is for caches
             wire.tensor.copy_(pattern).add_(world.rank)
             started = time.perf_counter()
-            mover.all_reduce(wire)
+            mover.start(wire).wait()
             times.append(time.perf_counter() - started)
             intact = intact and torch.equal(wire.tensor, expected)
         note = notes.tensor.zero_()
         note[host.index] = statistics.median(times[1:])
-        mover.all_reduce(notes)
+        mover.start(notes).wait()
         return float(note.max())
 
     (notes,) = mover.open_wires([(host.size, torch.float32)])

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from torchring.accelerators import accelerator_of
-from torchring.allreduce import StagedMover, Wire
+from torchring.allreduce import Mover, Wire
 from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.allreduce.select import Choice, open_chosen, open_mover, open_on_device
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
@@ -260,7 +260,7 @@ class Reduction:
         """End threads and links. Gradients stay where they are."""
         self.mover.close()
 
-    def _open_mover(self, plan: Plan, device: torch.device) -> tuple[StagedMover, Choice]:
+    def _open_mover(self, plan: Plan, device: torch.device) -> tuple[Mover[Any], Choice]:
         world, options, wires = self.world, self._options, _wires_of(plan)
         if accelerator := accelerator_of(device):
             return open_on_device(world, options.algorithm, options.overlap, wires, accelerator)

@@ -22,8 +22,8 @@ import torch
 
 from torchring.accelerators import Mark
 from torchring.allreduce import TAGS_PER_ROUND
+from torchring.allreduce.contract import tag_mismatch
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream, has_come
-from torchring.allreduce.mover import tag_mismatch
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import DevicePacking, slots_of

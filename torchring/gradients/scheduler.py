@@ -15,9 +15,9 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torchring.allreduce import TAGS_PER_ROUND, PendingReduction, StagedMover
+from torchring.allreduce import TAGS_PER_ROUND, Mover, PendingReduction
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 
@@ -39,7 +39,7 @@ class Scheduler:
         exposed_seconds: the part of it during which backward stood still.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], mover: StagedMover) -> None:
+    def __init__(self, buckets: Sequence[Bucket], mover: Mover[Any]) -> None:
         self.buckets = list(buckets)
         self.busy_seconds = 0.0
         self.exposed_seconds = 0.0

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from torchring.accelerators import Accelerator, Backend, Mark, Stream, span
-from torchring.allreduce.mover import TAGS_PER_ROUND, NonFinite, Wire
+from torchring.allreduce.contract import TAGS_PER_ROUND, NonFinite
 from torchring.allreduce.slices import slice_bounds
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError
 from torchring.kernels import accumulate, direct, ring
@@ -112,7 +112,7 @@ class PendingOnStream:
 
 
 class OnStream:
-    """Runs an engine in a stream. See `StagedMover`; used by one thread, but for `fail`.
+    """Runs an engine in a stream. See `Mover`; used by one thread, but for `fail`.
 
     Args:
         engine: what reduces.
@@ -152,13 +152,8 @@ class OnStream:
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[DeviceWire]:
         return self._engine.open_wires(specs)
 
-    def all_reduce(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NonFinite | None:
-        self.stream.follow()
-        return self.start(wire, scale=scale, tag=tag).wait()
-
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> PendingOnStream:
+    def start(self, wire: DeviceWire, *, scale: float = 1.0, tag: int = 0) -> PendingOnStream:
         """As of any mover; what the stream was told before comes first, what the current one was told need not."""
-        assert isinstance(wire, DeviceWire)
         self.check()
         begin = self.stream.mark()
         with span(f"torchring.{self.algorithm} bucket {tag % TAGS_PER_ROUND}, {wire.buffer.nbytes / 2**20:.2f} MiB"):

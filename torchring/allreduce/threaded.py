@@ -1,0 +1,117 @@
+"""Reductions on threads, which go on while backward does.
+
+A lane is one thread that reduces one wire after the other. With several lanes, the next bucket is on its way while the
+previous bucket is checked, added and waited for, so that the network is not idle between buckets. Every rank keeps to
+one order within each lane; lanes do not wait for each other.
+
+      lane 0   bucket 0 ..........  bucket 2 ..........
+      lane 1        bucket 1 ..........  bucket 3 ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from typing import Generic
+
+import torch
+
+from torchring.allreduce.contract import BlockingMover, NonFinite, W
+from torchring.errors import FirstFailure, PeerLostError, RingError
+from torchring.threads import SerialThread
+
+
+class PendingOnThread:
+    """One reduction on a thread. See `PendingReduction`.
+
+    Args:
+        thread: calls `reduce`, unless an earlier reduction has failed.
+        failure: of any reduction of the same mover.
+    """
+
+    __slots__ = ("_failure", "_future", "span")
+
+    def __init__(self, thread: SerialThread, reduce: Callable[[], NonFinite | None], failure: FirstFailure) -> None:
+        self.span: tuple[float, float] | None = None
+        self._failure = failure
+        self._future = thread.submit(lambda: self._run(reduce))
+
+    def advance(self) -> bool:
+        return True
+
+    def contribute(self) -> None:
+        """Nothing to do: the thread does this rank's part."""
+
+    def wait(self) -> NonFinite | None:
+        try:
+            return self._future.result()
+        except CancelledError:
+            raise PeerLostError("torchring.shutdown() or close() was called before this reduction began") from None
+        except RingError as error:
+            raise self._failure.error or error from None  # failures in other lanes are consequences of the first
+
+    def _run(self, reduce: Callable[[], NonFinite | None]) -> NonFinite | None:
+        self._failure.raise_if_set()  # nothing is sent through a broken mover
+        started = time.perf_counter()
+        try:
+            return reduce()
+        except RingError as error:
+            self._failure.set(error)
+            raise
+        finally:
+            self.span = started, time.perf_counter()
+
+
+class Lanes:
+    """Threads that take reductions in turn. Used by one thread.
+
+    Attributes:
+        failure: the first failure in any lane. Later reductions raise it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.failure = FirstFailure()
+        self._threads = [SerialThread(f"torchring-lane-{i}") for i in range(count)]
+        self._num_started = 0
+
+    def start(self, reduce: Callable[[int], NonFinite | None]) -> PendingOnThread:
+        """Call `reduce(lane)` in the next lane."""
+        lane = self._num_started % len(self._threads)
+        self._num_started += 1
+        return PendingOnThread(self._threads[lane], lambda: reduce(lane), self.failure)
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.close()
+
+
+class ThreadedMover(Generic[W]):
+    """Runs a blocking mover in lanes. See `Mover`.
+
+    Args:
+        in_background: whether reductions go on after `start` has returned. If not, `start` waits for the reduction.
+    """
+
+    def __init__(self, mover: BlockingMover[W], *, in_background: bool = True) -> None:
+        self.algorithm = mover.algorithm
+        self.in_background = in_background
+        self._mover = mover
+        self._lanes = Lanes(mover.num_lanes)
+
+    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
+        return self._mover.open_wires(specs)
+
+    def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> PendingOnThread:
+        pending = self._lanes.start(lambda lane: self._mover.all_reduce(wire, scale=scale, tag=tag, lane=lane))
+        if not self.in_background:
+            pending.wait()
+        return pending
+
+    def fail(self, error: RingError) -> None:
+        self._lanes.failure.set(error)
+        self._mover.fail(error)
+
+    def close(self) -> None:
+        self._lanes.close()
+        self._mover.close()
