@@ -13,10 +13,12 @@ from typing import Final, TypeVar
 
 
 class RingError(RuntimeError):
-    """Something went wrong between ranks. The process stays usable: `torchring.shutdown(); torchring.init()`.
+    """Something went wrong between ranks. Every rank that is alive raises it.
 
-    Attributes (None where unknown):
-        rank: the rank that raises.
+    The process stays usable: call `torchring.shutdown()` and `torchring.init()` on all ranks.
+
+    Attributes:
+        rank: the rank that raises. This attribute and those below are None, or empty, where unknown.
         peers: the ranks that caused it.
         bucket: index of the gradient bucket being reduced.
         parameters: names of the parameters concerned.
