@@ -15,7 +15,7 @@ import pytest
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, exact_inputs
 from grids import grid
-from harness import RanksFailed, run_ranks
+from harness import RanksFailed, run_pooled
 
 import torchring
 from torchring.collectives import service as collectives_module
@@ -43,17 +43,18 @@ in_larger_worlds = grid(
 
 def run(fn: Callable[..., Any], size: int, shares_memory: bool, *args: Any, timeout_seconds: float = 20.0) -> list[Any]:
     """fn(rank, size, *args) on every rank of a world that shares memory or does not."""
-    return run_ranks(_in_world, size, fn, shares_memory, timeout_seconds, args)
+    return run_pooled(_in_world, size, fn, shares_memory, timeout_seconds, args)
 
 
 def _in_world(rank: int, size: int, fn: Any, shares_memory: bool, timeout_seconds: float, args: tuple[Any, ...]) -> Any:
-    if not shares_memory:
-        host_module._host_identity = lambda: f"host {rank}"
-    torchring.init(timeout_seconds=timeout_seconds)
-    assert size == 1 or default_world().shares_memory is shares_memory
-    result = fn(rank, size, *args)
-    torchring.shutdown()
-    return result
+    with pytest.MonkeyPatch.context() as patch:
+        if not shares_memory:
+            patch.setattr(host_module, "_host_identity", lambda: f"host {rank}")
+        torchring.init(timeout_seconds=timeout_seconds)
+        assert size == 1 or default_world().shares_memory is shares_memory
+        result = fn(rank, size, *args)
+        torchring.shutdown()
+        return result
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, largest: int = 16) -> torch.Tensor:
@@ -253,13 +254,14 @@ MESSAGE = 1000
 
 def _broadcast_together(rank: int, size: int) -> None:
     """Around the size of a message, in every layout; all of them arrive, in the place where they were."""
-    collectives_module._BATCH_BYTES = MESSAGE
     parts = [values(rank, (3,), torch.int64), values(rank, (), torch.float32), torch.empty(0)]
     parts += [values(rank, (4, 6), torch.float64).t(), values(rank, (2, 3, 4, 5), torch.float16)[:, 1]]
     parts += [values(rank, (numel,), torch.uint8) for numel in (MESSAGE, 5, MESSAGE - 5, 1, MESSAGE + 1, 7)]
     parts.append(torch.nn.Parameter(values(rank, (5, 5), torch.float32)))
     addresses, versions = [part.data_ptr() for part in parts], [part._version for part in parts]
-    collectives_module.collectives_of(default_world()).broadcast_together(parts, size - 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives_module, "_BATCH_BYTES", MESSAGE)
+        collectives_module.collectives_of(default_world()).broadcast_together(parts, size - 1)
     assert [part.data_ptr() for part in parts] == addresses
     if rank != size - 1:
         assert all(part._version > version for part, version in zip(parts, versions, strict=True) if part.numel())

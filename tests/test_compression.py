@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest
-from harness import run_ranks
+from grids import grid
+from harness import run_pooled
 from torch import Tensor, nn
 
 import torchring
@@ -93,9 +94,7 @@ def _assert_ranks_agree(results: list[dict[str, Any]]) -> None:
         assert_same_on_all_ranks([digest(result["reduced"][step]) for result in results])
 
 
-@pytest.mark.parametrize("micro_steps", [1, 2])
-@pytest.mark.parametrize("options", _MOVERS, ids=lambda options: " ".join(map(str, options.values())))
-@_compressions
+@grid("options, compression, micro_steps", _MOVERS, ["fp16", "bf16"], [1, 2])
 def test_means_are_within_rounding_and_the_same_everywhere(
     compression: str, options: dict[str, Any], micro_steps: int
 ) -> None:
@@ -103,7 +102,7 @@ def test_means_are_within_rounding_and_the_same_everywhere(
 
     Ring and native may round at every hop: 2 more for 3 ranks.
     """
-    results = run_ranks(_three_steps, 3, compression, options, micro_steps, options.get("overlap") == "thread")
+    results = run_pooled(_three_steps, 3, compression, options, micro_steps, options.get("overlap") == "thread")
     _assert_ranks_agree(results)
     _assert_means(results, 2 if options["algorithm"] == "direct" else 4, _DTYPES[compression])
     for gradient in results[0]["reduced"][0]:  # and they did travel in 16 bits
@@ -113,7 +112,7 @@ def test_means_are_within_rounding_and_the_same_everywhere(
 
 def test_the_bound_is_too_tight_for_the_other_format_and_for_no_reduction() -> None:
     """The negative control."""
-    results = run_ranks(_three_steps, 3, "bf16", _MOVERS[0], 1, False)
+    results = run_pooled(_three_steps, 3, "bf16", _MOVERS[0], 1, False)
     with pytest.raises(AssertionError, match="roundings"):
         _assert_means(results, 2, torch.float16)
     for result in results:
@@ -127,7 +126,7 @@ def test_the_bound_is_too_tight_for_the_other_format_and_for_no_reduction() -> N
 @_compressions
 def test_half_the_bytes_travel(compression: str) -> None:
     half, whole = (
-        run_ranks(_three_steps, 2, each, {}, 1, False)[0]["stats"].bytes_per_step for each in (compression, None)
+        run_pooled(_three_steps, 2, each, {}, 1, False)[0]["stats"].bytes_per_step for each in (compression, None)
     )
     assert half == pytest.approx(whole / 2, rel=0.01)
 
@@ -153,10 +152,14 @@ def _large(rank: int, world_size: int, compression: str, name: str, options: dic
     return gradients
 
 
-@pytest.mark.parametrize("options", _MOVERS, ids=lambda options: " ".join(map(str, options.values())))
-@pytest.mark.parametrize("name", _LARGE)
+@grid(
+    "name, options",
+    list(_LARGE),
+    _MOVERS,
+    keep=lambda name, options: options is _MOVERS[0] or name == "about 1e5 and 2e4",
+)
 def test_nothing_overflows_whose_mean_fits(name: str, options: dict[str, Any]) -> None:
-    for gradients in run_ranks(_large, 2, "fp16", name, options):
+    for gradients in run_pooled(_large, 2, "fp16", name, options):
         for gradient in gradients:
             assert_bitwise(gradient, torch.full_like(gradient, _LARGE[name][2]))
 
@@ -173,7 +176,7 @@ def _too_large(rank: int, world_size: int) -> str:
 
 
 def test_what_does_not_fit_is_an_error_and_not_a_silent_infinity() -> None:
-    for problem in run_ranks(_too_large, 2):
+    for problem in run_pooled(_too_large, 2):
         assert "parts.0" in problem
         assert "not finite" in problem
 
@@ -194,7 +197,7 @@ def _of_dtype(rank: int, world_size: int, dtype: torch.dtype, compression: str) 
 @pytest.mark.parametrize(("dtype", "compression"), _DTYPE_CASES)
 def test_compression_narrows_and_never_widens_or_swaps(dtype: torch.dtype, compression: str) -> None:
     """A bf16 gradient of 1e6 stays bf16 on the wire: in fp16 it would be infinite."""
-    results = run_ranks(_of_dtype, 2, dtype, compression)
+    results = run_pooled(_of_dtype, 2, dtype, compression)
     wire = _DTYPES[compression] if dtype == torch.float64 else dtype
     for i, gradient in enumerate(results[0][1]):
         assert gradient.dtype == dtype
@@ -221,10 +224,14 @@ def _some_unused(rank: int, world_size: int, compression: str, options: dict[str
     return [seen, digest(model.parameters())]
 
 
-@pytest.mark.parametrize("options", _MOVERS, ids=lambda options: " ".join(map(str, options.values())))
-@_compressions
+@grid(
+    "options, compression",
+    _MOVERS,
+    ["fp16", "bf16"],
+    keep=lambda options, compression: options is _MOVERS[0] or compression == "fp16",
+)
 def test_unused_parameters_contribute_zero_or_stay_none(compression: str, options: dict[str, Any]) -> None:
-    results = run_ranks(_some_unused, 2, compression, options)
+    results = run_pooled(_some_unused, 2, compression, options)
     for seen, _ in results:
         assert seen == [[[1.0], [3.0], None, None if step == 0 else [2.0]] for step in range(3)]
     assert_same_on_all_ranks([trained for _, trained in results])
@@ -250,7 +257,7 @@ def _learn(rank: int, world_size: int, compression: str | None) -> list[float]:
 
 @_compressions
 def test_it_learns_what_fp32_learns(compression: str) -> None:
-    compressed, exact = (run_ranks(_learn, 2, each) for each in (compression, None))
+    compressed, exact = (run_pooled(_learn, 2, each) for each in (compression, None))
     assert compressed[0] == compressed[1]
     assert exact[0][-1] < 0.1 * exact[0][0]
     assert compressed[0][-1] == pytest.approx(exact[0][-1], rel=0.2)
@@ -274,6 +281,6 @@ def _scaled(rank: int, world_size: int) -> list[Any]:
 
 def test_grad_scaler_finds_what_the_wire_cannot_hold() -> None:
     """Rank 1 sends 2 * scale, which is below 65504 from scale 2^14 on: 3 steps are skipped, 2 are made, by -0.1 * 2."""
-    for scales, trained in run_ranks(_scaled, 2):
+    for scales, trained in run_pooled(_scaled, 2):
         assert scales == [2.0**16, 2.0**15, 2.0**14, 2.0**14, 2.0**14]
         torch.testing.assert_close(trained, torch.full((5,), -0.4))

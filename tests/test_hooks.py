@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
-from harness import RanksFailed, run_ranks
+from grids import grid
+from harness import RanksFailed, run_pooled, run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -89,7 +90,7 @@ def _accumulates(rank: int, world_size: int, accumulate: int) -> str:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_every_nth_backward_reduces(accumulate: int) -> None:
-    assert_same_on_all_ranks(run_ranks(_accumulates, 2, accumulate))
+    assert_same_on_all_ranks(run_pooled(_accumulates, 2, accumulate))
 
 
 def _two_synced_backwards(rank: int, world_size: int, compression: str | None) -> str:
@@ -106,7 +107,7 @@ def _two_synced_backwards(rank: int, world_size: int, compression: str | None) -
 
 @pytest.mark.parametrize("compression", [None, "bf16"])
 def test_two_synced_backwards_are_the_mean_of_the_summed_gradients(compression: str | None) -> None:
-    assert_same_on_all_ranks(run_ranks(_two_synced_backwards, 2, compression))
+    assert_same_on_all_ranks(run_pooled(_two_synced_backwards, 2, compression))
 
 
 def _no_sync_nests(rank: int, world_size: int) -> None:
@@ -139,7 +140,7 @@ def _no_sync_nests(rank: int, world_size: int) -> None:
 
 
 def test_no_sync_nests() -> None:
-    run_ranks(_no_sync_nests, 2)
+    run_pooled(_no_sync_nests, 2)
 
 
 def _no_sync_is_decided_at_backward(rank: int, world_size: int) -> None:
@@ -158,7 +159,7 @@ def _no_sync_is_decided_at_backward(rank: int, world_size: int) -> None:
 
 
 def test_no_sync_is_decided_when_backward_runs() -> None:
-    run_ranks(_no_sync_is_decided_at_backward, 2)
+    run_pooled(_no_sync_is_decided_at_backward, 2)
 
 
 def _no_sync_does_not_count(rank: int, world_size: int) -> None:
@@ -180,7 +181,7 @@ def _no_sync_does_not_count(rank: int, world_size: int) -> None:
 
 
 def test_no_sync_does_not_count_towards_accumulate() -> None:
-    run_ranks(_no_sync_does_not_count, 2)
+    run_pooled(_no_sync_does_not_count, 2)
 
 
 def _no_sync_left_by_an_exception(rank: int, world_size: int) -> None:
@@ -200,7 +201,7 @@ def _no_sync_left_by_an_exception(rank: int, world_size: int) -> None:
 
 
 def test_no_sync_left_by_an_exception() -> None:
-    run_ranks(_no_sync_left_by_an_exception, 2)
+    run_pooled(_no_sync_left_by_an_exception, 2)
 
 
 def _synchronize(rank: int, world_size: int) -> None:
@@ -231,7 +232,7 @@ def _synchronize(rank: int, world_size: int) -> None:
 
 
 def test_synchronize() -> None:
-    run_ranks(_synchronize, 2)
+    run_pooled(_synchronize, 2)
 
 
 def _by_hand(rank: int, world_size: int) -> None:
@@ -250,7 +251,7 @@ def _by_hand(rank: int, world_size: int) -> None:
 
 
 def test_gradients_put_in_by_hand() -> None:
-    run_ranks(_by_hand, 2)
+    run_pooled(_by_hand, 2)
 
 
 def _unused_on_some(rank: int, world_size: int) -> str:
@@ -279,7 +280,7 @@ def _unused_on_some(rank: int, world_size: int) -> str:
 
 
 def test_unused_parameters() -> None:
-    assert_same_on_all_ranks(run_ranks(_unused_on_some, 2))
+    assert_same_on_all_ranks(run_pooled(_unused_on_some, 2))
 
 
 def _closed(rank: int, world_size: int) -> None:
@@ -297,7 +298,7 @@ def _closed(rank: int, world_size: int) -> None:
 
 
 def test_a_closed_optimizer_has_no_hooks() -> None:
-    run_ranks(_closed, 2)
+    run_pooled(_closed, 2)
 
 
 def _thawed(rank: int, world_size: int) -> None:
@@ -315,7 +316,7 @@ def _thawed(rank: int, world_size: int) -> None:
 
 
 def test_parameters_unfrozen_later() -> None:
-    run_ranks(_thawed, 2)
+    run_pooled(_thawed, 2)
 
 
 # Graphs of other shapes
@@ -339,7 +340,7 @@ def _reentrant(rank: int, world_size: int, overlap: str) -> None:
 
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_reentrant_checkpoint(overlap: str) -> None:
-    run_ranks(_reentrant, 2, overlap)
+    run_pooled(_reentrant, 2, overlap)
 
 
 def _reentrant_twice(rank: int, world_size: int) -> str:
@@ -358,7 +359,7 @@ def _reentrant_twice(rank: int, world_size: int) -> str:
 
 
 def test_a_layer_used_twice_under_reentrant_checkpoint_is_right_or_refused() -> None:
-    for said in run_ranks(_reentrant_twice, 2):
+    for said in run_pooled(_reentrant_twice, 2):
         assert said == "reduced" or "use_reentrant=False" in said
 
 
@@ -373,7 +374,7 @@ def _retained(rank: int, world_size: int) -> None:
 
 
 def test_retain_graph() -> None:
-    run_ranks(_retained, 2)
+    run_pooled(_retained, 2)
 
 
 def _double_backward(rank: int, world_size: int) -> None:
@@ -409,7 +410,7 @@ def _double_backward(rank: int, world_size: int) -> None:
 
 
 def test_double_backward_works_and_create_graph_is_refused_where_it_averages() -> None:
-    run_ranks(_double_backward, 2)
+    run_pooled(_double_backward, 2)
 
 
 def _inside_backward(rank: int, world_size: int, what: str) -> None:
@@ -482,15 +483,13 @@ def _broken_off_everywhere(rank: int, world_size: int, overlap: str, compression
     return digest(p.grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["grads dropped", "grads zeroed"])
-@pytest.mark.parametrize("compression", [None, "fp16"])
-@pytest.mark.parametrize("overlap", ["inline", "thread"])
+@grid("overlap, compression, set_to_none", ["inline", "thread"], [None, "fp16"], [True, False])
 def test_a_backward_broken_off_on_all_ranks_is_forgotten(
     overlap: str, compression: str | None, set_to_none: bool
 ) -> None:
     """Some buckets had left already, and may still be on their way."""
     arguments = (overlap, compression, set_to_none)
-    assert_same_on_all_ranks(run_ranks(_broken_off_everywhere, 2, *arguments, deadline=20))
+    assert_same_on_all_ranks(run_pooled(_broken_off_everywhere, 2, *arguments, deadline=20))
 
 
 def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
@@ -546,7 +545,7 @@ def _several_under_way(rank: int, world_size: int) -> tuple[str, int | None, int
 
 
 def test_the_bucket_that_is_waited_for_is_named_not_the_first_one() -> None:
-    (name, bucket, step), _ = run_ranks(_several_under_way, 2, deadline=20)
+    (name, bucket, step), _ = run_pooled(_several_under_way, 2, deadline=20)
     assert name == "layers.3.weight"
     assert bucket is not None
     assert bucket > 2
@@ -577,7 +576,7 @@ def _broken_off_on_one(rank: int, world_size: int, overlap: str) -> tuple[str, l
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_a_backward_broken_off_on_one_rank_is_not_trained_through(overlap: str) -> None:
     """Its next round is not the one that the others are in: mixing the two would be a silent wrong answer."""
-    results = run_ranks(_broken_off_on_one, 2, overlap, deadline=30)
+    results = run_pooled(_broken_off_on_one, 2, overlap, deadline=30)
     for rank, (error, _) in enumerate(results):
         assert error, f"rank {rank} noticed nothing"
     (_, first), (_, second) = results
@@ -636,7 +635,7 @@ def _optimizer_group(rank: int, world_size: int, overlap: str) -> list[str]:
 
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_several_optimizers_that_ranks_reach_differently(overlap: str) -> None:
-    first, second = run_ranks(_optimizer_group, 2, overlap, deadline=20)
+    first, second = run_pooled(_optimizer_group, 2, overlap, deadline=20)
     assert first == second
 
 
@@ -670,7 +669,7 @@ def _neighbours_that_accumulate(rank: int, world_size: int, uses: Sequence[Seque
 )
 def test_several_optimizers_of_which_one_accumulates(uses: list[list[str]]) -> None:
     """Where ranks no longer agree on which backward is the n-th, one that wants to reduce takes the others along."""
-    run_ranks(_neighbours_that_accumulate, 2, uses, deadline=20)
+    run_pooled(_neighbours_that_accumulate, 2, uses, deadline=20)
 
 
 def _two_losses(rank: int, world_size: int) -> None:
@@ -700,7 +699,7 @@ def _two_losses(rank: int, world_size: int) -> None:
 
 
 def test_a_gan() -> None:
-    run_ranks(_two_losses, 2)
+    run_pooled(_two_losses, 2)
 
 
 def _leaving(rank: int, world_size: int) -> None:
@@ -716,7 +715,7 @@ def _leaving(rank: int, world_size: int) -> None:
 
 
 def test_an_optimizer_that_leaves_its_neighbour() -> None:
-    run_ranks(_leaving, 2)
+    run_pooled(_leaving, 2)
 
 
 # What goes wrong between ranks
@@ -739,7 +738,7 @@ def _after_a_failure(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_a_failure_on_one_rank_reaches_all_and_stays() -> None:
-    (first, first_again), (second, second_again) = run_ranks(_after_a_failure, 2, deadline=20)
+    (first, first_again), (second, second_again) = run_pooled(_after_a_failure, 2, deadline=20)
     assert "sparse gradient" in second
     assert "sparse gradient" in first
     assert "rank 1" in first
@@ -772,7 +771,7 @@ def _refused_before_anything_left(rank: int, world_size: int, overlap: str) -> l
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_a_failure_before_anything_has_left_is_this_ranks_own(overlap: str) -> None:
     """The round is broken off as by an error in backward, and what comes next is the round that peers are in."""
-    assert run_ranks(_refused_before_anything_left, 2, overlap, deadline=20) == [[3], [3]]
+    assert run_pooled(_refused_before_anything_left, 2, overlap, deadline=20) == [[3], [3]]
 
 
 class Swapped(torch.nn.Module):
@@ -804,7 +803,7 @@ def _nothing_to_synchronize(rank: int, world_size: int, options: dict[str, str])
     "options", [{}, {"op": "sum"}, {"compression": "bf16"}, {"op": "sum", "compression": "fp16"}], ids=str
 )
 def test_after_a_backward_there_is_nothing_to_synchronize(options: dict[str, str]) -> None:
-    assert run_ranks(_nothing_to_synchronize, 2, options) == [[1, 2, 3]] * 2
+    assert run_pooled(_nothing_to_synchronize, 2, options) == [[1, 2, 3]] * 2
 
 
 def _written(rank: int, world_size: int, op: str, culprit: int) -> tuple[str, float]:
@@ -833,11 +832,11 @@ def _written(rank: int, world_size: int, op: str, culprit: int) -> tuple[str, fl
 
 
 def test_a_gradient_written_to_on_one_rank_is_synchronized() -> None:
-    assert [error for error, _ in run_ranks(_written, 2, "mean", 1, deadline=20)] == ["", ""]
+    assert [error for error, _ in run_pooled(_written, 2, "mean", 1, deadline=20)] == ["", ""]
 
 
 def test_synchronizing_a_sum_that_one_rank_wrote_to_is_an_error_on_all_at_once() -> None:
-    results = run_ranks(_written, 2, "sum", 1, deadline=30)
+    results = run_pooled(_written, 2, "sum", 1, deadline=30)
     assert "was written to after it was summed over ranks" in results[1][0]
     for error, seconds in results:
         assert error.startswith("GradientError")
@@ -869,11 +868,11 @@ def _gone(rank: int, world_size: int, everywhere: bool) -> tuple[int, str]:
 
 
 def test_an_optimizer_that_is_dropped_leaves_its_optimizer_group() -> None:
-    assert run_ranks(_gone, 2, True, deadline=20) == [(1, ""), (1, "")]
+    assert run_pooled(_gone, 2, True, deadline=20) == [(1, ""), (1, "")]
 
 
 def test_an_optimizer_that_one_rank_has_dropped_is_of_no_use_on_the_others() -> None:
-    first, second = run_ranks(_gone, 2, False, deadline=20)
+    first, second = run_pooled(_gone, 2, False, deadline=20)
     assert first == (1, "")
     assert second[0] == 1
     assert second[1] in ("GradientError", "ValueError")
@@ -889,4 +888,4 @@ def _wrong_gradient(rank: int, world_size: int) -> None:
 
 def test_the_check_of_gradients_can_fail() -> None:
     with pytest.raises(RanksFailed, match="elements differ"):
-        run_ranks(_wrong_gradient, 2)
+        run_pooled(_wrong_gradient, 2)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, digest
-from harness import count_open_fds, run_ranks
+from harness import count_open_fds, run_pooled, run_ranks
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -53,10 +53,16 @@ def on_rank(rank: int, world_size: int, script: Script, args: tuple[Any, ...]) -
     return script(Side((rank,), True), *args)
 
 
-def assert_as_one_process(script: Script, *args: Any, world_size: int = 2, tolerance: float = 1e-9) -> list[Any]:
+def assert_as_one_process(
+    script: Script,
+    *args: Any,
+    world_size: int = 2,
+    tolerance: float = 1e-9,
+    run: Callable[..., list[Any]] = run_pooled,
+) -> list[Any]:
     """script(side, *args) gives a list of tensors, None and numbers; returns those of the ranks, in rank order."""
     expected = script(Side(tuple(range(world_size)), False), *args)
-    results = run_ranks(on_rank, world_size, script, args, deadline=20)
+    results = run(on_rank, world_size, script, args)
     assert expected
     for result in results:
         assert len(result) == len(expected)
@@ -151,7 +157,7 @@ def _identity(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_it_is_an_optimizer_that_shares_everything_with_the_wrapped_one(world_size: int) -> None:
-    for seen in run_ranks(_identity, world_size):
+    for seen in run_pooled(_identity, world_size):
         for name in ("unknown", "private"):
             message = seen.pop(name)
             assert message.startswith("AttributeError")
@@ -192,7 +198,7 @@ def _forwarded(rank: int, world_size: int) -> list[Any]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_is_special_about_the_users_optimizer_class_is_within_reach(world_size: int) -> None:
     expected = [2.0, "noise 0.0, switched False", True, True, "noise 2.0, switched True", False]
-    assert run_ranks(_forwarded, world_size) == [expected] * world_size
+    assert run_pooled(_forwarded, world_size) == [expected] * world_size
 
 
 def _alone(rank: int, world_size: int) -> list[Any]:
@@ -355,7 +361,7 @@ def _hooked(rank: int, world_size: int) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_step_hooks_run_once_a_step(world_size: int) -> None:
-    for heard, is_optimizer in run_ranks(_hooked, world_size):
+    for heard, is_optimizer in run_pooled(_hooked, world_size):
         wrapped = ["all pre, SGD", "wrapped pre", "wrapped post", "all post, SGD"]
         assert heard == ["wrapper pre", *wrapped, "wrapper post"]
         assert is_optimizer == [True, True]
@@ -374,7 +380,7 @@ def _state_dict_hooked(rank: int, world_size: int) -> list[str]:
 
 
 def test_state_dict_hooks_run() -> None:
-    [heard] = run_ranks(_state_dict_hooked, 1)
+    [heard] = run_pooled(_state_dict_hooked, 1)
     assert heard == ["before saving", "after saving", "before loading", "after loading"]
 
 
@@ -638,7 +644,7 @@ def _bad_group(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_a_parameter_cannot_be_added_twice() -> None:
-    results = run_ranks(_bad_group, 2)
+    results = run_pooled(_bad_group, 2)
     assert all(twice.startswith("ValueError") for twice, _ in results)
     assert_same_on_all_ranks([trained for _, trained in results])
 
@@ -662,14 +668,14 @@ def _wrapped_twice(rank: int, world_size: int) -> list[str]:
 
 
 def test_wrapping_twice_is_an_error_and_harms_nothing() -> None:
-    results = run_ranks(_wrapped_twice, 2)
+    results = run_pooled(_wrapped_twice, 2)
     for *problems, _ in results:
         assert all(problem.startswith("ValueError") for problem in problems), problems
     assert_same_on_all_ranks([result[-1] for result in results])
 
 
 def test_wrapping_twice_is_an_error_in_a_world_of_one() -> None:
-    [[of_wrapper, of_wrapper_again, *_]] = run_ranks(_wrapped_twice, 1)
+    [[of_wrapper, of_wrapper_again, *_]] = run_pooled(_wrapped_twice, 1)
     assert of_wrapper.startswith("ValueError")
     assert of_wrapper_again.startswith("ValueError")
 
@@ -695,7 +701,7 @@ def _closed(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_after_close_the_wrapped_optimizer_goes_on_alone_and_may_be_wrapped_again() -> None:
-    first, second = run_ranks(_closed, 2)
+    first, second = run_pooled(_closed, 2)
     alike = [a == b for a, b in zip(first["phases"], second["phases"], strict=True)]
     assert alike == [True, False, True, True]
     assert first["momentum"] == second["momentum"]
@@ -825,7 +831,7 @@ def _cycles(rank: int, world_size: int, options: dict[str, Any], how: str) -> di
     "options", [{"overlap": "inline"}, {"overlap": "thread"}, {"algorithm": "ring"}, {"algorithm": "native"}], ids=str
 )
 def test_worlds_come_and_go_without_a_trace(options: dict[str, Any], how: str) -> None:
-    first, second = run_ranks(_cycles, 2, options, how)
+    first, second = run_pooled(_cycles, 2, options, how)
     assert_same_on_all_ranks(first["digests"])
     assert first["digests"] == second["digests"]
     for seen in (first, second):
@@ -845,7 +851,7 @@ def _stats(rank: int, world_size: int, options: dict[str, Any]) -> torchring.Sta
 @pytest.mark.parametrize("compression", [None, "fp16"])
 def test_stats_say_what_was_done(compression: str | None) -> None:
     num_elements = sum(p.numel() for p in small_model().parameters())
-    for stats in run_ranks(_stats, 2, {"compression": compression, "algorithm": "direct", "overlap": "thread"}):
+    for stats in run_pooled(_stats, 2, {"compression": compression, "algorithm": "direct", "overlap": "thread"}):
         assert (stats.algorithm, stats.overlap, stats.num_reductions) == ("direct", "thread", 3)
         assert stats.num_buckets > 1
         assert stats.bytes_per_step >= num_elements * (2 if compression else 4)

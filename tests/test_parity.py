@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest
-from harness import run_ranks
+from harness import run_pooled, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -98,7 +98,8 @@ def _train(rank: int, world_size: int, case: Case, way: str) -> Trained:
     if way == "ring":
         optimizer = torchring.wrap(optimizer, model, accumulate=case.micro_steps, **case.options)
     elif way == "ddp":
-        dist.init_process_group("gloo")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         forward = DistributedDataParallel(model)
         _kept.append(forward)
     if case.late and way == "ring":
@@ -134,8 +135,13 @@ def _grad(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _both(rank: int, world_size: int, case: Case) -> tuple[Trained, Trained]:
-    return _train(rank, world_size, case, "ring"), _train(rank, world_size, case, "ddp")
+def _both(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, tuple[Trained, Trained]]:
+    """torchring first: it takes part in a process group where there is one."""
+    ring = {}
+    for name, case in cases.items():
+        ring[name] = _train(rank, world_size, case, "ring")
+        torchring.shutdown()
+    return {name: (ring[name], _train(rank, world_size, case, "ddp")) for name, case in cases.items()}
 
 
 def _assert_ranks_agree(runs: list[Trained]) -> None:
@@ -184,30 +190,32 @@ _CASES = {
     ),
     "fp64": Case("adamw", dtype=torch.float64),
 }
-_named = pytest.mark.parametrize("case", _CASES.values(), ids=_CASES.keys())
 
 
-@_named
-def test_two_ranks_train_bit_for_bit_as_under_ddp(case: Case) -> None:
-    ring, ddp = zip(*run_ranks(_both, 2, case), strict=True)
-    _assert_ranks_agree(list(ring))
-    _assert_trained_alike(ring[0], ddp[0])
-    for option in ("algorithm", "overlap"):
-        if option in case.options:
-            assert getattr(ring[0].stats, option) == case.options[option]
+def test_two_ranks_train_bit_for_bit_as_under_ddp(subtests: pytest.Subtests) -> None:
+    first, second = run_ranks(_both, 2, _CASES)
+    for name, case in _CASES.items():
+        with subtests.test(name):
+            ring, ddp = first[name]
+            _assert_ranks_agree([ring, second[name][0]])
+            _assert_trained_alike(ring, ddp)
+            for option in ("algorithm", "overlap"):
+                if option in case.options:
+                    assert getattr(ring.stats, option) == case.options[option]
 
 
-@_named
+@pytest.mark.parametrize("case", _CASES.values(), ids=_CASES.keys())
 def test_three_ranks_average_within_rounding(case: Case) -> None:
     """Two additions, one product with a factor 1/3 that is itself rounded: 4 roundings. DDP stays in the same bound."""
-    runs = run_ranks(_train, 3, case, "ring")
+    runs = run_pooled(_train, 3, case, "ring")
     _assert_ranks_agree(runs)
     _assert_means(runs, 4, case.dtype)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_ddp_keeps_to_the_bound_too(world_size: int) -> None:
-    ring, ddp = zip(*run_ranks(_both, world_size, Case("adamw")), strict=True)
+    results = run_ranks(_both, world_size, {"adamw": Case("adamw")})
+    ring, ddp = zip(*(result["adamw"] for result in results), strict=True)
     _assert_means(list(ddp), world_size + 1, torch.float32)
     if world_size == 1:
         _assert_trained_alike(ring[0], ddp[0])
@@ -215,7 +223,7 @@ def test_ddp_keeps_to_the_bound_too(world_size: int) -> None:
 
 @pytest.mark.parametrize("case", [Case(), Case("adamw"), Case("adamw", micro_steps=2)], ids=["sgd", "adamw", "micro"])
 def test_a_world_of_one_is_the_plain_optimizer(case: Case) -> None:
-    [ring], [plain] = run_ranks(_train, 1, case, "ring"), run_ranks(_train, 1, case, "alone")
+    [ring], [plain] = run_pooled(_train, 1, case, "ring"), run_pooled(_train, 1, case, "alone")
     _assert_trained_alike(ring, plain)
     _assert_means([ring], 0, torch.float32)
 
@@ -237,7 +245,7 @@ def _one_process(case: Case, world_size: int) -> Iterator[list[Tensor]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_train_as_one_process_with_the_whole_batch(world_size: int, optimizer: str, micro_steps: int) -> None:
     case = Case(optimizer, dtype=torch.float64, micro_steps=micro_steps, steps=6, options={"bucket_mb": _TINY_MB})
-    runs = run_ranks(_train, world_size, case, "ring")
+    runs = run_pooled(_train, world_size, case, "ring")
     _assert_ranks_agree(runs)
     for actual, expected in zip(runs[0].parameters, _one_process(case, world_size), strict=True):
         for mine, theirs in zip(actual, expected, strict=True):
@@ -248,14 +256,14 @@ def test_direct_does_not_depend_on_the_bucket_layout() -> None:
     """It adds in rank order, so every element meets the same roundings wherever it lies."""
     options = [{"algorithm": "direct", "bucket_mb": size, "overlap": overlap} for size in (0, _TINY_MB, 25.0)
                for overlap in ("inline", "thread")]  # fmt: skip
-    digests = [digest(run_ranks(_train, 3, Case(options=each), "ring")[0].parameters[-1]) for each in options]
+    digests = [digest(run_pooled(_train, 3, Case(options=each), "ring")[0].parameters[-1]) for each in options]
     assert_same_on_all_ranks(digests)
 
 
 def test_these_comparisons_fail_without_a_reduction() -> None:
     """The negative control: ranks have different data, so training alone must be told from training together."""
-    alone = run_ranks(_train, 2, Case(), "alone")
-    [ring, _] = run_ranks(_train, 2, Case(), "ring")
+    alone = run_pooled(_train, 2, Case(), "alone")
+    [ring, _] = run_pooled(_train, 2, Case(), "ring")
     with pytest.raises(AssertionError, match="elements differ"):
         _assert_trained_alike(alone[0], ring)
     with pytest.raises(AssertionError, match="rank 1 has"):
@@ -263,6 +271,6 @@ def test_these_comparisons_fail_without_a_reduction() -> None:
     with pytest.raises(AssertionError, match="roundings"):
         _assert_means(alone, 4, torch.float32)
     case = Case(dtype=torch.float64)
-    [lonely] = run_ranks(_train, 1, case, "alone")
+    [lonely] = run_pooled(_train, 1, case, "alone")
     with pytest.raises(AssertionError):
         torch.testing.assert_close(lonely.parameters[0][0], next(_one_process(case, 2))[0], rtol=1e-9, atol=1e-11)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from checks import assert_same_on_all_ranks, digest, exact_inputs
-from harness import run_ranks
+from harness import run_pooled, run_ranks
 
 import torchring
 from torchring.collectives import digests
@@ -68,7 +68,7 @@ def _in_place(rank: int, world_size: int, when: str, overlap: str) -> None:
 @pytest.mark.parametrize("when", ["before backward", "after backward", "after step"])
 @pytest.mark.parametrize(("world_size", "overlap"), [(2, "inline"), (3, "thread")])
 def test_changed_in_place_on_one_rank(world_size: int, overlap: str, when: str) -> None:
-    run_ranks(_in_place, world_size, when, overlap)
+    run_pooled(_in_place, world_size, when, overlap)
 
 
 def _before_the_first_step(rank: int, world_size: int) -> None:
@@ -81,7 +81,7 @@ def _before_the_first_step(rank: int, world_size: int) -> None:
 
 
 def test_changed_before_the_first_step() -> None:
-    run_ranks(_before_the_first_step, 2)
+    run_pooled(_before_the_first_step, 2)
 
 
 def _not_synchronised_at_first(rank: int, world_size: int) -> None:
@@ -92,7 +92,7 @@ def _not_synchronised_at_first(rank: int, world_size: int) -> None:
 
 
 def test_ranks_that_start_from_different_parameters() -> None:
-    run_ranks(_not_synchronised_at_first, 2)
+    run_pooled(_not_synchronised_at_first, 2)
 
 
 def _loaded_on_one_rank(rank: int, world_size: int) -> None:
@@ -106,7 +106,7 @@ def _loaded_on_one_rank(rank: int, world_size: int) -> None:
 
 
 def test_a_checkpoint_loaded_on_rank_0_only() -> None:
-    run_ranks(_loaded_on_one_rank, 2)
+    run_pooled(_loaded_on_one_rank, 2)
 
 
 def _mended(rank: int, world_size: int) -> str:
@@ -122,7 +122,7 @@ def _mended(rank: int, world_size: int) -> str:
 
 
 def test_broadcast_parameters_mends_it() -> None:
-    assert_same_on_all_ranks(run_ranks(_mended, 2))
+    assert_same_on_all_ranks(run_pooled(_mended, 2))
 
 
 def _without_a_trace(rank: int, world_size: int, how: str) -> int:
@@ -239,7 +239,7 @@ def _with_closures(rank: int, world_size: int) -> int:
 
 
 def test_changed_in_place_where_steps_take_a_closure() -> None:
-    first, second = run_ranks(_with_closures, 2)
+    first, second = run_pooled(_with_closures, 2)
     assert first == second
     assert first <= 1
 
@@ -262,7 +262,7 @@ def _sparse_only(rank: int, world_size: int) -> int:
 
 
 def test_changed_in_place_where_everything_is_sparse() -> None:
-    first, second = run_ranks(_sparse_only, 2)
+    first, second = run_pooled(_sparse_only, 2)
     assert first == second
     assert first <= 1
 
@@ -281,7 +281,7 @@ def _a_frozen_one(rank: int, world_size: int) -> None:
 
 
 def test_a_frozen_parameter_is_watched_too() -> None:
-    run_ranks(_a_frozen_one, 2)
+    run_pooled(_a_frozen_one, 2)
 
 
 def _stepped_on_one(rank: int, world_size: int, culprit: int, what: str) -> tuple[int, tuple[int, ...], str]:
@@ -309,7 +309,7 @@ def test_a_step_more_or_less_on_one_rank_is_found_in_the_next_backward(
     named = (culprit,) if culprit else tuple(range(1, world_size))  # rank 0 is what the others are compared with
     odd = 3 if what == "skipped" else 5
     steps, other = (odd, 4) if culprit == 0 else (4, odd), 1 if culprit == 0 else culprit
-    for delay, peers, text in run_ranks(_stepped_on_one, world_size, culprit, what):
+    for delay, peers, text in run_pooled(_stepped_on_one, world_size, culprit, what):
         assert (delay, peers) == (1, named)
         told = f"rank 0 has called optimizer.step() {steps[0]} times, rank {other} {steps[1]} times"
         assert f"In 5 reductions {told}" in text
@@ -383,7 +383,7 @@ def _with_optimizer_group(rank: int, world_size: int) -> int:
 
 
 def test_changed_in_place_beside_another_optimizer() -> None:
-    assert run_ranks(_with_optimizer_group, 2) == [0, 0]
+    assert run_pooled(_with_optimizer_group, 2) == [0, 0]
 
 
 # What is watched

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest
-from harness import run_ranks
+from grids import grid
+from harness import run_pooled, run_ranks
 from test_optimizer_contract import TINY_MB, Side, assert_as_one_process, attempt, batch, loss_on, small_model, values
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -75,11 +76,13 @@ def _branches(side: Side, usage: str, set_to_none: bool, options: dict[str, Any]
     return [*seen, *values(model)]
 
 
-@pytest.mark.parametrize(
-    ("set_to_none", "options"),
-    [(True, {}), (False, {}), (True, {"overlap": "thread", "bucket_mb": 25.0}), (True, {"algorithm": "ring"})],
+@grid(
+    "set_to_none, options, usage",
+    [True, False],
+    [{}, {"overlap": "thread", "bucket_mb": 25.0}, {"algorithm": "ring"}],
+    list(_USAGE),
+    keep=lambda set_to_none, options, usage: not options or (set_to_none and usage == "other sets each step"),
 )
-@pytest.mark.parametrize("usage", _USAGE)
 def test_unused_parameters_contribute_zero_or_stay_untouched(
     usage: str, set_to_none: bool, options: dict[str, Any]
 ) -> None:
@@ -105,7 +108,7 @@ def _stale(rank: int, world_size: int) -> list[Any]:
 
 
 def test_a_stale_gradient_that_nobody_uses_stays_as_it_is() -> None:
-    results = run_ranks(_stale, 2)
+    results = run_pooled(_stale, 2)
     for stale, after in results:
         assert_bitwise(after, stale)
     assert_same_on_all_ranks([stale for stale, _ in results])
@@ -190,7 +193,7 @@ def _fail_inside(optimizer: torchring.DistributedOptimizer) -> None:
 
 
 def test_leaving_no_sync_by_an_exception_ends_it() -> None:
-    assert_same_on_all_ranks(run_ranks(_no_sync_survives, 2))
+    assert_same_on_all_ranks(run_pooled(_no_sync_survives, 2))
 
 
 def _by_hand(rank: int, world_size: int) -> list[Any]:
@@ -205,7 +208,7 @@ def _by_hand(rank: int, world_size: int) -> list[Any]:
 
 
 def test_gradients_put_there_by_hand_are_averaged_by_synchronize() -> None:
-    results = run_ranks(_by_hand, 2)
+    results = run_pooled(_by_hand, 2)
     for means, problem, _ in results:
         assert means == [[1.5 * (i + 1) * 3] for i in range(6)]
         assert problem == ""
@@ -225,7 +228,7 @@ def _synchronized_on_some(rank: int, world_size: int) -> list[Any]:
 
 
 def test_synchronize_takes_along_what_one_rank_has() -> None:
-    results = run_ranks(_synchronized_on_some, 2)
+    results = run_pooled(_synchronized_on_some, 2)
     assert [grad for grad, _ in results] == [[[0.5, 0.5, 0.5]]] * 2
     assert_same_on_all_ranks([trained for _, trained in results])
 
@@ -263,7 +266,7 @@ def _sum_of_sums(rank: int, world_size: int) -> list[Any]:
 
 def test_a_sum_is_never_summed_again() -> None:
     """Two backwards with op="sum" make 2 * (1 + 2), or an error that says what to do; never 2 * 3 + 3."""
-    for problem, gradient in run_ranks(_sum_of_sums, 2):
+    for problem, gradient in run_pooled(_sum_of_sums, 2):
         assert (problem == "" and gradient == 6.0) or ("GradientError" in problem and "zero_grad" in problem)
 
 
@@ -355,8 +358,12 @@ def _kinds(side: Side, kind: str, options: dict[str, Any]) -> Sequence[Any]:
     return [same_strides, *[p.grad.clone() for p in model.parameters() if p.grad is not None], *values(model)]
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_mb": 25.0}, {"algorithm": "ring", "overlap": "thread"}], ids=str)
-@pytest.mark.parametrize("kind", _KINDS)
+@grid(
+    "kind, options",
+    list(_KINDS),
+    [{}, {"bucket_mb": 25.0}, {"algorithm": "ring", "overlap": "thread"}],
+    keep=lambda kind, options: not options or kind == next(iter(_KINDS)),
+)
 def test_all_kinds_of_parameters(kind: str, options: dict[str, Any]) -> None:
     [first, _] = assert_as_one_process(_kinds, kind, options)
     assert first[0] is True
@@ -386,7 +393,7 @@ def _mixed(rank: int, world_size: int, options: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("options", [{}, {"bucket_mb": TINY_MB, "overlap": "thread"}, {"algorithm": "ring"}], ids=str)
 def test_mixed_dtypes(options: dict[str, Any]) -> None:
     """Each in its own precision: one addition and an exact halving, so one rounding and that of the result."""
-    results = run_ranks(_mixed, 2, options)
+    results = run_pooled(_mixed, 2, options)
     assert_same_on_all_ranks([digest(reduced) for _, reduced, _ in results])
     assert_same_on_all_ranks([trained for _, _, trained in results])
     for i, gradient in enumerate(results[0][1]):
@@ -459,7 +466,7 @@ def _sparse_without_model(rank: int, world_size: int) -> str:
 
 
 def test_sparse_gradients_without_the_model_are_an_error_that_says_so() -> None:
-    for problem in run_ranks(_sparse_without_model, 2, deadline=20):
+    for problem in run_pooled(_sparse_without_model, 2, deadline=20):
         assert problem.startswith("GradientError")
         assert "sparse" in problem
         assert "model" in problem
@@ -557,11 +564,12 @@ def _checkpointed(side: Side, how: str, options: dict[str, Any]) -> Sequence[Any
     return values(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_mb": 25.0}, {"overlap": "thread"}], ids=str)
-@pytest.mark.parametrize(
-    "how",
+@grid(
+    "how, options",
     ["not reentrant", "not reentrant, layer used twice", "reentrant", "reentrant, two segments", "reentrant, nested",
      "all inside a reentrant one"],
+    [{}, {"bucket_mb": 25.0}, {"overlap": "thread"}],
+    keep=lambda how, options: not options or how == "reentrant, two segments",
 )  # fmt: skip
 def test_gradient_checkpointing(how: str, options: dict[str, Any]) -> None:
     assert_as_one_process(_checkpointed, how, options)
@@ -629,7 +637,7 @@ def _create_graph(rank: int, world_size: int) -> list[str]:
 
 
 def test_backward_with_create_graph_says_what_to_do_instead() -> None:
-    results = run_ranks(_create_graph, 2)
+    results = run_pooled(_create_graph, 2)
     for problem, _ in results:
         assert problem.startswith("GradientError")
         assert "create_graph" in problem
@@ -669,8 +677,12 @@ def _exception(side: Side, where: int, options: dict[str, Any]) -> Sequence[Any]
     return [raised, *values(model)]
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_mb": 25.0}, {"overlap": "thread"}, {"algorithm": "ring"}], ids=str)
-@pytest.mark.parametrize("where", [1, 5])
+@grid(
+    "where, options",
+    [1, 5],
+    [{}, {"bucket_mb": 25.0}, {"overlap": "thread"}, {"algorithm": "ring"}],
+    keep=lambda where, options: not options or where == 1,
+)
 def test_training_goes_on_after_an_exception_in_backward(where: int, options: dict[str, Any]) -> None:
     [first, _] = assert_as_one_process(_exception, where, options)
     assert first[0] == 1
@@ -685,7 +697,7 @@ def _exception_then_step(rank: int, world_size: int) -> str:
 
 
 def test_half_a_backward_is_not_stepped_on() -> None:
-    for problem in run_ranks(_exception_then_step, 2):
+    for problem in run_pooled(_exception_then_step, 2):
         assert problem.startswith("GradientError")
         assert "4." in problem  # the last layer's, which had arrived
 
@@ -729,8 +741,12 @@ def _ordered(side: Side, name: str, options: dict[str, Any]) -> Sequence[Any]:
     return values(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": "thread"}, {"algorithm": "ring"}], ids=str)
-@pytest.mark.parametrize("order", _ORDERS)
+@grid(
+    "order, options",
+    list(_ORDERS),
+    [{}, {"overlap": "thread"}, {"algorithm": "ring"}],
+    keep=lambda order, options: not options or order == next(iter(_ORDERS)),
+)
 def test_gradients_may_come_in_any_order(order: str, options: dict[str, Any]) -> None:
     assert_as_one_process(_ordered, order, options)
 
@@ -773,7 +789,7 @@ def _is_mean(gradient: Tensor, mean: Tensor) -> bool:
 
 def test_after_the_first_step_buckets_leave_in_the_order_of_gradients() -> None:
     """Registered 0 .. 5 and used 5 .. 0: planned for 5 first, which comes last, nothing can leave early in round 0."""
-    for first, second, third in run_ranks(_first_launched, 2):
+    for first, second, third in run_pooled(_first_launched, 2):
         assert first == []
         assert {"layers.0.weight", "layers.1.weight", "layers.2.weight", "layers.3.weight"} <= set(second)
         assert second == third
@@ -803,7 +819,7 @@ def _buffers_when_new_ones_are_opened(_: int, world_size: int) -> list[tuple[int
 
 def test_a_new_plan_does_not_take_a_second_set_of_buffers() -> None:
     """The plan that follows the first round's order is laid out when zero_grad() has let go of the old buffers."""
-    assert run_ranks(_buffers_when_new_ones_are_opened, 2) == [[(1, 0)]] * 2
+    assert run_pooled(_buffers_when_new_ones_are_opened, 2) == [[(1, 0)]] * 2
 
 
 # Company
@@ -822,7 +838,7 @@ def _compiled(side: Side) -> Sequence[Any]:
 
 def test_a_compiled_model() -> None:
     """Traced by Dynamo and differentiated ahead of time; run by PyTorch's own kernels, which needs no compiler."""
-    assert_as_one_process(_compiled)
+    assert_as_one_process(_compiled, run=run_ranks)
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "native"])
@@ -876,4 +892,4 @@ def _with_loader(side: Side) -> Sequence[Any]:
 
 
 def test_data_loaders_with_worker_processes() -> None:
-    assert_as_one_process(_with_loader)
+    assert_as_one_process(_with_loader, run=run_ranks)

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_same_on_all_ranks, digest
-from harness import run_ranks
+from grids import grid
+from harness import run_pooled, run_ranks
 from test_optimizer_contract import TINY_MB, Side, assert_as_one_process, attempt, batch, loss_on, small_model, values
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -71,7 +72,7 @@ def _used_twice(rank: int, world_size: int, options: dict[str, Any], is_collecte
 def test_a_reentrant_checkpoint_of_a_layer_that_is_used_twice(options: dict[str, Any], is_collected: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results = run_ranks(_used_twice, 2, options, is_collected, deadline=20)
+        results = run_pooled(_used_twice, 2, options, is_collected, deadline=20)
     if any(error for error, _ in results):
         assert not is_collected
         assert all(_detected(error, "shared.weight", "shared.bias") for error, _ in results), results
@@ -160,11 +161,15 @@ def _autograd_grad(rank: int, world_size: int, options: dict[str, Any], how: str
     return [problem, is_untouched, model.weight.grad.clone(), gradients[0], digest(model.parameters())]
 
 
-@pytest.mark.parametrize("how", ["zeroed", "zeroed in place", "not zeroed"])
-@pytest.mark.parametrize("options", [{}, {"compression": "fp16"}, {"algorithm": "ring"}], ids=str)
+@grid(
+    "how, options",
+    ["zeroed", "zeroed in place", "not zeroed"],
+    [{}, {"compression": "fp16"}, {"algorithm": "ring"}],
+    keep=lambda how, options: not options or how == "zeroed",
+)
 def test_d_torch_autograd_grad(options: dict[str, Any], how: str) -> None:
     """step() refuses; after synchronize() it is the mean."""
-    results = run_ranks(_autograd_grad, 2, options, how, deadline=20)
+    results = run_pooled(_autograd_grad, 2, options, how, deadline=20)
     for problem, is_untouched, *_ in results:
         assert _detected(problem, "weight"), problem
         assert "synchronize" in problem
@@ -192,7 +197,7 @@ def _same_address(rank: int, world_size: int, compression: str | None) -> list[s
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
 def test_d_a_local_gradient_in_the_place_of_a_reduced_one(compression: str | None) -> None:
-    for problems in run_ranks(_same_address, 2, compression, deadline=20):
+    for problems in run_pooled(_same_address, 2, compression, deadline=20):
         assert all(_detected(problem, "weight") for problem in problems), problems
 
 
@@ -249,7 +254,7 @@ _CHANGES = {
 
 def test_e_parameters_that_change_past_the_wrapper() -> None:
     """What is only put in another order goes on."""
-    results = run_ranks(_changed_past_the_wrapper, 2, deadline=20)
+    results = run_pooled(_changed_past_the_wrapper, 2, deadline=20)
     for how, fragment in _CHANGES.items():
         for error, _ in (result[how] for result in results):
             assert error.startswith("GradientError: ") == bool(fragment), error
@@ -293,7 +298,7 @@ def _unfrozen_on_one(rank: int, world_size: int) -> str:
 
 
 def test_f_unfreezing_on_one_rank_only_is_an_error_on_all() -> None:
-    for problem in run_ranks(_unfrozen_on_one, 2, deadline=20):
+    for problem in run_pooled(_unfrozen_on_one, 2, deadline=20):
         assert problem.split(":")[0] in ("GradientError", "PlanMismatchError", "PeerTimeoutError"), problem
 
 
@@ -335,9 +340,12 @@ def _wide_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 10_000), nn.Tanh(), nn.Linear(10_000, 2)).double()
 
 
-@pytest.mark.parametrize("bucket_mb", [TINY_MB, 25.0], ids=["several buckets", "one bucket"])
-@pytest.mark.parametrize("model_of", [small_model, _wide_model])
-@pytest.mark.parametrize("how", ["wrapper", "wrapped", "wrapped, zeroed", "others", "others, zeroed"])
+@grid(
+    "how, model_of, bucket_mb",
+    ["wrapper", "wrapped", "wrapped, zeroed", "others", "others, zeroed"],
+    [small_model, _wide_model],
+    [TINY_MB, 25.0],
+)
 def test_g_hooks_that_step_in_the_middle_of_backward(
     how: str, model_of: Callable[[], nn.Module], bucket_mb: float
 ) -> None:
@@ -391,7 +399,7 @@ def _drifting(rank: int, world_size: int, how: str, culprit: int) -> dict[str, A
 )  # fmt: skip
 def test_h_replicas_that_are_made_different(how: str, latest: int, culprit: int) -> None:
     """Noticed at once where PyTorch counts the change, and within 200 steps otherwise."""
-    results = run_ranks(_drifting, 2, how, culprit)
+    results = run_pooled(_drifting, 2, how, culprit)
     assert results[0]["step"] == results[1]["step"]
     for seen in results:
         assert seen["step"] is not None
@@ -432,7 +440,7 @@ def _converted_with_gradients(rank: int, size: int) -> str:
 
 
 def test_h_a_model_that_is_converted_with_its_gradients_is_refused() -> None:
-    for text in run_ranks(_converted_with_gradients, 2):
+    for text in run_pooled(_converted_with_gradients, 2):
         assert "is not what it was when it was wrapped (its gradient, now torch.float64" in text
 
 
@@ -457,7 +465,7 @@ def _mended(rank: int, world_size: int) -> list[str]:
 
 
 def test_h_drift_can_be_mended_as_the_error_says() -> None:
-    results = run_ranks(_mended, 2)
+    results = run_pooled(_mended, 2)
     for *problems, _ in results:
         assert [bool(problem) for problem in problems].count(True) == 1
         assert "broadcast_parameters" in "".join(problems)
@@ -496,7 +504,7 @@ def _poisoned(rank: int, world_size: int, value: float, where: int, options: dic
     ids=str,
 )  # fmt: skip
 def test_i_nan_on_one_rank_names_it(value: float, where: int, options: dict[str, Any]) -> None:
-    results = run_ranks(_poisoned, 3, value, where, options)
+    results = run_pooled(_poisoned, 3, value, where, options)
     for seen in results:
         assert seen["step"] == 1
         assert seen["untouched"]
@@ -520,6 +528,6 @@ def _poisoned_embedding(rank: int, world_size: int) -> str:
 
 
 def test_i_nan_in_a_sparse_gradient() -> None:
-    for problem in run_ranks(_poisoned_embedding, 2):
+    for problem in run_pooled(_poisoned_embedding, 2):
         assert _detected(problem, "weight")
         assert "rank 1" in problem

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, digest
-from harness import run_ranks
+from harness import run_pooled, run_ranks
 from torch import Tensor
 
 import torchring
@@ -90,18 +90,18 @@ def _cases(rank: int, world_size: int, rows: Sequence[Sequence[int]], overlap: s
 
 @pytest.mark.parametrize("what", CASES)
 def test_equals_the_dense_result(what: str) -> None:
-    first, second = run_ranks(_cases, 2, CASES[what], "inline")
+    first, second = run_pooled(_cases, 2, CASES[what], "inline")
     assert first == second
     assert len(set(first)) == 2
 
 
 def test_equals_the_dense_result_with_a_thread() -> None:
-    first, second = run_ranks(_cases, 2, CASES["duplicates on both"], "thread")
+    first, second = run_pooled(_cases, 2, CASES["duplicates on both"], "thread")
     assert first == second
 
 
 def test_equals_the_dense_result_on_three_ranks() -> None:
-    first, *others = run_ranks(_cases_of_three, 3, "inline")
+    first, *others = run_pooled(_cases_of_three, 3, "inline")
     assert others == [first, first]
 
 
@@ -143,7 +143,7 @@ def _unused_everywhere(rank: int, world_size: int) -> None:
 
 
 def test_unused_on_all_ranks_stays_as_it_is() -> None:
-    run_ranks(_unused_everywhere, 2)
+    run_pooled(_unused_everywhere, 2)
 
 
 def _given_up(rank: int, world_size: int) -> None:
@@ -158,7 +158,7 @@ def _given_up(rank: int, world_size: int) -> None:
 
 
 def test_a_local_gradient_set_to_none_is_forgotten() -> None:
-    run_ranks(_given_up, 2)
+    run_pooled(_given_up, 2)
 
 
 def _accumulated(rank: int, world_size: int) -> str:
@@ -184,7 +184,7 @@ def _accumulated(rank: int, world_size: int) -> str:
 
 
 def test_accumulates_like_a_dense_one() -> None:
-    assert_same_on_all_ranks(run_ranks(_accumulated, 2))
+    assert_same_on_all_ranks(run_pooled(_accumulated, 2))
 
 
 def _sum(rank: int, world_size: int) -> str:
@@ -198,7 +198,7 @@ def _sum(rank: int, world_size: int) -> str:
 
 
 def test_sum() -> None:
-    assert_same_on_all_ranks(run_ranks(_sum, 2))
+    assert_same_on_all_ranks(run_pooled(_sum, 2))
 
 
 def _sum_of_sums(rank: int, world_size: int) -> str:
@@ -225,7 +225,7 @@ def _sum_of_sums(rank: int, world_size: int) -> str:
 
 
 def test_adding_to_a_sum_is_refused_and_starting_afresh_is_right() -> None:
-    for said in run_ranks(_sum_of_sums, 2):
+    for said in run_pooled(_sum_of_sums, 2):
         assert "summed over ranks before" in said
         assert "zero_grad()" in said
 
@@ -287,7 +287,7 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
 
 @pytest.mark.parametrize("is_sum", [False, True])
 def test_what_is_known_of_a_sparse_gradient(is_sum: bool) -> None:
-    run_ranks(_accumulated_directly, 2, is_sum)
+    run_pooled(_accumulated_directly, 2, is_sum)
 
 
 def _sparse_adam(rank: int, world_size: int) -> str:
@@ -305,7 +305,7 @@ def _sparse_adam(rank: int, world_size: int) -> str:
 
 
 def test_sparse_adam_moves_only_touched_rows() -> None:
-    assert_same_on_all_ranks(run_ranks(_sparse_adam, 2))
+    assert_same_on_all_ranks(run_pooled(_sparse_adam, 2))
 
 
 def _bag_and_dtype(rank: int, world_size: int) -> str:
@@ -323,7 +323,7 @@ def _bag_and_dtype(rank: int, world_size: int) -> str:
 
 
 def test_embedding_bag_in_double_precision() -> None:
-    assert_same_on_all_ranks(run_ranks(_bag_and_dtype, 2))
+    assert_same_on_all_ranks(run_pooled(_bag_and_dtype, 2))
 
 
 def _tied(rank: int, world_size: int, used_by: str) -> str:
@@ -343,7 +343,7 @@ def _tied(rank: int, world_size: int, used_by: str) -> str:
 
 @pytest.mark.parametrize("used_by", ["all", "rank 1"])
 def test_tied_to_a_dense_layer_says_what_to_do(used_by: str) -> None:
-    texts = run_ranks(_tied, 2, used_by, deadline=20)
+    texts = run_pooled(_tied, 2, used_by, deadline=20)
     for text in texts:
         assert "table.weight" in text
         assert "sparse=True but has a dense gradient" in text
@@ -361,7 +361,7 @@ def _without_the_model(rank: int, world_size: int) -> str:
 
 
 def test_without_the_model_says_what_to_do() -> None:
-    for text in run_ranks(_without_the_model, 2, deadline=20):
+    for text in run_pooled(_without_the_model, 2, deadline=20):
         assert "sparse gradient; pass the model to torchring.wrap(optimizer, model)" in text
 
 
@@ -402,16 +402,16 @@ def _mended(rank: int, world_size: int) -> None:
 
 
 def test_not_finite_and_mended() -> None:
-    run_ranks(_mended, 2, deadline=20)
+    run_pooled(_mended, 2, deadline=20)
 
 
 @pytest.mark.parametrize("how", ["step", "grad scaler"])
 def test_not_finite(how: str) -> None:
-    run_ranks(_not_finite, 2, how, deadline=20)
+    run_pooled(_not_finite, 2, how, deadline=20)
 
 
 def test_a_world_of_one_leaves_it_to_the_optimizer() -> None:
-    run_ranks(_alone, 1)
+    run_pooled(_alone, 1)
 
 
 def _alone(rank: int, world_size: int) -> None:

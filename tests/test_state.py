@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_bitwise, digest
-from harness import run_ranks
+from harness import run_pooled, run_ranks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torchring
@@ -150,6 +150,6 @@ def _checkpoint(rank: int, size: int, name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_distributed_checkpoint_is_taken_and_loaded_before_the_first_step(name: str) -> None:
-    first, second = run_ranks(_checkpoint, 2, name)
+    first, second = run_pooled(_checkpoint, 2, name)
     assert first[0]
     assert first == second
