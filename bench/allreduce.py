@@ -31,7 +31,8 @@ import torchring
 from torchring.allreduce import Mover, Wire
 from torchring.allreduce.select import open_mover
 from torchring.bench import measure
-from torchring.bench.measure import Spread, Turn, human_bytes
+from torchring.bench.measure import Spread, Turn
+from torchring.doctor.render import human_bytes
 from torchring.launch.arguments import duration
 from torchring.world import default_world
 

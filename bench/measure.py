@@ -369,14 +369,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
 
 
-def human_bytes(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024 or unit == "MiB":
-            return f"{count} {unit}"
-        count //= 1024
-    raise AssertionError
-
-
 def _end_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -110,13 +110,6 @@ def test_a_table_is_aligned_markdown(capsys: pytest.CaptureFixture[str]) -> None
         measure.print_table("Title", ["size", "ms"], [["1 KiB"]])
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (25 << 20, "25 MiB"), (3 << 30, "3072 MiB")]
-)
-def test_human_bytes(count: int, text: str) -> None:
-    assert measure.human_bytes(count) == text
-
-
 def test_json_is_written_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     measure.write_json(None, [{"a": 1}], {})

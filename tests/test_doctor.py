@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torchring import doctor
 from torchring.bench import netns
 from torchring.bench.netns import INTERFACE, Network
 from torchring.doctor import checks, facts, probe, rank
-from torchring.doctor.render import render
+from torchring.doctor.render import human_bytes, render
 from torchring.doctor.report import (
     LEVELS,
     ChoiceFacts,
@@ -38,6 +38,8 @@ from torchring.doctor.report import (
     read,
     verdict,
 )
+from torchring.launch.launcher import Host
+from torchring.launch.signals import noted_signals
 from torchring.rendezvous.addresses import gloo_address
 
 needs_namespaces = pytest.mark.skipif(netns.why_unavailable() is not None, reason=str(netns.why_unavailable()))
@@ -111,7 +113,6 @@ def test_every_finding_has_a_level_and_every_check_something_to_say() -> None:
 
 GPUS = {"gpus": ["H200", "H200"], "gpu_peers": [[True, False], [False, True]]}
 PUBLIC = {"interfaces": [["lo", "127.0.0.1"], ["eth0", "93.184.216.34"]]}
-TRAPPED = {"gloo_address": "127.0.1.1", "interfaces": [["lo", "127.0.0.1"], ["ib0", "192.168.7.1"], ["x", "fe80::1"]]}
 
 
 @pytest.mark.parametrize(
@@ -161,16 +162,8 @@ TRAPPED = {"gloo_address": "127.0.1.1", "interfaces": [["lo", "127.0.0.1"], ["ib
         ),
         (one_host(PUBLIC, store=StoreFacts("10.0.0.1", 1)), "warning", "rendezvous", ["93.184.216.34"]),
         (
-            two_hosts({}, TRAPPED), "wrong", "Gloo",
-            ["rank 1 would listen at 127.0.1.1", "the name node1", "GLOO_SOCKET_IFNAME", "node1 has ib0 (192.168.7.1)"],
-        ),
-        (
             two_hosts({"gloo_address": "8.8.8.8"}), "warning", "Gloo",
             ["rank 0 would listen at a public address (8.8.8.8, 192.168.0.2)"],
-        ),
-        (
-            two_hosts({"gloo_interface": "eth9", "gloo_address": ""}), "wrong", "Gloo",
-            ["GLOO_SOCKET_IFNAME=eth9 on rank 0", "node0 has eth0 (192.168.0.1)"],
         ),
         (
             one_host(paths=[PathFacts("Gloo", [0, 1], 1.0, 1.0, 1, arrived_intact=False)]), "wrong", "transfer",
@@ -191,14 +184,15 @@ def test_what_is_bad_is_found_and_nothing_else(report: Report, level: str, topic
     [
         one_host(PUBLIC, store=StoreFacts("127.0.0.1", 1, ["127.0.0.1"], "torchrun", ["127.0.0.1", "::1"])),
         one_host({}, PUBLIC),  # not where the store is
-        one_host(TRAPPED, TRAPPED),  # nobody else has to reach it
+        one_host({"gloo_address": "127.0.1.1"}),  # no other host has to reach it
+        one_host({"gloo_address": "8.8.8.8"}),  # no other host has to reach it
         one_host({"threads": 2}, {"threads": 2}),
         one_host({"core_limit": 2.0}),
         one_host({"cores": [0]}, {"cores": [1]}),
         one_host({"has_gloo": False}, {"has_gloo": False}),
         one_host({"uid": 0}),  # they share memory all the same
         two_hosts({"network_namespace": "net:[2]"}),
-        two_hosts(TRAPPED, TRAPPED, backend="mpi"),
+        two_hosts({"gloo_address": "8.8.8.8"}, backend="mpi"),
         one_host({"memory_available_bytes": 0}),  # unknown
         one_host(GPUS, GPUS),
     ],
@@ -236,13 +230,6 @@ def test_which_addresses_are_public(address: str, public: bool) -> None:
     assert checks.is_public(address) is public
 
 
-def test_the_network_is_not_tried_where_it_cannot_work() -> None:
-    assert rank.make_plan(two_hosts()) == {"open": True, "network": True, "available_bytes": 8 * GIB}
-    assert rank.make_plan(two_hosts({}, TRAPPED))["network"] is False
-    assert rank.make_plan(two_hosts({}, TRAPPED, backend="mpi"))["network"] is True
-    assert rank.make_plan(one_host(ranks=[healthy(1)]))["open"] is False
-
-
 # Facts of this machine
 
 
@@ -275,33 +262,42 @@ def test_who_listens_at_a_port(family: socket.AddressFamily, address: str) -> No
 
 
 def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of either version; the narrowest of those around a process counts."""
-    outer, inner, first = (tmp_path / name for name in ("outer", "inner", "first"))
+    """The narrowest limit of the groups around a process counts."""
+    outer, inner = tmp_path / "outer", tmp_path / "outer" / "inner"
     for folder, files in {
-        outer: {"cpu.max": "400000 100000", "memory.max": str(4 << 20), "memory.current": str(1 << 20)},
-        inner: {"cpu.max": "max 100000", "memory.max": "max", "memory.current": "0"},
-        first: {
-            "cpu.cfs_quota_us": "150000",
-            "cpu.cfs_period_us": "100000",
-            "memory.limit_in_bytes": str(8 << 20),
-            "memory.usage_in_bytes": str(7 << 20),
-            "memory.stat": f"cache 1\ntotal_inactive_file {1 << 19}\n",
+        outer: {
+            "cpu.max": "150000 100000",
+            "memory.max": str(8 << 20),
+            "memory.current": str(7 << 20),
+            "memory.stat": f"cache 1\ninactive_file {1 << 19}\n",
         },
+        inner: {"cpu.max": "max 100000", "memory.max": "max", "memory.current": "0"},
     }.items():
         folder.mkdir()
         for name, text in files.items():
             (folder / name).write_text(text + "\n")
-    for folders, cores, available, limit in [
-        ([outer, inner], 4.0, 3 << 20, 4 << 20),
+    for folders, cores, limit, available in [
+        ([outer, inner], 1.5, 8 << 20, (1 << 20) + (1 << 19)),
         ([inner], None, None, None),
-        ([first], 1.5, (1 << 20) + (1 << 19), 8 << 20),
-        ([outer, first], 1.5, (1 << 20) + (1 << 19), 4 << 20),
+        ([], None, None, None),
     ]:
-        monkeypatch.setattr(facts, "_control_groups", lambda _, folders=folders: folders)
+        monkeypatch.setattr(facts, "_control_groups", lambda folders=folders: folders)
         assert facts.core_limit() == cores
         found, most = facts.memory_bytes()
         assert most == limit
         assert found == available if available else found > 16 << 20
+
+
+def test_control_groups_that_a_process_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outer").mkdir()
+    monkeypatch.setattr(facts, "_CONTROL_GROUPS", tmp_path)
+    for path, expected in [
+        ("/outer", [tmp_path / "outer", tmp_path]),
+        ("/outer/of_the_host", [tmp_path / "outer", tmp_path]),
+        ("/", [tmp_path]),
+    ]:
+        monkeypatch.setattr(facts, "_read", lambda _, path=path: f"1:cpu:/elsewhere\n0::{path}")
+        assert facts._control_groups() == expected
 
 
 def test_facts_of_this_process_are_plain_data() -> None:
@@ -312,8 +308,7 @@ def test_facts_of_this_process_are_plain_data() -> None:
     assert found.memfd_error is None
     assert ["lo", "127.0.0.1"] in found.interfaces
     assert found.versions["torchring"]
-    report = one_host(ranks=[found])
-    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert read(RankFacts, json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_facts_from_another_version_are_read_as_far_as_they_are_known() -> None:
@@ -368,6 +363,14 @@ def test_the_last_line_is_the_verdict(report: Report, last: str) -> None:
     assert render(report, checks.examine(report)).endswith(f"\n{last}\n")
 
 
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (25 << 20, "25 MiB"), (9 << 30, "9216 MiB")],
+)
+def test_human_bytes(count: int, text: str) -> None:
+    assert human_bytes(count) == text
+
+
 # One rank of several
 
 
@@ -383,7 +386,7 @@ def quickly() -> None:
     """Measure small, and do not wait long: what is tested is what becomes of it."""
     probe.SECONDS = 0.2  # type: ignore[misc]
     probe._LARGEST_BYTES = 4 << 20  # type: ignore[misc]
-    rank._GRACE_SECONDS = rank._FAREWELL_SECONDS = 0.5  # type: ignore[misc]
+    rank._GRACE_SECONDS = rank._STAY_SECONDS = 0.5  # type: ignore[misc]
 
 
 def visit(number: int, _: int, arguments: tuple[str, ...]) -> tuple[int, str]:
@@ -425,7 +428,7 @@ def visit_with_another_torch(number: int, _: int) -> tuple[int, str]:
     quickly()
     if number == 1:
         real = facts.gather
-        rank.gather = lambda i: replace(real(i), versions={**real(i).versions, "torch": "1.0"})
+        rank.gather = lambda i, **_: replace(real(i), versions={**real(i).versions, "torch": "1.0"})
     return call_main("--json", "--timeout", "20")
 
 
@@ -534,78 +537,84 @@ def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[
 # Starting ranks
 
 
-def launched_as(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a shell script stand in for `python -m torchring.cli run ...`."""
-    script = folder / "launcher"
-    script.write_text(f"#!/bin/sh\n{code}\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
+def launcher_that(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, out: str = "", err: str = ""
+) -> list[tuple[Any, ...]]:
+    """Have ranks print this and end with `code`, or when they are told to stop. Returns what they are started with."""
+    calls: list[tuple[Any, ...]] = []
+
+    def start(*arguments: Any) -> int:
+        calls.append(arguments)
+        with noted_signals() as received:
+            os.write(1, out.encode())
+            os.write(2, err.encode())
+            while code is None and not received:
+                time.sleep(0.01)
+        return 128 + received[0] if code is None else code
+
+    monkeypatch.setattr(doctor, "start", start)
+    return calls
 
 
-def handed_over(report: Report) -> str:
-    return f"echo '[1,0]<stdout>: {doctor._MARK}{json.dumps(report.to_json())}'"
-
-
-def test_what_rank_0_hands_over_is_delivered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """With whatever else the ranks print kept away from stdout, and with the report's own verdict."""
-    given = tmp_path / "given"
-    launched_as(f'echo "$@" > {given}; echo hello; {handed_over(one_host())}', tmp_path, monkeypatch)
+def test_what_rank_0_prints_is_delivered(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The report and its exit code, and nothing else that ranks print, on stdout or stderr."""
+    noisy = 'noise {\n{\n "a": {\n  "b": 1\n }\n}\nnoise }\n'
+    calls = launcher_that(monkeypatch, 0, noisy, "warning\n")
+    monkeypatch.setenv("TORCHRING_LAUNCHER", "none")  # or each rank would start others
     arguments = ["-np", "3", "-H", "a:2,b:1", "--env", "A=1", "--env", "B=2", "--backend", "mpi", "--timeout", "7"]
     assert doctor.main([*arguments, "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["size"] == 2
-    words = given.read_text().split()
-    assert words[:3] == ["-m", "torchring.cli", "run"]
-    assert words[3:11] == ["-np", "3", "-H", "a:2,b:1", "--env", "A=1", "--env", "B=2"]
-    assert words[12:] == ["--hand-over", "--backend", "mpi", "--timeout", "7.0"]
-    launched_as(handed_over(one_host(problems=["it broke"])), tmp_path, monkeypatch)
+    assert capfd.readouterr() == ('{\n "a": {\n  "b": 1\n }\n}\n', "")
+    command = [str(doctor._SCRIPT), "--backend", "mpi", "--timeout", "7.0", "--json"]
+    assert calls == [(command, 3, [Host("a", 2), Host("b", 1)], {"A": "1", "B": "2"})]
+    assert "TORCHRING_LAUNCHER" not in os.environ
+
+    calls = launcher_that(monkeypatch, 1, "noise\ntorchring doctor: 2 of 2 ranks\n\n1 thing is wrong.\n")
     assert doctor.main([]) == 1
-    assert "it broke" in capfd.readouterr().out
+    assert capfd.readouterr() == ("torchring doctor: 2 of 2 ranks\n\n1 thing is wrong.\n", "")
+    assert calls == [([str(doctor._SCRIPT), "--backend", "auto", "--timeout", "30.0"], 2, None, {})]
 
 
-def test_ranks_that_leave_no_report_are_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    launched_as(
-        "echo W1121 21:46:58.05 noise >&2; echo rank 1 was killed by SIGSEGV >&2; "
-        "echo 'frame #14: <unknown function>' >&2; exit 139",
-        tmp_path,
-        monkeypatch,
-    )
-    assert doctor.main([]) == 1
-    words = " ".join(capfd.readouterr().out.split())
-    assert (
-        "they ended with exit code 139 before a report; the last that was heard: rank 1 was killed by SIGSEGV" in words
-    )
-
-
-def test_ranks_that_do_not_begin_are_waited_for_only_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    launched_as("exec sleep 100", tmp_path, monkeypatch)
-    monkeypatch.setattr(doctor, "_STARTING_SECONDS", 0.1)
-    assert doctor.main(["--timeout", "0.1"]) == 1
-    assert "ranks were started, but rank 0 did not report" in " ".join(capfd.readouterr().out.split())
-
-
-def test_what_torchring_run_refuses_is_a_usage_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    launched_as("echo no such host >&2; exit 2", tmp_path, monkeypatch)
-    assert doctor.main(["-H", "nowhere:1"]) == 2
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "no such host\n")
-
-
-def test_ranks_that_outlive_their_report_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    launched_as(f"echo $$ > {tmp_path}/pid; {handed_over(one_host())}; exec sleep 60", tmp_path, monkeypatch)
-    monkeypatch.setattr(doctor, "_SETTLE_SECONDS", 0.2)
+def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Although its environment says that it trains alone."""
+    calls = launcher_that(monkeypatch, 0)
+    monkeypatch.setenv("TORCHRING_LAUNCHER", "none")
+    monkeypatch.setenv("TORCHRING_JOB", "a job of torchring run")
     assert doctor.main([]) == 0
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert calls == []
+    assert "1 of 1 ranks" in capfd.readouterr().out
+
+
+def test_ranks_that_leave_no_report_are_one(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    err = "W1121 21:46:58.05 noise\nrank 1 was killed by SIGSEGV\nframe #14: <unknown function>\n"
+    launcher_that(monkeypatch, 139, "noise\n", err)
+    assert doctor.main([]) == 1
+    out, err = capfd.readouterr()
+    text = "they ended with exit code 139 before that; the last lines on stderr: rank 1 was killed by SIGSEGV"
+    assert text in " ".join(out.split())
+    assert "noise" not in out + err
+
+
+@pytest.mark.parametrize("has_report", [False, True])
+def test_ranks_that_do_not_end_are_waited_for_only_a_while(
+    has_report: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher_that(monkeypatch, None, "torchring doctor: found\n" if has_report else "")
+    monkeypatch.setattr(doctor, "_LONGEST_SECONDS", 0.1)
+    assert doctor.main(["--timeout", "0.1"]) == 1
+    out, err = capfd.readouterr()
+    assert (out == "torchring doctor: found\n") is has_report
+    assert ("rank 0 did not report within 0.6 s" in " ".join(out.split())) is not has_report
+    assert err == ""
+
+
+@pytest.mark.parametrize("code", [2, 130, 143])
+def test_without_ranks_the_launcher_says_why(
+    code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """None could be started, or they were told to stop."""
+    launcher_that(monkeypatch, code, "", "torchring run: cannot start the ranks: no memory\nKeyboardInterrupt\n")
+    assert doctor.main([]) == code
+    assert capfd.readouterr() == ("", "torchring run: cannot start the ranks: no memory\n")
 
 
 def environ(**changes: str) -> dict[str, str]:
@@ -702,6 +711,7 @@ def test_between_hosts() -> None:
         codes, report = report_across(network)
         assert codes == [1, 1]
         (wrong,) = [found["text"] for found in report["findings"] if found["level"] == "wrong"]
-        assert "which no other host reaches" in wrong
+        assert "measuring the network failed on ranks 0-1: Gloo on rank 0" in wrong
+        assert "which other hosts cannot reach" in wrong
         assert f"{INTERFACE} ({network.addresses[0]})" in wrong
         assert report["paths"] == report["choices"] == []

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from torchring.bench import measure
 from torchring.bench.gpu import kernels
-from torchring.bench.measure import Spread, human_bytes
+from torchring.bench.measure import Spread
+from torchring.doctor.render import human_bytes
 
 Row = dict[str, Any]
 NO_TIME: Final = "there was no time left"

@@ -14,11 +14,11 @@ The JSON object:
 and the facts, as the dataclasses in `report.py` describe them:
     launcher, size, timeout_seconds, seconds, backend
     store       {host, port, addresses, hosted_by, listens_on} of the rendezvous, or null
-    ranks       [`RankFacts`] of those that showed up
-    hosts       [[rank, ...]]: which share memory
+    ranks       [`RankFacts`] of the ranks that showed up
+    hosts       [[rank, ...]]: the ranks that share memory
     paths       [{kind, ranks, latency_us, gigabytes_per_second, num_bytes, arrived_intact}]
     choices     [{num_bytes, dtype, algorithm, reason, seconds}]: what algorithm="auto" picks for a bucket
-    problems    [text]: what failed on the way
+    problems    [text]: operations that failed
 """
 
 from __future__ import annotations
@@ -30,65 +30,62 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from torchring.doctor.checks import examine
 from torchring.doctor.facts import gather
-from torchring.doctor.rank import visit
+from torchring.doctor.rank import take_part
 from torchring.doctor.render import render
 from torchring.doctor.report import SCHEMA, Report, verdict
 from torchring.errors import RingError, TopologyError
 from torchring.launch.arguments import duration, hosts_of, positive, setting
-from torchring.launch.launcher import Host, LaunchError, share_out
-from torchring.launch.signals import Stopped, signals_raise
-from torchring.rendezvous.environment import read_environment
+from torchring.launch.launcher import LaunchError, start
+from torchring.launch.output import STDERR, STDOUT
+from torchring.rendezvous.environment import CHOICE, JOB, read_environment
 from torchring.world import BACKENDS
 
 _DEFAULT_RANKS: Final = 2
 _DEFAULT_TIMEOUT_SECONDS: Final = 30.0
-_MARK: Final = "torchring-doctor-report "  # begins the line in which rank 0 hands its report to whoever started it
-_BEGUN: Final = "torchring-doctor-begun"  # what rank 0 says first
-_STARTING_SECONDS: Final = 60.0  # until then, on top of the time-out: importing torch takes seconds on an idle machine
-_MEASURING_SECONDS: Final = 90.0  # that a visit may take on top of its time-outs
-_SETTLE_SECONDS: Final = 10.0  # for ranks to end by themselves once there is a report
-_STOP_SECONDS: Final = 50.0  # for `torchring run` to end its ranks; it kills after 40
+_LONGEST_SECONDS: Final = 150.0  # for the start and the measurements, on top of five time-outs
+_SCRIPT: Final = Path(__file__).with_name("__main__.py")
+# Ranks may print before the report, and others after the JSON object.
+_REPORT: Final = re.compile(r"^\{$.*?^\}$\n|^torchring doctor.*", re.MULTILINE | re.DOTALL)
 # What torch's launcher logs, which `torchring run` says shorter, and the frames of its C++ errors.
 _LOGGED: Final = re.compile(r"(\[rank\d+\]:)?[IWE]\d{4} |frame #|<omitting python frames>|Exception raised from ")
 _RANK_KEYS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_STOPPED_CODES: Final = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 
 def main(arguments: Sequence[str]) -> int:
     """`arguments` are those behind "doctor". Returns the exit code; raises SystemExit(2) for a usage error."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.hand_over:
-        print(_BEGUN, flush=True)
     starts_ranks = any(value is not None for value in (options.num_proc, options.hosts, options.hostfile))
     try:
-        # Ranks that are started here are told where they meet; a MASTER_ADDR of the shell's is not for them.
+        # The ranks that are started here get an address of their own: a MASTER_ADDR of the shell's is not for them.
         is_shells = starts_ranks and "WORLD_SIZE" not in os.environ
         launch = read_environment({k: v for k, v in os.environ.items() if k != "MASTER_ADDR" or not is_shells})
     except TopologyError as error:
         if next((os.environ[key] for key in _RANK_KEYS if key in os.environ), "0") != "0":
-            print(f"torchring doctor: {error}", file=sys.stderr)  # in the report, rank 0 says it
+            print(f"torchring doctor: {error}", file=sys.stderr)  # rank 0 has the error in its report
             return 1
         return _deliver(options, Report(launcher="?", ranks=[gather(0)], problems=[error.message]))
     if launch.size > 1 and starts_ranks:
         parser.error(f"{launch.launcher} has started {launch.size} ranks already; leave -np, -H and --hostfile out")
-    if launch.size == 1 and (starts_ranks or launch.launcher == "none"):
+    if launch.size == 1 and (starts_ranks or (launch.launcher == "none" and JOB not in os.environ)):
         try:
-            share_out(hosts_of(options) or [Host("localhost", options.num_proc or _DEFAULT_RANKS)], options.num_proc)
+            return _start(options)
         except LaunchError as error:
             parser.error(str(error))
-        return _start(options)
     try:
-        return visit(launch, options.backend, options.timeout, functools.partial(_deliver, options))
+        return take_part(launch, options.backend, options.timeout, functools.partial(_deliver, options))
     except RingError as error:
         print(f"torchring doctor: {error}", file=sys.stderr)
         return 1
@@ -117,20 +114,16 @@ def _parser() -> argparse.ArgumentParser:
         help="how long to wait for a rank that does not come (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
-    parser.add_argument("--hand-over", action="store_true", help=argparse.SUPPRESS)  # to `_start`
     return parser
 
 
 def _deliver(options: argparse.Namespace, report: Report) -> int:
-    """Print the report, or hand it over; the exit code."""
-    if options.hand_over:
-        print(f"{_MARK}{json.dumps(report.to_json())}", flush=True)
-        return 0
+    """Print the report. Returns the exit code."""
     findings = examine(report)
     judged = verdict(findings)
     if options.json:
         found = [vars(finding) for finding in findings]
-        print(json.dumps({"schema": SCHEMA, "verdict": judged, "findings": found, **report.to_json()}, indent=1))
+        print(json.dumps({"schema": SCHEMA, "verdict": judged, "findings": found, **asdict(report)}, indent=1))
     else:
         print(render(report, findings), end="")
     sys.stdout.flush()
@@ -138,74 +131,49 @@ def _deliver(options: argparse.Namespace, report: Report) -> int:
 
 
 def _start(options: argparse.Namespace) -> int:
-    """Have `torchring run` start ranks, and deliver what their rank 0 hands over."""
-    command = [sys.executable, "-m", "torchring.cli", "run"]
-    if options.num_proc is not None or not (options.hosts or options.hostfile):
-        command += ["-np", str(options.num_proc or _DEFAULT_RANKS)]
-    command += ["-H", options.hosts] if options.hosts else []
-    command += ["--hostfile", options.hostfile] if options.hostfile else []
-    command += [part for name, value in options.env for part in ("--env", f"{name}={value}")]
-    script = Path(__file__).with_name("__main__.py")
-    command += [str(script), "--hand-over", "--backend", options.backend, "--timeout", str(options.timeout)]
-    deadline = time.monotonic() + options.timeout + _STARTING_SECONDS
-    has_begun = False
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, signals_raise():
-        # Files, because a rank that hangs would keep a pipe open.
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
-        try:
-            while (line := _handed_over(out.fileno())) is None and process.poll() is None:
-                if not has_begun and _BEGUN in _printed(out.fileno()):
-                    has_begun = True
-                    deadline = time.monotonic() + 4 * options.timeout + _MEASURING_SECONDS
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.05)
-            ended = process.poll()
-            line = line or _handed_over(out.fileno())
-            report = None if line is None else Report.from_json(json.loads(line))
-            # A rank that has shown up ends by itself.
-            if report is not None and len(report.ranks) == report.size:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_SETTLE_SECONDS)
-        except Stopped as stop:
-            return 128 + stop.number
-        finally:
-            with contextlib.suppress(Stopped):  # a second one ends the wait
-                _stop(process)
-        said = os.pread(err.fileno(), 1 << 20, 0).decode(errors="replace")
-    if report is None and ended == 2:  # `torchring run` refused the options, or found no way to start
-        sys.stderr.write(said)
-        return 2
-    if report is None:
-        how = "rank 0 did not report" if ended is None else f"they ended with exit code {ended} before a report"
-        problem = f"ranks were started, but {how}; the last that was heard: {_last_lines(said)}"
-        report = Report(launcher="torchring run", problems=[problem])
-    return _deliver(options, report)
+    """Start ranks as `torchring run` does, and print the report of their rank 0. Raises LaunchError."""
+    hosts = hosts_of(options)
+    num_proc = options.num_proc if hosts or options.num_proc else _DEFAULT_RANKS
+    command = [str(_SCRIPT), "--backend", options.backend, "--timeout", str(options.timeout)]
+    command += ["--json"] if options.json else []
+    os.environ.pop(CHOICE, None)  # TORCHRING_LAUNCHER=none of the shell's would have each rank start others
+    seconds = _LONGEST_SECONDS + 5 * options.timeout
+    deadline = time.monotonic() + seconds
+    stop = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))  # which `start` passes on to the ranks
+    stop.daemon = True
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with _redirected(STDOUT, out), _redirected(STDERR, err):
+            stop.start()
+            try:
+                code = start(command, num_proc, hosts, dict(options.env))
+            finally:
+                is_late = time.monotonic() >= deadline
+                stop.cancel()
+        printed, said = (os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace") for file in (out, err))
+    if report := _REPORT.search(printed):
+        print(report[0], end="", flush=True)
+        return 1 if code or is_late else 0
+    if not is_late and (code == 2 or code in _STOPPED_CODES):  # no rank could be started, or Ctrl-C
+        lines = said.splitlines(keepends=True)
+        sys.stderr.write("".join(line for line in lines if line.startswith("torchring run: ")))
+        return code
+    how = f"rank 0 did not report within {seconds:g} s" if is_late else f"they ended with exit code {code} before that"
+    problem = f"ranks were started, but there is no report: {how}; the last lines on stderr: {_last_lines(said)}"
+    return _deliver(options, Report(launcher="torchring run", problems=[problem]))
 
 
-def _handed_over(descriptor: int) -> str | None:
-    """The report's line in what the ranks have printed so far."""
-    for line in _printed(descriptor).splitlines(keepends=True):
-        _, mark, rest = line.partition(_MARK)  # mpirun may put a rank's name before it
-        if mark and line.endswith("\n"):
-            return rest
-    return None
-
-
-def _printed(descriptor: int) -> str:
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+@contextlib.contextmanager
+def _redirected(descriptor: int, file: IO[bytes]) -> Iterator[None]:
+    """Inside, what this process and its children write to `descriptor` goes to `file`."""
+    before = os.dup(descriptor)
+    os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(before, descriptor)
+        os.close(before)
 
 
 def _last_lines(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not _LOGGED.match(line)]
-    return " | ".join(lines[-5:]) or "nothing"
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    return " | ".join(lines[-5:]) or "none"

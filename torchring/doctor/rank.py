@@ -1,16 +1,17 @@
-"""One rank's part: it tells rank 0 what it knows, measures with the others, and learns how it went.
+"""One rank's part: it tells rank 0 what it knows, measures with the other ranks, and learns the verdict.
 
-Whatever can fail is a stage that every rank reports on, so that a rank that fails, dies or hangs there is named and the
-others go no further; nobody waits for another longer than the time-out and a few seconds.
+Measuring goes in stages, and every rank says how each stage ended. So rank 0 can name a rank that fails, dies or hangs
+in a stage, and the others start no further stage. No rank waits for another longer than the time-out and a few seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torchring import world as worlds
 from torchring.allreduce.select import choose
 from torchring.doctor import probe
-from torchring.doctor.checks import check_gloo_addresses, name_ranks
+from torchring.doctor.checks import name_ranks
 from torchring.doctor.facts import gather, listening_addresses
 from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts, read
 from torchring.errors import RingError, TopologyError
@@ -32,99 +33,82 @@ from torchring.world import Backend, World
 BUCKETS: Final = tuple(
     (num_bytes, dtype) for dtype in (torch.float32, torch.bfloat16) for num_bytes in (64 << 10, 1 << 20, 25 << 20)
 )
-_GRACE_SECONDS: Final = 5.0  # for others' time-outs, which end with this rank's
+_GRACE_SECONDS: Final = 5.0  # the time-outs of the other ranks may end a little later than this rank's
 _POLL_SECONDS: Final = 0.01
-_FAREWELL_SECONDS: Final = 3.0
+_STAY_SECONDS: Final = 3.0  # for the other ranks to read the exit code, if rank 0 hosts the store
 
 
-class Board:
-    """Notes that ranks leave for each other in the rendezvous store."""
+def take_part(
+    launch: LaunchEnvironment, backend: Backend, timeout_seconds: float, finish: Callable[[Report], int]
+) -> int:
+    """Collective. Rank 0 passes its report to `finish`, and every rank returns the exit code that `finish` returns.
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
-        self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
-        self._rendezvous = Rendezvous(PrefixStore("doctor", store), rank, size, timeout_seconds)
-
-    def publish(self, topic: str, note: object) -> None:
-        self._rendezvous.publish(f"{topic}/{self.rank}", json.dumps(note).encode())
-
-    def collect(self, topic: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """{rank: its note}, when all are there or the time is over; whoever left none is missing."""
-        deadline = time.monotonic() + seconds
-        found: dict[int, Any] = {}
-        missing = set(ranks)
-        while missing:
-            for rank in sorted(missing):
-                if self._rendezvous.is_published(key := f"{topic}/{rank}"):
-                    found[rank] = json.loads(self._rendezvous.fetch(key, rank))
-            missing -= found.keys()
-            if missing and time.monotonic() > deadline:
-                break
-            if missing:
-                time.sleep(_POLL_SECONDS)
-        return dict(sorted(found.items()))
-
-
-@dataclass
-class _Gathered:
-    """What the stages have found, on every rank."""
-
-    problems: list[str] = field(default_factory=list)
-    hosts: list[list[int]] = field(default_factory=list)
-    paths: list[PathFacts] = field(default_factory=list)
-    choices: list[ChoiceFacts] = field(default_factory=list)
-
-
-def visit(launch: LaunchEnvironment, backend: Backend, timeout_seconds: float, finish: Callable[[Report], int]) -> int:
-    """Collective. Rank 0 passes its report to `finish`; what that returns is returned on every rank.
-
-    Raises a RingError on a rank other than 0 that cannot reach it.
+    Raises a RingError on a rank other than 0 that cannot reach rank 0.
     """
     started = time.monotonic()
-    report = Report(
-        launcher=launch.launcher, size=launch.size, timeout_seconds=timeout_seconds, backend=backend_for(backend)
-    )
-    facts = gather(launch.rank)
+    engine = "gloo" if backend == "auto" else backend
+    report = Report(launch.launcher, launch.size, timeout_seconds, backend=engine)
+    report.ranks.append(gather(launch.rank, joins_mpi=launch.over_mpi or backend == "mpi"))
     try:
         store = worlds.launcher_store(launch, timeout_seconds)
     except RingError as error:
         if launch.rank != 0:
             raise
-        return finish(replace(report, ranks=[facts], problems=[error.message]))
+        report.problems.append(error.message)
+        return finish(report)
     if store is None:
-        return finish(replace(report, ranks=[facts], hosts=[[0]], seconds=time.monotonic() - started))
-    board = Board(store, launch.rank, launch.size, timeout_seconds)
-    board.publish("facts", asdict(facts))
-    if launch.rank != 0:
-        plan = board.collect("plan", [0], 2 * timeout_seconds).get(0)
-        if plan is None:
-            raise TopologyError(f"rank 0 did not show up within {2 * timeout_seconds:g} s", rank=launch.rank)
-        _measure(board, plan, backend)
-        return _leave(board)
-
-    notes = board.collect("facts", range(launch.size), timeout_seconds)
-    report = replace(report, ranks=[read(RankFacts, note) for note in notes.values()], store=_describe(launch, store))
-    plan = make_plan(report)
-    board.publish("plan", plan)
-    gathered = _measure(board, plan, backend)
-    code = finish(replace(report, **vars(gathered), seconds=time.monotonic() - started))
-    board.publish("code", code)
-    board.collect("farewell", [rank for rank in notes if rank != 0], _FAREWELL_SECONDS)  # this may host the store
+        report.hosts = [[0]]
+        report.seconds = time.monotonic() - started
+        return finish(report)
+    rendezvous = Rendezvous(PrefixStore("doctor", store), launch.rank, launch.size, timeout_seconds)
+    rendezvous.store_host = None if launch.store_is_hosted else 0
+    _publish(rendezvous, "facts", asdict(report.ranks[0]))
+    if launch.rank == 0:
+        facts = _collect(rendezvous, "facts", range(launch.size), timeout_seconds)
+        report.ranks = [read(RankFacts, of_rank) for of_rank in facts.values()]
+        report.store = _describe(launch, store)
+        available = min(rank.memory_available_bytes for rank in report.ranks)
+        _publish(rendezvous, "plan", {"all_are_here": len(facts) == launch.size, "available_bytes": available})
+    plan = _collect(rendezvous, "plan", [0], 2 * timeout_seconds).get(0)
+    if plan is None:
+        raise TopologyError(f"rank 0 did not show up within {2 * timeout_seconds:g} s", rank=launch.rank)
+    if plan["all_are_here"]:
+        _measure(rendezvous, report, plan["available_bytes"], backend)
+    left = [f"left/{rank.rank}" for rank in report.ranks if rank.rank != 0]
+    if launch.rank == 0:
+        report.seconds = time.monotonic() - started
+        code = finish(report)
+        rendezvous.publish("code", str(code).encode())
+        rendezvous.stay_until_published(left, _STAY_SECONDS)
+    else:
+        code = int(rendezvous.fetch("code", 0))
+        with contextlib.suppress(RingError):  # rank 0 may have gone, and the store with it
+            rendezvous.publish(left[0], b"")
     return code
 
 
-def make_plan(report: Report) -> dict[str, Any]:
-    """What rank 0 has everybody do: whether to measure at all, across the network, and with how much memory."""
-    return {
-        "open": len(report.ranks) == report.size,
-        # Gloo would try to connect to itself until the time-out, and what is wrong is known already.
-        "network": report.backend != "gloo" or all(found.level != "wrong" for found in check_gloo_addresses(report)),
-        "available_bytes": min(rank.memory_available_bytes for rank in report.ranks),
-    }
+def _publish(rendezvous: Rendezvous, topic: str, value: object) -> None:
+    rendezvous.publish(f"{topic}/{rendezvous.rank}", json.dumps(value).encode())
 
 
-def backend_for(backend: Backend) -> str:
-    """What `init` makes of it."""
-    return "gloo" if backend == "auto" else backend
+def _collect(rendezvous: Rendezvous, topic: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
+    """{rank: what it published}, once all are there or `seconds` have passed. Ranks that published nothing are absent.
+
+    `Rendezvous.all_gather` would raise for the first rank that is absent, and not tell of the others.
+    """
+    deadline = time.monotonic() + seconds
+    found: dict[int, Any] = {}
+    missing = set(ranks)
+    while missing:
+        for rank in sorted(missing):
+            if rendezvous.is_published(key := f"{topic}/{rank}"):
+                found[rank] = json.loads(rendezvous.fetch(key, rank))
+        missing -= found.keys()
+        if missing and time.monotonic() > deadline:
+            break
+        if missing:
+            time.sleep(_POLL_SECONDS)
+    return dict(sorted(found.items()))
 
 
 def _describe(launch: LaunchEnvironment, store: Store) -> StoreFacts:
@@ -136,57 +120,48 @@ def _describe(launch: LaunchEnvironment, store: Store) -> StoreFacts:
     return StoreFacts(host, port, resolve(host), hosted_by, listening_addresses(port))
 
 
-def _measure(board: Board, plan: Mapping[str, Any], backend: Backend) -> _Gathered:
-    """Collective: the stages, up to the first in which a rank failed."""
-    gathered = _Gathered()
-    if not plan["open"]:
-        return gathered
+def _measure(rendezvous: Rendezvous, report: Report, available_bytes: int, backend: Backend) -> None:
+    """Collective. Runs stages up to the first one in which a rank fails, and adds to `report` what they find."""
+    stages: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        ("joining the ranks", lambda: _join(backend, rendezvous.timeout_seconds)),
+        ("measuring shared memory", lambda: _paths(_shared(worlds.default_world(), available_bytes))),
+        ("measuring the network", lambda: _paths(_network(worlds.default_world()))),
+        ("asking what algorithm='auto' picks", lambda: _choices(worlds.default_world())),
+    ]
     try:
-        opened: list[World] = []
-        stages: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-            ("joining the ranks", lambda: _open(board, backend, opened)),
-            ("measuring shared memory", lambda: _paths(_shared(opened[0], plan["available_bytes"]))),
-        ]
-        if plan["network"]:
-            stages += [
-                ("measuring the network", lambda: _paths(_network(opened[0]))),
-                ("asking what algorithm='auto' picks", lambda: {"choices": [asdict(c) for c in _choices(opened[0])]}),
-            ]
         for label, stage in stages:
-            if not _together(board, label, stage, gathered):
+            if not _run_stage(rendezvous, report, label, stage):
                 break
     finally:
         worlds.shutdown()
-    return gathered
 
 
-def _together(board: Board, label: str, stage: Callable[[], dict[str, Any]], gathered: _Gathered) -> bool:
-    """Run a stage and add what all ranks found in it. Returns whether it went well everywhere."""
+def _run_stage(rendezvous: Rendezvous, report: Report, label: str, stage: Callable[[], dict[str, Any]]) -> bool:
+    """Run a stage, and add to `report` what it found on all ranks. Returns whether it succeeded on every rank."""
     try:
-        note = stage()
-    except Exception as problem:  # whatever it is, it belongs into the report, and nobody shall wait for this rank
-        note = {"error": problem.message if isinstance(problem, RingError) else f"{type(problem).__name__}: {problem}"}
-    board.publish(label, note)
-    notes = board.collect(label, range(board.size), board.timeout_seconds + _GRACE_SECONDS)
+        result = stage()
+    except Exception as error:  # every error belongs into the report, and no rank shall wait for this one
+        result = {"error": error.message if isinstance(error, RingError) else f"{type(error).__name__}: {error}"}
+    _publish(rendezvous, label, result)
+    results = _collect(rendezvous, label, range(rendezvous.size), rendezvous.timeout_seconds + _GRACE_SECONDS)
     failures: dict[str, list[int]] = defaultdict(list)
-    for rank, found in notes.items():
+    for rank, found in results.items():
         if "error" in found:
             failures[found["error"]].append(rank)
-        gathered.paths += [read(PathFacts, item) for item in found.get("paths", [])]
-    first = notes.get(0, {})
-    gathered.hosts = first.get("hosts", gathered.hosts)
-    gathered.choices += [read(ChoiceFacts, item) for item in first.get("choices", [])]
-    silent = [rank for rank in range(board.size) if rank not in notes]
+        report.paths += [read(PathFacts, item) for item in found.get("paths", [])]
+    of_first = results.get(0, {})
+    report.hosts = of_first.get("hosts", report.hosts)
+    report.choices += [read(ChoiceFacts, item) for item in of_first.get("choices", [])]
+    silent = [rank for rank in range(rendezvous.size) if rank not in results]
     if silent:
-        gathered.problems.append(f"{name_ranks(silent)} stopped answering while {label}")
-    for error, ranks in failures.items():
-        gathered.problems.append(f"{label} failed on {name_ranks(ranks)}: {error}")
+        report.problems.append(f"{name_ranks(silent)} stopped answering while {label}")
+    for text, ranks in failures.items():
+        report.problems.append(f"{label} failed on {name_ranks(ranks)}: {text}")
     return not silent and not failures
 
 
-def _open(board: Board, backend: Backend, opened: list[World]) -> dict[str, Any]:
-    opened.append(worlds.init(backend, timeout_seconds=board.timeout_seconds))
-    return {"hosts": [list(ranks) for ranks in opened[0].hosts]}
+def _join(backend: Backend, timeout_seconds: float) -> dict[str, Any]:
+    return {"hosts": [list(ranks) for ranks in worlds.init(backend, timeout_seconds=timeout_seconds).hosts]}
 
 
 def _shared(world: World, available_bytes: int) -> list[PathFacts]:
@@ -201,22 +176,14 @@ def _network(world: World) -> list[PathFacts]:
         transport.close()
 
 
-def _choices(world: World) -> list[ChoiceFacts]:
+def _choices(world: World) -> dict[str, Any]:
     found = []
     for num_bytes, dtype in BUCKETS:
         choice = choose(world, [(num_bytes // dtype.itemsize, dtype)])
         name = str(dtype).removeprefix("torch.")
         found.append(ChoiceFacts(num_bytes, name, choice.algorithm, choice.reason, dict(choice.seconds)))
-    return found
+    return {"choices": [asdict(choice) for choice in found]}
 
 
 def _paths(paths: list[PathFacts]) -> dict[str, Any]:
     return {"paths": [asdict(path) for path in paths]}
-
-
-def _leave(board: Board) -> int:
-    code = board.collect("code", [0], board.timeout_seconds + _GRACE_SECONDS).get(0)
-    if code is None:
-        raise TopologyError("rank 0 did not finish its report", rank=board.rank)
-    board.publish("farewell", "")
-    return int(code)

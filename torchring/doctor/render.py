@@ -40,7 +40,7 @@ def human_bytes(count: int) -> str:
     """65536 -> "64 KiB"."""
     for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
-            return f"{count / size:.4g} {unit}"
+            return f"{round(count / size, 2):g} {unit}"
     return f"{count} B"
 
 

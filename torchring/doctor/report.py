@@ -1,20 +1,20 @@
-"""What `torchring doctor` knows, as plain data that travels as JSON: facts of ranks, paths and choices; findings."""
+"""What `torchring doctor` knows, as plain data: facts about ranks, paths and choices, and findings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeVar
 
 SCHEMA: Final = 1
-LEVELS: Final = ("ok", "note", "warning", "wrong")  # from good to bad; a note is a fact that has no verdict
+LEVELS: Final = ("ok", "note", "warning", "wrong")  # from good to bad; a note is a fact without a verdict
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has to say: `level` is one of LEVELS, `topic` one word, `text` says what to do where that is bad."""
+    """What a check found: `level` is one of LEVELS, `topic` is one word. If `level` is bad, `text` says what to do."""
 
     level: str
     topic: str
@@ -23,24 +23,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank found out about itself, alone. Every field but `rank` has a value for "unknown".
+    """What one rank knows about itself without the others. Every field but `rank` has a value for "unknown".
 
     Attributes:
         boot: equal on ranks under the same running kernel, containers included.
-        network_namespace: of the process, as Linux numbers them; "" where it does not say.
-        versions: {package: version or None where it is not installed}, "python" included.
-        platform: processor and C library; ranks share memory only where it is equal.
-        cores: that the process may run on.
+        network_namespace: the namespace of the process, as Linux numbers it.
+        versions: {package: version}, "python" included. The version is None for a package that is not installed.
+        platform: processor and C library. Ranks with different platforms share no memory.
+        cores: numbers of the cores that the process may run on.
         core_limit: processor time that a control group (a container) grants, in cores; None without a limit.
-        threads: that torch computes with.
-        memory_available_bytes: what is free, or what a control group has left if that is less; 0 if unknown.
-        memory_limit_bytes: that of the control group.
+        threads: number of threads that torch computes with.
+        memory_available_bytes: free memory of the machine or of the control group, whichever is less; 0 if unknown.
+        memory_limit_bytes: limit of the control group.
         gpu_peers: [i][j]: whether GPU i reaches GPU j's memory.
-        memfd_error: why memory without a name cannot be made here, None if it can.
-        mpi: the version that the MPI library states; None without mpi4py, "" where mpi4py does not load.
-        interfaces: [name, address] pairs of those that are up: the first IPv4 address of each, all IPv6 ones.
+        memfd_error: why memfd_create fails here; None if it works.
+        mpi: version of the MPI library; None without mpi4py, "" if mpi4py does not load.
+        interfaces: [name, address] pairs: the first IPv4 address of each interface, all IPv6 ones.
         gloo_interface: GLOO_SOCKET_IFNAME; None if not set.
-        gloo_address: at which Gloo will listen; "" if GLOO_SOCKET_IFNAME names no interface that has one.
+        gloo_address: where Gloo will listen; "" if the interface in GLOO_SOCKET_IFNAME does not exist.
     """
 
     rank: int
@@ -75,13 +75,13 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """Where ranks met.
+    """The rendezvous store.
 
     Attributes:
-        host: name or address, as the ranks were told.
-        addresses: what it resolves to, on rank 0.
+        host: name or address, as the launcher told the ranks.
+        addresses: what `host` resolves to on rank 0.
         hosted_by: "rank 0", or the launcher.
-        listens_on: addresses, as rank 0's machine shows them; empty if unknown.
+        listens_on: the addresses at which a process on rank 0's machine listens; empty if unknown.
     """
 
     host: str
@@ -93,14 +93,14 @@ class StoreFacts:
 
 @dataclass(frozen=True)
 class PathFacts:
-    """How fast one path is between these ranks.
+    """How fast these ranks communicate over one kind of path.
 
     Attributes:
         kind: "shared memory", "Gloo" or "MPI".
-        latency_us: half a round trip of 8 bytes; in shared memory, one all-reduce of 1 KiB.
-        gigabytes_per_second: in each direction, both at once, in transfers of `num_bytes`; in shared memory, bytes over
-            time of an all-reduce.
-        arrived_intact: whether what arrived was what had been sent.
+        latency_us: half a round trip of 8 bytes; in shared memory, the time of an all-reduce of 1 KiB.
+        gigabytes_per_second: in each direction, while both are in use, in transfers of `num_bytes`. In shared memory:
+            bytes over time of an all-reduce.
+        arrived_intact: whether the data arrived unchanged.
     """
 
     kind: str
@@ -113,7 +113,7 @@ class PathFacts:
 
 @dataclass(frozen=True)
 class ChoiceFacts:
-    """What algorithm="auto" takes for a bucket of this size; `seconds` per candidate, empty if nothing was measured."""
+    """What algorithm="auto" picks for a bucket. `seconds` has a time per candidate, or nothing if none was measured."""
 
     num_bytes: int
     dtype: str
@@ -122,16 +122,18 @@ class ChoiceFacts:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
-    """Everything, without a verdict. `checks.examine` gives that.
+    """All facts, as they are gathered. `checks.examine` judges them.
 
     Attributes:
-        launcher: what started the ranks, as torchring reads the environment.
-        size: ranks that were asked for.
-        ranks: those that showed up, ascending.
+        launcher: the launcher that started the ranks, as torchring reads the environment.
+        size: number of ranks that the launcher started.
+        timeout_seconds: how long rank 0 waits for the others.
+        seconds: that the whole report took.
+        ranks: the ranks that showed up, in ascending order.
         hosts: ranks grouped by shared memory; empty if the world could not be opened.
-        problems: what failed, in words.
+        problems: operations that failed, in words.
     """
 
     launcher: str = "none"
@@ -146,25 +148,9 @@ class Report:
     choices: list[ChoiceFacts] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Report:
-        whole = read(Report, data)
-        return Report(
-            **{
-                **vars(whole),
-                "store": read(StoreFacts, data["store"]) if data.get("store") else None,
-                "ranks": [read(RankFacts, item) for item in data.get("ranks", [])],
-                "paths": [read(PathFacts, item) for item in data.get("paths", [])],
-                "choices": [read(ChoiceFacts, item) for item in data.get("choices", [])],
-            }
-        )
-
 
 def read(kind: type[_T], data: Mapping[str, Any]) -> _T:
-    """A dataclass from JSON. Unknown keys are dropped: a rank with another version of torchring may send some."""
+    """Make a dataclass from JSON. Ignores unknown keys: another rank may have another version of torchring."""
     known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
     return kind(**{key: value for key, value in data.items() if key in known})
 
