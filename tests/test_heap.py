@@ -1,14 +1,15 @@
-"""Freed gradients stay with the process: counted in page faults, in processes of their own."""
+"""Freed gradients stay with the process: counted in page faults, in processes that have freed none yet."""
 
 from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
+import resource
 import types
 
 import pytest
+import torch
+from harness import run_ranks
 
 from torchring.memory import heap
 
@@ -18,39 +19,26 @@ NUM_PAGES = 48 * MIB // PAGE
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is tuned through glibc's mallopt")
 
-PROGRAM = """
-import resource, sys
-import torch
-from torchring.memory import heap
 
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def _faults(rank: int, world_size: int, calls: list[list[int]], num_bytes: int) -> list[int]:
+    def step() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.zeros(num_bytes, dtype=torch.uint8)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-def step(num_bytes):
-    before = faults()
-    torch.zeros(num_bytes, dtype=torch.uint8)
-    return faults() - before
-
-for call in eval(sys.argv[1]):
-    heap.keep_freed(call)
-for _ in range(40):  # until the heap has grown to where blocks fit, beside small ones that stay
-    step(int(sys.argv[2]))
-print(*(step(int(sys.argv[2])) for _ in range(4)))
-"""
+    for call in calls:
+        heap.keep_freed(call)
+    for _ in range(40):  # until the heap has grown to where blocks fit, beside small ones that stay
+        step()
+    return [step() for _ in range(4)]
 
 
 def faults(calls: list[list[int]], num_bytes: int, **environ: str) -> list[int]:
     """Page faults of taking, touching and freeing a block, four times, after some that do not count."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, repr(calls), str(num_bytes)],
-        env=clean | environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return [int(word) for word in ran.stdout.split()]
+    env: dict[str, str | None] = {k: None for k in os.environ if k.startswith("MALLOC_") or k == "GLIBC_TUNABLES"}
+    # The C library reads those variables when a process begins.
+    (result,) = run_ranks(_faults, 1, calls, num_bytes, env={**env, **environ}, fresh=bool(environ))
+    return result  # type: ignore[no-any-return]
 
 
 def test_a_block_that_comes_and_goes_is_not_faulted_in_again() -> None:
@@ -78,33 +66,24 @@ def test_a_very_large_gradient_goes_back_and_does_not_raise_the_threshold_for_ot
     assert min(faults([[65 * MIB, 240 * MIB]], 48 * MIB)) > 0.9 * NUM_PAGES
 
 
-HOLES = """
-import sys
-import torch
-from torchring.memory import heap
-
-MIB = 2**20
-heap.keep_freed([60 * MIB])
-heap.give_back()
-before = heap._resident_bytes()
-blocks, between = [], []
-for _ in range(int(sys.argv[1])):
-    blocks.append(torch.ones(30 * MIB, dtype=torch.uint8))
-    between.append(torch.ones(MIB // 4, dtype=torch.uint8))  # these stay
-del blocks
-freed = heap._resident_bytes()
-heap._next_look = 0.0
-heap.give_back()
-print(heap._bound_bytes // MIB, (freed - before) // MIB, (heap._resident_bytes() - before) // MIB)
-"""
+def _holes(rank: int, world_size: int, num_blocks: int) -> tuple[int, int, int]:
+    heap.keep_freed([60 * MIB])
+    heap.give_back()
+    before = heap._resident_bytes()
+    blocks, between = [], []
+    for _ in range(num_blocks):
+        blocks.append(torch.ones(30 * MIB, dtype=torch.uint8))
+        between.append(torch.ones(MIB // 4, dtype=torch.uint8))  # these stay
+    del blocks
+    freed = heap._resident_bytes()
+    heap._next_look = 0.0
+    heap.give_back()
+    return heap._bound_bytes // MIB, (freed - before) // MIB, (heap._resident_bytes() - before) // MIB
 
 
 @pytest.mark.parametrize("num_blocks", [4, 12])
 def test_free_memory_between_blocks_in_use_is_given_back_where_it_is_more_than_gradients_take(num_blocks: int) -> None:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
-    command = [sys.executable, "-c", HOLES, str(num_blocks)]
-    ran = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=60, check=True)
-    bound, freed, left = map(int, ran.stdout.split())
+    ((bound, freed, left),) = run_ranks(_holes, 1, num_blocks)
     assert bound == 60 + 2 * 61
     assert freed > 28 * num_blocks, "glibc by itself keeps it"
     assert (left < 20) if freed > bound else (left > 28 * num_blocks)
