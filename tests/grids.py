@@ -26,4 +26,4 @@ def grid(names: str, *axes: Sequence[Any], keep: Callable[..., bool] | None = No
         values = [axis[index] for axis, index in zip(axes, indices, strict=True)]
         is_kept = keep(*values) if keep else indices in beside
         points.append(pytest.param(*values, marks=() if is_kept else pytest.mark.grid))
-    return pytest.mark.parametrize(names, points, ids=str)
+    return pytest.mark.parametrize(names, points, ids=lambda value: getattr(value, "__name__", str(value)))

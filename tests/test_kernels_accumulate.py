@@ -1,6 +1,7 @@
 import pytest
 import torch
 from checks import assert_bitwise
+from grids import grid
 from test_kernels_interpreter import DEVICES, DTYPES, cast
 
 from torchring.kernels import accumulate, lazy, reference
@@ -28,9 +29,7 @@ def test_worked_example(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_parts", [1, 3])
-@pytest.mark.parametrize("out_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@grid("dtype, out_dtype, num_parts", DTYPES, DTYPES, [1, 3])
 def test_bitwise_for_every_dtype(dtype: torch.dtype, out_dtype: torch.dtype, num_parts: int, device: str) -> None:
     parts = random_parts(num_parts, 2053, dtype, device)
     guarded = torch.full((2053 + 9,), 7.0, dtype=out_dtype, device=device)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_bitwise, assert_same_on_all_ranks
+from grids import grid
 from harness import run_ranks
 from test_kernels_accumulate import sum_in_order
 from test_kernels_interpreter import TRITON_DEVICES, needs_interpreter
@@ -228,7 +229,7 @@ def sum_of_direct(todo: Round, num_ranks: int) -> torch.Tensor:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@grid("num_ranks", [1, 2, 3, 5], keep=lambda num_ranks: num_ranks in (2, 3))
 def test_every_round_between_processes(num_ranks: int) -> None:
     rounds = ROUNDS if num_ranks < 5 else ROUNDS[1::3]
     check_outcomes(run_ranks(rounds_of_rank, num_ranks, run_direct, rounds), rounds, sum_of_direct)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from checks import assert_bitwise
+from grids import grid
 from test_kernels_interpreter import DEVICES, DTYPES, cast
 from test_kernels_pack import NUMELS, offsets_for, random_tensors
 
@@ -19,9 +20,7 @@ def test_worked_example(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("wire_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@grid("dtype, wire_dtype, shift", DTYPES, DTYPES, [0, 1])
 def test_bitwise_and_nothing_else_written(dtype: torch.dtype, wire_dtype: torch.dtype, shift: int, device: str) -> None:
     offsets = offsets_for(NUMELS, wire_dtype)
     table = ChunkTable(NUMELS, offsets, wire_dtype=wire_dtype, device=device)
