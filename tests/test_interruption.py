@@ -213,11 +213,13 @@ def _at_any_time(rank: int, size: int, is_one_host: bool, num_turns: int) -> Any
     chance = random.Random(1234)  # the same on all ranks
     results = []
 
+    is_armed = False
+
     def alarm(_: int, frame: FrameType | None) -> None:
-        if not _inside(frame):
+        if is_armed and not _inside(frame):
             signal.setitimer(signal.ITIMER_REAL, 50e-6)
-            return
-        raise _Stop
+        elif is_armed:
+            raise _Stop
 
     signal.signal(signal.SIGALRM, alarm)
     gc.freeze()  # `wrap` collects garbage, which takes 0.1 s with all that PyTorch has loaded
@@ -229,14 +231,17 @@ def _at_any_time(rank: int, size: int, is_one_host: bool, num_turns: int) -> Any
         outcomes: list[Any] = []
         for number, call in enumerate(order):
             if number == 2 and rank == turn % size:
+                is_armed = True
                 signal.setitimer(signal.ITIMER_REAL, delay)
             factor, started = 10.0**number, time.monotonic()
             try:
                 outcome: Any = call(factor) == factor * training.total
             except (_Stop, RingError) as error:
                 outcome = (type(error).__name__, str(error))
+                torch.set_grad_enabled(True)  # torch.no_grad() may have been stopped in its own __exit__
                 torch.set_grad_enabled(True)  # the signal may have come while torch.no_grad() was being left
             outcomes.append((call.__name__, outcome, time.monotonic() - started))
+        is_armed = False  # a signal that is on its way already shall do nothing
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         results.append(outcomes)
         torchring.shutdown()

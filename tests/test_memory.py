@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_bitwise, exact_inputs
-from harness import RanksFailed, count_open_fds, run_ranks, run_threads
+from harness import RanksFailed, count_open_fds, run_ranks, run_threads, wait_until
 
 import torchring
 from torchring import linux
@@ -599,16 +599,28 @@ def _hold_memory_and_die(rank: int, size: int) -> Any:
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError):
-        channel.barrier()
+        _pass_barriers(channel)
     return int(block.parts[0].sum())  # what the dead one shared stays readable
+
+
+def _pass_barriers(channel: Channel) -> None:
+    """The dead one may or may not have let this rank through the barrier that both had come to."""
+    while True:
+        channel.barrier()
 
 
 def test_a_killed_rank_leaves_nothing() -> None:
     shm = set(os.listdir("/dev/shm"))
     assert run_ranks(_hold_memory_and_die, 2, expect_exit={0: -signal.SIGKILL}) == [None, 0]
     assert {name for name in os.listdir("/dev/shm") if "torchring" in name} <= shm
-    unix = Path("/proc/net/unix").read_text()
-    assert "@torchring-" not in unix
+    # Those of other tests go, one day.
+    left = _abstract_sockets()
+    wait_until(lambda: left.isdisjoint(_abstract_sockets()), f"{left} to go")
+
+
+def _abstract_sockets() -> set[str]:
+    words = Path("/proc/net/unix").read_text().split()
+    return {word for word in words if word.startswith("@torchring-")}
 
 
 # ---- barriers and watching over peers

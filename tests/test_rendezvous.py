@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -211,16 +212,20 @@ def test_the_thread_that_asks_the_store_ends_with_the_last_who_could() -> None:
 
 
 def _ask_late(rank: int, size: int, stays_seconds: float) -> Any:
-    """Rank 0 hosts the store and ends at once, rank 1 asks later."""
+    """Rank 0 hosts the store and ends as soon as it may, rank 1 asks later."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False)
     rendezvous = Rendezvous(store, rank, size, 20.0)
     rendezvous.store_host = 0
     rendezvous.publish(f"words/{rank}", b"why")
-    rendezvous.all_gather("met", b"")
+    pids = rendezvous.all_gather("met", str(os.getpid()).encode())
     rendezvous.stay_until_published(["heard"], stays_seconds)
     if rank == 0:
+        rendezvous.fetch("has met", 1)
         return None
-    time.sleep(0.5)
+    host = os.pidfd_open(int(pids[0]))
+    rendezvous.publish("has met", b"1")
+    select.select([host], [], [], 10.0 if stays_seconds == 0.0 else 0.5)
+    os.close(host)
     try:
         words = rendezvous.fetch("words/0", 0)
     except PeerLostError as error:

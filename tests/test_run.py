@@ -116,7 +116,7 @@ class Cluster:
 
     def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         try:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=150)  # six interpreters that import torch, on a busy machine
         finally:
             for pid in self.pids():
                 with contextlib.suppress(ProcessLookupError):
