@@ -625,7 +625,7 @@ def run_doctor(command: list[str], **changes: str) -> subprocess.CompletedProces
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=environ(**changes), text=True, start_new_session=True, **pipes)
     try:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -686,7 +686,7 @@ def report_across(network: Network, **changes: str) -> tuple[list[int], dict[str
         for i in range(2)
     ]
     try:
-        outs = [process.communicate(timeout=60)[0] for process in processes]
+        outs = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -489,7 +489,7 @@ def test_a_backward_broken_off_on_all_ranks_is_forgotten(
 ) -> None:
     """Some buckets had left already, and may still be on their way."""
     arguments = (overlap, compression, set_to_none)
-    assert_same_on_all_ranks(run_pooled(_broken_off_everywhere, 2, *arguments, deadline=20))
+    assert_same_on_all_ranks(run_pooled(_broken_off_everywhere, 2, *arguments))
 
 
 def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
@@ -521,7 +521,7 @@ def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_a_round_that_cannot_begin_on_one_rank_is_no_round_on_any() -> None:
     """The others learn why, at once, and nobody steps on gradients of its own."""
-    (other, other_step), (own, own_step) = run_ranks(_no_room_for_the_second_plan, 2, deadline=15)
+    (other, other_step), (own, own_step) = run_ranks(_no_room_for_the_second_plan, 2)
     assert own == "no space left"
     assert "rank 1 stopped: the reduction of gradients was interrupted by OSError: no space left" in other
     for step in (own_step, other_step):
@@ -548,7 +548,7 @@ def _several_under_way(rank: int, world_size: int) -> tuple[str, int | None, int
 
 
 def test_the_bucket_that_is_waited_for_is_named_not_the_first_one() -> None:
-    (name, bucket, step), _ = run_pooled(_several_under_way, 2, deadline=20)
+    (name, bucket, step), _ = run_pooled(_several_under_way, 2)
     assert name == "layers.3.weight"
     assert bucket is not None
     assert bucket > 2
@@ -638,7 +638,7 @@ def _optimizer_group(rank: int, world_size: int, overlap: str) -> list[str]:
 
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_several_optimizers_that_ranks_reach_differently(overlap: str) -> None:
-    first, second = run_pooled(_optimizer_group, 2, overlap, deadline=20)
+    first, second = run_pooled(_optimizer_group, 2, overlap)
     assert first == second
 
 
@@ -672,7 +672,7 @@ def _neighbours_that_accumulate(rank: int, world_size: int, uses: Sequence[Seque
 )
 def test_several_optimizers_of_which_one_accumulates(uses: list[list[str]]) -> None:
     """Where ranks no longer agree on which backward is the n-th, one that wants to reduce takes the others along."""
-    run_pooled(_neighbours_that_accumulate, 2, uses, deadline=20)
+    run_pooled(_neighbours_that_accumulate, 2, uses)
 
 
 def _two_losses(rank: int, world_size: int) -> None:
@@ -741,7 +741,7 @@ def _after_a_failure(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_a_failure_on_one_rank_reaches_all_and_stays() -> None:
-    (first, first_again), (second, second_again) = run_pooled(_after_a_failure, 2, deadline=20)
+    (first, first_again), (second, second_again) = run_pooled(_after_a_failure, 2)
     assert "sparse gradient" in second
     assert "sparse gradient" in first
     assert "rank 1" in first
@@ -774,7 +774,7 @@ def _refused_before_anything_left(rank: int, world_size: int, overlap: str) -> l
 @pytest.mark.parametrize("overlap", ["inline", "thread"])
 def test_a_failure_before_anything_has_left_is_this_ranks_own(overlap: str) -> None:
     """The round is broken off as by an error in backward, and what comes next is the round that peers are in."""
-    assert run_pooled(_refused_before_anything_left, 2, overlap, deadline=20) == [[3], [3]]
+    assert run_pooled(_refused_before_anything_left, 2, overlap) == [[3], [3]]
 
 
 class Swapped(torch.nn.Module):
@@ -835,7 +835,7 @@ def _written(rank: int, world_size: int, op: str, culprit: int) -> tuple[str, fl
 
 
 def test_a_gradient_written_to_on_one_rank_is_synchronized() -> None:
-    assert [error for error, _ in run_pooled(_written, 2, "mean", 1, deadline=20)] == ["", ""]
+    assert [error for error, _ in run_pooled(_written, 2, "mean", 1)] == ["", ""]
 
 
 def test_synchronizing_a_sum_that_one_rank_wrote_to_is_an_error_on_all_at_once() -> None:
@@ -871,11 +871,11 @@ def _gone(rank: int, world_size: int, everywhere: bool) -> tuple[int, str]:
 
 
 def test_an_optimizer_that_is_dropped_leaves_its_optimizer_group() -> None:
-    assert run_pooled(_gone, 2, True, deadline=20) == [(1, ""), (1, "")]
+    assert run_pooled(_gone, 2, True) == [(1, ""), (1, "")]
 
 
 def test_an_optimizer_that_one_rank_has_dropped_is_of_no_use_on_the_others() -> None:
-    first, second = run_pooled(_gone, 2, False, deadline=20)
+    first, second = run_pooled(_gone, 2, False)
     assert first == (1, "")
     assert second[0] == 1
     assert second[1] in ("GradientError", "ValueError")

@@ -241,4 +241,4 @@ def test_the_host_of_the_store_stays_for_those_who_will_ask(stays_seconds: float
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {"MASTER_PORT": str(port)}
-    assert run_ranks(_ask_late, 2, stays_seconds, env=env, deadline=20.0) == [None, expected]
+    assert run_ranks(_ask_late, 2, stays_seconds, env=env) == [None, expected]

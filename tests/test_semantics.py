@@ -466,7 +466,7 @@ def _sparse_without_model(rank: int, world_size: int) -> str:
 
 
 def test_sparse_gradients_without_the_model_are_an_error_that_says_so() -> None:
-    for problem in run_pooled(_sparse_without_model, 2, deadline=20):
+    for problem in run_pooled(_sparse_without_model, 2):
         assert problem.startswith("GradientError")
         assert "sparse" in problem
         assert "model" in problem

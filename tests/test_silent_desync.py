@@ -72,7 +72,7 @@ def _used_twice(rank: int, world_size: int, options: dict[str, Any], is_collecte
 def test_a_reentrant_checkpoint_of_a_layer_that_is_used_twice(options: dict[str, Any], is_collected: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results = run_pooled(_used_twice, 2, options, is_collected, deadline=20)
+        results = run_pooled(_used_twice, 2, options, is_collected)
     if any(error for error, _ in results):
         assert not is_collected
         assert all(_detected(error, "shared.weight", "shared.bias") for error, _ in results), results
@@ -169,7 +169,7 @@ def _autograd_grad(rank: int, world_size: int, options: dict[str, Any], how: str
 )
 def test_d_torch_autograd_grad(options: dict[str, Any], how: str) -> None:
     """step() refuses; after synchronize() it is the mean."""
-    results = run_pooled(_autograd_grad, 2, options, how, deadline=20)
+    results = run_pooled(_autograd_grad, 2, options, how)
     for problem, is_untouched, *_ in results:
         assert _detected(problem, "weight"), problem
         assert "synchronize" in problem
@@ -197,7 +197,7 @@ def _same_address(rank: int, world_size: int, compression: str | None) -> list[s
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
 def test_d_a_local_gradient_in_the_place_of_a_reduced_one(compression: str | None) -> None:
-    for problems in run_pooled(_same_address, 2, compression, deadline=20):
+    for problems in run_pooled(_same_address, 2, compression):
         assert all(_detected(problem, "weight") for problem in problems), problems
 
 
@@ -254,7 +254,7 @@ _CHANGES = {
 
 def test_e_parameters_that_change_past_the_wrapper() -> None:
     """What is only put in another order goes on."""
-    results = run_pooled(_changed_past_the_wrapper, 2, deadline=20)
+    results = run_pooled(_changed_past_the_wrapper, 2)
     for how, fragment in _CHANGES.items():
         for error, _ in (result[how] for result in results):
             assert error.startswith("GradientError: ") == bool(fragment), error
@@ -298,7 +298,7 @@ def _unfrozen_on_one(rank: int, world_size: int) -> str:
 
 
 def test_f_unfreezing_on_one_rank_only_is_an_error_on_all() -> None:
-    for problem in run_pooled(_unfrozen_on_one, 2, deadline=20):
+    for problem in run_pooled(_unfrozen_on_one, 2):
         assert problem.split(":")[0] in ("GradientError", "PlanMismatchError", "PeerTimeoutError"), problem
 
 
@@ -349,7 +349,7 @@ def _wide_model() -> nn.Sequential:
 def test_g_hooks_that_step_in_the_middle_of_backward(
     how: str, model_of: Callable[[], nn.Module], bucket_mb: float
 ) -> None:
-    results = run_ranks(_stepping_hook, 2, how, model_of, bucket_mb, deadline=20)
+    results = run_ranks(_stepping_hook, 2, how, model_of, bucket_mb)
     for problem, _ in results:
         assert problem.startswith("GradientError"), problem
         assert any(name in problem for name, _ in model_of().named_parameters()) or "inside backward" in problem

@@ -343,7 +343,7 @@ def _tied(rank: int, world_size: int, used_by: str) -> str:
 
 @pytest.mark.parametrize("used_by", ["all", "rank 1"])
 def test_tied_to_a_dense_layer_says_what_to_do(used_by: str) -> None:
-    texts = run_pooled(_tied, 2, used_by, deadline=20)
+    texts = run_pooled(_tied, 2, used_by)
     for text in texts:
         assert "table.weight" in text
         assert "sparse=True but has a dense gradient" in text
@@ -361,7 +361,7 @@ def _without_the_model(rank: int, world_size: int) -> str:
 
 
 def test_without_the_model_says_what_to_do() -> None:
-    for text in run_pooled(_without_the_model, 2, deadline=20):
+    for text in run_pooled(_without_the_model, 2):
         assert "sparse gradient; pass the model to torchring.wrap(optimizer, model)" in text
 
 
@@ -402,12 +402,12 @@ def _mended(rank: int, world_size: int) -> None:
 
 
 def test_not_finite_and_mended() -> None:
-    run_pooled(_mended, 2, deadline=20)
+    run_pooled(_mended, 2)
 
 
 @pytest.mark.parametrize("how", ["step", "grad scaler"])
 def test_not_finite(how: str) -> None:
-    run_pooled(_not_finite, 2, how, deadline=20)
+    run_pooled(_not_finite, 2, how)
 
 
 def test_a_world_of_one_leaves_it_to_the_optimizer() -> None:
