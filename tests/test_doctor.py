@@ -21,9 +21,9 @@ from typing import Any
 
 import harness
 import pytest
+from netns import needs_hosts, run_on_hosts
 
 from torchring import doctor
-from torchring.bench import netns
 from torchring.bench.netns import INTERFACE, Network
 from torchring.doctor import checks, facts, probe, rank
 from torchring.doctor.render import human_bytes, render
@@ -41,8 +41,6 @@ from torchring.doctor.report import (
 from torchring.launch.launcher import Host
 from torchring.launch.signals import noted_signals
 from torchring.rendezvous.addresses import gloo_address
-
-needs_namespaces = pytest.mark.skipif(netns.why_unavailable() is not None, reason=str(netns.why_unavailable()))
 
 VERSIONS = {"python": "3.12.1", "torchring": "0.1.0", "torch": "2.13.0", "triton": "3.4.0", "mpi4py": None}
 GIB = 1 << 30
@@ -672,33 +670,26 @@ def test_as_ranks_of_mpirun_over_mpi() -> None:
 # Several hosts
 
 
-def report_across(network: Network, **changes: str) -> tuple[list[int], dict[str, Any]]:
+def visit_across(number: int, _: int, interface: str | None) -> tuple[int, str]:
+    quickly()
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    return call_main("--json", "--timeout", "20")
+
+
+def report_across(network: Network, interface: str | None) -> tuple[list[int], dict[str, Any]]:
     """One rank on each of two hosts: exit codes, rank 0's report."""
-    shared = environ(MASTER_ADDR=network.addresses[0], MASTER_PORT="29500", WORLD_SIZE="2", **changes)
-    processes = [
-        subprocess.Popen(
-            network.command(i, [*DOCTOR, "--json", "--timeout", "20"]),
-            env={**shared, "RANK": str(i), "LOCAL_RANK": "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        outs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert outs[1] == ""
-    return [process.returncode for process in processes], json.loads(outs[0])
+    (code, text), (other_code, other_text) = run_on_hosts(network, (1, 1), visit_across, interface)
+    assert other_text == ""
+    return [code, other_code], json.loads(text)
 
 
-@needs_namespaces
+@needs_hosts
 def test_between_hosts() -> None:
     """The line's rate is found, since no more passes; then the same where Gloo is left to find its address."""
     with Network(2, rate="1gbit") as network:
-        codes, report = report_across(network, GLOO_SOCKET_IFNAME=INTERFACE)
+        codes, report = report_across(network, INTERFACE)
         assert codes == [0, 0]
         (path,) = report["paths"]
         assert (path["kind"], path["ranks"], path["arrived_intact"]) == ("Gloo", [0, 1], True)
@@ -708,7 +699,7 @@ def test_between_hosts() -> None:
         warnings = [found["text"] for found in report["findings"] if found["level"] == "warning"]
         assert any("share no memory: they are in different network namespaces" in text for text in warnings)
 
-        codes, report = report_across(network)
+        codes, report = report_across(network, None)
         assert codes == [1, 1]
         (wrong,) = [found["text"] for found in report["findings"] if found["level"] == "wrong"]
         assert "measuring the network failed on ranks 0-1: Gloo on rank 0" in wrong

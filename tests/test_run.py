@@ -313,7 +313,7 @@ def test_a_host_that_ssh_does_not_know(cluster: Cluster) -> None:
     ("hosts", "number"),
     [
         (["-H", "localhost,far", "--launcher", "ssh"], signal.SIGTERM),
-        (["-H", "localhost,far", "--launcher", "ssh"], signal.SIGKILL),
+        pytest.param(["-H", "localhost,far", "--launcher", "ssh"], signal.SIGKILL, marks=pytest.mark.grid),
         (["-np", "2"], signal.SIGKILL),
     ],
     ids=str,
