@@ -13,7 +13,6 @@ Each mutant runs in a copy of the tree, in a process forked from this one, which
 from __future__ import annotations
 
 import argparse
-import compileall
 import contextlib
 import datetime
 import difflib
@@ -28,7 +27,7 @@ import tempfile
 import time
 import types
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +35,14 @@ import libcst as cst
 import libcst.matchers as m
 import pytest
 import torch._dynamo  # noqa: F401 - tests need it; importing it takes longer than most tests
-from libcst.metadata import MetadataWrapper, PositionProvider
+from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
 from mutmut.mutation.mutators import mutation_operators
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # The tests that should notice a mutant of a file, quick ones first, and which of them (pytest's -k).
 TESTS = {
-    "torchring/gradients/hooks.py": ("test_hooks test_backward test_module_wrappers test_semantics", ""),
+    "torchring/gradients/hooks.py": ("test_hooks test_replicas test_backward test_module_wrappers test_semantics", ""),
     "torchring/gradients/plan.py": ("test_plan test_bucket", ""),
     "torchring/gradients/bucket.py": ("test_bucket test_scheduler test_hooks", ""),
     "torchring/gradients/scheduler.py": ("test_scheduler test_hooks", ""),
@@ -56,7 +55,8 @@ TESTS = {
 # Mutants that behave like the original: file, the broken line, and why.
 EQUIVALENT: dict[tuple[str, str], str] = {}
 
-# Left out: what cannot matter, and stores in __init__ and None in place of a value, on which every test would crash.
+# Left out: what cannot matter; and stores in __init__, positional arguments, and None instead of a value, without which
+# every test would crash.
 SKIPPED = m.OneOf(
     *(m.Annotation(), m.Assert(), m.Decorator(), m.Import(), m.ImportFrom()),
     m.Assign(value=m.Call(func=m.Name("TypeVar")) | m.Subscript(value=m.Name("Callable"))),
@@ -65,41 +65,25 @@ STORE = m.Assign(targets=[m.AssignTarget(target=m.Attribute() | m.Subscript())])
 EFFECT = m.Expr(value=m.Call()) | m.Raise() | m.AugAssign() | m.Del() | STORE
 
 
-def _leave_out(node: cst.SimpleStatementLine) -> Iterator[cst.CSTNode]:
-    if m.matches(node, m.SimpleStatementLine(body=[EFFECT])):
-        yield node.with_changes(body=[cst.Pass()])
-
-
-def _negate(node: cst.If | cst.CompIf) -> Iterator[cst.CSTNode]:
-    test = node.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-    yield node.with_changes(test=cst.UnaryOperation(cst.Not(), test))
-
-
-OPERATORS: list[tuple[type | tuple[type, ...], Callable]] = [
-    *mutation_operators,
-    (cst.SimpleStatementLine, _leave_out),
-    ((cst.If, cst.CompIf), _negate),
-]
-
-
 def _is_text(node: cst.CSTNode) -> bool:
     """Docstrings and messages."""
     is_sentence = isinstance(node, cst.SimpleString) and " " in node.value
     return is_sentence or isinstance(node, cst.ConcatenatedString | cst.FormattedString)
 
 
-def _count(node: cst.CSTNode, condition: Callable[[cst.CSTNode], bool]) -> int:
-    return condition(node) or sum(_count(child, condition) for child in node.children)
+def _num_texts(node: cst.CSTNode) -> int:
+    return 1 if _is_text(node) else sum(map(_num_texts, node.children))
 
 
 class _Mutations(cst.CSTVisitor):
-    """For each line: the nodes that begin there, each with what may replace it."""
+    """For each line: (start, stop, replacement) of what can be replaced there, as bytes of the source."""
 
-    METADATA_DEPENDENCIES = (PositionProvider,)
+    METADATA_DEPENDENCIES = (ByteSpanPositionProvider,)
 
-    def __init__(self) -> None:
+    def __init__(self, source: bytes) -> None:
         super().__init__()
-        self.by_line: dict[int, list[tuple[cst.CSTNode, cst.CSTNode]]] = defaultdict(list)
+        self.by_line: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
+        self._source = source
         self._in_init = False
 
     def on_visit(self, node: cst.CSTNode) -> bool:
@@ -107,18 +91,28 @@ class _Mutations(cst.CSTVisitor):
             return False
         if isinstance(node, cst.FunctionDef):
             self._in_init = node.name.value == "__init__"
-        for kind, operator in OPERATORS:
+        for kind, operator in mutation_operators:
             for mutated in operator(node) if isinstance(node, kind) else ():
-                if not self._is_left_out(node, mutated):
-                    self.by_line[self.get_metadata(PositionProvider, node).start.line].append((node, mutated))
+                if not self._is_crash(node, mutated) and _num_texts(node) == _num_texts(mutated):
+                    self._add(node, mutated)
+        if isinstance(node, cst.If | cst.CompIf):
+            test = node.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+            self._add(node.test, cst.UnaryOperation(cst.Not(), test))
+        if m.matches(node, EFFECT) and not (self._in_init and m.matches(node, STORE)):
+            self._add(node, cst.Pass())
         return True
 
-    def _is_left_out(self, node: cst.CSTNode, mutated: cst.CSTNode) -> bool:
-        if isinstance(node, cst.SimpleStatementLine):
-            return self._in_init and m.matches(node.body[0], STORE)
-        is_none = m.MatchIfTrue(lambda name: name == "None")
-        nones = [_count(one, lambda part: m.matches(part, m.Name(is_none))) for one in (node, mutated)]
-        return nones[0] < nones[1] or _count(node, _is_text) != _count(mutated, _is_text)
+    def _is_crash(self, node: cst.CSTNode, mutated: cst.CSTNode) -> bool:
+        if isinstance(node, cst.Call) and isinstance(mutated, cst.Call) and len(mutated.args) < len(node.args):
+            return any(arg.keyword is None and arg not in mutated.args for arg in node.args)
+        before, after = cst.Module([]).code_for_node(node), cst.Module([]).code_for_node(mutated)
+        return before.count("None") < after.count("None")
+
+    def _add(self, node: cst.CSTNode, mutated: cst.CSTNode) -> None:
+        span = self.get_metadata(ByteSpanPositionProvider, node)
+        line = self._source.count(b"\n", 0, span.start) + 1
+        replacement = cst.Module([]).code_for_node(mutated).encode()
+        self.by_line[line].append((span.start, span.start + span.length, replacement))
 
 
 @dataclass
@@ -142,24 +136,25 @@ def sample(seed: int, num: int, only: list[str]) -> list[Mutant]:
     for file in TESTS:
         if only and Path(file).stem not in only:
             continue
-        wrapper = MetadataWrapper(cst.parse_module((ROOT / file).read_text()))
-        mutations = _Mutations()
-        wrapper.visit(mutations)
-        lines = wrapper.module.code.splitlines()
+        source = (ROOT / file).read_bytes()
+        mutations = _Mutations(source)
+        MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True).visit(mutations)
+        lines = source.decode().splitlines()
         seen: Counter[str] = Counter()
         for line, choices in sorted(mutations.by_line.items()):
             text = lines[line - 1].strip()
             seen[text] += 1
             key = hashlib.sha256(f"{seed} {Path(file).name} {text} {seen[text]}".encode()).hexdigest()
-            drawn.append((key, file, line, wrapper.module, choices))
+            drawn.append((key, file, line, source, choices))
     mutants = []
-    for key, file, line, module, choices in sorted(drawn, key=lambda one: one[0])[:num]:
-        source = module.deep_replace(*choices[int(key, 16) % len(choices)]).code
-        changes = difflib.unified_diff(module.code.splitlines(), source.splitlines(), n=1, lineterm="")
+    for key, file, line, source, choices in sorted(drawn, key=lambda one: one[0])[:num]:
+        start, stop, replacement = choices[int(key, 16) % len(choices)]
+        broken = (source[:start] + replacement + source[stop:]).decode()
+        changes = difflib.unified_diff(source.decode().splitlines(), broken.splitlines(), n=1, lineterm="")
         diff = list(changes)[2:]
-        broken = next(text for text in diff if text.startswith("+"))[1:].strip()
-        reason = EQUIVALENT.get((Path(file).name, broken), "")
-        mutants.append(Mutant(file, line, source, "\n".join(diff), reason))
+        changed = min(text for text in diff[1:] if text[0] in "+-")[1:].strip()  # a line added, if there is one
+        reason = EQUIVALENT.get((Path(file).name, changed), "")
+        mutants.append(Mutant(file, line, broken, "\n".join(diff), reason))
     return sorted(mutants, key=lambda mutant: (mutant.file, mutant.line))
 
 
@@ -180,7 +175,9 @@ def _test(file: str, copy: Path) -> int:
     for number, target in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
         os.dup2(target, number)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    sys.pycache_prefix = f"{copy.parent}/bytecode"  # outlives the copy
     os.environ |= {"PATH": path, "PYTHONPATH": f"{copy}/editable", "TMPDIR": str(copy.parent)}
+    os.environ |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}
     sys.path[0] = f"{copy}/editable"
     sys.modules["__main__"] = types.ModuleType("__main__")  # ranks would import this file as theirs
     names, keywords = TESTS[file]
@@ -282,9 +279,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         tree, copies = Path(folder, "tree"), [Path(folder, str(job)) for job in range(arguments.jobs)]
         _copy_tree(tree)
-        compileall.compile_dir(tree, quiet=1)
         limits = {mutant.file: 600.0 for mutant in mutants}
-        for mutant in run([Mutant(file, 0, (ROOT / file).read_text()) for file in limits], tree, copies, limits):
+        for mutant in run([Mutant(file, 0, (tree / file).read_text()) for file in limits], tree, copies, limits):
             if mutant.result != "survived":
                 sys.exit(f"{mutant.log}\n{mutant.file}: {mutant.result} as it is")
             limits[mutant.file] = 60 + 3 * mutant.seconds
