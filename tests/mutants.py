@@ -58,7 +58,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {}
 # Left out: what cannot matter; and stores in __init__, positional arguments, and None instead of a value, without which
 # every test would crash.
 SKIPPED = m.OneOf(
-    *(m.Annotation(), m.Assert(), m.Decorator(), m.Import(), m.ImportFrom()),
+    *(m.Annotation(), m.Assert(), m.Decorator(), m.Import(), m.ImportFrom(), m.Arg(keyword=m.Name("strict"))),
     m.Assign(value=m.Call(func=m.Name("TypeVar")) | m.Subscript(value=m.Name("Callable"))),
 )
 STORE = m.Assign(targets=[m.AssignTarget(target=m.Attribute() | m.Subscript())])
@@ -93,7 +93,7 @@ class _Mutations(cst.CSTVisitor):
             self._in_init = node.name.value == "__init__"
         for kind, operator in mutation_operators:
             for mutated in operator(node) if isinstance(node, kind) else ():
-                if not self._is_crash(node, mutated) and _num_texts(node) == _num_texts(mutated):
+                if not self._is_left_out(node, mutated) and _num_texts(node) == _num_texts(mutated):
                     self._add(node, mutated)
         if isinstance(node, cst.If | cst.CompIf):
             test = node.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
@@ -102,9 +102,10 @@ class _Mutations(cst.CSTVisitor):
             self._add(node, cst.Pass())
         return True
 
-    def _is_crash(self, node: cst.CSTNode, mutated: cst.CSTNode) -> bool:
+    def _is_left_out(self, node: cst.CSTNode, mutated: cst.CSTNode) -> bool:
         if isinstance(node, cst.Call) and isinstance(mutated, cst.Call) and len(mutated.args) < len(node.args):
-            return any(arg.keyword is None and arg not in mutated.args for arg in node.args)
+            removed = next(arg for arg in node.args if arg not in mutated.args)
+            return removed.keyword is None or removed.keyword.value == "strict"  # an assertion, too
         before, after = cst.Module([]).code_for_node(node), cst.Module([]).code_for_node(mutated)
         return before.count("None") < after.count("None")
 

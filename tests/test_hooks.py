@@ -13,7 +13,7 @@ import pytest
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
 from grids import grid
-from harness import RanksFailed, run_pooled, run_ranks
+from harness import RanksFailed, run_pooled, run_ranks, wait_until
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -283,11 +283,18 @@ def test_unused_parameters() -> None:
     assert_same_on_all_ranks(run_pooled(_unused_on_some, 2))
 
 
+def lanes() -> list[str]:
+    """The threads that reduce."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchring-lane")]
+
+
 def _closed(rank: int, world_size: int) -> None:
     model = Net()
-    optimizer = wrapped(model)
+    optimizer = wrapped(model, overlap="thread")
     model(batch(rank)).backward()
+    assert lanes()
     optimizer.close()
+    wait_until(lambda: not lanes(), "its thread to end")
     optimizer.optimizer.zero_grad()
     model(batch(rank)).backward()
     check_gradients(model, gradients(model, model, [batch(rank)]), "local")
@@ -297,7 +304,7 @@ def _closed(rank: int, world_size: int) -> None:
     check_gradients(model, mean_of(model, model, world_size, [0]), "reduced")
 
 
-def test_a_closed_optimizer_has_no_hooks() -> None:
+def test_a_closed_optimizer_has_no_hooks_and_no_thread() -> None:
     run_pooled(_closed, 2)
 
 
