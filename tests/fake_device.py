@@ -165,22 +165,6 @@ class FakeStream:
                 self._failure = self._failure or error
 
 
-class _CurrentStream:
-    """For overlap="inline": whatever is current, which on a CPU is done at once."""
-
-    def __init__(self, accelerator: FakeAccelerator) -> None:
-        self._accelerator = accelerator
-
-    def follow(self, streams: Iterable[object] = ()) -> None:
-        self._accelerator.calls["follow"] += 1
-
-    def run(self, work: Callable[[], None]) -> None:
-        work()
-
-    def mark(self) -> FakeMark:
-        return self._accelerator.mark_current()
-
-
 class FakeAccelerator:
     """See `torchring.accelerators.Accelerator`.
 
@@ -216,9 +200,7 @@ class FakeAccelerator:
 
     # What torchring asks of it
 
-    def open_stream(self, *, in_background: bool) -> Any:
-        if not in_background:
-            return _CurrentStream(self)
+    def open_stream(self) -> Any:
         self.streams.append(FakeStream(self))
         return self.streams[-1]
 
@@ -390,11 +372,7 @@ class FakeBackend:
         return int(self._group.size())
 
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> FakeBackend:
-        self._call(lambda: self._group.allreduce(list(tensors), options), tensors[0], [])
-        return self
-
-    def alltoall_base(self, out: torch.Tensor, source: torch.Tensor, of: Any, to: Any, options: Any) -> FakeBackend:
-        self._call(lambda: self._group.alltoall_base(out, source, of, to, options), out, [source])
+        self._call(lambda: self._group.allreduce(list(tensors), options), tensors[0])
         return self
 
     def wait(self) -> None:
@@ -406,7 +384,7 @@ class FakeBackend:
     def shutdown(self) -> None:
         self._group.shutdown()
 
-    def _call(self, start: Callable[[], Any], written: torch.Tensor, read: Sequence[torch.Tensor]) -> None:
+    def _call(self, start: Callable[[], Any], written: torch.Tensor) -> None:
         def run() -> None:
             try:
                 start().wait()
@@ -414,7 +392,7 @@ class FakeBackend:
                 written.fill_(float("nan"))
 
         self._accelerator.results_come_to(written)
-        accesses = [_access(written, writes=True), *(_access(tensor, writes=False) for tensor in read)]
+        accesses = [_access(written, writes=True)]
         self._accelerator._call(run, lambda: accesses, "backend")
 
 

@@ -552,7 +552,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 def test_the_dry_accelerator_does_what_is_asked_of_one() -> None:
     """At once, in order."""
     accelerator = dry.DryAccelerator(CPU)
-    stream = accelerator.open_stream(in_background=True)
+    stream = accelerator.open_stream()
     word = torch.zeros(1)
     before = stream.mark()
     stream.follow()

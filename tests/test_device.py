@@ -14,15 +14,10 @@ import torch.distributed as dist
 from fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 
 from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
-from torchring.allreduce.device.stream import (
-    NOTHING_FOUND,
-    BackendEngine,
-    DeviceWire,
-    HierarchicalEngine,
-    OnStream,
-    PendingOnStream,
-)
-from torchring.errors import PeerLostError, PeerTimeoutError
+from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine
+from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
+from torchring.allreduce.select import open_on_device
+from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients import rounds as rounds_module
 from torchring.gradients.packing import DevicePacking, slots_of
 from torchring.gradients.plan import ParameterSpec, build_plan
@@ -66,7 +61,7 @@ def test_ranges_are_there_while_a_profiler_looks() -> None:
 
 
 def test_work_is_done_when_somebody_waits_and_in_order(accelerator: FakeAccelerator) -> None:
-    stream = accelerator.open_stream(in_background=True)
+    stream = accelerator.open_stream()
     value = torch.zeros(8)
     stream.follow()
     stream.run(lambda: value.fill_(1.0))
@@ -84,7 +79,7 @@ def test_work_is_done_when_somebody_waits_and_in_order(accelerator: FakeAccelera
 
 
 def test_what_was_fetched_is_not_there_before_its_time(accelerator: FakeAccelerator) -> None:
-    stream = accelerator.open_stream(in_background=True)
+    stream = accelerator.open_stream()
     value, fetched = torch.full((4,), 7, dtype=torch.int32), []
     stream.follow()
     stream.run(lambda: fetched.append(accelerator.fetch(value)))
@@ -96,7 +91,7 @@ def test_what_was_fetched_is_not_there_before_its_time(accelerator: FakeAccelera
 @pytest.mark.parametrize("mode", ["late", "eager"])
 def test_an_order_that_nothing_says_is_a_race(mode: str) -> None:
     with FakeAccelerator(mode).installed() as accelerator:
-        stream = accelerator.open_stream(in_background=True)
+        stream = accelerator.open_stream()
         value = torch.zeros(8)
 
         def write() -> None:
@@ -109,7 +104,7 @@ def test_an_order_that_nothing_says_is_a_race(mode: str) -> None:
 
 
 def test_a_result_that_was_not_waited_for_is_a_race(accelerator: FakeAccelerator) -> None:
-    stream = accelerator.open_stream(in_background=True)
+    stream = accelerator.open_stream()
     value = torch.zeros(8)
     stream.follow()
     stream.run(lambda: value.fill_(1.0))
@@ -119,7 +114,7 @@ def test_a_result_that_was_not_waited_for_is_a_race(accelerator: FakeAccelerator
 
 
 def test_other_streams_have_to_be_followed_by_name(accelerator: FakeAccelerator) -> None:
-    stream = accelerator.open_stream(in_background=True)
+    stream = accelerator.open_stream()
     value = torch.zeros(8)
     for streams in ((), ("another",)):
         accelerator.synchronize()
@@ -146,7 +141,7 @@ def _packing(
     [plan] = build_plan(specs, bucket_bytes=1 << 20, compression=compression, order=range(len(specs))).buckets
     wire = torch.zeros(plan.numel, dtype=plan.wire_dtype)
     found = torch.full((1,), NOTHING_FOUND, dtype=torch.int32)
-    stream = accelerator.open_stream(in_background=True)
+    stream = accelerator.open_stream()
     packing = DevicePacking(0.5, plan, wire, found, stream, accelerator)
     views = [wire[slot.offset : slot.offset + slot.numel].view(shapes[slot.parameter]) for slot in plan.slots]
     return SimpleNamespace(packing=packing, plan=plan, wire=wire, found=found, stream=stream, views=views)
@@ -238,7 +233,7 @@ def test_how_long_a_round_took_and_how_much_of_it_showed(
     mover: Any = SimpleNamespace(
         accelerator=accelerator,
         stream=SimpleNamespace(run=lambda work: work()),
-        take_flights=lambda: [PendingOnStream(_Mark(begin), _Mark(end)) for begin, end in flights],
+        take_started=lambda: [PendingOnStream(_Mark(begin), _Mark(end)) for begin, end in flights],
         check=lambda: None,
         seal=lambda fetched: None,
     )
@@ -290,7 +285,7 @@ def test_what_a_round_found_is_found_again() -> None:
 def test_an_engine_of_one_rank_on_a_backend(accelerator: FakeAccelerator) -> None:
     """Has nobody to send to; an empty buffer needs no kernel."""
     backend = accelerator.open_backend(dist.HashStore(), 0, 1, 10.0)
-    engine = BackendEngine("native", backend, accelerator)
+    engine = BackendEngine(backend, accelerator)
     first, second = engine.open_wires([(5, torch.float32), (0, torch.float16)])
     assert (first.row, second.row, first.bounds) == (0, 1, (0, 5))
     assert first.report is second.report
@@ -299,6 +294,13 @@ def test_an_engine_of_one_rank_on_a_backend(accelerator: FakeAccelerator) -> Non
     assert first.tensor._version == 0  # not the engine's writes
     engine.launch(second, 0.5)
     engine.close()
+
+
+@pytest.mark.parametrize(("algorithm", "also"), [("ring", "'native'"), ("direct", "'hierarchical'")])
+def test_kernels_that_share_memory_take_one_host(accelerator: FakeAccelerator, algorithm: str, also: str) -> None:
+    world: Any = SimpleNamespace(hosts=((0,), (1,)), rank=0)
+    with pytest.raises(TopologyError, match=f"algorithm='{algorithm}'.* takes one host.*{also}"):
+        open_on_device(world, algorithm, "auto", [], accelerator)
 
 
 def test_engines_abort_what_they_have() -> None:
@@ -347,7 +349,7 @@ class _Host:
 def _mover(accelerator: FakeAccelerator, host: Any = None, timeout_seconds: float = 30.0) -> tuple[OnStream, _Engine]:
     engine = _Engine()
     mover = OnStream(engine, accelerator, in_background=True, host=host, timeout_seconds=timeout_seconds)
-    mover._guard._stop.set()  # tests look themselves
+    mover._watchdog._stop.set()  # tests look themselves
     report = torch.full((1, 2), NOTHING_FOUND, dtype=torch.int32)
     buffer = torch.zeros(4)
     mover.start(DeviceWire(buffer, buffer, torch.zeros(1, dtype=torch.int64), (0, 4), report, 0))
@@ -399,7 +401,7 @@ def test_a_peer_is_lost_if_it_is_gone_at_two_looks(
 ) -> None:
     mover, _ = _mover(accelerator, _Host(*gone))
     _sealed(mover)
-    found = [mover._guard._look() for _ in gone]
+    found = [mover._watchdog._look() for _ in gone]
     assert [error is not None for error in found] == [False] * (len(gone) - 1) + [is_lost]
     mover.close()
 
@@ -407,26 +409,25 @@ def test_a_peer_is_lost_if_it_is_gone_at_two_looks(
 def test_a_peer_that_is_done_may_leave_before_its_words_have_come(accelerator: FakeAccelerator) -> None:
     mover, engine = _mover(accelerator, _Host(True, True, True))
     first = _sealed(mover)
-    assert mover._guard._look() is None
+    assert mover._watchdog._look() is None
     first.fill_(NOTHING_FOUND)
-    assert mover._guard._look() is None
-    assert mover._guard._look() is None
+    assert mover._watchdog._look() is None
+    assert mover._watchdog._look() is None
     mover.close()
     assert engine.calls == ["close"]
 
 
 def test_a_device_that_does_not_come_to_an_end_is_late(accelerator: FakeAccelerator) -> None:
     mover, _ = _mover(accelerator, timeout_seconds=0.0)
-    assert mover._guard._look() is None, "how long a backward takes is the script's business"
+    assert mover._watchdog._look() is None, "how long a backward takes is the script's business"
     _sealed(mover)
-    assert isinstance(mover._guard._look(), PeerTimeoutError)
+    assert isinstance(mover._watchdog._look(), PeerTimeoutError)
     mover.close()
 
 
-@pytest.mark.parametrize("algorithm", ["native", "ring"])
-def test_backends_results_are_looked_at(accelerator: FakeAccelerator, algorithm: str) -> None:
+def test_backends_results_are_looked_at(accelerator: FakeAccelerator) -> None:
     """A gradient that was accumulated in place is not packed, so nobody else has looked."""
-    engine = BackendEngine(algorithm, accelerator.open_backend(dist.HashStore(), 0, 1, 10.0), accelerator)
+    engine = BackendEngine(accelerator.open_backend(dist.HashStore(), 0, 1, 10.0), accelerator)
     launched: list[Any] = []
     with mock.patch.object(engine._alone, "direct", lambda wire, scale, **options: launched.append((scale, options))):
         for dtype in (torch.float32, torch.float16):

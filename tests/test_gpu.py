@@ -328,18 +328,17 @@ def test_collectives_for_scripts() -> None:
 def test_nccl_engine_alone() -> None:
     """What several GPUs would need, as far as one goes."""
     from torchring.accelerators import accelerator_of
-    from torchring.allreduce.device.stream import BackendEngine
+    from torchring.allreduce.device.engines import BackendEngine
 
     accelerator = accelerator_of(torch.device("cuda", 0))
     assert accelerator is not None
     backend = accelerator.open_backend(torch.distributed.HashStore(), 0, 1, 30.0)
-    for algorithm in ("native", "ring"):
-        engine = BackendEngine(algorithm, backend, accelerator)
-        (wire,) = engine.open_wires([(1000, torch.float32)])
-        values = exact_inputs(1000, torch.float32, seed=1)
-        wire.tensor.copy_(values)
-        engine.launch(wire, 0.5)
-        assert_bitwise(wire.tensor.cpu(), values * 0.5)
+    engine = BackendEngine(backend, accelerator)
+    (wire,) = engine.open_wires([(1000, torch.float32)])
+    values = exact_inputs(1000, torch.float32, seed=1)
+    wire.tensor.copy_(values)
+    engine.launch(wire, 0.5)
+    assert_bitwise(wire.tensor.cpu(), values * 0.5)
     backend.shutdown()
 
 

@@ -84,15 +84,14 @@ _CASES = {
         Case("ring", op="sum"),
         Case("ring", "fp16"),
         Case("native", "bf16", "sum"),
-        Case("ring", hosts=(0, 1)),
-        Case("ring", "fp16", "sum", hosts=(0, 1)),
+        Case("native", hosts=(0, 1)),
         Case("hierarchical", "bf16", hosts=(0, 1)),
     ],
     3: [
         Case("direct", op="sum"),
         Case("ring", "fp16", "sum"),
         Case("native", "fp16", "sum"),
-        Case("ring", op="sum", hosts=(0, 1, 2)),
+        Case("native", op="sum", hosts=(0, 1, 2)),
         Case("hierarchical", op="sum", hosts=(0, 0, 1)),
         Case("hierarchical", "fp16", "sum", hosts=(0, 1, 1)),
         Case("direct"),
@@ -527,7 +526,7 @@ def _broken_off_and_kept(rank: int, size: int) -> list[Any]:
 def _alone(rank: int, size: int) -> list[Any]:
     """A world of one whose reductions are made all the same: gradients, and the algorithm."""
     found = []
-    for algorithm in ("ring", "direct", "native", "auto"):
+    for algorithm in ("ring", "direct", "auto"):
         with FakeAccelerator().installed():
             world = World(None, 0, 1)
             parameters = [nn.Parameter(torch.zeros(70)), nn.Parameter(torch.zeros(3))]
@@ -740,7 +739,7 @@ def test_auto_says_what_it_is_and_why() -> None:
         assert "reach each other's memory" in found["auto"].reason
         assert found["apart"].algorithm == "native"
         assert "rank 0 cannot reach rank 1" in found["apart"].reason
-        assert found["ring apart"].algorithm == "ring"
+        assert found["ring apart"].startswith("TopologyError: rank 0 cannot reach rank 1")
         assert (found["inline"].algorithm, found["inline"].overlap) == ("direct", "inline")
         assert found["direct apart"].startswith("TopologyError: rank 0 cannot reach rank 1")
         assert found["auto"].bytes_per_step > 4 * 4 * 72
@@ -794,7 +793,7 @@ def test_what_a_broken_off_round_leaves_in_grad() -> None:
 
 def test_a_world_of_one_can_be_made_to_reduce() -> None:
     for found in results_of("alone"):
-        assert [algorithm for _, algorithm, _ in found] == ["ring", "direct", "direct", "direct"]
+        assert [algorithm for _, algorithm, _ in found] == ["ring", "direct", "direct"]
         for gradients, _, heard in found:
             assert gradients == [[2.0], [3.0]]
             assert heard == [0.0, 0.0, 0.0]

@@ -62,8 +62,8 @@ class Accelerator(Protocol):
 
     device: torch.device
 
-    def open_stream(self, *, in_background: bool) -> Stream:
-        """A stream of high priority. Without `in_background`, a proxy for the current stream: then nothing overlaps."""
+    def open_stream(self) -> Stream:
+        """Open a stream of high priority beside the current one."""
 
     def current_stream(self) -> object:
         """The current stream, as a hashable value that `Stream.follow` accepts."""
@@ -155,27 +155,6 @@ class CudaStream:
         return CudaMark(self._stream, self._device)
 
 
-class CurrentCudaStream:
-    """A proxy for the current stream. Work that goes through different streams is still done in order. See `Stream`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last: torch.cuda.Stream | None = None
-
-    def follow(self, streams: Iterable[object] = ()) -> None:
-        _wait_for(torch.cuda.current_stream(self._device), streams)
-
-    def run(self, work: Callable[[], None]) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        if self._last is not None and self._last != stream:  # all reductions use the same signals
-            stream.wait_stream(self._last)
-        self._last = stream
-        work()
-
-    def mark(self) -> CudaMark:
-        return CudaMark(torch.cuda.current_stream(self._device), self._device)
-
-
 def _stream_on(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
@@ -199,8 +178,8 @@ class CudaAccelerator:
         self._pinned: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._pin(1, torch.int32)
 
-    def open_stream(self, *, in_background: bool) -> Stream:
-        return CudaStream(self.device) if in_background else CurrentCudaStream(self.device)
+    def open_stream(self) -> Stream:
+        return CudaStream(self.device)
 
     def current_stream(self) -> object:
         return torch._C._cuda_getCurrentStream(self.device.index)

@@ -170,7 +170,7 @@ class OneBucket:
         bucket.end_reduce(pending.wait())
         landed = time.perf_counter()
         bucket.close_round()
-        mover.take_flights()
+        mover.take_started()
         assert isinstance(bucket.packing, DevicePacking)
         bucket.packing.take_packed()
         return arrived - begin, packed - arrived, started - packed, landed - started
@@ -253,7 +253,7 @@ def _time_all_reduce(
             mover.stream.follow()
             mover.start(wire, scale=1 / world.size).wait()
         accelerator.synchronize()
-        mover.take_flights()
+        mover.take_started()
 
     def prepare(name: str) -> None:
         wire.buffer.copy_(source)

@@ -54,7 +54,7 @@ class DryAccelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def open_stream(self, *, in_background: bool) -> DryStream:
+    def open_stream(self) -> DryStream:
         return DryStream()
 
     def current_stream(self) -> object:

@@ -13,14 +13,8 @@ from torch.distributed import PrefixStore
 
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.contract import Mover
-from torchring.allreduce.device.stream import (
-    BackendEngine,
-    Engine,
-    HierarchicalEngine,
-    OnStream,
-    SharedMemoryEngine,
-    all_reduce,
-)
+from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine, all_reduce
+from torchring.allreduce.device.stream import Engine, OnStream
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
 from torchring.allreduce.native import NativeAllReduce
@@ -122,7 +116,7 @@ def open_mover(world: World, algorithm: str, overlap: str) -> Mover[Any]:
     fills_the_cores = world.local_size * torch.get_num_threads() >= world.num_cores
     in_background = overlap == "thread" or (overlap == "auto" and not (algorithm == "direct" and fills_the_cores))
     if algorithm == "direct":
-        _check_one_host(world)
+        _check_one_host(world, "algorithm='direct'")
         # A lane that polled would take turns with the thread that computes.
         direct = DirectAllReduce(host, poll_seconds=0.0 if in_background else POLL_SECONDS)
         return ThreadedMover(direct) if in_background else direct
@@ -144,17 +138,16 @@ def open_on_device(
 ) -> tuple[OnStream, Choice]:
     """Collective: the mover for buckets on a device that works in streams, and why it is that one.
 
-    "auto" is direct where the GPUs of all ranks reach each other's memory, and else what torch.distributed's backend
-    does, unless several hosts have several GPUs each: then it measures that against "hierarchical". With
-    overlap="inline" buckets are reduced in the stream that computes. Raises TopologyError where `algorithm` cannot be.
+    "auto" is "direct" where the GPUs of all ranks reach each other's memory, and "native" elsewhere; if several hosts
+    have several GPUs each, "auto" measures "native" against "hierarchical". With overlap="inline" the stream that
+    computes waits for each bucket. Raises TopologyError where GPUs cannot do what `algorithm` takes.
     """
-    if algorithm != "auto" or world.size == 1:
-        algorithm = "direct" if algorithm == "auto" else algorithm
+    if algorithm != "auto":
         return _open_engine(world, algorithm, overlap, accelerator), Choice(algorithm, "asked for")
-    if max(map(len, world.hosts)) == 1:
+    if world.size == len(world.hosts) > 1:
         why = "every host has one rank, and the backend's own all-reduce knows the network"
         return _open_engine(world, "native", overlap, accelerator), Choice("native", why)
-    ours = "direct" if world.shares_memory else "hierarchical"
+    ours = "direct" if len(world.hosts) == 1 else "hierarchical"
     try:
         mover = _open_engine(world, ours, overlap, accelerator)
     except TopologyError as error:
@@ -174,8 +167,10 @@ def open_on_device(
 
 def _open_engine(world: World, algorithm: str, overlap: str, accelerator: Accelerator) -> OnStream:
     """Collective."""
-    if algorithm == "direct" and world.size > 1:
-        _check_one_host(world)
+    if algorithm == "direct":
+        _check_one_host(world, "algorithm='direct'")
+    elif algorithm == "ring":
+        _check_one_host(world, "algorithm='ring' on GPUs", also="'native'")
     return OnStream(
         _engine(world, algorithm, accelerator),
         accelerator,
@@ -186,21 +181,15 @@ def _open_engine(world: World, algorithm: str, overlap: str, accelerator: Accele
 
 
 def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
-    if world.size == 1 and algorithm == "native":
-        algorithm = "direct"  # which sends as little
-    if algorithm == "direct" or (algorithm == "ring" and (world.size == 1 or world.shares_memory)):
-        try:
-            return SharedMemoryEngine(algorithm, accelerator.share(world.host, world.rendezvous), accelerator)
-        except TopologyError:
-            if algorithm == "direct":
-                raise
+    if algorithm in ("direct", "ring"):
+        return SharedMemoryEngine(algorithm, accelerator.share(world.host, world.rendezvous), accelerator)
     if algorithm == "hierarchical":
         columns = num_columns(world.hosts)
         shared = SharedMemoryEngine(algorithm, accelerator.share(world.host, world.rendezvous), accelerator, columns)
         return HierarchicalEngine(shared, _backend(world, column_members(world.hosts, world.rank), accelerator))
     backend = _backend(world, tuple(range(world.size)), accelerator)
     assert backend is not None
-    return BackendEngine(algorithm, backend, accelerator)
+    return BackendEngine(backend, accelerator)
 
 
 def _backend(world: World, members: tuple[int, ...] | None, accelerator: Accelerator) -> Backend | None:
@@ -219,11 +208,11 @@ def _backend(world: World, members: tuple[int, ...] | None, accelerator: Acceler
     return backend
 
 
-def _check_one_host(world: World) -> None:
-    if not world.shares_memory:
+def _check_one_host(world: World, what: str, also: str = "'hierarchical'") -> None:
+    if len(world.hosts) > 1:
         text = (
-            f"algorithm='direct' takes one host, but ranks share memory only within {list(world.hosts)}; "
-            "use algorithm='auto' or 'hierarchical'"
+            f"{what} takes one host, but ranks share memory only within {list(world.hosts)}; "
+            f"use algorithm='auto' or {also}"
         )
         raise in_step(TopologyError(text, rank=world.rank))
 

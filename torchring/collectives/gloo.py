@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchring.collectives.signature import Signature, mismatch
 from torchring.kernels import reference
-from torchring.transport.c10d import C10dTransport
+from torchring.transport.c10d import C10dTransport, all_reduce_options
 
 _REDUCE_OPS = {
     "mean": dist.ReduceOp.SUM,
@@ -50,8 +50,7 @@ class GlooCollectives:
             data.copy_(buffer)
 
     def _reduce(self, buffer: torch.Tensor, op: str) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op])
+        options = all_reduce_options(_REDUCE_OPS[op])
         self._transport.collective(lambda group: group.allreduce([buffer], options))
         torch.autograd.graph.increment_version(buffer)  # the process group does not tell autograd that it writes
 

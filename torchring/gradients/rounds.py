@@ -23,7 +23,8 @@ import torch
 from torchring.accelerators import Mark
 from torchring.allreduce import TAGS_PER_ROUND
 from torchring.allreduce.contract import tag_mismatch
-from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream, has_come
+from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
+from torchring.allreduce.device.watchdog import has_come
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import DevicePacking, slots_of
@@ -85,7 +86,7 @@ class DeviceRounds:
         """A round begins. Raises what ended the mover meanwhile."""
         self.check()
         self.poll()
-        if self._mover.take_flights():  # of a round that was broken off
+        if self._mover.take_started():  # of a round that was broken off
             self._seal(buckets)
         _take_packed(buckets)
         reports = list(_reports_of(buckets).values())
@@ -107,7 +108,7 @@ class DeviceRounds:
     def end(self, buckets: Sequence[Bucket]) -> None:
         """Every bucket has been launched."""
         assert self._backward_end is not None
-        flights, reports = self._mover.take_flights(), self._seal(buckets)
+        flights, reports = self._mover.take_started(), self._seal(buckets)
         self._under_way.append(_Round(flights, self._backward_end, list(buckets), _take_packed(buckets), reports))
 
     def agree(self, round_number: int, signals: Sequence[float], buckets: Sequence[Bucket]) -> Agreement:

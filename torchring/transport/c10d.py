@@ -132,9 +132,7 @@ class C10dTransport:
         if not tensor.is_contiguous() or not self.sums(tensor.dtype):
             raise ValueError(f"Gloo does not add up {tensor.dtype} with strides {tensor.stride()}")
         if tensor.numel():
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-            self.collective(lambda group: group.allreduce([tensor], options))
+            self.collective(lambda group: group.allreduce([tensor], all_reduce_options()))
 
     def all_gather(self, number: int) -> list[int]:
         mine = torch.tensor([number], device="cpu")
@@ -298,6 +296,13 @@ class C10dTransport:
             self._culprits.report(error)
         self.close()
         return error
+
+
+def all_reduce_options(operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.AllreduceOptions:
+    """Of a backend's `allreduce`, which sums unless told otherwise."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(operation)
+    return options
 
 
 def _let_go(last: list[Backend]) -> None:

@@ -1,0 +1,185 @@
+"""What launches reductions on a device.
+
+`direct` and `ring` are one kernel each, in memory that the GPUs of one host share. Between hosts, or where GPUs do not
+reach each other's memory, torch.distributed's backend (NCCL) moves the bytes: `native` is its own all-reduce,
+`hierarchical` its all-reduce between the two halves of direct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from torchring.accelerators import Accelerator, Backend
+from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire
+from torchring.allreduce.slices import slice_bounds
+from torchring.kernels import direct, ring
+from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
+from torchring.memory.cuda import LonelyGroup, SymmetricGroup
+from torchring.transport.c10d import all_reduce_options
+
+_ALIGNMENT_BYTES: Final = 256
+
+
+class SharedMemoryEngine:
+    """direct or ring, a kernel each, in memory shared by the devices of `group`. See `Engine`.
+
+    Args:
+        algorithm: "direct", "ring", or "hierarchical" for the part of a `HierarchicalEngine`.
+        num_slices: number of slices that a buffer is cut into. Rank r has slice r; the ranks beyond have none.
+    """
+
+    def __init__(
+        self, algorithm: str, group: SymmetricGroup, accelerator: Accelerator, num_slices: int | None = None
+    ) -> None:
+        self.algorithm = algorithm
+        self.group = group
+        self._accelerator = accelerator
+        self._num_slices = group.size if num_slices is None else num_slices
+        self._pads = group.allocate(signal_bytes(group.size, MAX_BLOCKS))
+        self._signals = _addresses(self._pads.parts, accelerator.device)
+        self._abort = torch.zeros(1, dtype=torch.int32, device=accelerator.device)
+        accelerator.synchronize()
+
+    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
+        lengths = [-(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for numel, dtype in specs]
+        block = self.group.allocate(sum(lengths))
+        report = _new_report(len(specs), self._accelerator.device)
+        wires, start = [], 0
+        for i, ((numel, dtype), length) in enumerate(zip(specs, lengths, strict=True)):
+            parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in block.parts]
+            own = parts[self.group.index]
+            addresses, bounds = _addresses(parts, own.device), self._bounds(numel, dtype)
+            wires.append(DeviceWire(own.data, own, addresses, bounds, report, i, block))
+            start += length
+        self._accelerator.synchronize()
+        return wires
+
+    def launch(self, wire: DeviceWire, scale: float) -> None:
+        if self.algorithm == "ring":
+            ring(
+                wire.addresses, self._signals, wire.buffer,
+                rank=self.group.index, num_ranks=self.group.size, scale=scale,
+                abort=self._abort, found=wire.found_in_result,
+            )  # fmt: skip
+        else:
+            self.direct(wire, scale)
+
+    def direct(self, wire: DeviceWire, scale: float, *, gather: bool = True, spread: bool = True) -> None:
+        """Launch direct: its first half (`gather`: sum own slice), its second half (`spread`), or both."""
+        begin, end = wire.bounds
+        direct(
+            wire.addresses, self._signals, wire.buffer,
+            rank=self.group.index, num_ranks=self.group.size, begin=begin, end=end, scale=scale,
+            abort=self._abort, found=wire.found_in_result, gather=gather, spread=spread,
+        )  # fmt: skip
+
+    def abort(self) -> None:
+        self._accelerator.write_aside(self._abort, 1)
+
+    def close(self) -> None:
+        """Nothing to do: the memory goes with the last tensor that views it."""
+
+    def _bounds(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
+        if self.group.index >= self._num_slices:
+            return 0, 0
+        return slice_bounds(numel, self._num_slices, dtype.itemsize)[self.group.index]
+
+
+class BackendEngine:
+    """native: the backend's own all-reduce. See `Engine`.
+
+    Args:
+        backend: between all ranks.
+    """
+
+    algorithm = "native"
+
+    def __init__(self, backend: Backend, accelerator: Accelerator) -> None:
+        self._backend = backend
+        self._accelerator = accelerator
+        # As if there were one rank: all of the buffer is its slice.
+        self._alone = SharedMemoryEngine("direct", LonelyGroup(backend.rank(), accelerator.device), accelerator)
+
+    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
+        device = self._accelerator.device
+        report = _new_report(len(specs), device)
+        wires = []
+        for i, (numel, dtype) in enumerate(specs):
+            buffer = torch.zeros(numel, dtype=dtype, device=device)
+            wires.append(DeviceWire(buffer.data, buffer, _addresses([buffer], device), (0, numel), report, i))
+        self._accelerator.synchronize()
+        return wires
+
+    def launch(self, wire: DeviceWire, scale: float) -> None:
+        if not wire.buffer.numel():
+            return
+        if scale != 1.0 and wire.buffer.dtype.itemsize == 2:
+            wire.buffer.mul_(scale)  # first: 16-bit sums might overflow where the result would fit
+            scale = 1.0
+        all_reduce(self._backend, wire.buffer)
+        self._alone.direct(wire, scale, spread=False)  # scales, and looks for values that are not finite
+
+    def abort(self) -> None:
+        abort(self._backend)
+
+    def close(self) -> None:
+        self._backend.shutdown()
+
+
+class HierarchicalEngine:
+    """direct's first half on every host, the backend's all-reduce in every column, direct's second half. See `Engine`.
+
+    Args:
+        shared: between the devices of this host, cut into columns.
+        column: the backend between the ranks with the same column; None on ranks without one.
+    """
+
+    algorithm = "hierarchical"
+
+    def __init__(self, shared: SharedMemoryEngine, column: Backend | None) -> None:
+        self._shared = shared
+        self._column = column
+
+    def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
+        return self._shared.open_wires(specs)
+
+    def launch(self, wire: DeviceWire, scale: float) -> None:
+        begin, end = wire.bounds
+        self._shared.direct(wire, scale, spread=False)
+        if self._column is not None and end > begin:
+            all_reduce(self._column, wire.buffer[begin:end])
+        self._shared.direct(wire, 1.0, gather=False)
+
+    def abort(self) -> None:
+        self._shared.abort()
+        if self._column is not None:
+            abort(self._column)
+
+    def close(self) -> None:
+        self._shared.close()
+        if self._column is not None:
+            self._column.shutdown()
+
+
+def all_reduce(backend: Backend, buffer: torch.Tensor) -> None:
+    """Replace `buffer`, which is not empty, by the sum over the backend's ranks, on the current stream."""
+    options = all_reduce_options()
+    options.asyncOp = False  # NCCL: in the current stream, not in a stream of its own
+    backend.allreduce([buffer], options).wait()
+
+
+def abort(backend: Backend) -> None:
+    """End the calls that are under way. Gloo cannot: its calls end when the links of a peer are closed."""
+    if hasattr(backend, "abort"):
+        backend.abort()
+
+
+def _addresses(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device="cpu").to(device)
+
+
+def _new_report(count: int, device: torch.device) -> torch.Tensor:
+    return torch.full((max(count, 1), 2), NOTHING_FOUND, dtype=torch.int32, device=device)
