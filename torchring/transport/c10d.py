@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo
 from torch.distributed import Work as BackendWork
 
-from torchring.errors import PeerLostError, PeerTimeoutError, RingError, TopologyError
+from torchring.accelerators import Backend
+from torchring.errors import FirstFailure, PeerTimeoutError, RingError, TopologyError
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.threads import SerialThread
-from torchring.transport.contract import contiguous_bytes
+from torchring.transport import gloo_links
+from torchring.transport.contract import closed, contiguous_bytes
 from torchring.transport.culprit import Culprits
-from torchring.transport.links import Links, open_sockets
 from torchring.transport.places import Place, cannot_connect, check_places, own_place
+from torchring.transport.sockets import Links, open_sockets
 
-# In truth a bare Gloo backend, which has a group's methods: so no default group has to exist.
-Backend = dist.ProcessGroup
 _T = TypeVar("_T")
 _INTERRUPTIBLE_SECONDS: Final = 0.1
 _LATE_SECONDS: Final = 1.0
@@ -36,10 +36,6 @@ _FIRST_LOOK_SECONDS: Final = 0.2  # and then at twice the time
 # After a connection has closed in a collective, whose other end may have done its part: how long others send nothing.
 _SILENT_SECONDS: Final = 1.0
 _DIGEST_SECONDS: Final = 0.5  # for what arrived before the connection closed
-_CLOSING_SECONDS: Final = 0.5
-_TAG: Final = 0
-_CLOSING_TAG: Final = 1  # nobody sends with this tag
-_PROBE_TAG: Final = 2  # nor with this tag
 _SUMMED: Final = (
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
@@ -58,7 +54,7 @@ class C10dTransport:
 
     def __init__(self, rendezvous: Rendezvous, name: str, host: HostGroup | None = None) -> None:
         self._culprits = Culprits(rendezvous, name, host)
-        self._failure: RingError | None = None
+        self._failure = FirstFailure()
         self._failing = threading.RLock()
         self._under_way: set[C10dTransfer] = set()
         self._is_closed = False
@@ -73,8 +69,7 @@ class C10dTransport:
         self._group: Backend | None = None
         weakref.finalize(self, self._waiter.close).atexit = False
         # Everyone is known to be here before Gloo connects, so that an absent rank is reported by name.
-        cards = rendezvous.all_gather(f"transport/{name}", own_place().encode())
-        places = [Place.decode(card) for card in cards]
+        places = [Place.decode(text) for text in rendezvous.all_gather(f"transport/{name}", own_place().encode())]
         try:
             check_places(self.rank, places)
         except TopologyError as error:
@@ -84,7 +79,7 @@ class C10dTransport:
         self._group = self.guard(lambda: self._connect(rendezvous, places), None)
         self._links = Links(before)
         # Nobody closes its links while others are still connecting: Gloo takes that for a failure.
-        self._links.match(self.rank, rendezvous.all_gather(f"transport/{name}/connected", self._links.card()))
+        self._links.match(self.rank, rendezvous.all_gather(f"transport/{name}/connected", self._links.own_ends()))
 
     def _connect(self, rendezvous: Rendezvous, places: Sequence[Place]) -> Backend:
         """Gloo connects every rank with every other one, or none: whoever fails tells the others, who would wait."""
@@ -119,11 +114,11 @@ class C10dTransport:
 
     def send(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
         data = contiguous_bytes(tensor)
-        return self._start(lambda group: group.send([data], peer, _TAG) if data.numel() else None, peer)
+        return self._start(lambda group: group.send([data], peer, gloo_links.TAG) if data.numel() else None, peer)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> C10dTransfer:
         data = contiguous_bytes(tensor)
-        return self._start(lambda group: group.recv([data], peer, _TAG) if data.numel() else None, peer)
+        return self._start(lambda group: group.recv([data], peer, gloo_links.TAG) if data.numel() else None, peer)
 
     def sums(self, dtype: torch.dtype) -> bool:
         return dtype in _SUMMED
@@ -149,28 +144,14 @@ class C10dTransport:
         if self._pid != os.getpid():  # a forked child: links and threads are the parent's
             return
         group, self._group = self._group, None
-        if group is not None:  # which what failed to start may refer to, too
-            self._break_links(group)
+        if group is not None:
+            gloo_links.close_links(group, self.rank, self.size)
             last = [group]
             del group
-            _let_go(last)
+            gloo_links.drop(last)
         self._under_way.clear()
         for waiter in (self._waiter, *self._all_waiters):
             waiter.close()
-
-    def _break_links(self, group: Backend) -> None:
-        """Close the sockets although transfers under way refer to them: those who wait, here and there, are woken.
-
-        Gloo does so when it is told to wait no longer for something: for all links, whichever it waited on.
-        """
-        for peer in range(self.size):
-            if peer != self.rank:
-                try:
-                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                    group.recv([nothing], peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))
-                except RuntimeError as failure:  # another one, where this link was broken already
-                    if "timed out" in str(failure).lower():
-                        return
 
     def _start(self, operation: Callable[[Backend], BackendWork | None], peer: int | None) -> C10dTransfer:
         work = self.guard(lambda: operation(self._open_group()), peer)
@@ -181,14 +162,8 @@ class C10dTransport:
 
     def _open_group(self) -> Backend:
         if self._group is None:
-            raise self._closed()
+            raise closed(self._failure.error, self.rank)
         return self._group
-
-    def _closed(self) -> RingError:
-        """What to raise when it is: another thread may know why."""
-        if (failure := self._failure) is not None:
-            return type(failure)(failure.message, rank=self.rank, peers=failure.peers)
-        return PeerLostError("this transport is closed; call torchring.shutdown() and torchring.init()")
 
     def finish(self, transfer: C10dTransfer, work: BackendWork) -> None:
         """Wait for a transfer."""
@@ -204,17 +179,16 @@ class C10dTransport:
         except RingError:
             raise
         except RuntimeError as failure:
-            text = str(failure).lower()
-            if "caused pair closure" in text:  # in another thread: let it say why
+            if gloo_links.is_consequence(failure):  # of a failure in another thread: let that thread say why
                 time.sleep(_INTERRUPTIBLE_SECONDS)
             with self._failing:
                 if self._is_closed:
-                    raise self._closed() from failure
-                timed_out = "timed out" in text or "timeout" in text
+                    raise closed(self._failure.error, self.rank) from failure
+                timed_out = gloo_links.has_timed_out(failure)
                 self._culprits.suspect(peer, timed_out=timed_out)
                 if peer is None and self._group is not None:
                     # Who waits for others than the culprit has to notice, or is taken for it.
-                    self._break_links(self._group)
+                    gloo_links.close_links(self._group, self.rank, self.size)
                 seconds, still = time.monotonic() - started, getattr(self._waiters, "seconds_still", 0.0)
                 if still > self._timeout_seconds / 2:
                     error = self._culprits.signed(self._culprits.stood_still(still), seconds)
@@ -246,7 +220,7 @@ class C10dTransport:
                 if future.done():  # it was the wait's own
                     raise
                 if self._is_closed:
-                    raise self._closed() from None
+                    raise closed(self._failure.error, self.rank) from None
                 if broken is not None:  # Gloo has read all that came
                     raise broken from None
             finally:
@@ -267,8 +241,8 @@ class C10dTransport:
             if other == self.rank:
                 continue
             is_open = self._links.is_open(other)
-            if is_open is None and probes:
-                broken = self._probe(other)
+            if is_open is None and probes and self._group is not None:
+                broken = gloo_links.find_failure(self._group, other)
             elif is_open is False and (peer is not None or self._links.seconds_silent() > _SILENT_SECONDS):
                 broken = RuntimeError(f"the connection to rank {other} is closed")
             else:
@@ -277,22 +251,8 @@ class C10dTransport:
                 return broken
         return None
 
-    def _probe(self, peer: int) -> RuntimeError | None:
-        """For a connection that is not known (`Links`): a receive that nobody answers fails to start if it is closed.
-
-        It does send something, so it may cost the last bytes of a peer that has exited.
-        """
-        try:
-            self._open_group().recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _PROBE_TAG)
-        except RingError:
-            return None
-        except RuntimeError as failure:
-            return failure
-        return None
-
     def fail(self, error: RingError) -> RingError:
-        if self._failure is None:
-            self._failure = error
+        if self._failure.set(error):
             self._culprits.report(error)
         self.close()
         return error
@@ -303,20 +263,6 @@ def all_reduce_options(operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(operation)
     return options
-
-
-def _let_go(last: list[Backend]) -> None:
-    """Drop the last reference to a group: abort() and shutdown() leave Gloo's sockets open, its destructor closes them.
-
-    The destructor waits for collectives, which may be in the midst of a message that does not come: it gets a thread of
-    its own, and only a moment.
-    """
-    worker = SerialThread("torchring-closer")
-    done = worker.submit(last.clear)
-    del last
-    done.add_done_callback(lambda _: worker.close())
-    with contextlib.suppress(FutureTimeout):
-        done.result(_CLOSING_SECONDS)
 
 
 class C10dTransfer:

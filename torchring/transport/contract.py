@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from torchring.errors import RingError
+from torchring.errors import PeerLostError, RingError
 from torchring.memory.host import bytes_of
 
 
@@ -57,6 +57,13 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close every link of this transport. A peer that still waits on a link raises PeerLostError."""
+
+
+def closed(failure: RingError | None, rank: int) -> RingError:
+    """The error of a call on a closed transport of `rank`. `failure` closed the transport, maybe on another thread."""
+    if failure is not None:
+        return type(failure)(failure.message, rank=rank, peers=failure.peers)
+    return PeerLostError("this transport is closed; call torchring.shutdown() and torchring.init()")
 
 
 def contiguous_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,10 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from torchring.errors import PeerLostError, RingError, TopologyError
+from torchring.errors import FirstFailure, RingError, TopologyError
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.transport.contract import contiguous_bytes
+from torchring.transport.contract import closed, contiguous_bytes
 from torchring.transport.culprit import Culprits
 
 _T = TypeVar("_T")
@@ -76,7 +76,7 @@ class MpiTransport:
         self._culprits = Culprits(rendezvous, name, host)
         self._under_way: set[MpiTransfer] = set()
         self._pid = os.getpid()
-        self._failure: RingError | None = None
+        self._failure = FirstFailure()
         self._is_closed = False
         # Everyone is known to be here, and to fit, before MPI waits for it.
         mpi, parent, problem = _load(communicator)
@@ -126,8 +126,7 @@ class MpiTransport:
         return [int(other) for other in numbers]
 
     def fail(self, error: RingError) -> RingError:
-        if self._failure is None:
-            self._failure = error
+        if self._failure.set(error):
             self._culprits.report(error)
         self.close()
         return error
@@ -147,7 +146,7 @@ class MpiTransport:
             _abandoned.extend((transfer.request, transfer.data) for transfer in left)
             # Freed under a collective that is under way, Open MPI crashes; after a failure, messages that nobody has
             # received may still come in. Then it is left to the end of the process.
-            if not left and self._failure is None:
+            if not left and self._failure.error is None:
                 with contextlib.suppress(self._mpi.Exception):
                     self._communicator.Free()
         self._culprits.say_goodbye()
@@ -208,10 +207,8 @@ class MpiTransport:
         return transfer
 
     def _check_open(self) -> None:
-        if self._failure is not None:  # of another thread
-            raise type(self._failure)(self._failure.message, rank=self.rank, peers=self._failure.peers)
-        if self._is_closed:
-            raise PeerLostError("this transport is closed; call torchring.shutdown() and torchring.init()")
+        if self._is_closed or self._failure.error is not None:  # another thread may be about to close it
+            raise closed(self._failure.error, self.rank)
 
     def _guard(self, operation: Callable[[], _T], peer: int | None) -> _T:
         """Run `operation`; turn MPI's error into a RingError that names its cause, and close the stream."""

@@ -74,21 +74,21 @@ class Links:
             if before.get(descriptor) != inode and (end := _end(descriptor)) is not None:
                 self._ends[end] = _Link(descriptor, inode)
 
-    def card(self) -> bytes:
-        """What the peers need to know to find theirs."""
+    def own_ends(self) -> bytes:
+        """Digests of this process's ends, by which the peers find theirs."""
         return b"".join(mine for mine, _ in self._ends)
 
-    def match(self, rank: int, cards: Sequence[bytes]) -> None:
-        """Find out which end is connected to whom.
+    def match(self, rank: int, ends: Sequence[bytes]) -> None:
+        """Find out which end is connected to which peer.
 
         Args:
-            rank: this one.
-            cards: every rank's, in rank order.
+            rank: this rank.
+            ends: `own_ends` of every rank, in rank order.
         """
         owners: dict[bytes, set[int]] = {}
-        for other, card in enumerate(cards):
-            for start in range(0, len(card), _DIGEST_BYTES):
-                owners.setdefault(card[start : start + _DIGEST_BYTES], set()).add(other)
+        for other, digests in enumerate(ends):
+            for start in range(0, len(digests), _DIGEST_BYTES):
+                owners.setdefault(digests[start : start + _DIGEST_BYTES], set()).add(other)
         found: dict[int, list[_Link]] = {}
         for (mine, theirs), link in self._ends.items():
             peers = owners.get(theirs, set()) - {rank}
