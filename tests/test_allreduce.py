@@ -529,7 +529,7 @@ def test_direct_adds_in_rank_order_whatever_the_layout(size: int, dtype: torch.d
             assert_bitwise(result, expected)
 
 
-# ---- flights: reductions that nobody stands by for
+# ---- pending reductions
 
 
 @every_world
@@ -544,14 +544,14 @@ def test_a_rank_may_run_ahead_of_its_peers(size: int) -> None:
             wire.tensor.copy_(part_of(rank, wire.tensor.numel(), torch.float32))
         if rank != size - 1:
             assert is_ahead.wait(15.0)
-        flights = [mover.start(wire, scale=0.5, tag=tag) for tag, wire in enumerate(wires)]
+        pending = [mover.start(wire, scale=0.5, tag=tag) for tag, wire in enumerate(wires)]
         if rank == size - 1:
-            assert not flights[0].advance(), "its peers have not started"
+            assert not pending[0].advance(), "its peers have not started"
             for wire in wires:
                 assert_bitwise(wire.tensor, part_of(rank, wire.tensor.numel(), torch.float32))
             is_ahead.set()
-        for flight in flights:
-            assert flight.wait() is None
+        for reduction in pending:
+            assert reduction.wait() is None
         return [wire.tensor.clone() for wire in wires]
 
     for results in run_movers("direct", size, body):
@@ -566,18 +566,18 @@ def test_a_late_rank_finds_its_peers_part_done() -> None:
     def body(rank: int, mover: DirectAllReduce) -> None:
         (wire,) = mover.open_wires([(1000, torch.float32)])
         wire.tensor.copy_(part_of(rank, 1000, torch.float32))
-        flight = mover.start(wire)
+        reduction = mover.start(wire)
         if rank == 0:
             assert has_started.wait(15.0)
-            assert flight.advance()
-            assert flight.advance(), "asking again does no harm"
+            assert reduction.advance()
+            assert reduction.advance(), "asking again does no harm"
             has_looked.set()
             assert is_over.wait(15.0)
-            assert flight.wait() is None
+            assert reduction.wait() is None
         else:
             has_started.set()
             assert has_looked.wait(15.0)
-            assert flight.wait() is None
+            assert reduction.wait() is None
             is_over.set()
         assert_bitwise(wire.tensor, exact_sum(1000, torch.float32, 2, 1.0))
 
@@ -585,15 +585,15 @@ def test_a_late_rank_finds_its_peers_part_done() -> None:
 
 
 @grid("count", [MAX_PENDING, MAX_PENDING + 1, 3 * MAX_PENDING + 5], keep=lambda count: count != MAX_PENDING)
-def test_more_flights_than_there_are_records(count: int) -> None:
+def test_more_reductions_than_there_are_records(count: int) -> None:
     def body(rank: int, mover: DirectAllReduce) -> list[NonFinite | None]:
         wires = mover.open_wires([(40 + i, torch.float32) for i in range(count)])
         for i, wire in enumerate(wires):
             wire.tensor.copy_(part_of(rank, 40 + i, torch.float32))
             if i % 50 == 7 and rank == i % 2:
                 wire.tensor[i % 40] = math.nan
-        flights = [mover.start(wire, tag=tag) for tag, wire in enumerate(wires)]
-        found = [flight.wait() for flight in flights]
+        pending = [mover.start(wire, tag=tag) for tag, wire in enumerate(wires)]
+        found = [reduction.wait() for reduction in pending]
         for i, wire in enumerate(wires):
             if i % 50 != 7:
                 assert_bitwise(wire.tensor, exact_sum(40 + i, torch.float32, 2, 1.0))
@@ -603,47 +603,47 @@ def test_more_flights_than_there_are_records(count: int) -> None:
     assert run_movers("direct", 2, body) == [expected] * 2
 
 
-def test_a_flight_that_has_landed_keeps_its_result() -> None:
+def test_a_reduction_that_is_over_keeps_its_result() -> None:
     def body(rank: int, mover: DirectAllReduce) -> None:
         (wire,) = mover.open_wires([(100, torch.float32)])
         wire.tensor.fill_(rank + 1.0)
         wire.tensor[70] = math.nan if rank else 0.0
-        flight = mover.start(wire)
-        flight.contribute()
-        flight.contribute()
-        assert [flight.wait() for _ in range(3)] == [NonFinite(1, 70)] * 3
+        reduction = mover.start(wire)
+        reduction.contribute()
+        reduction.contribute()
+        assert [reduction.wait() for _ in range(3)] == [NonFinite(1, 70)] * 3
         assert wire.tensor[:70].unique().tolist() == [3.0]
 
     run_movers("direct", 2, body)
 
 
 def test_every_rank_contributes_before_it_waits() -> None:
-    """Rank 0 lands its first flight while rank 1 waits for what rank 0 owes it of the second."""
+    """Rank 0 waits for its first reduction while rank 1 waits for what rank 0 owes it of the second."""
 
     def body(rank: int, mover: DirectAllReduce) -> None:
         wires = mover.open_wires([(100, torch.float32)] * 2)
         for wire in wires:
             wire.tensor.fill_(rank + 1.0)
-        flights = [mover.start(wire) for wire in wires]
-        for flight in flights:
-            flight.contribute()
-        for flight in flights:
-            flight.wait()
+        pending = [mover.start(wire) for wire in wires]
+        for reduction in pending:
+            reduction.contribute()
+        for reduction in pending:
+            reduction.wait()
         assert [wire.tensor.unique().tolist() for wire in wires] == [[3.0]] * 2
 
     run_movers("direct", 2, body)
 
 
-def test_ranks_whose_nth_flights_differ_are_told_which() -> None:
+def test_ranks_whose_nth_reductions_differ_are_told_which() -> None:
     """Rank 1 has left out the second of three: what is compared is what was started n-th, not what lies in a wire."""
 
     def body(rank: int, mover: DirectAllReduce) -> str:
         wires = mover.open_wires([(100, torch.float32)] * 3)
         tags = (0, 1, 2) if rank == 0 else (0, 2)
-        flights = [mover.start(wires[tag], tag=tag) for tag in tags]
-        flights[0].wait()
+        pending = [mover.start(wires[tag], tag=tag) for tag in tags]
+        pending[0].wait()
         with pytest.raises(PlanMismatchError) as caught:
-            flights[1].wait()
+            pending[1].wait()
         return str(caught.value)
 
     for text in run_movers("direct", 2, body):

@@ -105,9 +105,9 @@ def reduce_sizes(rank: int, size: int, algorithm: str) -> None:
             for wire, mine in zip(wires, inputs[rank], strict=True):
                 wire.tensor.copy_(mine)
             mover.stream.follow()
-            flights = [mover.start(wire) for wire in wires]
-            for flight, wire, parts in zip(flights, wires, zip(*inputs, strict=True), strict=True):
-                flight.wait()
+            pending = [mover.start(wire) for wire in wires]
+            for reduction, wire, parts in zip(pending, wires, zip(*inputs, strict=True), strict=True):
+                reduction.wait()
                 assert_bitwise(wire.tensor.cpu(), torch.stack(parts).double().sum(0).to(dtype), f"{dtype} {turn}")
     mover.close()
     torchring.shutdown()

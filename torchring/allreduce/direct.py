@@ -1,22 +1,23 @@
-"""Direct all-reduce: every rank reduces one slice of the buffer, straight in its peers' memory.
+"""Direct all-reduce: every rank reduces one slice of the buffer, in the memory of its peers.
 
-Rank r owns slice r of everybody's buffer between two signals: it reads the N inputs of that slice, adds them in rank
-order, scales, and writes the result to all N buffers. Two signals, no copy, each input read once.
+Rank r owns slice r of all N buffers between two signals, "packed" and "done". Rank r reads the N inputs of the slice,
+adds them in rank order, scales the sum, and writes the result to all N buffers. There is no copy, and each input is
+read once.
 
       rank 0                                         rank 1
-      says "packed", goes on with backward           ...
-      ...                                            says "packed", finds that rank 0 has said so:
-      looks in, finds that rank 1 has said so:       slice 1 of both buffers summed and written to both,
-      slice 0 of both buffers summed and written     says "done", goes on with backward
-      to both, says "done"                           ...
-      at the end of backward: both wait for each other's "done"
+      announces "packed", continues backward         ...
+      ...                                            announces "packed", sees "packed" of rank 0:
+      sees "packed" of rank 1: sums slice 0 of       sums slice 1 of both buffers, writes it to both,
+      both buffers, writes it to both,               announces "done", continues backward
+      announces "done", continues backward           ...
+      at the end of backward: both wait for the "done" of the other
 
-Work goes in blocks that fit the L2 cache, so that the sum is still there when it is scaled, checked and spread (64 MiB,
-2 ranks: 4.1 ms in 256 KiB blocks, 7.1 ms in one piece). Because every element is summed in rank order, the result does
-not depend on how parameters are laid out in buckets.
+A slice is reduced in blocks that fit the L2 cache, so that the sum is still in the cache when it is scaled, checked and
+written to the peers (64 MiB, 2 ranks: 4.1 ms in 256 KiB blocks, 7.1 ms in one piece). Every element is summed in rank
+order, so the result does not depend on how parameters are laid out in buckets.
 
-Example: 2 ranks, inputs [1, 2, 3, 4] and [10, 20, 30, 40], scale 0.5 -> [5.5, 11, 16.5, 22] on both; rank 0 computes
-the first 2 elements and rank 1 the rest (in truth slices are multiples of 64 bytes).
+Example: 2 ranks, inputs [1, 2, 3, 4] and [10, 20, 30, 40], scale 0.5 -> [5.5, 11, 16.5, 22] on both. Rank 0 computes
+the first 2 elements and rank 1 the other 2 (for simplicity: real slices are multiples of 64 bytes).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torchring.memory.host import HostGroup
 
 
 class PendingDirect:
-    """One reduction from "packed" to everybody's "done". See `PendingReduction`.
+    """One reduction, from this rank's "packed" to the "done" of all ranks. See `PendingReduction`.
 
     Args:
         number: how many reductions of `mover` were started before this reduction.
@@ -52,7 +53,7 @@ class PendingDirect:
         self._scale = scale
         self._tag = tag
         self._is_gathered = False  # all ranks have packed
-        self._is_reduced = False  # this rank's slice is
+        self._is_reduced = False  # this rank has reduced its slice
         self._is_over = False
         self._result: NonFinite | None = None
 
@@ -144,4 +145,4 @@ class DirectAllReduce:
         self._group.report_failure(error)
 
     def close(self) -> None:
-        """Nothing to do: the memory goes when the last tensor that views it does."""
+        """Nothing to do: the memory is freed with the last tensor that views it."""

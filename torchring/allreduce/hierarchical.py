@@ -1,16 +1,17 @@
-"""Hierarchical all-reduce: within each host through shared memory, between hosts in rings, one for each column.
+"""Hierarchical all-reduce: within each host through shared memory, between hosts in rings, one ring for each column.
 
-The buffer is cut into as many columns as the smallest host has ranks. Column c belongs to the c-th rank of every host.
-It sums the column over its host as in `direct`, reduces that with its counterparts in a ring, and writes the result to
-its host's ranks. So a host sends 2(H-1)/H of a buffer, whatever the number of its ranks: 2 hosts of 2 ranks move 1.0
-buffers over each link, a ring of the four ranks 1.5. Ranks beyond the columns have nothing to send.
+The buffer is cut into as many columns as the smallest host has ranks. The c-th rank of every host owns column c. The
+rank sums the column over its host as in `direct`, reduces the sum with the other owners of the column in a ring, and
+writes the result to the ranks of its host. So a host of the H hosts sends 2(H-1)/H of a buffer, whatever the number of
+its ranks: 2 hosts of 2 ranks move 1.0 buffers over each link, a ring of all four ranks 1.5. Ranks beyond the columns
+send nothing.
 
       host A                                           host B
       rank 0, column 0:  0+1 --- ring of 0 and 2 ---   rank 2, column 0:  2+3
       rank 1, column 1:  0+1 --- ring of 1 and 3 ---   rank 3, column 1:  2+3
 
-All ranks hold the same bits: a ring leaves them on its members, which copy them to their hosts. 16-bit wires are summed
-in fp32 on the host and at every hop, and rounded after each.
+All ranks hold the same bits: a ring leaves the same bits on its members, and each member copies them to its host.
+16-bit wires are summed in fp32 on the host and at every hop, and rounded once after each sum.
 """
 
 from __future__ import annotations

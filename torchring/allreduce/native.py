@@ -21,7 +21,7 @@ class NativeWire:
 class NativeAllReduce:
     """Mover over the engine's all-reduce, with a transport for each lane. See `BlockingMover`.
 
-    16-bit wires are summed as the engine sums them (Gloo), or refused (MPI has no such type).
+    Gloo sums 16-bit wires in 16 bits. MPI has no 16-bit types, so `open_wires` raises ValueError.
     """
 
     algorithm = "native"
@@ -65,7 +65,7 @@ class NativeAllReduce:
             buffer.mul_(scale)
         if is_finite(buffer):
             return None
-        # Every rank holds the same bits, so every rank comes here or none does.
+        # All ranks hold the same bits, so either all ranks come here or none.
         return blame(buffer, range(transport.size), transport.all_gather(-1 if suspect is None else suspect))
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Ring all-reduce: every rank talks to its two neighbours only, and each link carries 2(N-1)/N of the buffer.
 
-The buffer is cut into N chunks. In the first N-1 steps (reduce-scatter) partial sums travel to the right, each rank
-adding its own chunk; then every rank owns one finished chunk, which travels on (all-gather) until all have all.
+The buffer is cut into N chunks. In the first N-1 steps (reduce-scatter) partial sums travel to the right, and each rank
+adds its own chunk. Then every rank owns one finished chunk. In the other N-1 steps (all-gather) the finished chunks
+travel on until all ranks have all chunks.
 
       N = 3     rank 0               rank 1               rank 2
       step 0    sends 0, adds 2      sends 1, adds 0      sends 2, adds 1
@@ -9,9 +10,10 @@ adding its own chunk; then every rank owns one finished chunk, which travels on 
       step 2    sends 1, copies 0    sends 2, copies 1    sends 0, copies 2
       step 3    sends 0, copies 2    sends 1, copies 0    sends 2, copies 1
 
-Chunks travel in blocks. A block is passed on as soon as it is added, while the next ones of the same chunk arrive, so
-that receiving, adding and sending overlap. Receives are posted a few blocks ahead: the engine sends nothing before the
-receiver has said where to, and that takes a round trip. While a wire ends, the next one is begun in another lane.
+Chunks travel in blocks. A rank passes a block on as soon as it has added the block, while the next blocks of the chunk
+arrive. So receiving, adding and sending overlap. Receives are posted a few blocks ahead, because the engine sends
+nothing before the receiver has posted the receive, which takes a round trip. While one wire ends, the next wire begins
+in another lane (see `threaded.py`).
 
 A 16-bit chunk is added in fp32 and rounded once per hop, so the error of an element is at most (N-1) u sum|x| with u
 the unit roundoff of the wire dtype. The all-gather copies, so all ranks hold the same bits.
@@ -41,7 +43,7 @@ NUM_AHEAD: Final = 4  # receives that are posted before their blocks are needed
 
 @dataclass(frozen=True)
 class RingStep:
-    """One step of one rank: send chunk `send` to the right; receive chunk `receive` from the left, adding it or not."""
+    """One step of one rank: send chunk `send` to the right, receive chunk `receive` from the left, add it if `adds`."""
 
     send: int
     receive: int
@@ -69,7 +71,7 @@ class RingWire:
 
 
 class _Lane:
-    """What one reduction at a time works with, with room for the blocks that have arrived and are still to be added."""
+    """What one reduction works with: a transport, and room for blocks that have arrived and are not yet added."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -79,7 +81,7 @@ class _Lane:
         )  # for a block of 16-bit elements
 
     def place(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Where the block that is received as the n-th goes if it is to be added."""
+        """Where the n-th block that is received goes, if it is to be added."""
         return self._room[number % NUM_AHEAD, : like.numel() * like.element_size()].view(like.dtype)
 
 
@@ -87,8 +89,9 @@ class RingAllReduce:
     """Mover over one transport for each lane. See `BlockingMover`.
 
     Args:
-        transports: of their own, so that what is small in one lane need not queue behind what is large in another.
-        members: the ranks of the ring, in its order; all ranks of the transports unless said.
+        transports: one for each lane, so that a small message of one lane does not queue behind a large message of
+            another lane.
+        members: the ranks of the ring, in ring order. All ranks of the transports by default.
     """
 
     algorithm = "ring"
@@ -107,7 +110,7 @@ class RingAllReduce:
         return [self.wire_over(torch.zeros(numel, dtype=dtype, device="cpu")) for numel, dtype in specs]
 
     def wire_over(self, whole: torch.Tensor) -> RingWire:
-        """A wire in memory that exists: flat, of the same length on all members."""
+        """A wire in the memory of `whole`, which is flat and has the same length on all members."""
         length = BLOCK_BYTES // whole.element_size()
         blocks = []
         for start, stop in slice_bounds(whole.numel(), len(self.members), whole.element_size()):
@@ -122,7 +125,12 @@ class RingAllReduce:
     def reduce_checked(
         self, wire: RingWire, culprit: NonFinite | None, *, scale: float, tag: int, lane: int
     ) -> NonFinite | None:
-        """As `all_reduce`, where it is known already which rank's NaN or infinity is in this one's input."""
+        """As `all_reduce`, when the caller has looked for NaN and infinities in this rank's input.
+
+        Args:
+            culprit: the rank that the first non-finite value came from, which may be another rank of this host; None if
+                the input is finite.
+        """
         try:
             return self._reduce(wire, culprit, scale, tag, self._lanes[lane])
         except RingError as error:
@@ -130,7 +138,7 @@ class RingAllReduce:
             raise
 
     def fail(self, error: RingError) -> None:
-        """Close every link. Members that wait on them raise `error`."""
+        """Close every link. Members that wait on a link raise `error`."""
         for lane in self._lanes:
             lane.transport.fail(error)
 
@@ -154,19 +162,19 @@ class RingAllReduce:
             scale = 1.0
         tag_comes.wait()
         tag_goes.wait()
-        # Before a receive is posted: an engine ends the process on which more arrives than was expected.
+        # Before a receive is posted: Gloo ends the process if more bytes arrive than were expected.
         if int(their_tag) != tag:
             raise tag_mismatch(self._rank, tag, self._left, int(their_tag))
         self._go_round(wire, scale, lane)
         if is_finite(whole):
             return None
-        # Every rank holds the same bits, so every rank comes here or none does.
+        # All ranks hold the same bits, so either all ranks come here or none.
         rank, element = (-1, -1) if culprit is None or culprit.rank is None else (culprit.rank, culprit.element)
         return blame(whole, self._gather(rank, transport), self._gather(element, transport))
 
     def _go_round(self, wire: RingWire, scale: float, lane: _Lane) -> None:
         transport, blocks = lane.transport, wire.blocks
-        own_last_sum = len(self.members) - 2  # the step after which a chunk is complete, and ours to scale
+        own_last_sum = len(self.members) - 2  # the step after which a chunk is complete; this rank scales the chunk
         arrivals = [(n, step, block) for n, step in enumerate(self._steps) for block in blocks[step.receive]]
         receives: deque[tuple[Transfer, torch.Tensor]] = deque()
         to_post = enumerate(arrivals)
@@ -192,7 +200,7 @@ class RingAllReduce:
             transfer.wait()
 
     def _gather(self, number: int, transport: Transport) -> list[int]:
-        """Every member's number, in ring order."""
+        """The numbers of all members, in ring order."""
         size = len(self.members)
         numbers = torch.full((size,), number, device="cpu")
         for step in range(size - 1):

@@ -1,4 +1,4 @@
-"""Which mover reduces, and on which thread: what "auto" means."""
+"""Opens movers, and decides what algorithm="auto" and overlap="auto" mean."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ OVERLAPS: Final = get_args(Overlap)
 
 NUM_LANES: Final = 2  # buckets that cross the network at a time
 
-_SAMPLE_BYTES: Final = 2 << 20  # of a wire that is measured, at the most
-_NUM_SAMPLES: Final = 3  # wires under way at a time
+_SAMPLE_BYTES: Final = 2 << 20  # of each wire that is measured, at most
+_NUM_SAMPLES: Final = 3  # wires at a time
 _NUM_ROUNDS: Final = 3
-_PATIENCE_SECONDS: Final = 1.0  # for all rounds; a slow line is known after the first
-# The backend's own all-reduce does its work in C++, and leaves more of the cores to backward; that does not show while
-# nothing computes: at 10 Gbit/s a ring that was 1.18 times as fast by itself made steps 1.1 times as long.
+_PATIENCE_SECONDS: Final = 1.0  # for all rounds; a slow network is recognised in the first round
+# The backend's own all-reduce works in C++, and leaves more of the cores to backward. The measurement does not show
+# that, because nothing computes meanwhile: at 10 Gbit/s a ring that was 1.18 times as fast by itself made steps 1.1
+# times as long.
 _LEAST_ADVANTAGE: Final = 1.3
 
 
@@ -48,8 +49,8 @@ class Choice:
 
     Attributes:
         algorithm: "direct", "ring", "hierarchical" or "native".
-        seconds: what each candidate took for the sample; empty where there was only one.
-        reason: a sentence.
+        reason: why, in a sentence.
+        seconds: what each candidate took for the sample; empty if there was one candidate.
     """
 
     algorithm: str
@@ -60,8 +61,8 @@ class Choice:
 def choose(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> Choice:
     """Collective: what "auto" means for wires of these (elements, dtype), the same on all ranks.
 
-    "direct" where all ranks share memory. Otherwise "hierarchical", or "ring" where every host has one rank, if it is
-    measured to be faster than the backend's own all-reduce for wires of this size, or if 16-bit values are to be added.
+    "auto" is "direct" where all ranks share memory. Elsewhere torchring measures "native" against "hierarchical", or
+    against "ring" where every host has one rank, for wires of this size. "native" is not considered for 16-bit wires.
     """
     choice, movers = _try(world, specs)
     for mover in movers.values():
@@ -70,7 +71,7 @@ def choose(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> Choice:
 
 
 def open_chosen(world: World, overlap: str, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[Mover[Any], Choice]:
-    """Collective: the mover for algorithm="auto", and why it is that one."""
+    """Collective: the mover for algorithm="auto", and why this mover was chosen."""
     choice, movers = _try(world, specs)
     kept = None if overlap == "inline" else movers.pop(choice.algorithm, None)
     for mover in movers.values():
@@ -107,9 +108,9 @@ def _try(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> tuple[Choice
 def open_mover(world: World, algorithm: str, overlap: str) -> Mover[Any]:
     """Collective: the mover for an algorithm other than "auto".
 
-    With overlap="auto", direct reductions proceed in calls of the thread that runs backward where ranks times threads
-    fill the cores, so that a second thread would only take turns with it. Others proceed in lanes: waiting for the
-    network leaves the core to backward. Raises TopologyError for "direct" across hosts.
+    With overlap="auto", direct reductions proceed in calls of the thread that runs backward if ranks times threads fill
+    the cores: a second thread would only take turns with that thread. Other reductions proceed in lanes: while a lane
+    waits for the network, backward has the core. Raises TopologyError for "direct" across hosts.
     """
     host = world.host
     assert host is not None
@@ -117,14 +118,14 @@ def open_mover(world: World, algorithm: str, overlap: str) -> Mover[Any]:
     in_background = overlap == "thread" or (overlap == "auto" and not (algorithm == "direct" and fills_the_cores))
     if algorithm == "direct":
         _check_one_host(world, "algorithm='direct'")
-        # A lane that polled would take turns with the thread that computes.
+        # A lane must not poll: it would take turns with the thread that computes.
         direct = DirectAllReduce(host, poll_seconds=0.0 if in_background else POLL_SECONDS)
         return ThreadedMover(direct) if in_background else direct
     transports = [open_transport(world) for _ in range(NUM_LANES if in_background else 1)]
     if algorithm == "hierarchical":
         members = column_members(world.hosts, world.rank)
         ring = None if members is None else RingAllReduce(transports, members)
-        if ring is None:  # opening them took everybody
+        if ring is None:  # transports are opened by all ranks together
             for transport in transports:
                 transport.close()
         return HierarchicalAllReduce(host, num_columns(world.hosts), ring, in_background=in_background)
@@ -136,7 +137,7 @@ def open_mover(world: World, algorithm: str, overlap: str) -> Mover[Any]:
 def open_on_device(
     world: World, algorithm: str, overlap: str, specs: Sequence[tuple[int, torch.dtype]], accelerator: Accelerator
 ) -> tuple[OnStream, Choice]:
-    """Collective: the mover for buckets on a device that works in streams, and why it is that one.
+    """Collective: the mover for buckets on a device that works in streams, and why this mover was chosen.
 
     "auto" is "direct" where the GPUs of all ranks reach each other's memory, and "native" elsewhere; if several hosts
     have several GPUs each, "auto" measures "native" against "hierarchical". With overlap="inline" the stream that
@@ -193,7 +194,7 @@ def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
 
 
 def _backend(world: World, members: tuple[int, ...] | None, accelerator: Accelerator) -> Backend | None:
-    """Collective: between `members`, which contain this rank; None where there are none."""
+    """Collective: a backend between `members`, one of which is this rank; None if `members` is None."""
     name = world.next_channel_name()
     if members is None:
         return None
@@ -201,7 +202,7 @@ def _backend(world: World, members: tuple[int, ...] | None, accelerator: Acceler
     store = PrefixStore(f"backend/{name}/{members[0]}", world.rendezvous.store)
     try:
         backend = accelerator.open_backend(store, members.index(world.rank), len(members), world.timeout_seconds)
-        all_reduce(backend, torch.zeros(1, device=accelerator.device))  # connects: here, not in a backward
+        all_reduce(backend, torch.zeros(1, device=accelerator.device))  # connect here, not in a backward
         accelerator.synchronize()
     except RuntimeError as error:
         raise TopologyError(f"torch.distributed's backend does not connect: {error}", rank=world.rank) from error
@@ -222,7 +223,7 @@ def _in_words(seconds: Mapping[str, float]) -> str:
 
 
 def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.dtype]]:
-    """The largest wires, or as much of them as says how fast the line is."""
+    """The largest wires, cut to a length that suffices to measure the network."""
     largest = sorted(specs, key=lambda spec: spec[0] * spec[1].itemsize, reverse=True)[:_NUM_SAMPLES]
     return [(min(numel, _SAMPLE_BYTES // dtype.itemsize), dtype) for numel, dtype in largest if numel]
 
@@ -233,14 +234,15 @@ def _measure(
     sample: Sequence[tuple[int, torch.dtype]],
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Collective: seconds that each takes for the sample, all of it begun at once; the median of the slowest rank's.
+    """Collective: seconds that each mover takes for the sample, of which all wires are started at once.
 
-    They take turns. All ranks get the same numbers, so all decide alike. `synchronize` waits for what has landed.
+    Movers take turns. The time of a turn is that of the slowest rank, and the result is the median of turns: the same
+    numbers on all ranks, so that all ranks decide alike. `synchronize` waits until results are there.
     """
     collectives = internal_collectives_of(world)
     wires = {name: mover.open_wires(sample) for name, mover in movers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in movers}
-    for turn in range(_NUM_ROUNDS + 1):  # the first is a warm-up, unless the line is so slow that it tells enough
+    for turn in range(_NUM_ROUNDS + 1):  # the first is a warm-up, unless the network is so slow that one turn suffices
         for name, mover in movers.items():
             collectives.barrier()
             started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Summing slices of buffers that the ranks of one host share: rank r's, of all ranks' inputs, in cache-sized blocks."""
+"""Sums of slices of buffers that the ranks of one host share. Rank r sums slice r, in blocks that fit a cache."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def slice_bounds(num_elements: int, num_ranks: int, element_bytes: int) -> list[
 
 @dataclass(frozen=True)
 class Block:
-    """One cache-sized piece of this rank's slice."""
+    """A piece of this rank's slice that fits a cache."""
 
     start: int  # element index in the buffer
     inputs: list[torch.Tensor]  # in rank order
     own: torch.Tensor  # this rank's input, and where the sum is formed
     sum: reference.Accumulation  # of inputs into own
-    others: list[torch.Tensor]  # where the result is spread
+    others: list[torch.Tensor]  # the peers' buffers, where the result is written, too
 
 
 @dataclass(frozen=True)
 class SharedWire:
-    """A buffer in shared memory, with the views that reducing it takes, made once."""
+    """A buffer in shared memory, with all views that a reduction needs, made once."""
 
     tensor: torch.Tensor
     blocks: tuple[Block, ...]  # of this rank's slice
@@ -53,7 +53,7 @@ class Slices:
 
     Args:
         group: the ranks of the host.
-        count: into how many slices a buffer is cut; the r-th rank has the r-th, the others none.
+        count: number of slices that a buffer is cut into. The r-th rank has the r-th slice; the ranks beyond have none.
     """
 
     def __init__(self, group: HostGroup, count: int) -> None:
@@ -62,7 +62,7 @@ class Slices:
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[list[torch.Tensor]]:
-        """Collective: for each (elements, dtype) everybody's buffer, zeroed, in rank order."""
+        """Collective: for each (elements, dtype) the buffers of all ranks, zeroed, in rank order."""
         lengths = [_aligned(numel * dtype.itemsize) for numel, dtype in specs]
         shared = self._group.allocate(sum(lengths))
         buffers, start = [], 0
@@ -78,7 +78,7 @@ class Slices:
         return slice_bounds(buffer.numel(), self._count, buffer.element_size())[self._group.index]
 
     def wire(self, parts: Sequence[torch.Tensor]) -> SharedWire:
-        """Of everybody's buffer."""
+        """The wire of this rank, given the buffers of all ranks in rank order."""
         me, dtype = self._group.index, parts[0].dtype
         if dtype not in self._scratch:
             wide = reference.compute_dtype(dtype, dtype)
@@ -95,15 +95,15 @@ class Slices:
         return SharedWire(parts[me].data, tuple(blocks))
 
     def sum(self, wire: SharedWire, scale: float, *, spread: bool) -> NonFinite | None:
-        """Own slice <- scale * sum over the host, also in the peers' buffers with `spread`. One at a time.
+        """Replace this rank's slice by scale * sum over the host; with `spread`, in the peers' buffers, too.
 
-        Returns the first NaN or infinity, with whose input it was.
+        Only one call at a time: calls share scratch memory. Returns the first NaN or infinity, and whose input held it.
         """
         found: NonFinite | None = None
         for block in wire.blocks:
             if len(block.inputs) > 1 or scale != 1.0:
                 block.sum.run(scale)
-            # A sum over the block while it is in cache costs 3%; torch.isfinite would triple the whole reduction.
+            # The check takes 3% of the time while the block is in the cache; torch.isfinite would triple the time.
             if found is None and not is_finite(block.own):
                 found = self._blame(block, scale)
             if spread:
@@ -112,7 +112,7 @@ class Slices:
         return found
 
     def _blame(self, block: Block, scale: float) -> NonFinite:
-        """Whose input made the block non-finite. Ours is overwritten by the sum, so it is found by exclusion."""
+        """Whose input made the block non-finite. The sum has overwritten this rank's: it is found by exclusion."""
         element = first_non_finite(block.own)
         assert element is not None
         others = 0.0
@@ -123,8 +123,8 @@ class Slices:
             if not math.isfinite(value):
                 return NonFinite(rank, block.start + element)
             others += abs(value)
-        # Finite values give no NaN, and can only overflow if the others' carry the largest number over its last bit:
-        # 16-bit ones when the scaled sum is rounded, wider ones before it is scaled.
+        # Finite inputs never sum to NaN. They overflow only if the other inputs can push the largest number over its
+        # limit: 16-bit sums overflow when the scaled sum is rounded, wider sums before scaling.
         limits = torch.finfo(block.own.dtype)
         room = limits.max * limits.eps / 4
         if block.own.dtype.itemsize == 2:

@@ -32,8 +32,9 @@ _T = TypeVar("_T")
 _INTERRUPTIBLE_SECONDS: Final = 0.1
 _LATE_SECONDS: Final = 1.0
 _CONNECTING_LOOK_SECONDS: Final = 0.2
-_FIRST_LOOK_SECONDS: Final = 0.2  # and then at twice the time
-# After a connection has closed in a collective, whose other end may have done its part: how long others send nothing.
+_FIRST_LOOK_SECONDS: Final = 0.2  # each further look comes after twice the time
+# In a collective a peer may close its end when its part is done. The collective is broken if other peers send nothing
+# for so long after that.
 _SILENT_SECONDS: Final = 1.0
 _DIGEST_SECONDS: Final = 0.5  # for what arrived before the connection closed
 _SUMMED: Final = (
@@ -46,29 +47,32 @@ class C10dTransport:
 
     Args:
         rendezvous: the world's store.
-        name: of the stream; unique in this world, the same on every rank.
-        host: the ranks of this host, if it is known which of them live.
+        name: of the channel; unique in this world, the same on every rank.
+        host: the ranks of this host; known to be alive or not.
     """
 
     engine = "Gloo"
 
     def __init__(self, rendezvous: Rendezvous, name: str, host: HostGroup | None = None) -> None:
-        self._culprits = Culprits(rendezvous, name, host)
-        self._failure = FirstFailure()
-        self._failing = threading.RLock()
-        self._under_way: set[C10dTransfer] = set()
-        self._is_closed = False
-        self._pid = os.getpid()
         self.rank = rendezvous.rank
         self.size = rendezvous.size
         self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
+        # Gloo
+        self._group: Backend | None = None
+        self._under_way: set[C10dTransfer] = set()  # kept alive: Gloo reads and writes the memory of their tensors
+        self._pid = os.getpid()
+        # Failures
+        self._culprits = Culprits(rendezvous, name, host)
+        self._failure = FirstFailure()
+        self._failing = threading.RLock()
+        self._is_closed = False
+        # Threads that wait: one that connects, and one for each thread that waits for transfers
+        self._waiter = SerialThread(f"torchring-{name}-waiter")
         self._waiters = threading.local()
         self._all_waiters: list[SerialThread] = []
-        self._waiter = SerialThread(f"torchring-{name}-waiter")
-        self._group: Backend | None = None
         weakref.finalize(self, self._waiter.close).atexit = False
-        # Everyone is known to be here before Gloo connects, so that an absent rank is reported by name.
+        # All ranks are known to be here before Gloo connects, so that an absent rank is reported by name.
         places = [Place.decode(text) for text in rendezvous.all_gather(f"transport/{name}", own_place().encode())]
         try:
             check_places(self.rank, places)
@@ -78,11 +82,11 @@ class C10dTransport:
         before = open_sockets()
         self._group = self.guard(lambda: self._connect(rendezvous, places), None)
         self._links = Links(before)
-        # Nobody closes its links while others are still connecting: Gloo takes that for a failure.
+        # No rank closes its links while others are still connecting: Gloo takes that for a failure.
         self._links.match(self.rank, rendezvous.all_gather(f"transport/{name}/connected", self._links.own_ends()))
 
     def _connect(self, rendezvous: Rendezvous, places: Sequence[Place]) -> Backend:
-        """Gloo connects every rank with every other one, or none: whoever fails tells the others, who would wait."""
+        """Gloo connects all ranks with each other, or none. A rank that fails tells the others, which would wait."""
         store = PrefixStore(f"transport/{self._name}/gloo", rendezvous.store)
         timeout = timedelta(seconds=rendezvous.timeout_seconds)
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -92,7 +96,7 @@ class C10dTransport:
             try:
                 return cast(Backend, connecting.result(_CONNECTING_LOOK_SECONDS))
             except FutureTimeout:
-                if time.monotonic() > end:  # Gloo's own is for the links, not for the store that it asks where they go
+                if time.monotonic() > end:  # Gloo's own timeout does not cover its waits for the store
                     raise RuntimeError("timed out") from None
             except dist.DistError:  # the store
                 raise
@@ -136,7 +140,7 @@ class C10dTransport:
         return [int(other) for other in numbers]
 
     def collective(self, operation: Callable[[Backend], BackendWork]) -> None:
-        """Run one of the group's own collectives to its end; failures as for transfers."""
+        """Run a collective of the group and wait for it. Raises what `Transfer.wait` raises."""
         self._start(operation, None).wait()
 
     def close(self) -> None:
@@ -166,13 +170,13 @@ class C10dTransport:
         return self._group
 
     def finish(self, transfer: C10dTransfer, work: BackendWork) -> None:
-        """Wait for a transfer."""
+        """Wait until `transfer` is done."""
         self._open_group()
         self.guard(lambda: self.interruptible(work.wait, transfer.peer), transfer.peer)
         self._under_way.discard(transfer)
 
     def guard(self, operation: Callable[[], _T], peer: int | None) -> _T:
-        """Run `operation`; turn the engine's failure into a RingError that names its cause, and close the stream."""
+        """Run `operation`. Turn a failure of Gloo into a RingError that names its cause, and close the transport."""
         started = time.monotonic()
         try:
             return operation()
@@ -187,7 +191,7 @@ class C10dTransport:
                 timed_out = gloo_links.has_timed_out(failure)
                 self._culprits.suspect(peer, timed_out=timed_out)
                 if peer is None and self._group is not None:
-                    # Who waits for others than the culprit has to notice, or is taken for it.
+                    # Ranks that wait for innocent ranks must notice, too, or they are taken for the culprit.
                     gloo_links.close_links(self._group, self.rank, self.size)
                 seconds, still = time.monotonic() - started, getattr(self._waiters, "seconds_still", 0.0)
                 if still > self._timeout_seconds / 2:
@@ -197,9 +201,10 @@ class C10dTransport:
                 raise self.fail(error) from failure
 
     def interruptible(self, wait: Callable[[], object], peer: int | None) -> None:
-        """Wait on a thread that can be left behind, so that Ctrl-C gets through, and so that a broken link is noticed.
+        """Call `wait` on a thread that can be left behind, so that Ctrl-C gets through, and a broken link is noticed.
 
-        Gloo wakes those who wait for a message that has not begun; who is in the midst of one it lets wait on.
+        When a link breaks, Gloo wakes a thread that waits for a message that has not begun. A thread that waits in the
+        middle of a message waits on.
         """
         waiter: SerialThread | None = getattr(self._waiters, "mine", None)
         if waiter is None:
@@ -209,7 +214,7 @@ class C10dTransport:
         pause = _FIRST_LOOK_SECONDS
         broken: RuntimeError | None = None
         probe_at = time.monotonic() + pause
-        self._waiters.seconds_still = 0.0  # that this process did not run
+        self._waiters.seconds_still = 0.0  # for so long this process did not run
         while True:
             patience = _INTERRUPTIBLE_SECONDS if broken is None else _DIGEST_SECONDS
             woken_at = time.monotonic() + patience
@@ -217,7 +222,7 @@ class C10dTransport:
                 future.result(patience)
                 return
             except FutureTimeout:
-                if future.done():  # it was the wait's own
+                if future.done():  # `wait` itself timed out
                     raise
                 if self._is_closed:
                     raise closed(self._failure.error, self.rank) from None
@@ -233,9 +238,9 @@ class C10dTransport:
                 probe_at = time.monotonic() + pause
 
     def _broken_link(self, peer: int | None, *, probes: bool) -> RuntimeError | None:
-        """Why nothing more will come from `peer`, or in a collective: the connection is closed.
+        """Why nothing more will come from `peer`, or from any rank in a collective (None): a connection is closed.
 
-        One that did its part of a collective may have left while others still send.
+        In a collective, a peer that has done its part may have left while others still send.
         """
         for other in range(self.size) if peer is None else (peer,):
             if other == self.rank:
@@ -266,7 +271,7 @@ def all_reduce_options(operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -
 
 
 class C10dTransfer:
-    """See `Transfer`. `work` is None where there was nothing to move."""
+    """See `Transfer`. `work` is None if there are no bytes to move."""
 
     def __init__(self, transport: C10dTransport, work: BackendWork | None, peer: int | None) -> None:
         self.peer = peer

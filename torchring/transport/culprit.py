@@ -1,8 +1,9 @@
-"""Who is at fault when a transfer fails: what the ranks of a stream leave in the store for each other, and read there.
+"""Which rank is at fault when a transfer fails. Ranks leave words for each other in the store.
 
-A rank that stops leaves its error there ("last words") and before that, while it finds out, the peer that it waited for
-(its "suspect"). So the others name the rank that began it and not those that stopped for want of it. Suspects are of
-the whole world: a rank may wait in one stream, with nothing to do in another where it is waited for.
+A rank whose wait fails first writes down the peer that it waited for (its "suspect"). When the rank has found out the
+cause, it writes down its error ("last words"). So other ranks name the rank that failed first, and not the ranks that
+stopped because of it. Last words belong to a channel; suspects to the whole world, because rank a may wait for rank b
+in one channel while rank b waits for rank c in another.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from torchring.errors import PeerLostError, PeerTimeoutError, RingError, decode_
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous, ended_key
 
-# After a timeout, how long to look for the last words of the suspect: if it was itself waiting for somebody, its own
-# timeout comes at about the same moment as ours.
+# After a timeout, how long to look for the last words of the suspect. If the suspect was waiting for another rank, the
+# suspect's timeout comes at about the same moment.
 _GRACE_SECONDS: Final = 2.0
-# After a link broke: its other end may have timed out, upon which Gloo closes all links before anybody can say why.
+# After a link broke. The other end may have timed out: then Gloo closes all links before torchring can say why.
 _BROKEN_GRACE_SECONDS: Final = 0.5
-# How long the store outlives a failure if it is in this process, unless all survivors have found out before.
+# How long a store in this process outlives a failure, unless all survivors have found out earlier.
 _STAY_SECONDS: Final = _GRACE_SECONDS + 0.5
 _PAUSE_SECONDS: Final = 0.02  # between two looks into the store
 
 
 class Culprits:
-    """What one rank knows, and tells, of failures of the stream `name`.
+    """What one rank knows, and tells, of failures of one channel.
 
     Args:
         rendezvous: the world's store.
-        name: of the stream; unique in this world, the same on every rank.
-        host: the ranks of this host, if it is known which of them live.
+        name: of the channel; unique in this world, the same on every rank.
+        host: the ranks of this host; known to be alive or not.
     """
 
     def __init__(self, rendezvous: Rendezvous, name: str, host: HostGroup | None) -> None:
-        # Nobody waits for the store as long as for a rank: this is when the way there may be cut.
+        # With a short timeout: the connection to the store may be cut, too.
         self._rendezvous = rendezvous.with_timeout(_GRACE_SECONDS)
         self._timeout_seconds = rendezvous.timeout_seconds
         self._name = name
@@ -53,10 +54,14 @@ class Culprits:
         self._rendezvous.stay_until_published([self._key("last_words", rank) for rank in survivors], _STAY_SECONDS)
 
     def suspect(self, peer: int | None, *, timed_out: bool) -> None:
-        """Tell the peers for whom this rank waited, None in a collective, and whether too long or its link broke.
+        """Tell the peers which rank this rank waited for.
 
-        Only the first time: what fails later in other streams does so because of that.
-        Before this rank closes its links: whoever sees one closed finds this, or knows that its peer died.
+        Only the first call counts: what fails later in other channels is a consequence. Call before this rank closes
+        its links: a peer that sees a closed link either finds the suspect, or knows that this rank died.
+
+        Args:
+            peer: None in a collective.
+            timed_out: the wait was too long; else a link broke.
         """
         with contextlib.suppress(RingError):
             text = f"{-1 if peer is None else peer} {int(timed_out)}"
@@ -67,10 +72,10 @@ class Culprits:
         self._leave("left", b"")
 
     def explain(self, peer: int | None, seconds: float, *, timed_out: bool) -> RingError:
-        """What really happened, as far as this rank can find out.
+        """The cause of a failed wait, as far as this rank can find out.
 
         Args:
-            peer: whose transfer failed; None after a collective, which does not say.
+            peer: whose transfer failed; None after a collective, which does not say whose.
             seconds: how long this rank has waited.
             timed_out: the wait was too long; else a link broke.
         """
@@ -83,9 +88,9 @@ class Culprits:
                     culprit, timed_out = self._end_of_chain(peer, timed_out)
                     culprits = [culprit]
                 error = self._fault_of(culprits, timed_out)
-        except RingError as found:  # somebody's last words, or the end of the store with the rank that hosted it
+        except RingError as found:  # last words of a rank, or the store is gone with the rank that hosted it
             error = found
-            if not found.peers and peer is not None:  # of a store that the launcher hosts
+            if not found.peers and peer is not None:  # the store is gone, and the launcher hosted it
                 error = self._fault_of([peer], timed_out)
                 error = type(error)(f"{error.message}; and {found.message}", peers=(peer,))
         return self.signed(error, seconds)
@@ -103,12 +108,12 @@ class Culprits:
         return PeerLostError(f"{names} died or exited", peers=culprits)
 
     def _said_at_its_end(self, rank: int) -> RingError | None:
-        """Why a rank's script ended, if it did and said so."""
+        """Why the script of `rank` ended; None if it did not end or did not say why."""
         key = ended_key(rank)
         return decode_error(self._rendezvous.fetch(key, rank), rank) if self._rendezvous.is_published(key) else None
 
     def stood_still(self, seconds: float) -> RingError:
-        """This rank's wait was too long because it did not run itself."""
+        """This rank's wait was too long because this process did not run."""
         return PeerTimeoutError(
             f"this process did not run for {seconds:.0f} s: it was stopped (SIGSTOP, a suspended machine) or given no "
             f"processor; a rank that keeps the others waiting for {self._timeout_seconds:g} s is given up",
@@ -116,7 +121,7 @@ class Culprits:
         )
 
     def _was_late(self, waiting: Sequence[int]) -> RingError:
-        """The others' wait was too long, for this rank."""
+        """The ranks `waiting` waited too long for this rank."""
         names = ", ".join(map(str, waiting))
         return PeerTimeoutError(
             f"rank{'s' if len(waiting) > 1 else ''} {names} waited for this rank for {self._timeout_seconds:g} s and "
@@ -125,12 +130,15 @@ class Culprits:
         )
 
     def signed(self, error: RingError, seconds: float) -> RingError:
-        """The error, with who noticed it and after how long."""
+        """Add to `error` that this rank raises it, and after how long."""
         error.rank, error.seconds = self._rendezvous.rank, seconds
         return error
 
     def seen_by_the_host(self, suspects: Sequence[int]) -> RingError | None:
-        """Of a rank on this host we know whether it lives, even if a child of its keeps its sockets open."""
+        """The failure of one of `suspects` that is on this host, if there is one.
+
+        Needs no link: a child of a dead rank may keep the links open.
+        """
         if self._host is None:
             return None
         try:
@@ -140,9 +148,9 @@ class Culprits:
         return None
 
     def heard_from(self, suspects: Sequence[int]) -> RingError | None:
-        """Whether one of these ranks has said that it stops. Asks the store once or twice per rank; does not wait.
+        """The error of one of `suspects` that has said that it stops, if there is one.
 
-        For engines whose links do not tell by closing.
+        Asks the store once or twice per rank, and does not wait. For MPI, where no link closes when a rank stops.
         """
         try:
             for rank in suspects:
@@ -153,20 +161,20 @@ class Culprits:
                         return ended
                     text = f"rank {rank} closed its end; it called shutdown() or close(), or exited"
                     return PeerLostError(text, peers=(rank,))
-        except PeerTimeoutError:  # says nothing of the peers; the way to the store may be back in time
+        except PeerTimeoutError:  # the store does not answer: says nothing about the peers, and may not last
             return None
-        except RingError as error:  # no store: only its host is known to have gone
+        except RingError as error:  # the store is gone, and so is the rank that hosted it
             return error if set(error.peers) & set(suspects) else None
         return None
 
     def _end_of_chain(self, suspect: int, timed_out: bool) -> tuple[int, bool]:
-        """Who keeps everybody waiting: the first in the chain of suspects that suspects nobody itself.
+        """The rank that keeps all others waiting: the first in the chain of suspects that suspects no rank.
 
-        And whether a wait along the chain was too long: the links that broke did so because of that.
-        Raises the last words of one that stopped for another reason, or that somebody waited too long for this rank.
+        Also returns whether a wait along the chain was too long: then links broke because of that wait. Raises the last
+        words of a rank in the chain, or that a rank in the chain waited too long for this rank.
         """
         waited_too_long = timed_out
-        lives = self._host is not None and suspect in self._host.ranks  # or else the host would have told
+        lives = self._host is not None and suspect in self._host.ranks  # `seen_by_the_host` has found no failure
         started = time.monotonic()
         deadline = started + (_GRACE_SECONDS if timed_out or lives else _BROKEN_GRACE_SECONDS)
         seen = {self._rendezvous.rank}
@@ -187,10 +195,11 @@ class Culprits:
             suspect = following
 
     def _silent_ones(self, timed_out: bool) -> tuple[list[int], bool]:
-        """After a collective failed, which does not say at whom: the ranks that do not report that it failed.
+        """The culprits after a collective failed: the ranks that do not report the failure.
 
-        And whether anybody's wait in it was too long. All links are closed by now, so that everybody has noticed.
-        Raises the last words of the first that has found out, or that all others waited too long for this rank.
+        Also returns whether the wait of any rank was too long. All links are closed by now, so every live rank has
+        noticed. Raises the last words of the first rank that has found out the cause, or that all others waited too
+        long for this rank.
         """
         waited_too_long = timed_out
         deadline = time.monotonic() + _GRACE_SECONDS

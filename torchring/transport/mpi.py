@@ -1,8 +1,8 @@
 """Transport over MPI (mpi4py): non-blocking calls straight on the tensors' memory, in a communicator of its own.
 
-A wait polls, because MPI neither has deadlines nor tells of a peer that is gone: between two looks at the request it
-gives its core away, and now and then it looks whether the peer still lives (on this host), and in the store whether it
-has said goodbye.
+A wait polls, because MPI has no deadlines and does not report a peer that is gone. Between two looks at the request the
+wait gives its core away. Now and then it looks whether a peer on this host is alive, and in the store whether a peer
+has said that it stops.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torchring.transport.culprit import Culprits
 
 _T = TypeVar("_T")
 
-# Small messages take 3 to 40 us, so at first only the core is offered to others. Then sleeping grows with the wait and
-# so adds a twentieth to it, in steps so short that a transfer which MPI moves piece by piece, and only within its own
-# calls, keeps its link busy. Two ranks on two cores swap 16 KiB in 36 us (sleeping at once: 214), 1 MiB in 159 (325);
-# waits of 20 ms take 9% of a core.
+# Small messages take 3 to 40 us, so at first a wait only yields the core. Then the wait sleeps, for a twentieth of the
+# time waited so far. Sleeps are short, because MPI moves a large transfer piece by piece inside its own calls: the link
+# must not be idle. Two ranks on two cores swap 16 KiB in 36 us (sleeping at once: 214), 1 MiB in 159 (325); waits of 20
+# ms take 9% of a core.
 _YIELD_SECONDS: Final = 2e-4
 _SHORTEST_PAUSE_SECONDS: Final = 2e-5
 _LONGEST_PAUSE_SECONDS: Final = 5e-4
@@ -50,7 +50,7 @@ _SUMMED: Final = {
 
 _serialised = threading.RLock()  # where MPI takes one thread at a time
 _open: weakref.WeakSet[MpiTransport] = weakref.WeakSet()
-# (request, tensor) of what could not be cancelled: MPI may still read or write the tensor's memory.
+# (request, tensor) of transfers that could not be cancelled: MPI may still read or write the tensor's memory.
 _abandoned: list[tuple[Any, torch.Tensor]] = []
 
 
@@ -59,10 +59,10 @@ class MpiTransport:
 
     Args:
         rendezvous: the world's store.
-        name: of the stream; unique in this world, the same on every rank.
-        host: the ranks of this host, if it is known which of them live.
-        communicator: an mpi4py communicator of exactly the world's ranks, in the same order; COMM_WORLD unless said.
-            It is duplicated, so nothing else that runs in it can meet these transfers.
+        name: of the channel; unique in this world, the same on every rank.
+        host: the ranks of this host; known to be alive or not.
+        communicator: an mpi4py communicator of exactly the world's ranks, in the same order; COMM_WORLD by default. The
+            transport duplicates it, so that other messages in it cannot match these transfers.
     """
 
     engine = "MPI"
@@ -78,13 +78,13 @@ class MpiTransport:
         self._pid = os.getpid()
         self._failure = FirstFailure()
         self._is_closed = False
-        # Everyone is known to be here, and to fit, before MPI waits for it.
+        # All ranks are known to be here, and to fit, before MPI waits for them.
         mpi, parent, problem = _load(communicator)
-        card = {"problem": problem, "rank": -1, "size": 0}
+        mine = {"problem": problem, "rank": -1, "size": 0}
         if parent is not None:
-            card |= {"rank": parent.rank, "size": parent.size}
-        cards = [json.loads(text) for text in rendezvous.all_gather(f"transport/{name}", json.dumps(card).encode())]
-        _check_ranks(self.rank, cards)
+            mine |= {"rank": parent.rank, "size": parent.size}
+        texts = rendezvous.all_gather(f"transport/{name}", json.dumps(mine).encode())
+        _check_ranks(self.rank, [json.loads(text) for text in texts])
         self._mpi = mpi
         self.mpi_error: type[Exception] = mpi.Exception
         self._lock = _serialised if mpi.Query_thread() < mpi.THREAD_MULTIPLE else threading.RLock()
@@ -109,7 +109,7 @@ class MpiTransport:
         if not tensor.is_contiguous() or not self.sums(tensor.dtype):
             raise ValueError(f"MPI does not add up {tensor.dtype} with strides {tensor.stride()}")
         mpi, kind = self._mpi, getattr(self._mpi, _SUMMED[tensor.dtype])
-        # Not the blocking call, which is faster (64 MiB: 31 against 55 ms) but can be neither timed nor left.
+        # Not the blocking call, which is faster (64 MiB: 31 against 55 ms) but has no timeout and cannot be left.
         self._start(
             lambda: self._communicator.Iallreduce(mpi.IN_PLACE, [self._buffer(tensor), tensor.numel(), kind], mpi.SUM),
             tensor,
@@ -132,27 +132,27 @@ class MpiTransport:
         return error
 
     def close(self) -> None:
-        if os.getpid() != self._pid:  # a forked child; what is under way is its parent's
+        if os.getpid() != self._pid:  # a forked child: transfers are the parent's
             self._is_closed = True
             return
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            if self._mpi.Is_finalized():  # by the script; nothing of MPI may be called any more
+            if self._mpi.Is_finalized():  # by the script; no function of MPI may be called any more
                 return
             under_way, self._under_way = self._under_way, set()
             left = [transfer for transfer in under_way if not transfer.cancel()]
             _abandoned.extend((transfer.request, transfer.data) for transfer in left)
-            # Freed under a collective that is under way, Open MPI crashes; after a failure, messages that nobody has
-            # received may still come in. Then it is left to the end of the process.
+            # Open MPI crashes if a communicator is freed during a collective. After a failure, messages that nobody has
+            # received may still come in. In both cases the communicator stays until the process ends.
             if not left and self._failure.error is None:
                 with contextlib.suppress(self._mpi.Exception):
                     self._communicator.Free()
         self._culprits.say_goodbye()
 
     def is_done(self, transfer: MpiTransfer) -> bool:
-        """Never waits. Raises if the transport was closed meanwhile, or MPI says that the transfer failed."""
+        """Does not wait. Raises if the transport was closed meanwhile, or MPI says that the transfer failed."""
         with self._lock:
             if transfer.is_done:
                 return True
@@ -164,7 +164,7 @@ class MpiTransport:
         return True
 
     def wait_for(self, transfer: MpiTransfer) -> None:
-        """Poll, sparing the core, until the transfer is done or cannot be."""
+        """Poll, yielding the core, until the transfer is done. Raises if it cannot be done."""
         started = time.monotonic()
         num_looks = 0
         while not self.is_done(transfer):
@@ -183,7 +183,7 @@ class MpiTransport:
             time.sleep(min(max(waited / 20, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
 
     def _trouble(self, peer: int | None, *, asks_the_store: bool) -> RingError | None:
-        """Why the wait for `peer`, or for everybody, may never end, as far as is known without waiting."""
+        """Why the wait for `peer`, or for all ranks (None), may never end, as far as is known without waiting."""
         suspects = [rank for rank in range(self.size) if rank != self.rank] if peer is None else [peer]
         error = self._culprits.seen_by_the_host(suspects)
         return self._culprits.heard_from(suspects) if error is None and asks_the_store else error
@@ -211,7 +211,7 @@ class MpiTransport:
             raise closed(self._failure.error, self.rank)
 
     def _guard(self, operation: Callable[[], _T], peer: int | None) -> _T:
-        """Run `operation`; turn MPI's error into a RingError that names its cause, and close the stream."""
+        """Run `operation`. Turn an error of MPI into a RingError that names its cause, and close the transport."""
         try:
             return operation()
         except self._mpi.Exception as failure:
@@ -222,7 +222,7 @@ class MpiTransport:
             raise self.fail(self._culprits.signed(error, 0.0)) from failure
 
     def _buffer(self, data: torch.Tensor) -> Any:
-        """The tensor's memory as mpi4py takes it; counted in bytes where no type is said."""
+        """The tensor's memory as mpi4py takes it: counted in bytes unless the call names a type."""
         return self._mpi.memory.fromaddress(data.data_ptr(), data.numel() * data.element_size())
 
 
@@ -243,27 +243,27 @@ class MpiTransfer:
         self._transport.wait_for(self)
 
     def cancel(self) -> bool:
-        """Give the transfer up without waiting; whether MPI is done with its memory."""
+        """Give the transfer up without waiting. Returns whether MPI has finished with its memory."""
         try:
             if self._is_receive:  # sends and collectives cannot be cancelled
                 self.request.Cancel()
             return bool(self.request.Test())
-        except self._transport.mpi_error:  # of a link that is broken already
+        except self._transport.mpi_error:  # the link is broken already
             return False
 
 
 @atexit.register
 def _say_goodbye() -> None:
-    """MPI_Finalize, which comes later, waits for all ranks: those that still wait for this one must hear of its end."""
+    """MPI_Finalize comes later and waits for all ranks. Ranks that wait for this rank must learn that it stops."""
     for transport in list(_open):
         transport.close()
 
 
 def _load(communicator: Any) -> tuple[Any, Any, str]:
-    """mpi4py.MPI, the communicator, and what speaks against using them."""
+    """mpi4py.MPI, the communicator, and why they cannot be used ("" if they can)."""
     try:
         from mpi4py import MPI as mpi  # noqa: N811  # as a value, not a constant
-    except (ImportError, RuntimeError, OSError) as error:  # not only missing: mpi4py finds no MPI library
+    except (ImportError, RuntimeError, OSError) as error:  # mpi4py is missing, or finds no MPI library
         return None, None, f"cannot load MPI ({error}); pip install torchring[mpi]"
     if not mpi.Is_initialized() or mpi.Is_finalized():
         return None, None, "MPI is not initialised, or finalised already"
@@ -272,15 +272,15 @@ def _load(communicator: Any) -> tuple[Any, Any, str]:
     return mpi, mpi.COMM_WORLD if communicator is None else communicator, ""
 
 
-def _check_ranks(rank: int, cards: list[dict[str, Any]]) -> None:
+def _check_ranks(rank: int, places: list[dict[str, Any]]) -> None:
     """Raise TopologyError, on every rank the same, if a rank has no MPI or another place in it than in the world."""
-    for other, card in enumerate(cards):
-        if card["problem"]:
-            raise TopologyError(f"rank {other}: {card['problem']}", rank=rank, peers=(other,))
-    for other, card in enumerate(cards):
-        if (card["rank"], card["size"]) != (other, len(cards)):
+    for other, place in enumerate(places):
+        if place["problem"]:
+            raise TopologyError(f"rank {other}: {place['problem']}", rank=rank, peers=(other,))
+    for other, place in enumerate(places):
+        if (place["rank"], place["size"]) != (other, len(places)):
             raise TopologyError(
-                f"rank {other} of this world of {len(cards)} is rank {card['rank']} of {card['size']} in MPI; start "
+                f"rank {other} of this world of {len(places)} is rank {place['rank']} of {place['size']} in MPI; start "
                 "all ranks with one mpirun, and let nothing else set RANK and WORLD_SIZE",
                 rank=rank,
                 peers=(other,),

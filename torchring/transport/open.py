@@ -1,4 +1,4 @@
-"""Which engine carries a world's transfers."""
+"""Opens transports over the backend of a world."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torchring.world import World
 
 
 def open_transport(world: World, name: str | None = None) -> Transport:
-    """Collective. A stream of its own over the world's backend, "gloo" or "mpi".
+    """Collective: open links of their own over the world's backend, "gloo" or "mpi".
 
     Args:
-        name: of the stream; the world's next one unless said.
+        name: of the channel; the next channel name of the world by default.
     """
     assert world.rendezvous is not None, "a world of one sends nothing"
     name = world.next_channel_name() if name is None else name

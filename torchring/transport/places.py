@@ -1,4 +1,4 @@
-"""Where each rank's Gloo listens for the others: found out before it connects, so that what is wrong can be said."""
+"""The address at which Gloo listens on each rank. Ranks compare addresses before Gloo connects, to report mistakes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _MOST_NAMED: Final = 8
 
 @dataclass(frozen=True)
 class Place:
-    """Of one rank.
+    """Where Gloo listens on one rank.
 
     Attributes:
-        host: its name.
-        network: equal on ranks that share a loopback interface; "" where that cannot be told.
-        address: at which Gloo listens; "" if it cannot.
+        host: name of the host.
+        network: equal on ranks that share a loopback interface; "" if unknown.
+        address: where Gloo listens; "" if Gloo cannot listen.
         interface: GLOO_SOCKET_IFNAME, "" if not set.
-        usable: interfaces with addresses that other hosts may reach, in words.
-        problem: why Gloo cannot listen, in its words; "" if it can.
+        usable: interfaces with addresses that other hosts may reach, as text.
+        problem: why Gloo cannot listen, in Gloo's words; "" if Gloo can.
     """
 
     host: str
@@ -51,14 +51,14 @@ class Place:
 
     @property
     def choice(self) -> str:
-        """Why it listens there."""
+        """Why Gloo listens at `address`."""
         if self.interface:
             return f"{_VARIABLE}={self.interface}"
         return f"{_VARIABLE} is not set, and the name {self.host} leads there or nowhere"
 
 
 def own_place() -> Place:
-    """This rank's."""
+    """Where Gloo listens on this rank."""
     return _place(network_id(), os.environ.get(_VARIABLE, ""))
 
 
@@ -76,7 +76,7 @@ def _place(network: str, interface: str) -> Place:
 
 
 def check_places(rank: int, places: Sequence[Place]) -> None:
-    """Raise TopologyError, on every rank the same, if Gloo cannot listen on a rank, or not where others reach it."""
+    """Raise TopologyError, the same on every rank, if Gloo cannot listen on a rank, or others cannot reach it there."""
     for other, place in enumerate(places):
         if place.problem:
             raise TopologyError(
@@ -99,7 +99,7 @@ def check_places(rank: int, places: Sequence[Place]) -> None:
 
 
 def cannot_connect(rank: int, places: Sequence[Place], failure: BaseException) -> TopologyError:
-    """Gloo on this rank could not reach another one's, or not be reached."""
+    """The error if Gloo on this rank could not reach Gloo on another rank, or could not be reached."""
     listing = [f"rank {other} ({place.host}) at {place.address}" for other, place in enumerate(places[:_MOST_NAMED])]
     more = ["..."] if len(places) > _MOST_NAMED else []
     return TopologyError(
@@ -111,6 +111,6 @@ def cannot_connect(rank: int, places: Sequence[Place], failure: BaseException) -
 
 
 def gloo_words(failure: BaseException) -> str:
-    """Its message, without the places in its source."""
+    """The message of Gloo's error, without file names and lines of Gloo's source."""
     first = str(failure).partition("\n")[0]
     return _SOURCE.sub("", first.replace("[enforce fail at ", "[")).strip()

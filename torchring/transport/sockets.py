@@ -1,11 +1,11 @@
-"""Whether an engine's TCP connection to a peer is still open. Nothing is sent to find out.
+"""Whether Gloo's TCP connection to a peer is still open. Nothing is sent to find out.
 
-Sending would do harm: where the peer has exited after its last message, its kernel answers with a reset, and what is
-still on its way here is thrown away. An engine that has read everything, the end included, closes its socket; so this
-looks whether the socket is still there.
+Sending would do harm: if the peer has exited after its last message, the peer's kernel answers with a reset, and bytes
+that are still on their way here are thrown away. Gloo closes its socket when it has read everything, the end included
+(gloo/transport/tcp/pair.cc). So this module looks whether the socket is still there.
 
-The engine does not say which sockets are its own. Those that appeared while it connected are candidates, and the two
-ends of a connection know each other's addresses: each rank tells the others which ends it found.
+Gloo does not say which sockets are its own. The sockets that appeared while Gloo connected are candidates. Each rank
+tells the others the addresses of the candidates, and the two ends of a connection have the same two addresses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LAST_RECEIVED: Final = struct.Struct("=52x2I")  # in Linux's struct tcp_info: m
 
 
 def open_sockets() -> dict[int, int]:
-    """This process's sockets: inode by file descriptor. None where there is no /proc."""
+    """The sockets of this process: inode by file descriptor. Empty where there is no /proc."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -38,7 +38,7 @@ def open_sockets() -> dict[int, int]:
 
 @dataclass(frozen=True)
 class _Link:
-    """This process's end of a connection; the descriptor is the engine's."""
+    """This process's end of a connection. Gloo owns the descriptor."""
 
     descriptor: int
     inode: int
@@ -50,7 +50,7 @@ class _Link:
             return False
 
     def seconds_silent(self) -> float | None:
-        """Since data came, or what was sent was acknowledged; None if it is closed, or the kernel does not say."""
+        """Seconds since data or an acknowledgement came; None if the link is closed, or the kernel does not say."""
         try:
             with _borrowed(self.descriptor) as copy:
                 info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
@@ -61,10 +61,10 @@ class _Link:
 
 
 class Links:
-    """The connections that an engine has just made to its peers.
+    """The connections that Gloo has just made to the peers.
 
     Args:
-        before: `open_sockets()` from before the engine connected.
+        before: `open_sockets()` before Gloo connected.
     """
 
     def __init__(self, before: Mapping[int, int]) -> None:
@@ -92,25 +92,25 @@ class Links:
         found: dict[int, list[_Link]] = {}
         for (mine, theirs), link in self._ends.items():
             peers = owners.get(theirs, set()) - {rank}
-            # Ranks that are threads of one process see each other's ends, too: whose is whose is not known then.
+            # Ranks that are threads of one process see each other's ends, too. Then a link's owner is not known.
             if len(peers) == 1 and owners.get(mine) == {rank}:
                 found.setdefault(peers.pop(), []).append(link)
-        # Another engine may have connected at the same time.
+        # Another group may have connected at the same time.
         self._of_peer = {peer: links[0] for peer, links in found.items() if len(links) == 1}
 
     def is_open(self, peer: int) -> bool | None:
-        """Whether the connection to `peer` is open; None where it is not known which one it is."""
+        """Whether the connection to `peer` is open; None if its socket is not known."""
         link = self._of_peer.get(peer)
         return None if link is None else link.is_open()
 
     def seconds_silent(self) -> float:
-        """Since a connection that is open carried something; infinite without one."""
+        """Seconds since any open connection carried something; infinite if none is open."""
         silences = [link.seconds_silent() for link in self._of_peer.values()]
         return min((silence for silence in silences if silence is not None), default=float("inf"))
 
 
 def _end(descriptor: int) -> tuple[bytes, bytes] | None:
-    """Digests of the two addresses of a TCP connection; None if the descriptor is no such thing."""
+    """Digests of both ends of a TCP connection, this end first; None if the descriptor is no TCP connection."""
     try:
         with _borrowed(descriptor) as copy:
             if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
@@ -123,9 +123,9 @@ def _end(descriptor: int) -> tuple[bytes, bytes] | None:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """The socket as Python has it. Only for a moment: with two descriptors, its owner cannot close it."""
-    # With a default time-out, Python has a socket not block, for the owner, too. Only then is the mode set back: the
-    # owner may itself be changing it, and would wait for ever.
+    """A socket object for Gloo's descriptor. Use it briefly: Gloo cannot close while there are two descriptors."""
+    # If Python has a default timeout, it makes the socket non-blocking, for Gloo, too. Only then is the mode set back:
+    # Gloo may itself be changing the mode, and would wait for ever.
     blocks = None if socket.getdefaulttimeout() is None else os.get_blocking(descriptor)
     with socket.socket(fileno=os.dup(descriptor)) as copy:
         if blocks is not None:
