@@ -170,7 +170,7 @@ class RingAllReduce:
             return None
         # All ranks hold the same bits, so either all ranks come here or none.
         rank, element = (-1, -1) if culprit is None or culprit.rank is None else (culprit.rank, culprit.element)
-        return blame(whole, self._gather(rank, transport), self._gather(element, transport))
+        return blame(whole, *self._gather([rank, element], transport))
 
     def _go_round(self, wire: RingWire, scale: float, lane: _Lane) -> None:
         transport, blocks = lane.transport, wire.blocks
@@ -199,16 +199,16 @@ class RingAllReduce:
         for transfer in sends:
             transfer.wait()
 
-    def _gather(self, number: int, transport: Transport) -> list[int]:
-        """The numbers of all members, in ring order."""
+    def _gather(self, numbers: list[int], transport: Transport) -> list[list[int]]:
+        """For each of `numbers` the numbers of all members, in ring order."""
         size = len(self.members)
-        numbers = torch.full((size,), number, device="cpu")
+        gathered = torch.tensor([numbers] * size, device="cpu")
         for step in range(size - 1):
             origin = (self._index - step - 1) % size
-            receiving = transport.receive(numbers[origin : origin + 1], self._left)
+            receiving = transport.receive(gathered[origin], self._left)
             sent = (self._index - step) % size
-            sending = transport.send(numbers[sent : sent + 1], self._right)
+            sending = transport.send(gathered[sent], self._right)
             receiving.wait()
             sending.wait()
-        gathered: list[int] = numbers.tolist()
-        return gathered
+        columns: list[list[int]] = gathered.t().tolist()
+        return columns

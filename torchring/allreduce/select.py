@@ -117,7 +117,7 @@ def open_mover(world: World, algorithm: str, overlap: str) -> Mover[Any]:
     fills_the_cores = world.local_size * torch.get_num_threads() >= world.num_cores
     in_background = overlap == "thread" or (overlap == "auto" and not (algorithm == "direct" and fills_the_cores))
     if algorithm == "direct":
-        _check_one_host(world, "algorithm='direct'")
+        _check_one_host(world, "algorithm='direct' takes one host")
         # A lane must not poll: it would take turns with the thread that computes.
         direct = DirectAllReduce(host, poll_seconds=0.0 if in_background else POLL_SECONDS)
         return ThreadedMover(direct) if in_background else direct
@@ -169,9 +169,9 @@ def open_on_device(
 def _open_engine(world: World, algorithm: str, overlap: str, accelerator: Accelerator) -> OnStream:
     """Collective."""
     if algorithm == "direct":
-        _check_one_host(world, "algorithm='direct'")
+        _check_one_host(world, "algorithm='direct' takes one host")
     elif algorithm == "ring":
-        _check_one_host(world, "algorithm='ring' on GPUs", also="'native'")
+        _check_one_host(world, "algorithm='ring' on GPUs takes one host", also="'native'")
     return OnStream(
         _engine(world, algorithm, accelerator),
         accelerator,
@@ -209,12 +209,9 @@ def _backend(world: World, members: tuple[int, ...] | None, accelerator: Acceler
     return backend
 
 
-def _check_one_host(world: World, what: str, also: str = "'hierarchical'") -> None:
+def _check_one_host(world: World, problem: str, also: str = "'hierarchical'") -> None:
     if len(world.hosts) > 1:
-        text = (
-            f"{what} takes one host, but ranks share memory only within {list(world.hosts)}; "
-            f"use algorithm='auto' or {also}"
-        )
+        text = f"{problem}, but ranks share memory only within {list(world.hosts)}; use algorithm='auto' or {also}"
         raise in_step(TopologyError(text, rank=world.rank))
 
 

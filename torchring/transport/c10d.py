@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Final, TypeVar, cast
@@ -67,10 +68,9 @@ class C10dTransport:
         self._failure = FirstFailure()
         self._failing = threading.RLock()
         self._is_closed = False
-        # Threads that wait: one that connects, and one for each thread that waits for transfers
+        # Waits that may have to be left behind
         self._waiter = SerialThread(f"torchring-{name}-waiter")
-        self._waiters = threading.local()
-        self._all_waiters: list[SerialThread] = []
+        self._seconds_still = 0.0  # for so long this process did not run during the last wait
         weakref.finalize(self, self._waiter.close).atexit = False
         # All ranks are known to be here before Gloo connects, so that an absent rank is reported by name.
         places = [Place.decode(text) for text in rendezvous.all_gather(f"transport/{name}", own_place().encode())]
@@ -154,8 +154,7 @@ class C10dTransport:
             del group
             gloo_links.drop(last)
         self._under_way.clear()
-        for waiter in (self._waiter, *self._all_waiters):
-            waiter.close()
+        self._waiter.close()
 
     def _start(self, operation: Callable[[Backend], BackendWork | None], peer: int | None) -> C10dTransfer:
         work = self.guard(lambda: operation(self._open_group()), peer)
@@ -193,9 +192,9 @@ class C10dTransport:
                 if peer is None and self._group is not None:
                     # Ranks that wait for innocent ranks must notice, too, or they are taken for the culprit.
                     gloo_links.close_links(self._group, self.rank, self.size)
-                seconds, still = time.monotonic() - started, getattr(self._waiters, "seconds_still", 0.0)
-                if still > self._timeout_seconds / 2:
-                    error = self._culprits.signed(self._culprits.stood_still(still), seconds)
+                seconds = time.monotonic() - started
+                if self._seconds_still > self._timeout_seconds / 2:
+                    error = self._culprits.signed(self._culprits.stood_still(self._seconds_still), seconds)
                 else:
                     error = self._culprits.explain(peer, seconds, timed_out=timed_out)
                 raise self.fail(error) from failure
@@ -206,21 +205,19 @@ class C10dTransport:
         When a link breaks, Gloo wakes a thread that waits for a message that has not begun. A thread that waits in the
         middle of a message waits on.
         """
-        waiter: SerialThread | None = getattr(self._waiters, "mine", None)
-        if waiter is None:
-            waiter = self._waiters.mine = SerialThread(f"torchring-{self._name}-waiter")
-            self._all_waiters.append(waiter)
-        future = waiter.submit(wait)
+        future = self._waiter.submit(wait)
         pause = _FIRST_LOOK_SECONDS
         broken: RuntimeError | None = None
         probe_at = time.monotonic() + pause
-        self._waiters.seconds_still = 0.0  # for so long this process did not run
+        self._seconds_still = 0.0
         while True:
             patience = _INTERRUPTIBLE_SECONDS if broken is None else _DIGEST_SECONDS
             woken_at = time.monotonic() + patience
             try:
                 future.result(patience)
                 return
+            except CancelledError:
+                raise closed(self._failure.error, self.rank) from None
             except FutureTimeout:
                 if future.done():  # `wait` itself timed out
                     raise
@@ -230,7 +227,7 @@ class C10dTransport:
                     raise broken from None
             finally:
                 if (late := time.monotonic() - woken_at) > _LATE_SECONDS:
-                    self._waiters.seconds_still += late
+                    self._seconds_still += late
             is_time_to_probe = time.monotonic() > probe_at
             broken = self._broken_link(peer, probes=is_time_to_probe)
             if is_time_to_probe:

@@ -99,19 +99,11 @@ class BackendEngine:
 
     def __init__(self, backend: Backend, accelerator: Accelerator) -> None:
         self._backend = backend
-        self._accelerator = accelerator
         # As if there were one rank: all of the buffer is its slice.
         self._alone = SharedMemoryEngine("direct", LonelyGroup(backend.rank(), accelerator.device), accelerator)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
-        device = self._accelerator.device
-        report = _new_report(len(specs), device)
-        wires = []
-        for i, (numel, dtype) in enumerate(specs):
-            buffer = torch.zeros(numel, dtype=dtype, device=device)
-            wires.append(DeviceWire(buffer.data, buffer, _addresses([buffer], device), (0, numel), report, i))
-        self._accelerator.synchronize()
-        return wires
+        return self._alone.open_wires(specs)
 
     def launch(self, wire: DeviceWire, scale: float) -> None:
         if not wire.buffer.numel():

@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -19,21 +18,6 @@ if TYPE_CHECKING:
     from torchring.allreduce.device.stream import OnStream
 
 _LOOK_SECONDS: Final = 0.1  # between two looks at the ranks that the device waits for
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """What the device may be waiting for.
-
-    Attributes:
-        what: number of the round, counted by the watchdog.
-        since: when the round began, or was sealed; time.monotonic.
-        is_sealed: whether all of the round has been started.
-    """
-
-    what: int
-    since: float
-    is_sealed: bool
 
 
 class DeviceWatchdog:
@@ -54,17 +38,16 @@ class DeviceWatchdog:
         self._host = host if host is not None and host.size > 1 else None
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
-        self._num_sealed = 0
-        self._open: Waiting | None = None  # the round that is not sealed
-        self._sealed: deque[tuple[torch.Tensor, Waiting]] = deque()
-        self._suspicious: Waiting | None = None  # for which a peer was gone at the last look
+        self._open_since: float | None = None  # when the round began that is not sealed; time.monotonic, as below
+        self._sealed: deque[tuple[torch.Tensor, float]] = deque()  # what a round was sealed with, and when
+        self._suspicious: float | None = None  # the round for which a peer was gone at the last look, by its time
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def started(self) -> None:
         """A reduction has been started."""
-        if self._open is None:
-            self._open = Waiting(self._num_sealed, time.monotonic(), is_sealed=False)
+        if self._open_since is None:
+            self._open_since = time.monotonic()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="torchring-watchdog", daemon=True)
             self._thread.start()
@@ -73,14 +56,13 @@ class DeviceWatchdog:
     def sealed(self, fetched: torch.Tensor) -> None:
         """See `OnStream.seal`."""
         with self._lock:
-            self._sealed.append((fetched, Waiting(self._num_sealed, time.monotonic(), is_sealed=True)))
-            self._num_sealed += 1
-            self._open = None
+            self._sealed.append((fetched, time.monotonic()))
+            self._open_since = None
 
     @property
     def is_open(self) -> bool:
         """Whether a round was started and not sealed."""
-        return self._open is not None
+        return self._open_since is not None
 
     def is_pending(self) -> bool:
         """Whether the device has still to send the report of a sealed round."""
@@ -114,32 +96,29 @@ class DeviceWatchdog:
 
     def _look(self) -> RingError | None:
         """Why the device waits in vain; None if it does not, or may not."""
-        waiting = self._oldest()
+        with self._lock:
+            while self._sealed and has_come(self._sealed[0][0]):
+                self._sealed.popleft()
+            is_sealed = bool(self._sealed)
+            since = self._sealed[0][1] if is_sealed else self._open_since
         suspicious, self._suspicious = self._suspicious, None
-        if waiting is None:
+        if since is None:
             return None
         try:
             if self._host is not None:
                 self._host.check_peers([rank for rank in self._host.ranks if rank != self._host.rank])
         except RingError as error:
             # A peer that is done may have left while what it sent is still on its way: look again.
-            self._suspicious = waiting
-            return error if waiting == suspicious else None
-        seconds = time.monotonic() - waiting.since
-        if not waiting.is_sealed or seconds < self._timeout_seconds:  # a backward may take as long as it likes
+            self._suspicious = since
+            return error if since == suspicious else None
+        seconds = time.monotonic() - since
+        if not is_sealed or seconds < self._timeout_seconds:  # a backward may take as long as it likes
             return None
         return PeerTimeoutError(
             "a reduction on the device did not come to an end; some rank's device is stuck, or slow",
             rank=None if self._host is None else self._host.rank,
             seconds=seconds,
         )
-
-    def _oldest(self) -> Waiting | None:
-        """The oldest round that the device has not finished."""
-        with self._lock:
-            while self._sealed and has_come(self._sealed[0][0]):
-                self._sealed.popleft()
-            return self._sealed[0][1] if self._sealed else self._open
 
 
 def has_come(fetched: torch.Tensor) -> bool:
