@@ -50,7 +50,7 @@ from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.bench.netns import Network
 from torchring.bench.step import Contestant
-from torchring.gradients.hooks import optimizer_group_of
+from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import Compression
 from torchring.launch.arguments import duration
 from torchring.world import default_world
@@ -177,15 +177,15 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
 
     # As long as a process has several distributed optimizers, none of them overlaps, since one backward may reach the
     # parameters of any. Here none does: each is by itself in its turn, as it would be in a process of its own.
-    neighbours = optimizer_group_of(default_world())
-    members = {rival: neighbours.owners_of(c.model.parameters()) for rival, c in contestants.items()}
+    group = default_world().shared(OptimizerGroup)
+    members = {rival: group.owners_of(c.model.parameters()) for rival, c in contestants.items()}
 
     def prepare(rival: str) -> None:
         for others in members.values():
             for member in others:
-                neighbours.leave(member)
+                group.leave(member)
         for member in members[rival]:
-            neighbours.join(member)
+            group.join(member)
 
     spreads = measure.take_turns(
         {rival: functools.partial(c.step, workload, batches) for rival, c in contestants.items()},

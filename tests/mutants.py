@@ -43,6 +43,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # The tests that should notice a mutant of a file, quick ones first, and which of them (pytest's -k).
 TESTS = {
     "torchring/gradients/hooks.py": ("test_hooks test_replicas test_backward test_module_wrappers test_semantics", ""),
+    "torchring/gradients/sync.py": ("test_hooks test_replicas test_backward test_module_wrappers test_semantics", ""),
+    "torchring/gradients/group.py": ("test_hooks test_semantics", ""),
+    "torchring/gradients/ledger.py": ("test_bucket test_hooks test_optimizer_contract", ""),
     "torchring/gradients/plan.py": ("test_plan test_bucket", ""),
     "torchring/gradients/bucket.py": ("test_bucket test_scheduler test_hooks", ""),
     "torchring/gradients/scheduler.py": ("test_scheduler test_hooks", ""),

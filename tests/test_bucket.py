@@ -13,8 +13,9 @@ from checks import assert_bitwise
 
 from torchring.allreduce import NonFinite
 from torchring.errors import GradientError
-from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState, GradientStatus
-from torchring.gradients.plan import NUM_SIGNALS, ParameterSpec, build_plan
+from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState
+from torchring.gradients.ledger import GradientStatus
+from torchring.gradients.plan import ControlBits, ParameterSpec, build_plan
 
 IDLE, FILLING, PACKED, REDUCING, REDUCED = BucketState
 BIG = COPY_ON_ARRIVAL_BYTES // 4  # elements of fp32 that are copied on arrival; one less is only counted
@@ -71,7 +72,7 @@ def give(bucket: Bucket, slot: int, values: Sequence[float] | torch.Tensor | flo
         parameter.grad = new.clone()
     else:
         parameter.grad.add_(new)
-    return bucket.arrive(slot)
+    return bucket.mark_ready(slot)
 
 
 def reduce(*ranks: Bucket, non_finite: NonFinite | None = None) -> None:
@@ -176,10 +177,10 @@ def test_illegal_transition_says_state_bucket_and_parameters(move: str, state: B
 def test_illegal_transition_changes_nothing(move: str, state: BucketState) -> None:
     """Above all not what is known about gradients: step() goes by it."""
     bucket = in_state(state)
-    before = list(bucket.status), bucket.wire.tensor.clone(), [p.grad for p in bucket.parameters]
+    before = list(bucket.ledger.status), bucket.wire.tensor.clone(), [p.grad for p in bucket.parameters]
     with pytest.raises(AssertionError):
         MOVES[move][0](bucket)
-    assert bucket.status == before[0]
+    assert bucket.ledger.status == before[0]
     assert_bitwise(bucket.wire.tensor, before[1])
     assert all(p.grad is old for p, old in zip(bucket.parameters, before[2], strict=True))
 
@@ -371,7 +372,7 @@ def test_complex_gradients_travel_as_real_numbers(compression: str | None, conju
     for rank, bucket in enumerate(ranks):
         value = torch.complex(numbers * (2 * rank + 2), -numbers)
         bucket.parameters[0].grad = value.conj() if conjugate else value
-        bucket.arrive(0)
+        bucket.mark_ready(0)
         give(bucket, 1, 1.0)
         assert (bucket.plan.dtype, bucket.plan.slots[0].numel) == (torch.float32, 12)
     finish(*ranks)
@@ -403,8 +404,8 @@ def test_missing_on_one_rank_counts_as_zero(numel: int, compression: str | None)
         give(bucket, 1, 1.0)
     finish(*ranks)
     assert grad(ranks[0], 0) == grad(ranks[1], 0) == [3.0] * numel
-    assert ranks[0].status == ranks[1].status == [GradientStatus.REDUCED] * 2
-    assert [bucket.unsettled() for bucket in ranks] == [None, None]
+    assert ranks[0].ledger.status == ranks[1].ledger.status == [GradientStatus.REDUCED] * 2
+    assert [bucket.ledger.unsettled() for bucket in ranks] == [None, None]
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -412,13 +413,13 @@ def test_flags_say_which_were_used(compression: str | None) -> None:
     bucket = ones(2, 1, 3, compression=compression)
     give(bucket, 1, 1.0)
     bucket.fill_missing()
-    assert bucket.wire.tensor[bucket.plan.flags_offset :].tolist() == [0.0, 1.0, 0.0] + [0.0] * NUM_SIGNALS
+    assert bucket.wire.tensor[bucket.plan.flags_offset :].tolist() == [0.0, 1.0, 0.0] + [0.0] * 3
     assert bucket.wire.tensor[:2].tolist() == [0.0, 0.0]
     assert bucket.wire.tensor[bucket.plan.slots[2].offset :][:3].tolist() == [0.0] * 3
     full = ones(2, 1, 3, compression=compression)
     for slot in range(3):
         give(full, slot, 1.0)
-    assert full.wire.tensor[full.plan.flags_offset :].tolist() == [1.0, 1.0, 1.0] + [0.0] * NUM_SIGNALS
+    assert full.wire.tensor[full.plan.flags_offset :].tolist() == [1.0, 1.0, 1.0] + [0.0] * 3
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -429,8 +430,8 @@ def test_unused_on_all_ranks_stays_none(compression: str | None) -> None:
     finish(*ranks)
     for bucket in ranks:
         assert bucket.parameters[0].grad is None
-        assert bucket.status == [GradientStatus.UNKNOWN, GradientStatus.REDUCED]
-        assert bucket.unsettled() is None
+        assert bucket.ledger.status == [GradientStatus.UNKNOWN, GradientStatus.REDUCED]
+        assert bucket.ledger.unsettled() is None
 
 
 @pytest.mark.parametrize("compression", [None, "bf16"])
@@ -455,7 +456,7 @@ def test_unused_on_all_ranks_keeps_an_older_result(numel: int, compression: str 
         value = bucket.parameters[0].grad
         assert value is not None
         assert_bitwise(value, third.expand(numel))
-        assert bucket.unsettled() is None
+        assert bucket.ledger.unsettled() is None
         assert lies_in_wire(bucket, 0) is (compression is None)
 
 
@@ -482,12 +483,12 @@ def test_zeroed_in_place_and_unused_on_all_ranks_stays_zero() -> None:
         for parameter in bucket.parameters:
             assert parameter.grad is not None
             parameter.grad.zero_()
-        bucket.mark_zeroed()
+        bucket.ledger.mark_zeroed()
         give(bucket, 1, 1.0)
     finish(*ranks)
     assert grad(ranks[0], 0) == grad(ranks[1], 0) == [0.0, 0.0]
     assert grad(ranks[1], 1) == [1.0]
-    assert ranks[0].unsettled() is None
+    assert ranks[0].ledger.unsettled() is None
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -495,7 +496,7 @@ def test_local_gradients_count_though_they_did_not_arrive(compression: str | Non
     """From no_sync(), or put into `.grad` by hand."""
     ranks = [ones(2, 1, world_size=2, compression=compression) for _ in range(2)]
     ranks[0].parameters[0].grad = torch.tensor([2.0, 4.0])
-    ranks[0].status[0] = GradientStatus.LOCAL
+    ranks[0].ledger.status[0] = GradientStatus.LOCAL
     ranks[1].parameters[0].grad = torch.tensor([0.0, 8.0])  # by hand: UNKNOWN
     for bucket in ranks:
         give(bucket, 1, 1.0)
@@ -523,13 +524,13 @@ def test_a_missing_gradient_is_missing_in_its_own_round_only() -> None:
     assert [grad(ranks[1], 0), grad(ranks[1], 1)] == [[2.0], [6.0]]
 
 
-# Signals
+# Control bits
 
 
 @pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
 @pytest.mark.parametrize("is_sum", [False, True])
-def test_signals_of_some_ranks_reach_all(is_sum: bool, compression: str | None) -> None:
-    """Whether the bucket was filled by arrivals or at the end; each signal by itself, and none lasts."""
+def test_control_bits_of_some_ranks_reach_all(is_sum: bool, compression: str | None) -> None:
+    """Whether the bucket was filled by arrivals or at the end; each bit by itself, and no bit lasts."""
     ranks = [ones(1, 1, world_size=4, compression=compression, is_sum=is_sum) for _ in range(4)]
     scale = ranks[0].reduce_scale
     assert scale == (1.0 if is_sum or compression else 0.25)
@@ -540,37 +541,37 @@ def test_signals_of_some_ranks_reach_all(is_sum: bool, compression: str | None) 
         [(1, 1, 1)] * 4,
         [(0, 0, 0)] * 4,
     ]
-    for i, signals in enumerate(sent):
+    for i, bits in enumerate(sent):
         for rank, bucket in enumerate(ranks):
-            bucket.signals = [float(signal) for signal in signals[rank]]
+            bucket.control_bits = ControlBits(*bits[rank])
             if is_sum:
                 bucket.parameters[0].grad = bucket.parameters[1].grad = None
             give(bucket, 0, 1.0)
             if i % 2:
                 give(bucket, 1, 1.0)
         finish(*ranks)
-        expected = [scale * sum(column) for column in zip(*signals, strict=True)]
-        assert [bucket.heard() for bucket in ranks] == [expected] * 4
+        expected = ControlBits(*map(sum, zip(*bits, strict=True)))
+        assert [bucket.control_sums() for bucket in ranks] == [expected] * 4
 
 
-def test_signals_are_said_by_default_to_be_unset() -> None:
+def test_control_bits_are_unset_by_default() -> None:
     bucket = ones(2, 1)
-    assert bucket.signals == [0.0] * NUM_SIGNALS
+    assert bucket.control_bits == ControlBits(0, 0, 0)
     finish(bucket)
-    assert bucket.heard() == [0.0] * NUM_SIGNALS
+    assert bucket.control_sums() == ControlBits(0, 0, 0)
 
 
-def test_signals_touch_neither_gradients_nor_flags() -> None:
+def test_control_bits_touch_neither_gradients_nor_flags() -> None:
     """Half the bucket is unused on all ranks, so its flag decides that it stays None."""
     ranks = [ones(2, 1, world_size=2) for _ in range(2)]
     for bucket in ranks:
-        bucket.signals = [1.0] * NUM_SIGNALS
+        bucket.control_bits = ControlBits(1, 1, 1)
         give(bucket, 0, 3.0)
     finish(*ranks)
     for bucket in ranks:
         assert grad(bucket, 0) == [3.0, 3.0]
         assert bucket.parameters[1].grad is None
-        assert bucket.heard() == [1.0] * NUM_SIGNALS
+        assert bucket.control_sums() == ControlBits(2, 2, 2)
 
 
 # Gradients that a script keeps over zero_grad(set_to_none=True)
@@ -614,7 +615,7 @@ def test_a_kept_gradient_keeps_its_values(numel: int, keep: str, next_value: flo
             assert lies_in_wire(bucket, 1)
         assert kept.unique().tolist() == [2.0]
     assert kept._version == version  # so what autograd has saved of it is still good
-    assert bucket.unsettled() is None
+    assert bucket.ledger.unsettled() is None
 
 
 def test_what_nobody_keeps_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,7 +651,7 @@ def test_a_gradient_that_was_given_other_memory_is_the_scripts(numel: int, next_
     kept = bucket.parameters[1].grad
     assert kept is not None
     kept.data = kept.data * 2
-    assert bucket.unsettled() is None
+    assert bucket.ledger.unsettled() is None
     for i in range(2):
         round_of(bucket, 3.0 + i, next_value)
         assert grad(bucket, 0) == [3.0 + i]
@@ -696,7 +697,7 @@ def test_sparse_gradient_says_what_to_do(numel: int) -> None:
     bucket = ones(numel, 1)
     bucket.parameters[0].grad = torch.sparse_coo_tensor([[1]], [1.0], (numel,), check_invariants=True)
     with pytest.raises(GradientError, match=r"p0 has a sparse gradient; pass the model to torchring.wrap") as caught:
-        [bucket.arrive(0), give(bucket, 1, 1.0)]
+        [bucket.mark_ready(0), give(bucket, 1, 1.0)]
     assert caught.value.parameters == ("p0",)
     assert "sparse=False" in str(caught.value)
 
@@ -721,8 +722,8 @@ def test_big_gradient_taken_after_its_copy(replacement: torch.Tensor | None) -> 
     with pytest.raises(GradientError, match=r"the gradient of p0 was taken away or replaced") as caught:
         bucket.close_round()
     assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
-    assert bucket.status == [GradientStatus.LOCAL] * 2
-    assert bucket.unsettled() == (("p0" if replacement is not None else "p1"), GradientStatus.LOCAL.value)
+    assert bucket.ledger.status == [GradientStatus.LOCAL] * 2
+    assert bucket.ledger.unsettled() == (("p0" if replacement is not None else "p1"), GradientStatus.LOCAL.value)
 
 
 @pytest.mark.parametrize("numel", [4, BIG])
@@ -751,7 +752,7 @@ def test_gradient_replaced_while_the_bucket_was_away(replacement: str, numel: in
     with pytest.raises(GradientError, match=r"the gradient of p0 was taken away or replaced") as caught:
         bucket.close_round()
     assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
-    assert bucket.unsettled() is not None
+    assert bucket.ledger.unsettled() is not None
 
 
 @pytest.mark.parametrize("when", ["while it was away", "when it was back"])
@@ -773,8 +774,8 @@ def test_gradient_written_to_before_the_round_is_over(numel: int, when: str) -> 
         bucket.close_round()
     assert "registered before torchring.wrap" in str(caught.value)
     assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
-    assert bucket.status == [GradientStatus.LOCAL] * 2
-    assert bucket.unsettled() == ("p0", GradientStatus.LOCAL.value)
+    assert bucket.ledger.status == [GradientStatus.LOCAL] * 2
+    assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
 
 
 @pytest.mark.parametrize("arrives", [True, False])
@@ -787,7 +788,7 @@ def test_compressed_gradient_written_to_while_the_bucket_was_away(numel: int, ar
         give(bucket, 0, 1.0)
     else:
         bucket.parameters[0].grad = torch.ones(numel)
-        bucket.accumulate(0)
+        bucket.ledger.mark_local(0)
         bucket.fill_missing()
     bucket.begin_reduce()
     value = bucket.parameters[0].grad
@@ -795,7 +796,7 @@ def test_compressed_gradient_written_to_while_the_bucket_was_away(numel: int, ar
     value.mul_(2.0)
     with pytest.raises(GradientError, match=r"the gradient of p0 was taken away or replaced"):
         [bucket.end_reduce(None), bucket.close_round()]
-    assert bucket.unsettled() == ("p0", GradientStatus.LOCAL.value)
+    assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
 
 
 @pytest.mark.parametrize("numel", [4, BIG])
@@ -827,7 +828,7 @@ def test_writing_to_gradients_between_rounds_is_no_error() -> None:
 def test_the_last_gradient_missing_at_its_own_arrival() -> None:
     bucket = ones(4)
     with pytest.raises(GradientError, match="p0 was taken away"):
-        bucket.arrive(0)
+        bucket.mark_ready(0)
 
 
 def test_adding_to_a_sum_is_refused() -> None:
@@ -855,7 +856,7 @@ def test_a_sum_may_be_started_afresh(how: str) -> None:
             elif parameter.grad is not None:
                 parameter.grad.zero_()
         if how != "set to none":
-            bucket.mark_zeroed()
+            bucket.ledger.mark_zeroed()
         give(bucket, 0, 3.0)
         if how == "second arrival":
             give(bucket, 0, 2.0)
@@ -873,14 +874,14 @@ def test_accumulated_gradients_are_local_and_open_no_round(compression: str | No
     for _ in range(2):
         for rank, bucket in enumerate(ranks):
             bucket.parameters[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
-            bucket.accumulate(0)
+            bucket.ledger.mark_local(0)
             assert bucket.state is IDLE
-            assert bucket.status[0] is GradientStatus.LOCAL
-            assert bucket.unsettled() == ("p0", GradientStatus.LOCAL.value)
+            assert bucket.ledger.status[0] is GradientStatus.LOCAL
+            assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
             give(bucket, 1, 1.0)
         finish(*ranks)
         assert grad(ranks[0], 0) == grad(ranks[1], 0) == [1.5, 3.0]
-        assert [bucket.unsettled() for bucket in ranks] == [None, None]
+        assert [bucket.ledger.unsettled() for bucket in ranks] == [None, None]
 
 
 def test_accumulating_onto_a_sum_is_refused_before_it_is_marked() -> None:
@@ -889,12 +890,12 @@ def test_accumulating_onto_a_sum_is_refused_before_it_is_marked() -> None:
     give(bucket, 1, 1.0)
     finish(bucket)
     with pytest.raises(GradientError, match=r"gradient of p1, which was summed over ranks before") as caught:
-        bucket.accumulate(1)
+        bucket.ledger.mark_local(1)
     assert (caught.value.bucket, caught.value.parameters) == (0, ("p1",))
     bucket.parameters[1].grad = torch.ones(1)  # after zero_grad()
-    bucket.accumulate(1)
-    bucket.accumulate(1)  # what is local may grow
-    assert bucket.status == [GradientStatus.REDUCED, GradientStatus.LOCAL]
+    bucket.ledger.mark_local(1)
+    bucket.ledger.mark_local(1)  # what is local may grow
+    assert bucket.ledger.status == [GradientStatus.REDUCED, GradientStatus.LOCAL]
 
 
 # Before an explicit synchronize()
@@ -903,14 +904,14 @@ def test_accumulating_onto_a_sum_is_refused_before_it_is_marked() -> None:
 def test_mark_written_leaves_alone_what_nobody_wrote_to() -> None:
     for compression in (None, "fp16"):
         bucket = ones(2, 1, 3, compression=compression)
-        bucket.mark_written()  # before any round
+        bucket.ledger.mark_written()  # before any round
         for slot in (0, 1):
             give(bucket, slot, 1.0)
         finish(bucket)
         for _ in range(2):
-            bucket.mark_written()
-            assert bucket.status[:2] == [GradientStatus.REDUCED] * 2
-            assert bucket.unsettled() is None
+            bucket.ledger.mark_written()
+            assert bucket.ledger.status[:2] == [GradientStatus.REDUCED] * 2
+            assert bucket.ledger.unsettled() is None
 
 
 @pytest.mark.parametrize("after", ["a round", "zeroing"])
@@ -927,22 +928,22 @@ def test_mark_written_makes_written_gradients_local_again(compression: str | Non
             for parameter in bucket.parameters:
                 assert parameter.grad is not None
                 parameter.grad.zero_()
-            bucket.mark_zeroed()
-            bucket.mark_written()
-            assert bucket.status == [GradientStatus.ZEROED] * 2
+            bucket.ledger.mark_zeroed()
+            bucket.ledger.mark_written()
+            assert bucket.ledger.status == [GradientStatus.ZEROED] * 2
     value = ranks[1].parameters[0].grad
     assert value is not None
     value.add_(torch.tensor([2.0, 4.0]))
     for bucket in ranks:
-        bucket.mark_written()
-    assert ranks[0].unsettled() is None
-    assert ranks[1].unsettled() == ("p0", GradientStatus.LOCAL.value)
+        bucket.ledger.mark_written()
+    assert ranks[0].ledger.unsettled() is None
+    assert ranks[1].ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
     finish(*ranks)
     old = (4.0, 8.0) if after == "a round" else (0.0, 0.0)
     for bucket in ranks:
         assert [grad(bucket, 0), grad(bucket, 1)] == [[old[0] + 1.0, old[0] + 2.0], [old[1]] * 2]
-        bucket.mark_written()
-        assert bucket.unsettled() is None
+        bucket.ledger.mark_written()
+        assert bucket.ledger.unsettled() is None
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -951,19 +952,19 @@ def test_mark_written_refuses_to_sum_a_sum(compression: str | None) -> None:
     give(bucket, 0, 1.0)
     give(bucket, 1, 1.0)
     finish(bucket)
-    bucket.mark_written()
+    bucket.ledger.mark_written()
     value = bucket.parameters[0].grad
     assert value is not None
     value.mul_(2.0)
     with pytest.raises(
         GradientError, match=r"bucket 0 \(p0 .. p1\) was written to after it was summed over ranks"
     ) as caught:
-        bucket.mark_written()
+        bucket.ledger.mark_written()
     assert "zero_grad()" in str(caught.value)
     assert (caught.value.bucket, caught.value.parameters) == (0, ("p0", "p1"))
     for parameter in bucket.parameters:
         parameter.grad = None
-    bucket.mark_written()
+    bucket.ledger.mark_written()
 
 
 def test_mark_written_passes_over_what_is_local_anyway() -> None:
@@ -973,8 +974,8 @@ def test_mark_written_passes_over_what_is_local_anyway() -> None:
     finish(bucket)
     bucket.parameters[0].grad = torch.ones(2)
     bucket.parameters[1].grad = None
-    bucket.mark_written()
-    assert bucket.unsettled() == ("p0", "was replaced by another tensor")
+    bucket.ledger.mark_written()
+    assert bucket.ledger.unsettled() == ("p0", "was replaced by another tensor")
 
 
 # What is known about a gradient
@@ -988,14 +989,14 @@ def test_known_by_identity_not_by_address(compression: str | None, status: Gradi
     give(bucket, 0, 1.0)
     give(bucket, 1, 1.0)
     finish(bucket)
-    bucket.status[0] = status
+    bucket.ledger.status[0] = status
     mine = bucket.parameters[0].grad
     assert mine is not None
     bucket.parameters[0].grad = mine.data
     assert bucket.parameters[0].grad.data_ptr() == mine.data_ptr()
-    assert bucket.unsettled() == ("p0", "was replaced by another tensor")
+    assert bucket.ledger.unsettled() == ("p0", "was replaced by another tensor")
     bucket.parameters[0].grad = mine
-    assert bucket.unsettled() is None
+    assert bucket.ledger.unsettled() is None
 
 
 def test_known_weakly() -> None:
@@ -1010,9 +1011,9 @@ def test_known_weakly() -> None:
     assert gone() is not None
     bucket.parameters[0].grad = None
     assert gone() is None
-    assert bucket.unsettled() is None
+    assert bucket.ledger.unsettled() is None
     bucket.parameters[0].grad = torch.ones(2)
-    assert bucket.unsettled() == ("p0", "was replaced by another tensor")
+    assert bucket.ledger.unsettled() == ("p0", "was replaced by another tensor")
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -1022,11 +1023,11 @@ def test_unsettled_by_status(status: GradientStatus, compression: str | None) ->
     give(bucket, 0, 1.0)
     give(bucket, 1, 1.0)
     finish(bucket)
-    bucket.status[1] = status
+    bucket.ledger.status[1] = status
     expected = None if status in (GradientStatus.REDUCED, GradientStatus.ZEROED) else ("p1", status.value)
-    assert bucket.unsettled() == expected
+    assert bucket.ledger.unsettled() == expected
     bucket.parameters[1].grad = None
-    assert bucket.unsettled() is None  # the optimizer skips it
+    assert bucket.ledger.unsettled() is None  # the optimizer skips it
 
 
 @pytest.mark.parametrize("status", list(GradientStatus))
@@ -1035,10 +1036,10 @@ def test_unsettled_when_replaced_by_another_tensor(status: GradientStatus) -> No
     give(bucket, 0, 1.0)
     give(bucket, 1, 1.0)
     finish(bucket)
-    bucket.status[0] = status
+    bucket.ledger.status[0] = status
     bucket.parameters[0].grad = torch.ones(2)
     was_fine = status in (GradientStatus.REDUCED, GradientStatus.ZEROED)
-    assert bucket.unsettled() == ("p0", "was replaced by another tensor" if was_fine else status.value)
+    assert bucket.ledger.unsettled() == ("p0", "was replaced by another tensor" if was_fine else status.value)
 
 
 def test_unsettled_names_the_first_in_plan_order() -> None:
@@ -1046,14 +1047,14 @@ def test_unsettled_names_the_first_in_plan_order() -> None:
     assert bucket.names == ["p2", "p0", "p1"]
     for slot in (2, 1):
         give(bucket, slot, 1.0)
-    assert bucket.unsettled() == ("p0", GradientStatus.LOCAL.value)
+    assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
 
 
 def test_an_untouched_bucket_is_settled_and_an_older_gradient_is_not() -> None:
     bucket = ones(2, 1)
-    assert bucket.unsettled() is None
+    assert bucket.ledger.unsettled() is None
     bucket.parameters[1].grad = torch.ones(1)
-    assert bucket.unsettled() == ("p1", GradientStatus.UNKNOWN.value)
+    assert bucket.ledger.unsettled() == ("p1", GradientStatus.UNKNOWN.value)
 
 
 def test_changes_in_place_do_not_unsettle() -> None:
@@ -1061,7 +1062,7 @@ def test_changes_in_place_do_not_unsettle() -> None:
     give(bucket, 0, 1.0)
     finish(bucket)
     torch.nn.utils.clip_grad_norm_(bucket.parameters, 0.5)
-    assert bucket.unsettled() is None
+    assert bucket.ledger.unsettled() is None
 
 
 def test_a_broken_off_round_leaves_what_arrived_unsettled() -> None:
@@ -1071,8 +1072,8 @@ def test_a_broken_off_round_leaves_what_arrived_unsettled() -> None:
     finish(bucket)
     give(bucket, 1, 1.0)
     bucket.reset()
-    assert bucket.status == [GradientStatus.REDUCED, GradientStatus.LOCAL]
-    assert bucket.unsettled() == ("p1", GradientStatus.LOCAL.value)
+    assert bucket.ledger.status == [GradientStatus.REDUCED, GradientStatus.LOCAL]
+    assert bucket.ledger.unsettled() == ("p1", GradientStatus.LOCAL.value)
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -1080,12 +1081,12 @@ def test_mark_zeroed_settles(compression: str | None) -> None:
     bucket = ones(2, 1, compression=compression)
     for parameter in bucket.parameters[:1]:
         parameter.grad = torch.zeros(2)
-    bucket.status = [GradientStatus.LOCAL, GradientStatus.UNKNOWN]
-    bucket.mark_zeroed()
-    assert bucket.status == [GradientStatus.ZEROED] * 2
-    assert bucket.unsettled() is None
+    bucket.ledger.status = [GradientStatus.LOCAL, GradientStatus.UNKNOWN]
+    bucket.ledger.mark_zeroed()
+    assert bucket.ledger.status == [GradientStatus.ZEROED] * 2
+    assert bucket.ledger.unsettled() is None
     bucket.parameters[0].grad = torch.zeros(2)
-    assert bucket.unsettled() == ("p0", "was replaced by another tensor")
+    assert bucket.ledger.unsettled() == ("p0", "was replaced by another tensor")
 
 
 # Taking over from another bucket
@@ -1099,19 +1100,19 @@ def test_adopt_knows_what_the_old_bucket_knew(compression: str | None) -> None:
     give(old, 0, [1.0, 2.0])
     give(old, 1, [3.0, 4.0, 5.0])
     finish(old)
-    old.status[1] = GradientStatus.ZEROED
-    assert new.unsettled() == ("p1", GradientStatus.UNKNOWN.value)
-    new.adopt(0, old, 1)
-    new.adopt(1, old, 0)
-    assert new.status == [GradientStatus.ZEROED, GradientStatus.REDUCED]
-    assert new.unsettled() is None
+    old.ledger.status[1] = GradientStatus.ZEROED
+    assert new.ledger.unsettled() == ("p1", GradientStatus.UNKNOWN.value)
+    new.ledger.adopt(0, old.ledger, 1)
+    new.ledger.adopt(1, old.ledger, 0)
+    assert new.ledger.status == [GradientStatus.ZEROED, GradientStatus.REDUCED]
+    assert new.ledger.unsettled() is None
     assert grad(new, 1) == [1.0, 2.0]  # still where it was
     give(new, 0, 1.0)
     give(new, 1, 1.0)
     finish(new)
     assert [grad(new, 0), grad(new, 1)] == [[4.0, 5.0, 6.0], [2.0, 3.0]]
     assert lies_in_wire(new, 0) is lies_in_wire(new, 1) is (compression is None)
-    assert new.unsettled() is None
+    assert new.ledger.unsettled() is None
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -1123,12 +1124,12 @@ def test_adopt_knows_the_tensor_too(replacement: str, compression: str | None) -
     give(old, 1, 1.0)
     finish(old)
     for slot in range(2):
-        new.adopt(slot, old, slot)
-    assert new.unsettled() is None
+        new.ledger.adopt(slot, old.ledger, slot)
+    assert new.ledger.unsettled() is None
     mine = parameters[1].grad
     assert mine is not None
     parameters[1].grad = torch.ones(3) if replacement == "another" else mine.data
-    assert new.unsettled() == ("p1", "was replaced by another tensor")
+    assert new.ledger.unsettled() == ("p1", "was replaced by another tensor")
 
 
 @pytest.mark.parametrize("compression", [None, "fp16"])
@@ -1146,18 +1147,18 @@ def test_an_adopted_gradient_was_not_written_to_by_moving_house(
             give(old, slot, 1.0)
         finish(old)
     for slot in range(2):
-        new.adopt(slot, old, slot)
-    new.mark_written()
-    assert new.status == [GradientStatus.REDUCED] * 2
+        new.ledger.adopt(slot, old.ledger, slot)
+    new.ledger.mark_written()
+    assert new.ledger.status == [GradientStatus.REDUCED] * 2
     mine = parameters[1].grad
     assert mine is not None
     mine.mul_(2.0)
     if is_sum:
         with pytest.raises(GradientError, match="was written to after it was summed"):
-            new.mark_written()
+            new.ledger.mark_written()
     else:
-        new.mark_written()
-        assert new.unsettled() is not None
+        new.ledger.mark_written()
+        assert new.ledger.unsettled() is not None
 
 
 def test_an_adopted_gradient_that_nobody_uses_moves_unchanged() -> None:
@@ -1167,13 +1168,13 @@ def test_an_adopted_gradient_that_nobody_uses_moves_unchanged() -> None:
     give(old, 0, [1.0, 2.0])
     give(old, 1, 3.0)
     finish(old)
-    new.adopt(0, old, 1)
-    new.adopt(1, old, 0)
+    new.ledger.adopt(0, old.ledger, 1)
+    new.ledger.adopt(1, old.ledger, 0)
     for bucket in (new, peer):
         give(bucket, 0, 1.0)
     finish(new, peer)
     assert grad(new, 1) == [1.0, 2.0]
-    assert new.unsettled() is None
+    assert new.ledger.unsettled() is None
 
 
 # Blame

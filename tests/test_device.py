@@ -20,8 +20,9 @@ from torchring.allreduce.select import open_on_device
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients import rounds as rounds_module
 from torchring.gradients.packing import DevicePacking, slots_of
-from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.rounds import DeviceRounds, _first_finding
+from torchring.gradients.plan import ControlBits, ParameterSpec, build_plan
+from torchring.gradients.rounds import DeviceRounds, Timing, _first_finding
+from torchring.gradients.scheduler import Round
 from torchring.kernels import ChunkTable
 from torchring.memory.cuda import LonelyGroup, _register_group, find_problem, share_memory
 from torchring.world import World
@@ -151,15 +152,15 @@ def test_every_stream_that_computed_a_gradient_is_followed(accelerator: FakeAcce
     here = _packing(accelerator)
     followed: list[set[object]] = []
     here.stream.follow = lambda streams=(): followed.append(set(streams))
-    here.packing.arrived()
+    here.packing.follow_current_stream()
     with accelerator.on_stream("another"):
-        here.packing.arrived()
+        here.packing.follow_current_stream()
     with accelerator.on_stream("a third"):
-        here.packing.arrived()
+        here.packing.follow_current_stream()
         here.packing.pack([0], [torch.ones(40)], here.views[:1])
-        here.packing.packed()
-    here.packing.arrived()
-    here.packing.packed()  # accumulated in place: nothing to copy, but what reduces it follows all the same
+        here.packing.finish_packing()
+    here.packing.follow_current_stream()
+    here.packing.finish_packing()  # accumulated in place: nothing to copy, but what reduces it follows all the same
     assert followed == [{COMPUTE, "another"}, set()]
 
 
@@ -226,11 +227,11 @@ class _Mark:
 def test_how_long_a_round_took_and_how_much_of_it_showed(
     flights: list[tuple[float, float]], backward_end: float, expected: tuple[float, float] | None
 ) -> None:
-    told: list[tuple[float, float]] = []
     accelerator = SimpleNamespace(
         mark_current=lambda: _Mark(backward_end), fetch=lambda report: report.clone(), synchronize=lambda: None
     )
     mover: Any = SimpleNamespace(
+        in_background=True,
         accelerator=accelerator,
         stream=SimpleNamespace(run=lambda work: work()),
         take_started=lambda: [PendingOnStream(_Mark(begin), _Mark(end)) for begin, end in flights],
@@ -238,12 +239,14 @@ def test_how_long_a_round_took_and_how_much_of_it_showed(
         seal=lambda fetched: None,
     )
     world = World(None, 0, 1)
-    rounds = DeviceRounds(world, mover, lambda busy, exposed: told.append((busy * 1e3, exposed * 1e3)))
+    timing = Timing()
+    rounds = DeviceRounds(world, mover, timing, [], [])
     rounds.backward_is_over()
-    rounds.end([])
+    assert rounds.agree(Round(0, control_bits=ControlBits(0, 1, 0)), []) == (ControlBits(0, 1, 0), None)
     rounds.poll()
     world.close()
-    assert told == ([] if expected is None else [pytest.approx(expected)])
+    assert timing.num_rounds == (-1 if expected is None else 0)
+    assert (timing.last_busy_ms, timing.last_exposed_ms) == pytest.approx(expected or (0, 0))
 
 
 def test_who_is_named_when_several_have_found_something() -> None:
@@ -264,12 +267,12 @@ def test_what_a_round_found_is_found_again() -> None:
         ChunkTable([20, 20], [s.offset for s in plan.slots], wire_dtype=torch.float32, device="cpu") for plan in plans
     ]
     packed = [[((0, 1), table)] for table in tables]
-    buckets: Any = [SimpleNamespace(plan=plan, wire=wire) for plan, wire in zip(plans, wires, strict=True)]
+    opened = [(plan, wire, None) for plan, wire in zip(plans, wires, strict=True)]
 
     def found(values: list[list[int]]) -> tuple[int, int] | None:
         reports = {id(report): torch.tensor(values, dtype=torch.int32)}
-        finished: Any = SimpleNamespace(buckets=buckets, packed=packed, reports=reports)
-        return rounds_module._find(finished)
+        finished: Any = SimpleNamespace(opened=opened, packed=packed, reports=reports)
+        return rounds_module._find(finished, [])
 
     no = NOTHING_FOUND
     assert found([[no, no], [no, no]]) is None

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import torchring
 from torchring import DistributedOptimizer
 from torchring.errors import GradientError, RingError
-from torchring.gradients.hooks import optimizer_group_of
+from torchring.gradients.group import OptimizerGroup
 from torchring.world import default_world
 
 
@@ -507,10 +507,10 @@ def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
     model(batch(rank, 0)).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    assert optimizer._hooks is not None
-    reduction = optimizer._hooks.reduction
-    assert reduction._seen_order is not None
-    reduction._seen_order.sort()  # another order than that of the plan
+    assert optimizer._sync is not None
+    reduction = optimizer._sync.reduction
+    assert reduction.scheduler.ready_order is not None
+    reduction.scheduler.ready_order.sort()  # another order than that of the plan
     if rank == 1:
 
         def refuse(specs: object) -> list[object]:
@@ -866,7 +866,7 @@ def _gone(rank: int, world_size: int, everywhere: bool) -> tuple[int, str]:
     second(batch(rank)).backward()
     check_gradients(second, mean_of(second, second, world_size, [0]))
     optimizer.step()
-    count = len(optimizer_group_of(default_world())._members)
+    count = len(default_world().shared(OptimizerGroup)._members)
     if kept is None:
         return count, ""
     first(batch(rank)).backward()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import torchring
 from torchring.gradients.packing import DevicePacking
-from torchring.gradients.plan import ParameterSpec
+from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Options, Reduction
 from torchring.memory import host as host_module
 from torchring.world import World
@@ -536,13 +536,13 @@ def _alone(rank: int, size: int) -> list[Any]:
             ]
             reduction = Reduction(world, specs, parameters, Options("mean", "fp16", 25.0, 1, algorithm, "auto"))
             for step in range(2):
-                reduction.begin(step=step, hold=False, signals=(False, False, False))
+                reduction.begin(step=step, hold=False, control_bits=ControlBits(odd_steps=step))
                 for i, p in enumerate(parameters):
                     p.grad = torch.full_like(p, float(i + 1 + step))
-                    reduction.arrived(i)
+                    reduction.scheduler.mark_ready(i)
                 reduction.finish()
             gradients = [p.grad.unique().tolist() for p in parameters if p.grad is not None]
-            found.append((gradients, reduction.mover.algorithm, reduction.heard))
+            found.append((gradients, reduction.mover.algorithm, reduction.control_sums))
             reduction.close()
             world.close()
     return found
@@ -794,6 +794,6 @@ def test_what_a_broken_off_round_leaves_in_grad() -> None:
 def test_a_world_of_one_can_be_made_to_reduce() -> None:
     for found in results_of("alone"):
         assert [algorithm for _, algorithm, _ in found] == ["ring", "direct", "direct"]
-        for gradients, _, heard in found:
+        for gradients, _, control_sums in found:
             assert gradients == [[2.0], [3.0]]
-            assert heard == [0.0, 0.0, 0.0]
+            assert control_sums == (1, 0, 0)

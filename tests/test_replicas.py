@@ -439,7 +439,7 @@ def test_a_change_is_remembered_until_all_ranks_were_told() -> None:
     check.write(1)
     step(check)
     assert check.has_changed()
-    check.after_round(False)  # a round whose signals were sent before
+    check.after_round(False)  # a round whose control bits were sent before
     assert check.has_changed()
     check.after_round(True)
     assert not check.has_changed()

@@ -17,8 +17,9 @@ from torchring.allreduce import TAGS_PER_ROUND, Mover, NonFinite, Wire
 from torchring.allreduce.threaded import ThreadedMover
 from torchring.errors import GradientError, PeerLostError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
+from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.gradients.scheduler import Scheduler, union_length
+from torchring.gradients.scheduler import Round, Scheduler, union_length
 
 
 @dataclass
@@ -127,7 +128,7 @@ def pack(bucket: Bucket) -> None:
     """All gradients of the bucket arrive: its index, in every element."""
     for slot, parameter in enumerate(bucket.parameters):
         parameter.grad = torch.full((2,), float(bucket.index))
-        bucket.arrive(slot)
+        bucket.mark_ready(slot)
 
 
 @contextmanager
@@ -147,7 +148,7 @@ def opened(
 def begin(scheduler: Scheduler, *, round_number: int, step: int, hold: bool) -> None:
     """As `Reduction.begin` does it."""
     scheduler.settle()
-    scheduler.begin(round_number=round_number, step=step, hold=hold)
+    scheduler.begin(Round(round_number, step, hold))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -168,7 +169,7 @@ def test_plan_order_despite_hook_order(order: tuple[int, ...], threaded: bool) -
         begin(scheduler, round_number=0, step=0, hold=False)
         for index in order:
             pack(scheduler.buckets[index])
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         scheduler.finish()
         assert mover.order == [0, 1, 2, 3]
         assert {bucket.state for bucket in scheduler.buckets} == {BucketState.REDUCED}
@@ -183,7 +184,7 @@ def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
         seen = []
         for index in (2, 0, 3, 1):
             pack(scheduler.buckets[index])
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
             seen.append(list(mover.order))
         assert seen == [[], [0], [0], [0, 1, 2, 3]]
         scheduler.finish()
@@ -196,7 +197,7 @@ def test_a_thread_reduces_while_backward_goes_on() -> None:
         begin(scheduler, round_number=0, step=0, hold=False)
         for index in (0, 1, 2):
             pack(scheduler.buckets[index])
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         assert mover.order == []
         assert [bucket.state for bucket in scheduler.buckets] == [BucketState.REDUCING] * 3
         gate.set()
@@ -209,7 +210,7 @@ def test_a_thread_does_not_wait_for_finish() -> None:
     with opened(2, threaded=True) as (scheduler, mover):
         begin(scheduler, round_number=0, step=0, hold=False)
         pack(scheduler.buckets[0])
-        scheduler.bucket_is_packed()
+        scheduler.launch_packed()
         wait_until(lambda: mover.order == [0])
         pack(scheduler.buckets[1])
         scheduler.finish()
@@ -224,7 +225,7 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
             begin(scheduler, round_number=0, step=0, hold=True)
             for index in (0, 2, 1):
                 pack(scheduler.buckets[index])
-                scheduler.bucket_is_packed()
+                scheduler.launch_packed()
             assert [bucket.state for bucket in scheduler.buckets] == [BucketState.PACKED] * 3
             assert mover.order == []
             scheduler.finish()
@@ -233,7 +234,7 @@ def test_held_buckets_leave_in_finish(threaded: bool) -> None:
                 bucket.close_round()
         begin(scheduler, round_number=0, step=0, hold=False)  # the next round need not be held
         pack(scheduler.buckets[0])
-        scheduler.bucket_is_packed()
+        scheduler.launch_packed()
         wait_until(lambda: mover.order == [0, 1, 2, 0])
         for bucket in scheduler.buckets[1:]:
             pack(bucket)
@@ -247,7 +248,7 @@ def test_many_rounds(threaded: bool) -> None:
             begin(scheduler, round_number=step, step=step, hold=False)
             for index in ((2, 0, 1), (0, 1, 2))[step % 2]:
                 pack(scheduler.buckets[index])
-                scheduler.bucket_is_packed()
+                scheduler.launch_packed()
             scheduler.finish()
             for bucket in scheduler.buckets:
                 bucket.close_round()
@@ -259,7 +260,7 @@ def test_many_rounds(threaded: bool) -> None:
 def test_no_buckets(threaded: bool) -> None:
     with opened(0, threaded=threaded) as (scheduler, mover):
         begin(scheduler, round_number=0, step=0, hold=False)
-        scheduler.bucket_is_packed()
+        scheduler.launch_packed()
         scheduler.finish()
         assert mover.order == []
 
@@ -269,21 +270,92 @@ def test_goes_on_with_other_buckets(threaded: bool) -> None:
     with opened(2, threaded=threaded) as (scheduler, mover):
         for count in (2, 3):
             if count == 3:
-                scheduler.replace(open_buckets(mover, 3))
+                scheduler.install(open_buckets(mover, 3))
             begin(scheduler, round_number=0, step=0, hold=False)
             for bucket in reversed(scheduler.buckets):
                 pack(bucket)
-                scheduler.bucket_is_packed()
+                scheduler.launch_packed()
             scheduler.finish()
         assert mover.order == [0, 1, 0, 1, 2]
 
 
-def test_finish_before_everything_is_packed_is_our_own_mistake() -> None:
-    with opened(2, threaded=False) as (scheduler, _):
+@pytest.mark.parametrize("threaded", [False, True])
+def test_finish_fills_the_buckets_whose_gradients_have_not_arrived(threaded: bool) -> None:
+    with opened(3, threaded=threaded, per_bucket=2) as (scheduler, mover):
         begin(scheduler, round_number=0, step=0, hold=False)
         pack(scheduler.buckets[1])
-        with pytest.raises(AssertionError, match="before every bucket was packed"):
+        scheduler.launch_packed()
+        bucket = scheduler.buckets[2]
+        bucket.parameters[0].grad = torch.full((2,), 2.0)
+        bucket.mark_ready(0)
+        scheduler.finish()
+        assert mover.order == [0, 1, 2]
+        scheduler.close_round()
+        grads = [[parameter.grad for parameter in bucket.parameters] for bucket in scheduler.buckets]
+        assert [[None if grad is None else grad.tolist() for grad in row] for row in grads] == [
+            [None, None],
+            [[1.0, 1.0], [1.0, 1.0]],
+            [[2.0, 2.0], None],
+        ]
+
+
+def arrive(scheduler: Scheduler, index: int) -> None:
+    """As the hook of parameter `index` does it, with one parameter per bucket."""
+    scheduler.buckets[index].parameters[0].grad = torch.full((2,), float(index))
+    scheduler.mark_ready(index)
+
+
+def test_gradients_that_are_ready_fill_their_buckets_and_the_first_round_shows_their_order() -> None:
+    with opened(3, threaded=False) as (scheduler, mover):
+        for order in ((2, 0, 1), (0, 1, 2)):
+            begin(scheduler, round_number=0, step=0, hold=False)
+            for index in order:
+                arrive(scheduler, index)
+            assert mover.order == [0, 1, 2]
+            assert scheduler.ready_order == (None if order[0] else [2, 0, 1])
             scheduler.finish()
+            scheduler.close_round()
+            assert scheduler.ready_order == [2, 0, 1]
+            mover.order.clear()
+        scheduler.forget_order()
+        assert scheduler.ready_order is None
+
+
+def test_a_gradient_that_is_in_no_bucket_is_passed_on() -> None:
+    mover, passed = RecordingMover(), list[int]()
+    scheduler = Scheduler(open_buckets(mover, 2), ThreadedMover(mover, in_background=False), passed.append)
+    scheduler.mark_ready(2)
+    scheduler.mark_local(7)
+    assert passed == [2, 7]
+    assert scheduler.buckets[0].ledger.unsettled() is None
+    scheduler.buckets[1].parameters[0].grad = torch.ones(2)
+    scheduler.mark_local(1)
+    assert scheduler.buckets[1].ledger.unsettled() == ("b1.p0", GradientStatus.LOCAL.value)
+    assert mover.order == []
+
+
+@pytest.mark.parametrize(("num_left", "number", "order"), [(0, 0, None), (2, 1, None), (3, 1, [0, 1, 2])])
+def test_who_breaks_off_a_round_goes_on_with_the_number_of_its_peers(
+    num_left: int, number: int, order: list[int] | None
+) -> None:
+    """Once a bucket has left, peers finish that round. Once all have left, peers know the order of gradients, too."""
+    with opened(3, threaded=False) as (scheduler, mover):
+        scheduler.begin(Round(0))
+        for index in range(num_left):
+            arrive(scheduler, index)
+        scheduler.abandon()
+        assert scheduler.round.next_number == number
+        assert scheduler.ready_order == order
+        scheduler.settle()
+        scheduler.begin(Round(number))
+        assert {bucket.state for bucket in scheduler.buckets} == {BucketState.IDLE}
+        for index in (2, 1, 0):
+            arrive(scheduler, index)
+        scheduler.finish()
+        scheduler.close_round()
+        assert scheduler.round.next_number == number + 1
+        assert scheduler.ready_order == (order or [2, 1, 0])
+        assert mover.tags[num_left:] == [number * TAGS_PER_ROUND + index for index in range(3)]
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -316,7 +388,7 @@ def test_the_mover_is_told_round_and_bucket(threaded: bool, hold: bool) -> None:
             begin(scheduler, round_number=round_number, step=step, hold=hold)
             for index in (2, 1, 0):
                 pack(scheduler.buckets[index])
-                scheduler.bucket_is_packed()
+                scheduler.launch_packed()
             scheduler.finish()
             for bucket in scheduler.buckets:
                 bucket.close_round()
@@ -338,10 +410,10 @@ def test_has_launched(threaded: bool) -> None:
             begin(scheduler, round_number=0, step=0, hold=hold)
             assert not scheduler.has_launched
             pack(scheduler.buckets[1])
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
             assert not scheduler.has_launched  # it waits for the one before it
             pack(scheduler.buckets[0])
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
             assert scheduler.has_launched is not hold
             scheduler.finish()
             assert scheduler.has_launched
@@ -359,7 +431,7 @@ def test_begin_waits_for_what_a_broken_off_round_left_with_the_worker() -> None:
         begin(scheduler, round_number=0, step=0, hold=False)
         for index in (0, 1):  # and the gradients of bucket 2 never arrive
             pack(scheduler.buckets[index])
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         opener = threading.Timer(0.3, gate.set)
         opener.start()
         assert mover.order == []
@@ -368,13 +440,13 @@ def test_begin_waits_for_what_a_broken_off_round_left_with_the_worker() -> None:
         assert mover.order == [0, 1]
         states = [bucket.state for bucket in scheduler.buckets]
         assert states == [BucketState.REDUCING, BucketState.REDUCING, BucketState.IDLE], "nobody uses the results"
-        assert (scheduler.busy_seconds, scheduler.exposed_seconds) == (0.0, 0.0)
+        assert (scheduler.round.busy_seconds, scheduler.round.exposed_seconds) == (0.0, 0.0)
         assert not scheduler.has_launched
         for bucket in scheduler.buckets:
             bucket.reset()
         for bucket in scheduler.buckets:
             pack(bucket)
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         scheduler.finish()
         assert mover.tags == [0, 1, *(TAGS_PER_ROUND + index for index in range(3))]
         assert [bucket.parameters[0].grad.tolist() for bucket in scheduler.buckets] == [
@@ -390,7 +462,7 @@ def test_a_failure_in_a_broken_off_round_comes_out_of_begin_once() -> None:
         begin(scheduler, round_number=0, step=7, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         gate.set()
         with pytest.raises(PeerLostError) as caught:
             begin(scheduler, round_number=1, step=8, hold=False)
@@ -406,7 +478,7 @@ def test_inline_nothing_is_left_of_a_broken_off_round() -> None:
             for bucket in scheduler.buckets:
                 bucket.reset()
             pack(scheduler.buckets[0])
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         pack(scheduler.buckets[1])
         scheduler.finish()
         assert mover.tags == [0, TAGS_PER_ROUND, TAGS_PER_ROUND + 1]
@@ -420,10 +492,10 @@ def test_inline_failure_comes_out_of_the_hook() -> None:
     with opened(3, threaded=False, per_bucket=2, mover=mover) as (scheduler, _):
         begin(scheduler, round_number=0, step=7, hold=False)
         pack(scheduler.buckets[0])
-        scheduler.bucket_is_packed()
+        scheduler.launch_packed()
         pack(scheduler.buckets[1])
         with pytest.raises(PeerLostError) as caught:
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         check_located(caught.value, bucket=1, step=7)
         assert mover.order == [0, 1]
 
@@ -455,7 +527,7 @@ def test_a_lane_survives_a_failure_that_is_not_the_movers() -> None:
         begin(scheduler, round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         with pytest.raises(ValueError, match="not between ranks"):
             scheduler.finish()
         mover.fail_at.clear()
@@ -464,7 +536,7 @@ def test_a_lane_survives_a_failure_that_is_not_the_movers() -> None:
         begin(scheduler, round_number=0, step=1, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         scheduler.finish()
         assert mover.order == [0, 1, 2, 0, 1, 2]
 
@@ -481,7 +553,7 @@ def test_a_failure_of_the_bucket_comes_out_of_finish_too() -> None:
     scheduler = Scheduler([Bucket(plan, wire, [spec], [parameter], scale=1.0)], lanes)
     begin(scheduler, round_number=0, step=0, hold=False)
     pack(scheduler.buckets[0])
-    scheduler.bucket_is_packed()
+    scheduler.launch_packed()
     parameter.grad = None
     mover.gate.set()
     with pytest.raises(GradientError, match="the gradient of w was taken away"):
@@ -498,12 +570,12 @@ def test_inline_time_is_exposed_time() -> None:
             begin(scheduler, round_number=0, step=0, hold=False)
             for bucket in scheduler.buckets:
                 pack(bucket)
-                scheduler.bucket_is_packed()
+                scheduler.launch_packed()
             scheduler.finish()
-            assert 0.04 <= scheduler.busy_seconds <= scheduler.exposed_seconds
+            assert 0.04 <= scheduler.round.busy_seconds <= scheduler.round.exposed_seconds
             for bucket in scheduler.buckets:
                 bucket.close_round()
-        assert scheduler.busy_seconds < 10
+        assert scheduler.round.busy_seconds < 10
 
 
 def test_a_threads_time_is_exposed_only_in_finish() -> None:
@@ -511,12 +583,12 @@ def test_a_threads_time_is_exposed_only_in_finish() -> None:
         begin(scheduler, round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         wait_until(lambda: mover.order == [0, 1])
         time.sleep(0.25)
         scheduler.finish()
-        assert scheduler.busy_seconds >= 0.4
-        assert scheduler.exposed_seconds < 0.2
+        assert scheduler.round.busy_seconds >= 0.4
+        assert scheduler.round.exposed_seconds < 0.2
 
 
 def test_a_thread_begins_with_its_first_reduction_and_ends_on_close() -> None:
@@ -544,19 +616,19 @@ def test_a_staged_mover_is_started_and_looked_in_on_and_waited_for_at_the_end() 
             mover.ready.clear()
             begin(scheduler, round_number=0, step=0, hold=False)
             pack(scheduler.buckets[0])
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
             assert mover.take_events() == [("start", 0)]
             assert scheduler.is_waiting
-            scheduler.look_in()
+            scheduler.advance()
             assert mover.take_events() == []
             pack(scheduler.buckets[1])
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
             assert mover.take_events() == [("start", 1)]
             mover.ready.add(1)
-            scheduler.look_in()
+            scheduler.advance()
             assert mover.take_events() == [], "bucket 1 may not go before bucket 0"
             mover.ready.add(0)
-            scheduler.look_in()
+            scheduler.advance()
             assert mover.take_events() == [("reduce", 0), ("reduce", 1)]
             assert not scheduler.is_waiting
             assert [b.state for b in scheduler.buckets[:2]] == [BucketState.REDUCING] * 2
@@ -574,7 +646,7 @@ def test_a_peer_that_is_there_already_is_not_kept_waiting() -> None:
     with opened(2, threaded=False, mover=mover) as (scheduler, _):
         begin(scheduler, round_number=0, step=0, hold=False)
         pack(scheduler.buckets[0])
-        scheduler.bucket_is_packed()
+        scheduler.launch_packed()
         assert mover.take_events() == [("start", 0), ("reduce", 0)]
         assert not scheduler.is_waiting
 
@@ -585,7 +657,7 @@ def test_held_buckets_all_start_before_one_is_waited_for() -> None:
         begin(scheduler, round_number=0, step=0, hold=True)
         for bucket in scheduler.buckets:
             pack(bucket)
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         assert mover.take_events() == []
         scheduler.finish()
         events = [("start", 0), ("start", 1), ("reduce", 0), ("reduce", 1), ("land", 0), ("land", 1)]
@@ -597,7 +669,7 @@ def test_a_round_that_was_broken_off_lands_before_the_next_begins() -> None:
     with opened(2, threaded=False, mover=mover) as (scheduler, _):
         begin(scheduler, round_number=0, step=0, hold=False)
         pack(scheduler.buckets[0])
-        scheduler.bucket_is_packed()
+        scheduler.launch_packed()
         mover.take_events()
         begin(scheduler, round_number=1, step=0, hold=False)
         assert mover.take_events() == [("reduce", 0), ("land", 0)]
@@ -612,7 +684,7 @@ def test_lanes_take_turns() -> None:
         begin(scheduler, round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
         scheduler.finish()
         ran_in = dict(zip(mover.order, mover.threads, strict=True))
         assert ran_in == {index: f"torchring-lane-{index % 2}" for index in range(4)}
@@ -640,7 +712,7 @@ def test_every_flight_lands_though_a_bucket_before_it_fails() -> None:
     begin(scheduler, round_number=0, step=0, hold=False)
     for bucket in buckets:
         pack(bucket)
-        scheduler.bucket_is_packed()
+        scheduler.launch_packed()
     buckets[0].parameters[0].grad = None
     threading.Timer(0.2, mover.gate.set).start()
     with pytest.raises(GradientError, match="was taken away"):
@@ -657,13 +729,13 @@ def test_a_flight_that_fails_says_which_bucket_it_was(where: str) -> None:
     with opened(2, threaded=False, per_bucket=2, mover=mover) as (scheduler, _):
         begin(scheduler, round_number=0, step=7, hold=False)
         pack(scheduler.buckets[0])
-        scheduler.bucket_is_packed()
+        scheduler.launch_packed()
         pack(scheduler.buckets[1])
         if where == "advance":
             mover.ready = {0}
 
         def reduce() -> None:
-            scheduler.bucket_is_packed()
+            scheduler.launch_packed()
             scheduler.finish()
 
         with pytest.raises(PeerLostError) as caught:

@@ -799,8 +799,8 @@ def _buffers_when_new_ones_are_opened(_: int, world_size: int) -> list[tuple[int
     """(round, old buffers still held by the reduction), each time that buffers are opened after wrap."""
     model = _Backwards()
     optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB)
-    assert optimizer._hooks is not None
-    reduction = optimizer._hooks.reduction
+    assert optimizer._sync is not None
+    reduction = optimizer._sync.reduction
     old = [weakref.ref(bucket.wire) for bucket in reduction.buckets]
     open_wires = reduction.mover.open_wires
     seen: list[tuple[int, int]] = []

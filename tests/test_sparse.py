@@ -247,42 +247,41 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
     world = torchring.init()
     parameter = torch.nn.Parameter(torch.zeros(ROWS, WIDTH))
     specs = [ParameterSpec("table", (ROWS, WIDTH), (WIDTH, 1), torch.float32, torch.device("cpu"), is_sparse=True)]
-    sparse = SparseReduction(world, 1.0 if is_sum else 1 / world_size, is_sum=is_sum)
+    sparse = SparseReduction(world, specs, [parameter], 1.0 if is_sum else 1 / world_size, is_sum=is_sum)
 
     def local(value: float) -> Tensor:
         values = torch.full((1, WIDTH), value)
         return torch.sparse_coo_tensor(torch.tensor([[rank]]), values, (ROWS, WIDTH), check_invariants=True)
 
-    assert not sparse.unsettled(0, parameter)
+    assert sparse.first_unsettled() is None
     parameter.grad = local(2.0)
-    assert sparse.unsettled(0, parameter)
-    sparse.accumulated(0, parameter)
-    assert sparse.unsettled(0, parameter)
-    sparse.reduce(specs, [parameter])
-    assert not sparse.unsettled(0, parameter)
+    assert sparse.first_unsettled() == "table"
+    sparse.mark_local(0)
+    assert sparse.first_unsettled() == "table"
+    sparse.reduce()
+    assert sparse.first_unsettled() is None
     expected = torch.zeros(ROWS, WIDTH)
     expected[:world_size] = 2.0 if is_sum else 2.0 / world_size
     assert_bitwise(parameter.grad.to_dense(), expected)
     reduced = parameter.grad
-    sparse.reduce(specs, [parameter])
+    sparse.reduce()
     assert parameter.grad is reduced  # nothing new on any rank
     if is_sum:
         with pytest.raises(GradientError, match="summed over ranks before"):
-            sparse.accumulated(0, parameter)
+            sparse.mark_local(0)
         sparse.mark_zeroed()
-    sparse.accumulated(0, parameter)
-    assert sparse.unsettled(0, parameter)
+    sparse.mark_local(0)
+    assert sparse.first_unsettled() == "table"
     sparse.mark_zeroed()
-    assert not sparse.unsettled(0, parameter)
+    assert sparse.first_unsettled() is None
     parameter.grad = local(float("nan") if rank == 1 else 1.0)
-    sparse.accumulated(0, parameter)
-    sparse.reduce(specs, [parameter])
-    assert sparse.non_finite is not None
-    assert sparse.non_finite[:2] == (1, "table")
-    assert sparse.non_finite[2] is parameter.grad
+    sparse.mark_local(0)
+    found = sparse.reduce()
+    assert found is not None
+    assert (found.rank, found.name) == (1, "table")
+    assert found.tensor is parameter.grad
     parameter.grad = local(1.0)
-    sparse.reduce(specs, [parameter])
-    assert sparse.non_finite is None
+    assert sparse.reduce() is None
 
 
 @pytest.mark.parametrize("is_sum", [False, True])

@@ -1,8 +1,9 @@
 """`wrap` makes an optimizer distributed; `DistributedOptimizer` is what it returns.
 
-The map of the package, along a gradient's way: `hooks.py` hears that autograd has accumulated it, `plan.py` decided
-beforehand which bucket it belongs to, `bucket.py` packs it, `scheduler.py` says when its bucket goes, `allreduce/` adds
-up what the ranks have, and `reduction.py` holds these together for one optimizer. When `backward()` returns, every
+A gradient's way through `gradients/`: a hook (`hooks.py`) tells the scheduler that autograd has accumulated a gradient.
+`scheduler.py` finds the gradient's bucket, which `plan.py` decided beforehand. `bucket.py` packs the gradient, the
+scheduler launches full buckets in plan order, and `allreduce/` adds up what the ranks have. `sync.py` decides which
+backwards reduce, and `reduction.py` holds the parts of one optimizer together. When `backward()` returns, every
 gradient is reduced, so clipping, GradScaler, schedulers and closures need no extra call.
 """
 
@@ -10,33 +11,39 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
 
-from torchring.accelerators import accelerator_of
-from torchring.allreduce.select import ALGORITHMS, OVERLAPS, Algorithm, Overlap
+from torchring.allreduce.select import Algorithm, Overlap
 from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters, check_broadcastable
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.dynamo import run_eagerly
-from torchring.errors import GradientError
-from torchring.gradients.hooks import GradientHooks, optimizer_group_of
-from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
-from torchring.gradients.plan import COMPRESSIONS, Compression, ParameterSpec
+from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.plan import Compression
 from torchring.gradients.reduction import Options, Reduction
 from torchring.gradients.replicas import ReplicaCheck
+from torchring.gradients.sync import GradientSync
+from torchring.gradients.validation import (
+    GradientOp,
+    check_free,
+    check_options,
+    check_same_model,
+    check_same_parameters,
+    named_parameters,
+    parameters_of,
+    sparse_parameters,
+    spec_of,
+    steps_exactly,
+)
 from torchring.world import World, default_world
 
 _T = TypeVar("_T")
-GradientOp = Literal["mean", "sum"]
-_OPS: Final = get_args(GradientOp)
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class DistributedOptimizer(Optimizer):
         optimizer: the wrapped optimizer.
     """
 
-    # GradScaler must unscale by itself: a fused optimizer that takes the scale would be handed it through this wrapper.
+    # GradScaler must unscale by itself, and not hand the scale to a fused optimizer through this wrapper.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -158,7 +165,7 @@ class DistributedOptimizer(Optimizer):
         options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap)
         open_it = functools.partial(self._open, world, optimizer, model, options, sync_initial_state)
         if world.size > 1:
-            optimizer_group_of(world).guard.run("wrap()", open_it)
+            world.shared(OptimizerGroup).guard.run("wrap()", open_it)
         else:
             open_it()
 
@@ -170,22 +177,23 @@ class DistributedOptimizer(Optimizer):
         options: Options,
         sync_initial_state: bool,
     ) -> None:
-        optimizer_group_of(world).release_dead()
+        world.shared(OptimizerGroup).release_dead()
         names: dict[torch.nn.Parameter, str] = {}
         problem: Exception | None = None
         try:
             check_options(options)
+            if isinstance(optimizer, DistributedOptimizer):
+                raise ValueError("this optimizer is distributed already; wrap the plain one, once")
             names = named_parameters(optimizer, model)
-            _check_free(names, world)
+            check_free(names, world)
             if sync_initial_state and model is not None:
                 check_broadcastable(model)
         except Exception as error:
             problem = error
         if world.size > 1:
             collectives_of(world).raise_together(problem, "could not wrap its optimizer")
-            collectives_of(world).check_equal(
-                [f"options: sync_initial_state={sync_initial_state}"]
-            )  # it decides what follows
+            # This option decides which collectives follow.
+            collectives_of(world).check_equal([f"options: sync_initial_state={sync_initial_state}"])
         elif problem is not None:
             raise problem
         self._initialise(optimizer, options, names, sparse_parameters(model), model)
@@ -245,35 +253,29 @@ class DistributedOptimizer(Optimizer):
             GradientError: a gradient is not reduced or not finite, or parameters differ between ranks.
             ValueError: this optimizer is closed.
         """
-        hooks = self._live_hooks()
-        if hooks is None:
+        sync = self._live_sync()
+        if sync is None:
             return self._step_wrapped(closure, *args, **kwargs)
-        self._replicas.has_changed()  # remembered, before the step writes to them, too
-        if closure is None and self._only_creates_state():
-            result = self._step_wrapped(None, *args, **kwargs)
-            self._replicas.accept()
-            hooks.num_steps += 1
-            return result
-        if closure is None:
-            self._refuse_bad_gradients(hooks)
-            result = self._step_wrapped(None, *args, **kwargs)
-        else:
-            result = self._step_wrapped(lambda: self._evaluate(closure, hooks), *args, **kwargs)
-        self._replicas.accept()
-        hooks.num_steps += 1
+        sync.before_step()
+        if closure is not None:
+            closure = functools.partial(self._evaluate, closure, sync)
+        elif not self._only_creates_state():
+            self._check_before_step(sync)
+        result = self._step_wrapped(closure, *args, **kwargs)
+        sync.has_stepped()
         return result
 
     def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """An optimizer's step() need not take a closure, so none is passed unless it has to be."""
+        """An optimizer's step() need not take a closure, so a closure is passed only if there is one."""
         if closure is None and not args:
             return self.optimizer.step(**kwargs)
         return self.optimizer.step(closure, *args, **kwargs)
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch.optim.Optimizer makes of `step`: here, a step with the step hooks of this optimizer only.
+        """torch.optim.Optimizer wraps `step` with this function: here, only this optimizer's own step hooks run.
 
-        The wrapped optimizer's own step() runs the hooks of all optimizers (`register_optimizer_step_pre_hook`).
+        The wrapped optimizer's step() runs the hooks of all optimizers (`register_optimizer_step_pre_hook`).
         """
 
         @functools.wraps(func)
@@ -300,8 +302,8 @@ class DistributedOptimizer(Optimizer):
             self.optimizer.zero_grad()
             return
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        if self._hooks is not None and not set_to_none:
-            self._hooks.reduction.mark_zeroed()
+        if self._sync is not None and not set_to_none:
+            self._sync.reduction.mark_zeroed()
 
     def synchronize(self) -> None:
         """Reduce the gradients that are not reduced yet on some rank. Collective. Does nothing if there are none.
@@ -312,31 +314,31 @@ class DistributedOptimizer(Optimizer):
         Raises:
             GradientError: called inside `backward()`, or refused on another rank.
         """
-        hooks = self._live_hooks()
-        if hooks is not None:
-            hooks.synchronize()
+        sync = self._live_sync()
+        if sync is not None:
+            sync.synchronize()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context manager: inside, `backward()` accumulates gradients on this rank and sends nothing.
 
         What counts is where `backward()` runs, not where the loss was computed.
         """
-        hooks = self._live_hooks()
-        return hooks.no_sync() if hooks is not None else nullcontext()
+        sync = self._live_sync()
+        return sync.no_sync() if sync is not None else nullcontext()
 
     def stats(self) -> Stats:
         """What communication has cost so far, on this rank."""
-        hooks = self._live_hooks()
-        if hooks is None:
+        sync = self._live_sync()
+        if sync is None:
             return Stats("none", "a world of one sends nothing", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        reduction, timing = hooks.reduction, hooks.reduction.timing
-        reduction.poll()
+        reduction, timing = sync.reduction, sync.reduction.timing
+        reduction.rounds.poll()
         num_timed = max(timing.num_rounds, 1)
         hidden = timing.total_busy_ms - timing.total_exposed_ms
         return Stats(
             algorithm=reduction.mover.algorithm,
             reason=reduction.choice.reason,
-            overlap=reduction.overlap,
+            overlap=reduction.rounds.overlap,
             num_buckets=len(reduction.buckets),
             bytes_per_step=reduction.num_bytes,
             num_reductions=reduction.num_rounds,
@@ -354,22 +356,22 @@ class DistributedOptimizer(Optimizer):
         """
         if self._is_initialising:  # Optimizer.__init__, whose groups the wrapped optimizer has already
             return
-        hooks = self._live_hooks()
+        sync = self._live_sync()
         self.optimizer.add_param_group(param_group)
         added: list[torch.nn.Parameter] = self.param_groups[-1]["params"]
         self._stepped += added
         for i, parameter in enumerate(added):
             self._names[parameter] = f"group{len(self.param_groups) - 1}.param{i}"
-        if hooks is None:
+        if sync is None:
             return
 
         def share() -> None:
             broadcast_parameters({self._names[parameter]: parameter.data for parameter in added})
-            hooks.extend(added)
+            sync.extend(added)
 
-        optimizer_group_of(hooks.reduction.world).guard.run("add_param_group()", share)
+        sync.reduction.world.shared(OptimizerGroup).guard.run("add_param_group()", share)
 
-    # Hooks on checkpoints belong to the optimizer whose state they see.
+    # Hooks on checkpoints belong to the wrapped optimizer, whose state they see.
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
         """Register a hook on the wrapped optimizer, which the hook is called with."""
@@ -415,7 +417,7 @@ class DistributedOptimizer(Optimizer):
             return getattr(self.__dict__["optimizer"], name)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """A switch of the wrapped optimizer's (`optimizer.acc_stats = True`) is set where the step looks for it."""
+            """Set a switch of the wrapped optimizer (`optimizer.acc_stats = True`) there, where its step looks."""
             if name.startswith("_") or name == "optimizer" or hasattr(type(self), name):
                 super().__setattr__(name, value)
             else:
@@ -431,13 +433,13 @@ class DistributedOptimizer(Optimizer):
         return {
             "optimizer": self.optimizer,
             "options": self._options,
-            "names": [self._names[p] for p in _parameters_of(self.optimizer)],
-            "is_sparse": [p in self._sparse for p in _parameters_of(self.optimizer)],
+            "names": [self._names[p] for p in parameters_of(self.optimizer)],
+            "is_sparse": [p in self._sparse for p in parameters_of(self.optimizer)],
             "is_closed": self._is_closed,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        parameters = list(_parameters_of(state["optimizer"]))
+        parameters = list(parameters_of(state["optimizer"]))
         names = dict(zip(parameters, state["names"], strict=True))
         sparse = {p for p, is_sparse in zip(parameters, state["is_sparse"], strict=True) if is_sparse}
         self._initialise(state["optimizer"], state["options"], names, sparse)
@@ -459,40 +461,39 @@ class DistributedOptimizer(Optimizer):
         self._stepped = list(names)  # in the order of `param_groups`
         self._sparse = sparse
         self._model = weakref.ref(model) if model is not None else None
-        self._hooks: GradientHooks | None = None
+        self._sync: GradientSync | None = None
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_closed = False
         self._is_initialising = True
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self._is_initialising = False
 
-    def _connect(self, world: World) -> GradientHooks:
+    def _connect(self, world: World) -> GradientSync:
         """Collective: agree on a plan with the other ranks and hook the parameters."""
         parameters = list(self._names)
         trainable = [p for p in parameters if p.requires_grad]
         specs = [spec_of(self._names, self._sparse, p) for p in trainable]
         reduction = Reduction(world, specs, trainable, self._options)
-        self._replicas = ReplicaCheck(world, self._names)
-        self._hooks = GradientHooks(
+        self._sync = GradientSync(
             reduction,
-            self._replicas,
+            ReplicaCheck(world, self._names),
             accumulate=self._options.accumulate,
             frozen=[p for p in parameters if not p.requires_grad],
             spec_of=functools.partial(spec_of, self._names, self._sparse),
             owner=self,
         )
-        return self._hooks
+        return self._sync
 
     def _connect_with_first_gradient(self) -> None:
-        """For a copy: it is made on one rank at a time, but used on all of them."""
+        """For a copy, which is made on one rank at a time, and used on all ranks."""
 
         @run_eagerly
         def hook(parameter: torch.Tensor) -> None:
             self._drop_early_hooks()
             world = default_world()
             if world.size > 1:
-                hooks = optimizer_group_of(world).guard.run("wrap()", functools.partial(self._connect, world))
-                hooks.first_gradient(next(i for i, p in enumerate(hooks.reduction.parameters) if p is parameter))
+                sync = world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
+                sync.first_gradient(next(i for i, p in enumerate(sync.reduction.parameters) if p is parameter))
 
         self._early_handles = [
             p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -507,36 +508,35 @@ class DistributedOptimizer(Optimizer):
 
     def _disconnect(self) -> None:
         self._drop_early_hooks()
-        if self._hooks is not None:
-            self._hooks.close()
-            self._hooks = None
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
 
-    def _live_hooks(self) -> GradientHooks | None:
-        """The hooks; None in a world of one. A copy connects now, if no gradient has made it do so yet."""
+    def _live_sync(self) -> GradientSync | None:
+        """None in a world of one. A copy connects now, if no gradient has made the copy do so yet."""
         if self._is_closed:
             raise ValueError(
                 "this DistributedOptimizer is closed; use the optimizer that it wrapped, or wrap that again"
             )
-        if self._hooks is not None:
-            if not self._hooks.reduction.world.is_open:
+        if self._sync is not None:
+            if not self._sync.reduction.world.is_open:
                 raise ValueError("this DistributedOptimizer belongs to a world that was shut down; wrap again")
-            if self._hooks.is_closed:
+            if self._sync.is_closed:
                 raise ValueError(
                     "this DistributedOptimizer was closed because another rank had dropped its own; wrap again, on all "
                     "ranks"
                 )
-            return self._hooks
+            return self._sync
         world = default_world()
         if world.size == 1:
             return None
         self._drop_early_hooks()
-        return optimizer_group_of(world).guard.run("wrap()", functools.partial(self._connect, world))
+        return world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
 
     def _only_creates_state(self) -> bool:
-        """Whether a step now would change no parameter, and find nothing in a gradient.
+        """Whether a step now would change no parameter, because learning rates and gradients are 0.
 
-        torch.distributed.checkpoint takes such a step before it reads or loads the state of an optimizer that has none:
-        it sets the learning rates to 0 and the gradients to zeros.
+        torch.distributed.checkpoint takes such a step before it reads or loads the state of an optimizer without state.
         """
         if self.optimizer.state:
             return False
@@ -547,98 +547,27 @@ class DistributedOptimizer(Optimizer):
         grads = [parameter.grad for parameter in self._names if parameter.grad is not None]
         return not any(grad.is_sparse or bool(grad.any()) for grad in grads)
 
-    def _evaluate(self, closure: Callable[[], Any], hooks: GradientHooks) -> Any:
-        self._replicas.accept()
+    def _evaluate(self, closure: Callable[[], Any], sync: GradientSync) -> Any:
+        sync.accept_parameters()
         with torch.enable_grad():
             loss = closure()
-        self._refuse_bad_gradients(hooks)
+        self._check_before_step(sync)
         if loss is None:
             return None
         mean = torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64).detach().clone()
-        internal_collectives_of(hooks.reduction.world).all_reduce(mean, "mean")
+        internal_collectives_of(sync.reduction.world).all_reduce(mean, "mean")
         return mean if isinstance(loss, torch.Tensor) else float(mean)
 
-    def _refuse_bad_gradients(self, hooks: GradientHooks) -> None:
+    def _check_before_step(self, sync: GradientSync) -> None:
         """Raise GradientError rather than train on something that is known to be wrong."""
-        hooks.reduction.world.refuse_fork()
-        if hooks.failure is not None:
-            raise GradientError(f"the last backward did not reduce its gradients: {hooks.failure}") from hooks.failure
-        hooks.reduction.poll()
-        hooks.refuse_module_wrappers()
-        if hooks.reduction.num_rounds == 0:
-            self._refuse_replaced_model(hooks)
-        if hooks.in_backward:
-            raise GradientError(
-                "step() was called inside backward(), before all gradients are reduced; call it after backward()"
-            )
-        self._refuse_unknown_parameters(hooks)
-        if (thawed := hooks.first_thawed()) is not None:
-            raise GradientError(
-                f"{self._names[thawed]} was frozen and has a gradient now that has never been reduced; call "
-                "optimizer.synchronize() before step()",
-                rank=hooks.reduction.world.rank,
-                parameters=(self._names[thawed],),
-            )
-        if found := hooks.reduction.first_unsettled():
-            name, state = found
-            raise GradientError(
-                f"the gradient of {name} {state}; stepping on it would let the ranks drift apart. Call "
-                "optimizer.synchronize() before step() to reduce what is local",
-                rank=hooks.reduction.world.rank,
-                parameters=(name,),
-                step=hooks.num_steps,
-            )
-        if hooks.reduction.non_finite is not None:
-            rank, name, grad = hooks.reduction.non_finite
-            values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
-            if values is not None and not bool(torch.isfinite(values).all()):  # the script may have mended it
-                origin = "the sum over ranks overflowed" if rank is None else f"NaN or infinity came from rank {rank}"
-                raise GradientError(
-                    f"the gradient of {name} is not finite; {origin}",
-                    rank=hooks.reduction.world.rank,
-                    peers=() if rank is None else (rank,),
-                    parameters=(name,),
-                    step=hooks.num_steps,
-                )
-
-    def _refuse_unknown_parameters(self, hooks: GradientHooks) -> None:
-        """Raise GradientError unless the optimizer steps exactly the parameters that torchring reduces."""
-        lists = [group["params"] for group in self.param_groups]
-        stepped = chain.from_iterable(lists)
-        if sum(map(len, lists)) == len(self._stepped) and all(map(operator.is_, stepped, self._stepped)):
-            return  # 11 us for 802 parameters
-        again = "close() this optimizer and call torchring.wrap() again, on all ranks"
-        for g, parameters in enumerate(lists):
-            for i, parameter in enumerate(parameters):
-                if parameter not in self._names:
-                    raise GradientError(
-                        f"group{g}.param{i} of the wrapped optimizer, shape {tuple(parameter.shape)}, came there past "
-                        f"torchring, so its gradient is this rank's own. After replacing parameters, {again}; add "
-                        "parameters with add_param_group() of the DistributedOptimizer",
-                        rank=hooks.reduction.world.rank,
-                    )
-        if gone := self._names.keys() - _parameters_of(self.optimizer):
-            name = next(name for parameter, name in self._names.items() if parameter in gone)
-            raise GradientError(
-                f"{name} was taken out of the wrapped optimizer. After that, {again}",
-                rank=hooks.reduction.world.rank,
-                parameters=(name,),
-            )
-        self._stepped = list(_parameters_of(self.optimizer))  # the same in another order
-
-    def _refuse_replaced_model(self, hooks: GradientHooks) -> None:
-        """Raise GradientError if the model has other parameters by now, which nobody reduces or steps."""
+        reduction, rank = sync.reduction, sync.reduction.world.rank
         model = self._model() if self._model is not None else None
-        if model is None:
-            return
-        present = set(map(id, model.parameters()))
-        if (gone := next((p for p in hooks.reduction.parameters if id(p) not in present), None)) is not None:
-            raise GradientError(
-                f"{self._names[gone]} is not a parameter of the model any more, as after fully_shard() or FSDP, which "
-                f"put others in the place of a model's parameters. {WAY_OUT}",
-                rank=hooks.reduction.world.rank,
-                parameters=(self._names[gone],),
-            )
+        if model is not None and reduction.num_rounds == 0:
+            check_same_model(model, self._names, reduction.parameters, rank)
+        if not steps_exactly(self.optimizer, self._stepped):
+            check_same_parameters(self.optimizer, self._names, rank)
+            self._stepped = list(parameters_of(self.optimizer))  # the same in another order
+        sync.check_before_step()
 
 
 @functools.cache
@@ -646,107 +575,3 @@ def _takes_set_to_none(kind: type[Optimizer]) -> bool:
     """Older optimizers have a zero_grad() without arguments."""
     parameters = inspect.signature(kind.zero_grad).parameters
     return "set_to_none" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def check_options(options: Options) -> None:
-    """Raise ValueError for an option that does not exist, with those that do."""
-    for name, value, choices in (
-        ("op", options.op, _OPS),
-        ("compression", options.compression, tuple(COMPRESSIONS)),
-        ("algorithm", options.algorithm, ALGORITHMS),
-        ("overlap", options.overlap, OVERLAPS),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    bucket_mb = 0 if options.bucket_mb is None else options.bucket_mb
-    if not isinstance(bucket_mb, (int, float)) or not 0 <= bucket_mb < float("inf"):
-        raise ValueError(f"bucket_mb must be a size in MiB, 0 or more, got {options.bucket_mb!r}")
-    if not isinstance(options.accumulate, int) or options.accumulate < 1:
-        raise ValueError(f"accumulate must be a whole number of micro-steps, 1 or more, got {options.accumulate!r}")
-
-
-def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dict[torch.nn.Parameter, str]:
-    """The optimizer's parameters, in its order, with the model's names for them.
-
-    Raises TypeError or ValueError for what cannot be reduced, saying which parameter it is.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, DistributedOptimizer):
-        raise ValueError("this optimizer is distributed already; wrap the plain one, once")
-    if model is not None and not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if model is not None and is_module_wrapper(model):
-        raise ValueError(f"the model is a {type(model).__name__}, which reduces gradients itself. {WAY_OUT}")
-    of_model = {p: name for name, p in model.named_parameters()} if model is not None else {}
-    names: dict[torch.nn.Parameter, str] = {}
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            place = f"group{g}.param{i}"
-            if not isinstance(parameter, torch.Tensor):
-                raise TypeError(f"{place} of the optimizer is a {type(parameter).__name__}, not a tensor")
-            parameter = cast(torch.nn.Parameter, parameter)
-            name = of_model.get(parameter, place)
-            if how := sharded_by(parameter):
-                raise ValueError(f"{name} {how}; torchring reduces the gradients of whole parameters. {WAY_OUT}")
-            if not parameter.is_leaf:
-                raise ValueError(f"{name} is the result of a computation (non-leaf), so it gets no gradient to reduce")
-            if parameter in names:
-                raise ValueError(f"{name} is in the optimizer twice (again at {place}); it would be stepped twice")
-            if model is not None and parameter not in of_model:
-                raise ValueError(
-                    f"{place} of the optimizer, shape {tuple(parameter.shape)}, is not a parameter of the model; pass "
-                    "the model that the optimizer trains, or none"
-                )
-            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-                raise ValueError(f"{name} has no shape yet; run a batch through the lazy module before wrapping")
-            if parameter.device.type != "cpu" and accelerator_of(parameter.device) is None:
-                raise ValueError(f"{name} is on {parameter.device}; gradients on the CPU or on CUDA can be reduced")
-            first = next(iter(names), parameter)
-            if parameter.device != first.device:
-                raise ValueError(
-                    f"{name} is on {parameter.device}, {names[first]} on {first.device}; one optimizer reduces "
-                    "parameters of one device: give every rank a GPU of its own, or every device an optimizer"
-                )
-            names[parameter] = name
-    if not any(parameter.requires_grad for parameter in names):
-        raise ValueError("none of the optimizer's parameters requires a gradient, so there is nothing to reduce")
-    return names
-
-
-def spec_of(
-    names: Mapping[torch.nn.Parameter, str], sparse: Container[torch.nn.Parameter], parameter: torch.nn.Parameter
-) -> ParameterSpec:
-    """What the plan needs to know of a parameter."""
-    return ParameterSpec(
-        names[parameter],
-        tuple(parameter.shape),
-        parameter.stride(),
-        parameter.dtype,
-        parameter.device,
-        parameter in sparse,
-    )
-
-
-def sparse_parameters(model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
-    """The weights of layers built with sparse=True, whose gradients come as sparse tensors."""
-    layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    modules = model.modules() if model is not None else ()
-    return {cast(torch.nn.Parameter, m.weight) for m in modules if isinstance(m, layers) and m.sparse}
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
-    """A gradient is reduced by one optimizer, and not by a module wrapper as well."""
-    neighbours = optimizer_group_of(world)
-    for owner in neighbours.owners_of(names):
-        taken = next(name for p, name in names.items() if any(p is other for other in owner.reduction.parameters))
-        raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
-    trainable = [parameter for parameter in names if parameter.requires_grad]
-    if shared := neighbours.module_wrappers.first_shared(trainable):
-        index, kind = shared
-        raise ValueError(explain(names[trainable[index]], kind))

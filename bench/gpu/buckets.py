@@ -159,9 +159,9 @@ class OneBucket:
         last = len(bucket.parameters) - 1
         begin = time.perf_counter()
         for slot in range(last):
-            bucket.arrive(slot)
+            bucket.mark_ready(slot)
         arrived = time.perf_counter()
-        bucket.arrive(last)
+        bucket.mark_ready(last)
         packed = time.perf_counter()
         bucket.begin_reduce()
         assert isinstance(bucket.wire, DeviceWire)

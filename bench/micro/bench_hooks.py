@@ -20,9 +20,9 @@ from torchring.bench.micro.conftest import Remark
 from torchring.bench.models import small
 from torchring.errors import RingError
 from torchring.gradients import reduction
-from torchring.gradients.hooks import GradientHooks
 from torchring.gradients.replicas import ReplicaCheck
-from torchring.optimizer import spec_of
+from torchring.gradients.sync import GradientSync
+from torchring.gradients.validation import spec_of
 from torchring.world import World
 
 ROUNDS = 60
@@ -76,7 +76,7 @@ class Owner:
 
 
 @contextmanager
-def hooked(model: torch.nn.Module, mover: StillMover) -> Iterator[GradientHooks]:
+def hooked(model: torch.nn.Module, mover: StillMover) -> Iterator[GradientSync]:
     """torchring's hooks on all parameters, as `wrap` makes them."""
     world, owner = World(None, 0, 1), Owner()
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -85,7 +85,7 @@ def hooked(model: torch.nn.Module, mover: StillMover) -> Iterator[GradientHooks]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reduction, "open_mover", lambda *_: mover)
         reduces = reduction.Reduction(world, specs, list(names), options)
-    hooks = GradientHooks(
+    sync = GradientSync(
         reduces,
         ReplicaCheck(world, names),
         accumulate=1,
@@ -94,7 +94,7 @@ def hooked(model: torch.nn.Module, mover: StillMover) -> Iterator[GradientHooks]
         owner=owner,
     )
     try:
-        yield hooks
+        yield sync
     finally:
         world.close()
 

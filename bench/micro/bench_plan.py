@@ -14,7 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torchring.bench.micro.conftest import Remark
 from torchring.bench.models import MODELS
 from torchring.collectives.signature import fingerprint
-from torchring.gradients.plan import ALIGNMENT_BYTES, NUM_SIGNALS, ParameterSpec, build_plan, describe
+from torchring.gradients.plan import ALIGNMENT_BYTES, ControlBits, ParameterSpec, build_plan, describe
 
 BUCKET_BYTES = 25 << 20
 every_model = pytest.mark.parametrize("model", list(MODELS))
@@ -45,7 +45,7 @@ def bench_build_plan(benchmark: BenchmarkFixture, remark: Remark, model: str, co
             assert slot.offset * bucket.wire_dtype.itemsize % ALIGNMENT_BYTES == 0
             end = slot.offset + slot.numel
         assert bucket.flags_offset >= end
-        assert bucket.numel == bucket.flags_offset + len(bucket.slots) + NUM_SIGNALS
+        assert bucket.numel == bucket.control_offset + (0 if bucket.index else len(ControlBits._fields))
         assert bucket.wire_dtype == (torch.bfloat16 if compression else torch.float32)
 
 

@@ -1,8 +1,8 @@
-"""How a bucket's gradients get into its wire buffer and back: by the thread of backward, or in streams of a device.
+"""Copies a bucket's gradients to its wire buffer and back, on the thread of backward or in streams of a device.
 
-On the host a copy is done when the call returns. On a device, one kernel gathers a bucket on the communication stream,
-once the streams that computed its gradients have come that far; results are copied back on the current stream, which
-the reduction's landing has made wait.
+On the host a copy is done when the call returns. On a device, one kernel copies a whole bucket on the communication
+stream, after the streams that computed the gradients. Results are copied back on the current stream, which waits for
+the reduction.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from torchring.kernels import ChunkTable, pack, reference, unpack
 from torchring.kernels.chunks import layout
 
 _T = TypeVar("_T")
-_MOST_TABLES: Final = 16  # of a bucket: one for each set of parameters that a step reaches
+_MOST_TABLES: Final = 16  # of one bucket; a bucket needs one table for each set of parameters that a step reaches
 
 
 class Packing(Protocol):
     """The copies of one bucket.
 
     Attributes:
-        on_arrival: whether a big gradient is best copied the moment it arrives.
+        is_asynchronous: whether a stream of a device makes the copies, after the calls have returned.
     """
 
-    on_arrival: bool
+    is_asynchronous: bool
 
-    def arrived(self) -> None:
-        """A gradient is there, by what the current stream has been told to do."""
+    def follow_current_stream(self) -> None:
+        """A gradient was computed on the current stream, so packing has to wait for that stream."""
 
     def pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        """views[i] <- cast(grads[i] * scale), where views[i] is the place of slot slots[i] in the wire buffer.
+        """views[i] <- cast(grads[i] * scale). views[i] is the place of slot slots[i] in the wire buffer.
 
         Raises RuntimeError, ValueError or TypeError for gradients that do not fit.
         """
 
-    def packed(self) -> None:
-        """All is in the wire buffer, or called for: what reduces it may follow."""
+    def finish_packing(self) -> None:
+        """Every gradient of the bucket is packed. What the mover starts now comes after the copies."""
 
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         """grads[i] <- cast(views[i])."""
 
     def original(self, slot: int) -> torch.Tensor | None:
-        """The gradient that was packed in this round. None if there was none, or it is not kept."""
+        """The gradient that was packed in this round. None if none was packed, or it is not kept."""
 
     def release(self) -> None:
-        """The reduction has landed: let go of what it read."""
+        """The bucket is reduced: let go of the gradients that were packed."""
 
 
 class HostPacking:
-    """See `Packing`. Without a scale, shapes get no look of ours: torch refuses what does not fit."""
+    """See `Packing`. Without a scale, torch alone checks the shapes."""
 
-    on_arrival = True
+    is_asynchronous = False
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
 
-    def arrived(self) -> None: ...
+    def follow_current_stream(self) -> None: ...
 
     def pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
         if self._scale == 1.0:
@@ -68,7 +68,7 @@ class HostPacking:
         else:
             reference.pack(grads, views, scale=self._scale)
 
-    def packed(self) -> None: ...
+    def finish_packing(self) -> None: ...
 
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         reference.unpack(views, grads)
@@ -81,18 +81,19 @@ class HostPacking:
 class DevicePacking:
     """See `Packing`.
 
-    Gradients are kept alive until the reduction has landed. By then the current stream waits for the one that reads
-    them, so their memory may be used again there, and no `record_stream` is needed, which would hold it for longer.
+    Gradients are kept alive until the bucket is reduced. From then on the current stream waits for the communication
+    stream, which has read the gradients, so the current stream may use their memory again. `record_stream` would hold
+    the memory for longer.
 
     Args:
         scale: applied before the cast.
-        plan: of the bucket.
-        wire: its buffer, on the accelerator's device.
-        found: int32[1], where the first chunk with a NaN or an infinity is noted; see `kernels.pack`.
+        plan: the bucket's.
+        wire: the wire buffer, on the accelerator's device.
+        found: int32[1]; the kernel writes the first chunk with a NaN or an infinity here, see `kernels.pack`.
         stream: where buckets are packed and reduced.
     """
 
-    on_arrival = False
+    is_asynchronous = True
 
     def __init__(
         self,
@@ -111,12 +112,12 @@ class DevicePacking:
         self._accelerator = accelerator
         self._producers: set[object] = set()  # streams that computed gradients
         self._has_followed = False
-        self._held: dict[int, torch.Tensor] = {}  # by slot
+        self._held: dict[int, torch.Tensor] = {}  # by slot: gradients that the communication stream still reads
         self._tables: dict[tuple[int, ...], ChunkTable] = {}
         self._packed: list[tuple[Sequence[int], ChunkTable]] = []
         self._name = f"torchring.pack bucket {plan.index}, {plan.num_bytes / 2**20:.2f} MiB"
 
-    def arrived(self) -> None:
+    def follow_current_stream(self) -> None:
         self._producers.add(self._accelerator.current_stream())
 
     def pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
@@ -131,7 +132,8 @@ class DevicePacking:
             self._launch_pack(_without(slots, odd), _without(grads, odd), _without(views, odd))
 
     def _launch_pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        table = self._table(slots, views) if slots else None  # before: its columns are filled on the current stream
+        # The table comes first: its columns are filled on the current stream.
+        table = self._table(slots, views) if slots else None
         self._follow()
         if table is None:
             return
@@ -141,8 +143,8 @@ class DevicePacking:
         self._held.update(zip(slots, grads, strict=True))
         self._packed.append((slots, table))
 
-    def packed(self) -> None:
-        if not self._has_followed:  # nothing was to be packed: gradients were accumulated in place, or zeroed
+    def finish_packing(self) -> None:
+        if not self._has_followed:  # nothing was packed: gradients were accumulated in place, or zeroed
             self._follow()
         self._has_followed = False
 
@@ -181,7 +183,7 @@ class DevicePacking:
         return packed
 
     def _table(self, slots: Sequence[int], views: Sequence[torch.Tensor]) -> ChunkTable:
-        """Which a step that reaches all parameters needs one of."""
+        """The table for these slots. Steps that reach all parameters share one table."""
         key = tuple(slots)
         if key not in self._tables:
             if len(self._tables) >= _MOST_TABLES:
@@ -198,12 +200,12 @@ class DevicePacking:
 
 
 def slots_of(packed: Sequence[tuple[Sequence[int], ChunkTable]], chunk: int) -> list[int]:
-    """The slots that a chunk may belong to: one for each go in which the bucket was packed."""
+    """The slots that a chunk may belong to: one for each call that packed a part of the bucket."""
     return [slots[table.tensor_of(chunk)] for slots, table in packed if chunk < table.num_chunks]
 
 
 def _odd(grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> list[int]:
-    """Those not laid out like their place in the wire: kernels copy in memory order, torch by index."""
+    """Gradients that are not laid out like their place in the wire: kernels copy in memory order, torch by index."""
     return [i for i, (grad, view) in enumerate(zip(grads, views, strict=True)) if layout(grad) != layout(view)]
 
 

@@ -1,7 +1,6 @@
 """Which parameters share a bucket, in which order, at which offset. Pure data; nothing here moves.
 
-Every rank computes the plan for itself; `describe` and `first_difference` let ranks find out, before the first byte
-moves, that they would not agree.
+Every rank computes the plan by itself. Ranks compare what `describe` returns before the first byte moves.
 """
 
 from __future__ import annotations
@@ -9,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 
 ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, and 128-bit accesses on a GPU
 FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward
-NUM_SIGNALS: Final = 3
 
 # A complex gradient travels as twice as many real numbers.
 _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -24,9 +22,26 @@ Compression = Literal["fp16", "bf16"]
 COMPRESSIONS: Final[dict[str | None, torch.dtype | None]] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+class ControlBits(NamedTuple):
+    """What a rank tells the others in every round: 0 or 1 each. Summed over ranks: how many ranks have said 1.
+
+    odd_steps: the rank has made an odd number of optimizer steps.
+    parameters_changed: a parameter was written to outside `step()`.
+    has_thawed: a parameter that was frozen requires a gradient.
+    """
+
+    odd_steps: int = 0
+    parameters_changed: int = 0
+    has_thawed: int = 0
+
+    def on_some_but_not_all(self, num_ranks: int) -> ControlBits:
+        """Of a sum: for each bit 1 if some ranks have said 1 and others 0."""
+        return ControlBits(*(int(0 < count < num_ranks) for count in self))
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the plan needs to know of a parameter. `stride` decides the order of its elements in the wire."""
+    """What the plan needs to know of a parameter. `stride` decides the order of the elements in the wire buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,12 +56,12 @@ class ParameterSpec:
 
     @property
     def real_dtype(self) -> torch.dtype:
-        """Of the real numbers that the gradient consists of."""
+        """dtype of the real numbers that the gradient consists of."""
         return _REAL.get(self.dtype, self.dtype)
 
     @property
     def num_reals(self) -> int:
-        """How many of them."""
+        """How many real numbers the gradient consists of."""
         return self.numel * self.dtype.itemsize // self.real_dtype.itemsize
 
     @property
@@ -79,14 +94,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One wire buffer: its slots, then one flag per slot that says whether any rank used the parameter, then signals.
+    """One wire buffer: its slots, then one flag per slot that says whether any rank used the parameter.
+
+    The first bucket of a plan ends with the control bits.
 
     Attributes:
-        dtype: of the gradients; of their real and imaginary parts where they are complex.
-        wire_dtype: of the buffer.
-        flags_offset: elements; the flags follow, one element per slot, and NUM_SIGNALS elements for what else ranks
-            have to tell each other in a round.
-        numel: elements of the whole buffer.
+        dtype: dtype of the gradients, or of their real and imaginary parts if they are complex.
+        wire_dtype: dtype of the wire buffer.
+        flags_offset: where the flags begin, in elements.
+        numel: number of elements of the whole wire buffer.
     """
 
     index: int
@@ -97,19 +113,25 @@ class BucketPlan:
     numel: int
 
     @property
+    def control_offset(self) -> int:
+        """Where the flags end, in elements, and the control bits begin if the bucket has any."""
+        return self.flags_offset + len(self.slots)
+
+    @property
     def num_bytes(self) -> int:
+        """Bytes of the wire buffer."""
         return self.numel * self.wire_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets, in the order in which they are reduced. Sparse parameters are in none."""
+    """All buckets, in the order in which they are reduced. Sparse parameters are in no bucket."""
 
     buckets: tuple[BucketPlan, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all wire buffers: what one rank contributes to one step."""
+        """Bytes of all wire buffers: what one rank contributes to one round."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 
@@ -123,8 +145,8 @@ def build_plan(
 ) -> Plan:
     """Fill buckets in `order` until each has reached its cap.
 
-    Caps are soft, as in DistributedDataParallel: a parameter that crosses the cap still goes in and closes the bucket,
-    and none is ever split. A bucket holds one dtype on one device.
+    Caps are soft, as in DistributedDataParallel: a parameter that crosses the cap still goes in and closes the bucket.
+    No parameter is split. A bucket holds one dtype on one device.
 
     Args:
         specs: in registration order.
@@ -163,7 +185,7 @@ def build_plan(
 
 
 def shifted(plan: Plan, *, buckets: int, parameters: int) -> Plan:
-    """The same plan behind `buckets` others, for specs that follow `parameters` others."""
+    """The same plan, with its buckets numbered from `buckets` and its parameters from `parameters`."""
     return Plan(
         tuple(
             replace(
@@ -195,7 +217,8 @@ def _lay_out(
     for parameter in members:
         slots.append(Slot(parameter, offset, specs[parameter].num_reals))
         offset += _round_up(specs[parameter].num_reals, wire)
-    return BucketPlan(index, dtype, wire, tuple(slots), offset, offset + len(slots) + NUM_SIGNALS)
+    num_control_bits = len(ControlBits._fields) if index == 0 else 0
+    return BucketPlan(index, dtype, wire, tuple(slots), offset, offset + len(slots) + num_control_bits)
 
 
 def _round_up(numel: int, dtype: torch.dtype) -> int:
@@ -204,7 +227,7 @@ def _round_up(numel: int, dtype: torch.dtype) -> int:
 
 
 def _order_of(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """Dimensions from the slowest to the fastest, those left out whose stride says nothing."""
+    """Dimensions of more than one element, from the slowest to the fastest."""
     if 0 in shape:
         return []
     return sorted((d for d, length in enumerate(shape) if length > 1), key=lambda d: -stride[d])

@@ -1,12 +1,12 @@
-"""Rounds of a device: what the ranks' hosts tell each other, and what a host hears of its device afterwards.
+"""What the ranks agree on at the end of a round, on the host or with the help of a device. `Reduction` chooses once.
 
-The device reduces gradients and nothing else. Which parameters were used, which round it is, the signals and what was
-found in earlier rounds travel between the hosts, in one small message at the end of each backward, when most of the
-round is still to be computed. So nobody waits for a device, and a rank that is dead or out of step is found before
-anybody steps.
+On the host, the wire buffers carry everything: which parameters were used, the control bits, and what was not finite.
 
-How long a round took, and whether gradients were finite, is known when the device has come that far: at one of the next
-rounds.
+A device reduces gradients and nothing else. The hosts tell each other which parameters were used, which round it is,
+the control bits and what was found in earlier rounds. They do so in one small message at the end of each backward, when
+the device still has to compute most of the round. So no host waits for a device, and a rank that is dead or out of step
+is found before anybody steps. How long a round took, and whether its gradients were finite, is known when the device
+has come that far: in one of the next rounds.
 """
 
 from __future__ import annotations
@@ -15,34 +15,162 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from torchring.accelerators import Mark
-from torchring.allreduce import TAGS_PER_ROUND
+from torchring.allreduce import TAGS_PER_ROUND, Mover, Wire
 from torchring.allreduce.contract import tag_mismatch
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
 from torchring.allreduce.device.watchdog import has_come
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.packing import DevicePacking, slots_of
-from torchring.gradients.plan import NUM_SIGNALS
+from torchring.gradients.packing import DevicePacking, HostPacking, Packing, slots_of
+from torchring.gradients.plan import BucketPlan, ControlBits, ParameterSpec, Plan
+from torchring.gradients.scheduler import Round
+from torchring.gradients.sparse import NonFiniteGradient
 from torchring.kernels import ChunkTable
+from torchring.memory.heap import give_back, keep_freed
 from torchring.world import World
 
-_HEADER: Final = struct.Struct(f"{3 + NUM_SIGNALS}q")  # round, what was found, in which parameter; signals
+# Round, what was found, in which parameter; control bits.
+_HEADER: Final = struct.Struct(f"{3 + len(ControlBits._fields)}q")
 _IN_INPUT, _IN_SUM = 1, 2
 
 
 @dataclass
-class _Round:
-    """One that the device is still busy with, as far as the host knows."""
+class Timing:
+    """Milliseconds in all-reduce ("busy"), and those during which backward stood still ("exposed").
 
-    flights: list[PendingOnStream]
+    The totals leave out the first round, in which ranks also wait for each other to get going.
+    """
+
+    last_busy_ms: float = 0.0
+    last_exposed_ms: float = 0.0
+    total_busy_ms: float = 0.0
+    total_exposed_ms: float = 0.0
+    num_rounds: int = -1  # in the totals
+
+    def add(self, busy_seconds: float, exposed_seconds: float) -> None:
+        """Count one more round."""
+        self.last_busy_ms, self.last_exposed_ms = busy_seconds * 1e3, exposed_seconds * 1e3
+        self.num_rounds += 1
+        if self.num_rounds > 0:
+            self.total_busy_ms += self.last_busy_ms
+            self.total_exposed_ms += self.last_exposed_ms
+
+
+class Agreement(NamedTuple):
+    """What all ranks know at the end of a round.
+
+    control_sums: for each control bit, how many ranks had set it.
+    non_finite: the first NaN or infinity; on a device, of an earlier round.
+    """
+
+    control_sums: ControlBits
+    non_finite: NonFiniteGradient | None
+
+
+class Rounds(Protocol):
+    """The rounds of one optimizer.
+
+    Attributes:
+        overlap: what `stats()` reports: "inline", "thread" or "stream".
+    """
+
+    overlap: str
+
+    def open_wires(self, plan: Plan) -> Sequence[tuple[Wire, Callable[[float], Packing]]]:
+        """Collective: for each bucket its wire buffer, and what makes its copies, given the scale before the cast."""
+
+    def expect(self, specs: Sequence[ParameterSpec]) -> None:
+        """Rounds are about to reduce these parameters."""
+
+    def is_captured(self) -> bool:
+        """Whether a graph records what backward launches."""
+
+    def begin(self, buckets: Sequence[Bucket], control_bits: ControlBits) -> None:
+        """A round begins. Raises what has ended the mover."""
+
+    def backward_is_over(self) -> None:
+        """The host has run the whole backward, and is about to wait for the buckets."""
+
+    def agree(self, current: Round, buckets: Sequence[Bucket]) -> Agreement:
+        """Collective: every bucket is REDUCED. After this, flags are 0 only where no rank has used the parameter."""
+
+    def end(self) -> None:
+        """Every gradient holds its result."""
+
+    def poll(self) -> None:
+        """Take in what a device has finished since. Raises what has ended the mover."""
+
+    def settle(self) -> None:
+        """Wait until a device has finished all rounds. The buckets are about to be replaced."""
+
+
+class HostRounds:
+    """Rounds that the host reduces. See `Rounds`."""
+
+    def __init__(self, world: World, mover: Mover[Any], timing: Timing) -> None:
+        self.overlap = "thread" if mover.in_background else "inline"
+        self._world = world
+        self._mover = mover
+        self._timing = timing
+
+    def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
+        return [(wire, HostPacking) for wire in self._mover.open_wires(wires_of(plan))]
+
+    def expect(self, specs: Sequence[ParameterSpec]) -> None:
+        keep_freed([spec.numel * spec.dtype.itemsize for spec in specs if not spec.is_sparse])
+
+    def is_captured(self) -> bool:
+        return False
+
+    def begin(self, buckets: Sequence[Bucket], control_bits: ControlBits) -> None:
+        if buckets:
+            buckets[0].control_bits = control_bits
+
+    def backward_is_over(self) -> None: ...
+
+    def agree(self, current: Round, buckets: Sequence[Bucket]) -> Agreement:
+        self._timing.add(current.busy_seconds, current.exposed_seconds)
+        if buckets:
+            sums = buckets[0].control_sums()
+        else:  # all gradients are sparse
+            tensor = torch.tensor(current.control_bits, device="cpu")
+            sums = ControlBits(*internal_collectives_of(self._world).all_reduce(tensor, "sum").tolist())
+        for bucket in buckets:
+            if (found := bucket.non_finite) is not None:
+                name = bucket.name_at(found.element)
+                return Agreement(sums, NonFiniteGradient(found.rank, name, bucket.grad_of(name)))
+        return Agreement(sums, None)
+
+    def end(self) -> None:
+        give_back()
+
+    def poll(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+class _Opened(NamedTuple):
+    """What belongs to one bucket on a device."""
+
+    plan: BucketPlan
+    wire: DeviceWire
+    packing: DevicePacking
+
+
+@dataclass
+class _Unfinished:
+    """A round that the device is still busy with, as far as the host knows."""
+
+    reductions: list[PendingOnStream]
     backward_end: Mark
-    buckets: list[Bucket]
+    opened: list[_Opened]
     packed: list[list[tuple[Sequence[int], ChunkTable]]]
     reports: dict[int, torch.Tensor]  # by id of the tensor on the device
 
@@ -50,46 +178,50 @@ class _Round:
         return all(map(has_come, self.reports.values())) and self.backward_end.is_reached()
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What all ranks know at the end of a round.
-
-    Attributes:
-        heard: for each signal, the share of ranks that had set it.
-        non_finite: (rank, parameter index) of a NaN or infinity in an earlier round; the rank is None if only the sum
-            overflowed.
-    """
-
-    heard: list[float]
-    non_finite: tuple[int | None, int] | None
-
-
 class DeviceRounds:
-    """The rounds of one optimizer.
+    """Rounds that a device reduces. See `Rounds`.
 
     Args:
         world: of any size.
-        mover: of its device.
-        on_timing: called with the seconds of communication, and those during which backward's stream stood still, of
-            every round that the device has finished.
+        mover: works in a stream of the device.
+        timing: gets the seconds of every round that the device has finished.
+        specs, parameters: all of the optimizer's; both lists may grow.
     """
 
-    def __init__(self, world: World, mover: OnStream, on_timing: Callable[[float, float], None]) -> None:
+    def __init__(
+        self,
+        world: World,
+        mover: OnStream,
+        timing: Timing,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
+        self.overlap = "stream" if mover.in_background else "inline"
         self._world = world
         self._mover = mover
-        self._on_timing = on_timing
-        self._under_way: deque[_Round] = deque()
-        self._finding: tuple[int, int] | None = None  # (kind, parameter), to be told
+        self._timing = timing
+        self._specs = specs
+        self._parameters = parameters
+        self._opened: list[_Opened] = []
+        self._unfinished: deque[_Unfinished] = deque()
+        self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
         self._backward_end: Mark | None = None
 
-    def begin(self, buckets: Sequence[Bucket]) -> None:
-        """A round begins. Raises what ended the mover meanwhile."""
-        self.check()
+    def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
+        wires = self._mover.open_wires(wires_of(plan))
+        return [(wire, partial(self._packing, bucket, wire)) for bucket, wire in zip(plan.buckets, wires, strict=True)]
+
+    def expect(self, specs: Sequence[ParameterSpec]) -> None: ...
+
+    def is_captured(self) -> bool:
+        return self._mover.accelerator.is_capturing()
+
+    def begin(self, buckets: Sequence[Bucket], control_bits: ControlBits) -> None:
         self.poll()
         if self._mover.take_started():  # of a round that was broken off
-            self._seal(buckets)
-        _take_packed(buckets)
-        reports = list(_reports_of(buckets).values())
+            self._fetch_reports()
+        self._take_packed()
+        reports = list(self._reports().values())
 
         def clear_reports() -> None:
             for report in reports:
@@ -97,110 +229,121 @@ class DeviceRounds:
 
         self._mover.stream.run(clear_reports)
 
-    def check(self) -> None:
-        """Raise what ended the mover, if something has."""
-        self._mover.check()
-
     def backward_is_over(self) -> None:
-        """As far as the host goes."""
         self._backward_end = self._mover.accelerator.mark_current()
 
-    def end(self, buckets: Sequence[Bucket]) -> None:
-        """Every bucket has been launched."""
-        assert self._backward_end is not None
-        flights, reports = self._mover.take_started(), self._seal(buckets)
-        self._under_way.append(_Round(flights, self._backward_end, list(buckets), _take_packed(buckets), reports))
-
-    def agree(self, round_number: int, signals: Sequence[float], buckets: Sequence[Bucket]) -> Agreement:
-        """Collective: ranks compare rounds, and a bucket's flags become 0 where they are on all ranks only.
+    def agree(self, current: Round, buckets: Sequence[Bucket]) -> Agreement:
+        """See `Rounds`.
 
         Raises PlanMismatchError where a rank is in another round, PeerLostError, PeerTimeoutError.
         """
-        kind, parameter = self._finding or (0, 0)
-        self._finding = None
-        flags = [bucket.flags.numpy()[: len(bucket.names)] for bucket in buckets]
+        self._keep_unfinished()
+        (kind, parameter), self._finding = self._finding or (0, 0), None
+        flags = [bucket.flags.numpy() for bucket in buckets]
         used = np.concatenate(flags).astype(np.bool_).tobytes() if flags else b""
-        mine = _HEADER.pack(round_number, kind, parameter, *map(int, signals)) + used
+        mine = _HEADER.pack(current.number, kind, parameter, *current.control_bits) + used
         everybody = internal_collectives_of(self._world).all_gather_bytes(mine)
         headers = [_HEADER.unpack_from(theirs) for theirs in everybody]
-        for rank, theirs in enumerate(headers):
-            if theirs[0] != round_number:
-                tags = round_number * TAGS_PER_ROUND, theirs[0] * TAGS_PER_ROUND
+        for rank, (number, *_) in enumerate(headers):
+            if number != current.number:
+                tags = current.number * TAGS_PER_ROUND, number * TAGS_PER_ROUND
                 raise tag_mismatch(self._world.rank, tags[0], rank, tags[1])
-        if any(text[_HEADER.size :] != used for text in everybody):  # else what nobody uses is flagged so already
+        if any(text[_HEADER.size :] != used for text in everybody):  # otherwise this rank's flags are right already
             parts = [np.frombuffer(text, np.uint8, offset=_HEADER.size) for text in everybody]
             ends = np.cumsum([len(own) for own in flags])
             for own, part in zip(flags, np.split(np.sum(parts, axis=0), ends), strict=False):
                 own[:] = part
-        heard = [sum(theirs[3 + i] for theirs in headers) / len(headers) for i in range(NUM_SIGNALS)]
-        return Agreement(heard, _first_finding(headers))
+        control_sums = ControlBits(*(sum(column) for column in zip(*(header[3:] for header in headers), strict=True)))
+        found = _first_finding(headers)
+        if found is None:
+            return Agreement(control_sums, None)
+        culprit, index = found
+        # The gradient of that round is gone. The parameter shows whether it was trained on.
+        return Agreement(control_sums, NonFiniteGradient(culprit, self._specs[index].name, self._parameters[index]))
+
+    def end(self) -> None: ...
 
     def poll(self) -> None:
-        """Take in what the device has finished."""
-        while self._under_way and self._under_way[0].is_over():
-            finished = self._under_way.popleft()
-            self._take_time(finished)
-            self._finding = self._finding or _find(finished)
+        self._mover.check()
+        self._take_finished()
 
     def settle(self) -> None:
-        """Wait until the device has finished all rounds. Before buffers are given up."""
         self._mover.accelerator.synchronize()
-        self.poll()
+        self._take_finished()
+        self._opened = []
 
-    def _seal(self, buckets: Sequence[Bucket]) -> dict[int, torch.Tensor]:
-        """Have what was found sent to the host, behind all that was launched."""
+    def _packing(self, plan: BucketPlan, wire: DeviceWire, scale: float) -> DevicePacking:
+        mover = self._mover
+        packing = DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, mover.stream, mover.accelerator)
+        self._opened.append(_Opened(plan, wire, packing))
+        return packing
+
+    def _keep_unfinished(self) -> None:
+        """Every bucket of this round has been launched."""
+        assert self._backward_end is not None
+        reductions, reports = self._mover.take_started(), self._fetch_reports()
+        self._unfinished.append(
+            _Unfinished(reductions, self._backward_end, list(self._opened), self._take_packed(), reports)
+        )
+
+    def _take_finished(self) -> None:
+        while self._unfinished and self._unfinished[0].is_over():
+            finished = self._unfinished.popleft()
+            self._take_time(finished)
+            self._finding = self._finding or _find(finished, self._parameters)
+
+    def _take_time(self, finished: _Unfinished) -> None:
+        reductions = finished.reductions
+        if not reductions:
+            return
+        busy = sum(reduction.end.milliseconds_since(reduction.begin) for reduction in reductions)
+        exposed = max(0.0, reductions[-1].end.milliseconds_since(finished.backward_end))
+        self._timing.add(busy / 1e3, min(busy, exposed) / 1e3)
+
+    def _take_packed(self) -> list[list[tuple[Sequence[int], ChunkTable]]]:
+        """What was packed since the last call, in this round or in a round that was broken off."""
+        return [opened.packing.take_packed() for opened in self._opened]
+
+    def _reports(self) -> dict[int, torch.Tensor]:
+        """Where kernels write what they find: a tensor for each set of wires that was opened together."""
+        return {id(wire.report): wire.report for _, wire, _ in self._opened}
+
+    def _fetch_reports(self) -> dict[int, torch.Tensor]:
+        """Have the device send the reports to the host, after everything that was launched."""
         fetched: dict[int, torch.Tensor] = {}
-        fetch, reports = self._mover.accelerator.fetch, _reports_of(buckets)
+        fetch, reports = self._mover.accelerator.fetch, self._reports()
         self._mover.stream.run(lambda: fetched.update({key: fetch(report) for key, report in reports.items()}))
         for copy in fetched.values():
             self._mover.seal(copy)
         return fetched
 
-    def _take_time(self, finished: _Round) -> None:
-        flights = finished.flights
-        if not flights:
-            return
-        busy = sum(flight.end.milliseconds_since(flight.begin) for flight in flights)
-        exposed = max(0.0, flights[-1].end.milliseconds_since(finished.backward_end))
-        self._on_timing(busy / 1e3, min(busy, exposed) / 1e3)
+
+def wires_of(plan: Plan) -> list[tuple[int, torch.dtype]]:
+    """(elements, dtype) of each bucket's wire buffer."""
+    return [(bucket.numel, bucket.wire_dtype) for bucket in plan.buckets]
 
 
-def _take_packed(buckets: Sequence[Bucket]) -> list[list[tuple[Sequence[int], ChunkTable]]]:
-    """What was packed since the last call, in this round or in one that was broken off."""
-    return [bucket.packing.take_packed() for bucket in buckets if isinstance(bucket.packing, DevicePacking)]
-
-
-def _reports_of(buckets: Sequence[Bucket]) -> dict[int, torch.Tensor]:
-    """Where kernels note what they find, a tensor for each set of wires that was opened together."""
-    wires = [bucket.wire for bucket in buckets]
-    return {id(wire.report): wire.report for wire in wires if isinstance(wire, DeviceWire)}
-
-
-def _find(finished: _Round) -> tuple[int, int] | None:
-    """(what was found, in which parameter) first in a round, inputs of this rank before sums."""
+def _find(finished: _Unfinished, parameters: Sequence[torch.nn.Parameter]) -> tuple[int, int] | None:
+    """(what was found, in which parameter) first in a round. Inputs of this rank go before sums."""
     found = None
-    for bucket, packed in zip(finished.buckets, finished.packed, strict=True):
-        wire = bucket.wire
-        assert isinstance(wire, DeviceWire)
+    for (plan, wire, _), packed in zip(finished.opened, finished.packed, strict=True):
         chunk, element = finished.reports[id(wire.report)][wire.row].tolist()
         if chunk != NOTHING_FOUND:
-            return _IN_INPUT, bucket.plan.slots[_suspect(bucket, slots_of(packed, chunk))].parameter
+            return _IN_INPUT, _suspect([plan.slots[slot].parameter for slot in slots_of(packed, chunk)], parameters)
         if element != NOTHING_FOUND and found is None:
-            slots = [slot for slot in bucket.plan.slots if slot.offset <= element]
-            found = _IN_SUM, slots[-1].parameter
+            found = _IN_SUM, [slot.parameter for slot in plan.slots if slot.offset <= element][-1]
     return found
 
 
-def _suspect(bucket: Bucket, slots: Sequence[int]) -> int:
-    """Of several slots, the first whose parameter shows it by now. If none does, the step was left out."""
-    if len(slots) == 1:
-        return slots[0]
-    spoiled = (slot for slot in slots if not bool(bucket.parameters[slot].isfinite().all()))
-    return next(spoiled, slots[0])
+def _suspect(indices: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> int:
+    """The first of several parameters that is not finite by now; the first one if none is, as when nobody stepped."""
+    if len(indices) == 1:
+        return indices[0]
+    return next((i for i in indices if not bool(parameters[i].isfinite().all())), indices[0])
 
 
 def _first_finding(headers: Sequence[Sequence[int]]) -> tuple[int | None, int] | None:
-    """Of the lowest rank that found something in its own gradients; else of one that found it in the sum."""
+    """(rank, parameter) of the lowest rank that found something in its own gradients; else (None, parameter)."""
     for kind in (_IN_INPUT, _IN_SUM):
         for rank, header in enumerate(headers):
             if header[1] == kind:

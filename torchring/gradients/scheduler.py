@@ -1,12 +1,13 @@
-"""Which bucket goes next.
+"""Drives the buckets of one optimizer through a round: which bucket is filled, which one goes next, when all are done.
 
-Hooks fire in an order that may differ between ranks; a reduction needs one order. So packed buckets leave strictly in
-plan order: a bucket that is full early waits for the ones before it.
+Hooks fire in an order that may differ between ranks, and a reduction needs one order. So packed buckets leave strictly
+in plan order: a bucket that is full early waits for the buckets before it.
 
-How a bucket proceeds after it has left is the mover's business: in calls that are made here between gradients, where
-every core already computes and a second thread would only take turns with the first (2 cores, 2 ranks, MLP of 42 M:
-333 ms against 422), or in lanes of its own, where backward goes on while they wait for the network. Either way no rank
-waits for late peers before its backward is over; only a network mover that was asked for "inline" does.
+The mover decides how a bucket proceeds after it has left. On one host a reduction proceeds in calls between gradients:
+every core already computes there, and a second thread would only take turns with the first (2 cores, 2 ranks, MLP of
+42 M: 333 ms against 422). Between hosts a reduction proceeds on a thread of its own, and backward goes on while that
+thread waits for the network. Either way no rank waits for late peers before its backward is over, except between hosts
+with overlap="inline".
 """
 
 from __future__ import annotations
@@ -15,150 +16,246 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torchring.allreduce import TAGS_PER_ROUND, Mover, PendingReduction
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
+from torchring.gradients.plan import ControlBits
 
 _T = TypeVar("_T")
 
 
+@dataclass
+class Round:
+    """The state of one round, on this rank. A round is one reduction of all buckets.
+
+    Attributes:
+        number: ranks compare the number before they add up.
+        step: number of the optimizer step, for error messages.
+        hold: launch no bucket before backward is over.
+        control_bits: what this rank tells the others.
+        num_launched: how many buckets have left.
+        is_over: every bucket is reduced and handed out.
+        is_broken_off: the round was given up.
+        busy_seconds: time in which something was being reduced, waiting for peers included.
+        exposed_seconds: the part of `busy_seconds` during which backward stood still.
+    """
+
+    number: int
+    step: int = 0
+    hold: bool = False
+    control_bits: ControlBits = field(default_factory=ControlBits)
+    num_launched: int = 0
+    is_over: bool = False
+    is_broken_off: bool = False
+    busy_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+
+    @property
+    def next_number(self) -> int:
+        """If a bucket has left, peers are past this round, even if the round was broken off here."""
+        return self.number + (self.is_over or self.num_launched > 0)
+
+
 class Scheduler:
-    """Reduces the buckets of one optimizer, round after round (a round is a backward that reduces).
+    """Moves buckets from state to state; nothing else does. For the thread that runs backward.
 
     Args:
         buckets: in plan order.
-        mover: used by the thread that runs backward.
+        mover: reduces the buckets.
+        mark_sparse: called with the index of a parameter that is in no bucket and has a new gradient.
 
     Attributes:
-        has_launched: whether a bucket has left in this round.
-        has_launched_all: whether all have.
-        is_waiting: whether this rank's part of some bucket that has left is still to be done; `look_in` may do it.
-        busy_seconds: time in which something was being reduced in the round so far, waiting for peers included.
-        exposed_seconds: the part of it during which backward stood still.
+        round: the round under way, or the last one.
+        ready_order: the order in which the gradients of the first round became ready, by parameter index. None while
+            that round is still to be finished, and after `forget_order`.
+        is_waiting: whether `advance` may be able to do this rank's part of a bucket that has left.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], mover: Mover[Any]) -> None:
-        self.buckets = list(buckets)
-        self.busy_seconds = 0.0
-        self.exposed_seconds = 0.0
-        self.is_waiting = False
+    def __init__(
+        self, buckets: Sequence[Bucket], mover: Mover[Any], mark_sparse: Callable[[int], None] | None = None
+    ) -> None:
+        self.buckets: list[Bucket] = []
+        self._slots: dict[int, tuple[Bucket, int]] = {}  # by parameter index: its bucket, and its slot there
         self._mover = mover
-        self._in_flight: list[tuple[Bucket, PendingReduction]] = []
-        self._num_advanced = 0  # of those
-        self._next = 0
-        self._round = 0
-        self._holding = False
-        self._step = 0
+        self._mark_sparse = mark_sparse or _refuse_sparse
+        self.install(buckets)
+
+        # The round
+        self.round = Round(0)
+        self.is_waiting = False
+        self._pending: list[tuple[Bucket, PendingReduction]] = []
+        self._num_advanced = 0  # how many of `_pending` have this rank's part
+
+        # The first round, after which the plan follows the order of gradients
+        self.ready_order: list[int] | None = None
+        self._order_so_far: list[int] | None = []
 
     @property
     def has_launched(self) -> bool:
-        return self._next > 0
+        """Whether a bucket has left in this round."""
+        return self.round.num_launched > 0
 
-    @property
-    def has_launched_all(self) -> bool:
-        return bool(self.buckets) and self._next == len(self.buckets)
+    def install(self, buckets: Sequence[Bucket]) -> None:
+        """Go on with these buckets, which take over what earlier buckets knew. Between rounds only."""
+        for bucket in buckets:
+            for position, slot in enumerate(bucket.plan.slots):
+                earlier = self._slots.get(slot.parameter)
+                if earlier is not None and earlier[0] is not bucket:
+                    bucket.ledger.adopt(position, earlier[0].ledger, earlier[1])
+                self._slots[slot.parameter] = (bucket, position)
+        self.buckets = list(buckets)
 
     def settle(self) -> None:
-        """Wait for what the last round, if it was broken off, has left under way."""
-        with contextlib.suppress(GradientError):  # about gradients of the round that was broken off: nobody uses them
-            self._land(discard=True)
+        """Wait for what a round that was broken off has left under way."""
+        with contextlib.suppress(GradientError):  # about gradients of the broken round, which nobody uses
+            self._wait(discard=True)
 
-    def begin(self, *, round_number: int, step: int, hold: bool) -> None:
-        """A round begins, after `settle`.
+    def begin(self, new: Round) -> None:
+        """A round begins, after `settle`."""
+        if self.round.is_broken_off:
+            for bucket in self.buckets:
+                bucket.reset()
+        self.round = new
 
-        Args:
-            round_number: ranks compare it before they add up.
-            step: for error messages.
-            hold: launch nothing before `finish`.
-        """
-        self._next, self._round, self._step, self._holding = 0, round_number, step, hold
-        self.busy_seconds = self.exposed_seconds = 0.0
-
-    def bucket_is_packed(self) -> None:
-        """Some bucket has become PACKED; launch what may go now."""
-        if self._holding:
+    def mark_ready(self, index: int) -> None:
+        """Parameter `index` has its gradient, in a backward that reduces. From the parameter's hook."""
+        if self._order_so_far is not None:
+            self._order_so_far.append(index)
+        place = self._slots.get(index)
+        if place is None:
+            self._mark_sparse(index)
             return
-        buckets = self.buckets
-        while self._next < len(buckets) and buckets[self._next].state is BucketState.PACKED:
-            bucket = buckets[self._next]
-            self._next += 1
-            self._launch(bucket)
+        bucket, slot = place
+        if bucket.mark_ready(slot):
+            self.launch_packed()
+        elif self.is_waiting and bucket.copies_on_arrival[slot]:  # some time has gone by
+            self.advance()
 
-    def finish(self) -> None:
-        """All buckets are PACKED: launch the rest and return when every one is REDUCED. Raises what went wrong."""
-        self._holding = False
-        self.bucket_is_packed()
-        assert self._next == len(self.buckets), "finish() before every bucket was packed"
-        started = time.perf_counter()
-        self._land()
-        self.exposed_seconds += time.perf_counter() - started
+    def mark_local(self, index: int) -> None:
+        """Parameter `index` has its gradient, in a backward that does not reduce. From the parameter's hook."""
+        place = self._slots.get(index)
+        if place is None:
+            self._mark_sparse(index)
+        else:
+            place[0].ledger.mark_local(place[1])
 
-    def look_in(self) -> None:
+    def launch_packed(self) -> None:
+        """Some bucket has become PACKED: launch the buckets that may go now."""
+        if not self.round.hold:
+            self._launch_packed()
+
+    def advance(self) -> None:
         """Do what has become possible since buckets were launched. Between gradients, while `is_waiting`."""
         started = time.perf_counter()
-        in_flight = self._in_flight
-        while self._num_advanced < len(in_flight):
-            bucket, flight = in_flight[self._num_advanced]
-            if not self._locating(bucket, flight.advance):
+        pending = self._pending
+        while self._num_advanced < len(pending):
+            bucket, reduction = pending[self._num_advanced]
+            if not self._locating(bucket, reduction.advance):
                 break
             self._num_advanced += 1
-        self.is_waiting = self._num_advanced < len(in_flight)
+        self.is_waiting = self._num_advanced < len(pending)
         self._stood_still(time.perf_counter() - started)
 
-    def replace(self, buckets: Sequence[Bucket]) -> None:
-        """Go on with other buckets. Between rounds only."""
-        self.buckets = list(buckets)
+    def finish(self) -> None:
+        """Backward is over: fill and launch the remaining buckets, and return when every bucket is REDUCED."""
+        for bucket in self.buckets:
+            if bucket.state in (BucketState.IDLE, BucketState.FILLING):
+                bucket.fill_missing()
+        self._launch_packed()
+        started = time.perf_counter()
+        self._wait()
+        self.round.exposed_seconds += time.perf_counter() - started
+
+    def close_round(self) -> None:
+        """Every bucket is REDUCED, and ranks agree about the round: every gradient gets its result."""
+        for bucket in self.buckets:
+            bucket.close_round()
+        self.round.is_over = True
+        self._keep_order()
+
+    def abandon(self) -> None:
+        """The round was broken off. Gradients that have arrived stay local, outside of buffers that are under way."""
+        self.round.is_broken_off = True
+        for bucket in self.buckets:
+            bucket.abandon()
+        if self.buckets and self.round.num_launched == len(self.buckets):
+            self._keep_order()  # as on the peers, for whom the round is over
+        elif self._order_so_far is not None:
+            self._order_so_far = []
+
+    def forget_order(self) -> None:
+        """The plan stays as it is."""
+        self.ready_order = self._order_so_far = None
+
+    def _keep_order(self) -> None:
+        if self._order_so_far is not None:
+            self.ready_order, self._order_so_far = self._order_so_far, None
+
+    def _launch_packed(self) -> None:
+        buckets = self.buckets
+        while self.round.num_launched < len(buckets):
+            bucket = buckets[self.round.num_launched]
+            if bucket.state is not BucketState.PACKED:
+                return
+            self.round.num_launched += 1
+            self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.begin_reduce()
         started = time.perf_counter()
-        scale, tag = bucket.reduce_scale, self._tag(bucket)
-        flight = self._locating(bucket, lambda: self._mover.start(bucket.wire, scale=scale, tag=tag))
-        self._in_flight.append((bucket, flight))
+        scale, tag = bucket.reduce_scale, self.round.number * TAGS_PER_ROUND + bucket.index
+        reduction = self._locating(bucket, lambda: self._mover.start(bucket.wire, scale=scale, tag=tag))
+        self._pending.append((bucket, reduction))
         self._stood_still(time.perf_counter() - started)
-        self.look_in()
+        self.advance()
 
-    def _land(self, *, discard: bool = False) -> None:
-        """Wait for what is in flight, and raise what went wrong. Peers wait for this rank's parts: those come first."""
+    def _wait(self, *, discard: bool = False) -> None:
+        """Do this rank's part of all pending reductions, then wait for the other ranks. Raises what went wrong.
+
+        Args:
+            discard: leave the buckets as they are.
+        """
         started = time.perf_counter()
-        in_flight, self._in_flight = self._in_flight, []
+        pending, self._pending = self._pending, []
         self._num_advanced, self.is_waiting = 0, False
-        for bucket, flight in in_flight:
-            self._locating(bucket, flight.contribute)
+        for bucket, reduction in pending:
+            self._locating(bucket, reduction.contribute)
         problem: GradientError | None = None
-        for bucket, flight in in_flight:
-            non_finite = self._locating(bucket, flight.wait)
+        for bucket, reduction in pending:
+            non_finite = self._locating(bucket, reduction.wait)
             if discard or problem is not None:
                 continue
             try:
                 bucket.end_reduce(non_finite)
-            except GradientError as error:  # the rest lands all the same: nothing may be under way afterwards
+            except GradientError as error:  # the others are waited for all the same: nothing may stay under way
                 problem = error
         if self._mover.in_background:
-            self.busy_seconds += union_length(flight.span for _, flight in in_flight if flight.span is not None)
+            self.round.busy_seconds += union_length(r.span for _, r in pending if r.span is not None)
         else:
-            self.busy_seconds += time.perf_counter() - started
+            self.round.busy_seconds += time.perf_counter() - started
         if problem is not None:
             raise problem
 
     def _stood_still(self, seconds: float) -> None:
-        """Backward did, for calls of the mover."""
-        self.exposed_seconds += seconds
+        """Backward stood still for that long, in calls of the mover."""
+        self.round.exposed_seconds += seconds
         if not self._mover.in_background:
-            self.busy_seconds += seconds
-
-    def _tag(self, bucket: Bucket) -> int:
-        return self._round * TAGS_PER_ROUND + bucket.index
+            self.round.busy_seconds += seconds
 
     def _locating(self, bucket: Bucket, operation: Callable[[], _T]) -> _T:
         """Have errors between ranks say which bucket it was."""
         try:
             return operation()
         except RingError as error:
-            error.locate(bucket=bucket.index, parameters=bucket.names, step=self._step)
+            error.locate(bucket=bucket.index, parameters=bucket.names, step=self.round.step)
             raise
+
+
+def _refuse_sparse(index: int) -> None:
+    raise AssertionError(f"parameter {index} is in no bucket")
 
 
 def union_length(spans: Iterable[tuple[float, float]]) -> float:

@@ -1,12 +1,13 @@
-"""Sparse gradients (embeddings built with sparse=True): gathered, not added up in a bucket.
+"""Sparse gradients, of embeddings built with sparse=True: ranks gather them, and do not add them up in a bucket.
 
-Every rank gets everybody's indices and values, and adds up what falls on the same row. They come last in a round, in
-plan order.
+Every rank gets the indices and values of all ranks, and adds up the values of each row. Sparse gradients are reduced at
+the end of a round, in the order of the parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,30 +17,50 @@ from torchring.gradients.plan import ParameterSpec
 from torchring.world import World
 
 
+class NonFiniteGradient(NamedTuple):
+    """The first NaN or infinity of a round.
+
+    rank: whose gradient had it; None if only the sum over ranks overflowed.
+    name: name of the parameter.
+    tensor: shows whether the value is still there: the gradient, or on a device what was trained on it.
+    """
+
+    rank: int | None
+    name: str
+    tensor: torch.Tensor | None
+
+
 class SparseReduction:
     """The sparse parameters of one optimizer.
 
     Args:
-        world: of more than one rank.
+        world: has more than one rank.
+        specs, parameters: all of the optimizer's; both lists may grow.
         scale: the factor between the sum over ranks and the result.
-        is_sum: whether the result is the plain sum; see `Bucket`.
-
-    Attributes:
-        non_finite: as `Reduction.non_finite`.
+        is_sum: whether the result is the plain sum; see `GradientLedger`.
     """
 
-    def __init__(self, world: World, scale: float, *, is_sum: bool) -> None:
-        self.non_finite: tuple[int | None, str, torch.Tensor | None] | None = None
+    def __init__(
+        self,
+        world: World,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.nn.Parameter],
+        scale: float,
+        *,
+        is_sum: bool,
+    ) -> None:
         self._world = world
+        self._specs = specs
+        self._parameters = parameters
         self._scale = scale
         self._is_sum = is_sum
         self._local: set[int] = set()
         self._zeroed: set[int] = set()
         self._reduced: dict[int, torch.Tensor] = {}
 
-    def accumulated(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """Parameter `index` has a new local gradient. From its hook."""
-        grad = parameter.grad
+    def mark_local(self, index: int) -> None:
+        """Parameter `index` has a gradient that no other rank has seen. From the parameter's hook."""
+        grad = self._parameters[index].grad
         added_to_result = grad is not None and grad is self._reduced.get(index) and index not in self._local
         if self._is_sum and added_to_result and index not in self._zeroed:
             raise GradientError(
@@ -50,24 +71,33 @@ class SparseReduction:
         self._local.add(index)
 
     def mark_zeroed(self) -> None:
-        """All gradients were zeroed in place through the optimizer."""
+        """The optimizer has zeroed all gradients in place, or set them to None."""
         self._local.clear()
         self._zeroed = set(self._reduced)
 
-    def unsettled(self, index: int, parameter: torch.nn.Parameter) -> bool:
-        """Whether the gradient must not be stepped on."""
-        grad = parameter.grad
+    def first_unsettled(self) -> str | None:
+        """Name of the first sparse parameter whose gradient must not be stepped on."""
+        return next((s.name for i, s in enumerate(self._specs) if s.is_sparse and self._is_unsettled(i)), None)
+
+    def reduce(self) -> NonFiniteGradient | None:
+        """Collective: reduce every sparse parameter that any rank used. Other parameters keep their `.grad`.
+
+        Returns the first NaN or infinity, if there is any.
+        """
+        found = None
+        for index, spec in enumerate(self._specs):
+            if spec.is_sparse:
+                in_this_one = self._reduce_one(index, spec)
+                found = found or in_this_one
+        self._local.clear()
+        return found
+
+    def _is_unsettled(self, index: int) -> bool:
+        grad = self._parameters[index].grad
         return grad is not None and (index in self._local or grad is not self._reduced.get(index))
 
-    def reduce(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Collective: reduce every sparse parameter that any rank used; the others' `.grad` stays as it is."""
-        self.non_finite = None
-        for index, spec in enumerate(specs):
-            if spec.is_sparse:
-                self._reduce_one(index, spec, parameters[index])
-        self._local.clear()
-
-    def _reduce_one(self, index: int, spec: ParameterSpec, parameter: torch.nn.Parameter) -> None:
+    def _reduce_one(self, index: int, spec: ParameterSpec) -> NonFiniteGradient | None:
+        parameter = self._parameters[index]
         grad = parameter.grad
         if grad is not None and not grad.is_sparse:
             raise GradientError(
@@ -76,8 +106,8 @@ class SparseReduction:
                 parameters=(spec.name,),
             )
         collectives = internal_collectives_of(self._world)
-        if not collectives.any_rank(self.unsettled(index, parameter)):
-            return
+        if not collectives.any_rank(self._is_unsettled(index)):
+            return None
         if grad is None:
             device = parameter.device
             indices_of_none = torch.empty((1, 0), dtype=torch.int64, device=device)
@@ -91,5 +121,6 @@ class SparseReduction:
         )
         parameter.grad = self._reduced[index] = total.coalesce()
         for rank, part in enumerate(values):
-            if self.non_finite is None and not bool(torch.isfinite(part).all()):
-                self.non_finite = (rank, spec.name, parameter.grad)
+            if not bool(torch.isfinite(part).all()):
+                return NonFiniteGradient(rank, spec.name, parameter.grad)
+        return None

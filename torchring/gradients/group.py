@@ -1,0 +1,100 @@
+"""All optimizers of one world. One backward may reach the parameters of several: a GAN has two."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchring.collectives.interruption import InterruptionGuard
+from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.gradients.module_wrappers import ModuleWrappers
+from torchring.world import World
+
+if TYPE_CHECKING:
+    from torchring.gradients.sync import GradientSync
+
+
+class OptimizerGroup:
+    """The optimizers of a world, in the order in which they were wrapped. `world.shared(OptimizerGroup)` opens it once.
+
+    The buckets of a single optimizer leave during backward. With several optimizers, one backward may reach the
+    parameters of any of them, and not of the same ones on every rank. So buckets wait for the end of backward, ranks
+    agree in one small message on which optimizers take part, and these reduce in the order of wrapping.
+
+    Attributes:
+        guard: runs what takes several collectives, and must not be left between two of them.
+        module_wrappers: the DDP and FSDP instances of this process. None of them may reduce a member's parameters.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.module_wrappers = ModuleWrappers()
+        self.guard = InterruptionGuard(world)
+        self._world = world
+        self._members: list[GradientSync] = []
+        world.on_close(self.close)
+
+    @property
+    def are_several(self) -> bool:
+        return len(self._members) > 1
+
+    def join(self, member: GradientSync) -> None:
+        self._members.append(member)
+
+    def leave(self, member: GradientSync) -> None:
+        if member in self._members:
+            self._members.remove(member)
+
+    def owners_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[GradientSync]:
+        """The members that reduce one of `parameters`."""
+        wanted = {id(parameter) for parameter in parameters}
+        return [m for m in self._members if not wanted.isdisjoint(map(id, m.reduction.parameters))]
+
+    def finish_backward(self, caller: GradientSync) -> None:
+        """A backward that reached `caller` is about to return: finish the members that it has reached."""
+        is_local = not any(member.wants_reduction for member in (caller, *self._members))
+        if is_local and (not self.are_several or self._world.failure is not None):  # nobody to agree with
+            for member in self._members:
+                if member.in_backward:
+                    member.finish_backward(reduces=False)
+            return
+        self.guard.run("the end of backward()", lambda: self._finish_backward(caller))
+
+    def _finish_backward(self, caller: GradientSync) -> None:
+        if not self.are_several:
+            caller.finish_backward(reduces=caller.wants_reduction)
+            return
+        if not caller.in_backward:  # finished already, together with another member
+            return
+        try:
+            # 0: not reached on any rank; 1: accumulates; 2: reduces on some rank, and so on all.
+            wants = torch.tensor(
+                [member.in_backward + member.wants_reduction for member in self._members], device="cpu"
+            )
+            internal_collectives_of(self._world).all_reduce(wants, "max")
+            for member, want in zip(list(self._members), wants.tolist(), strict=True):
+                if want:
+                    member.finish_backward(reduces=want == 2)
+        except BaseException:
+            for member in self._members:
+                member.abandon_backward()
+            raise
+
+    def release_dead(self) -> None:
+        """Collective: close the members whose optimizer is gone, on all ranks (garbage is not collected in step)."""
+        if not self._members:
+            return
+        gc.collect()  # a scheduler and its optimizer refer to each other
+        alive = torch.tensor([member.owner() is not None for member in self._members], dtype=torch.uint8, device="cpu")
+        collectives_of(self._world).all_reduce(alive, "min")
+        for member, is_alive in zip(list(self._members), alive.tolist(), strict=True):
+            if not is_alive:
+                member.close()
+
+    def close(self) -> None:
+        """The world is closing: gradients of its optimizers stay local from now on."""
+        for member in list(self._members):
+            member.close()
+        self.module_wrappers.close()

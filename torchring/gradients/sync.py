@@ -1,0 +1,328 @@
+"""Does this backward reduce? Begins and finishes the round of one that does, and refuses steps on bad gradients.
+
+A backward reduces or it does not, decided when its first gradient arrives: every `accumulate`-th backward outside
+`no_sync()` reduces.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from torchring.collectives.service import internal_collectives_of
+from torchring.dynamo import is_compiled_backward
+from torchring.errors import GradientError, in_step, with_way_out
+from torchring.gradients.backward import BackwardWatch
+from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.hooks import attach_hooks, make_hook
+from torchring.gradients.module_wrappers import explain
+from torchring.gradients.plan import ControlBits, ParameterSpec
+from torchring.gradients.reduction import Reduction
+from torchring.gradients.replicas import ReplicaCheck
+
+
+class GradientSync:
+    """The backwards and steps of one optimizer.
+
+    Args:
+        reduction: gets the gradients.
+        replicas: says in every round whether somebody wrote to the parameters.
+        accumulate: number of backwards per reduction.
+        frozen: parameters of the optimizer that do not require a gradient. Looked at again after each backward.
+        spec_of: what the plan needs to know of a parameter.
+        owner: the optimizer; referred to weakly.
+
+    Attributes:
+        failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
+        num_steps: how many optimizer steps this rank has made.
+        in_backward: whether a backward of these parameters is under way.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        replicas: ReplicaCheck,
+        *,
+        accumulate: int,
+        frozen: Sequence[torch.nn.Parameter],
+        spec_of: Callable[[torch.nn.Parameter], ParameterSpec],
+        owner: object,
+    ) -> None:
+        self.reduction = reduction
+        self.owner = weakref.ref(owner)
+        self.num_steps = 0
+        self.failure: BaseException | None = None
+        self.is_closed = False
+        self._replicas = replicas
+        self._frozen = list(frozen)
+        self._spec_of = spec_of
+
+        # Whether a backward reduces
+        self._accumulate = accumulate
+        self._num_backwards = 0  # since the last reduction, without those inside no_sync()
+        self._no_sync_depth = 0
+
+        # The backward under way
+        self.in_backward = False
+        self._reduces = False
+        self.mark_ready: Callable[[int], None] = reduction.scheduler.mark_local  # or `mark_ready`
+
+        # Hooks and what else calls back
+        self.watch = BackwardWatch(self._backward_ended, self.abandon_backward)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._num_wrappers_seen = -1  # ModuleWrappers.num_built when these parameters were checked last
+        self._group = reduction.world.shared(OptimizerGroup)
+        self._group.join(self)
+        self._attach()
+
+    @property
+    def wants_reduction(self) -> bool:
+        """Whether a backward is under way that reduces."""
+        return self.in_backward and self._reduces
+
+    def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Collective: more parameters, some of which may be frozen for now."""
+        self._frozen += parameters
+        self._adopt_thawed()
+
+    def first_gradient(self, index: int) -> None:
+        """The gradient of parameter `index` arrived just before its hook was there."""
+        make_hook(self, index)(self.reduction.parameters[index])
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self.is_closed = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._group.leave(self)
+        self.reduction.close()
+        if not self.in_backward:
+            self.watch.close()  # the two refer to each other; a closed watch needs no garbage collector
+
+    # Backward
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
+        if not self.in_backward:
+            self._begin(reduces=self._next_reduces())
+        self.watch.arm()
+
+    def finish_backward(self, *, reduces: bool) -> None:
+        """A backward that reached these parameters on some rank is over. It reduces if any rank's was to reduce."""
+        if reduces:
+            if not self.wants_reduction:  # only other ranks got as far as to begin
+                self._begin(reduces=True)
+            self._or_fail(self._finish_round)
+            self._num_backwards = 0
+        elif self._no_sync_depth == 0:
+            self._num_backwards += 1
+        self.in_backward = False
+        if reduces:
+            sums = self.reduction.control_sums
+            steps_differ = bool(sums.on_some_but_not_all(self.reduction.world.size).odd_steps)
+            self._replicas.after_round(steps_differ or sums.parameters_changed > 0, self.num_steps)
+
+    def abandon_backward(self) -> None:
+        """The backward under way has raised (out of memory, an error in a custom function): drop its round."""
+        if self.in_backward:
+            self.in_backward = False
+            if self._reduces:
+                self.reduction.scheduler.abandon()
+
+    def gradient_failed(self, error: BaseException) -> None:
+        """A hook has raised. With no bucket sent yet, backward drops the round as after any other error."""
+        if self._reduces and self.reduction.scheduler.has_launched:
+            self._fail(error)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here only accumulate, and do not count towards `accumulate`."""
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    def synchronize(self) -> None:
+        """Collective: reduce whatever is local on any rank. Does nothing where nothing is local."""
+        if self.in_backward:
+            raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
+        with torch.no_grad():  # a graph on the gradients, of backward(create_graph=True), is cut here
+            self._group.guard.run("synchronize()", self._synchronize)
+
+    # Step
+
+    def before_step(self) -> None:
+        """The optimizer is about to write to the parameters: note whether somebody else has."""
+        self._replicas.has_changed()
+
+    def accept_parameters(self) -> None:
+        """The parameters are as the optimizer has left them."""
+        self._replicas.accept()
+
+    def has_stepped(self) -> None:
+        """The optimizer has made a step."""
+        self._replicas.accept()
+        self.num_steps += 1
+
+    def check_before_step(self) -> None:
+        """Raise GradientError rather than train on a gradient that is known to be wrong."""
+        world = self.reduction.world
+        world.refuse_fork()
+        if self.failure is not None:
+            raise GradientError(f"the last backward did not reduce its gradients: {self.failure}") from self.failure
+        self.reduction.rounds.poll()
+        self._refuse_module_wrappers()
+        if self.in_backward:
+            raise GradientError(
+                "step() was called inside backward(), before all gradients are reduced; call it after backward()"
+            )
+        for parameter in self._frozen:
+            if parameter.requires_grad and parameter.grad is not None:
+                name = self._spec_of(parameter).name
+                raise GradientError(
+                    f"{name} was frozen and has a gradient now that has never been reduced; call "
+                    "optimizer.synchronize() before step()",
+                    rank=world.rank,
+                    parameters=(name,),
+                )
+        if found := self.reduction.first_unsettled():
+            name, state = found
+            raise GradientError(
+                f"the gradient of {name} {state}; stepping on it would let the ranks drift apart. Call "
+                "optimizer.synchronize() before step() to reduce what is local",
+                rank=world.rank,
+                parameters=(name,),
+                step=self.num_steps,
+            )
+        if self.reduction.non_finite is not None:
+            rank, name, grad = self.reduction.non_finite
+            values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
+            if values is not None and not bool(torch.isfinite(values).all()):  # the script may have mended it
+                origin = "the sum over ranks overflowed" if rank is None else f"NaN or infinity came from rank {rank}"
+                raise GradientError(
+                    f"the gradient of {name} is not finite; {origin}",
+                    rank=world.rank,
+                    peers=() if rank is None else (rank,),
+                    parameters=(name,),
+                    step=self.num_steps,
+                )
+
+    def _next_reduces(self) -> bool:
+        """Whether the backward that begins now is to reduce. Raises GradientError if it could not be reduced right."""
+        if self.failure is not None:
+            failure = str(self.failure) or type(self.failure).__name__
+            raise GradientError(with_way_out(f"an earlier backward failed: {failure}")) from self.failure
+        if is_compiled_backward():
+            raise GradientError(
+                "compiled autograd runs this backward() and does not say when it ends, so gradients would never be "
+                "reduced. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it"
+            )
+        self._refuse_module_wrappers()
+        reduces = self._no_sync_depth == 0 and self._num_backwards + 1 >= self._accumulate
+        if reduces and torch.is_grad_enabled():
+            raise GradientError(
+                "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Run it inside "
+                "optimizer.no_sync(), and call optimizer.synchronize() afterwards; or take inner gradients with "
+                "torch.autograd.grad(..., create_graph=True), and call backward() for the outer loss"
+            )
+        if self.reduction.rounds.is_captured():
+            raise GradientError(
+                "backward() is being captured into a CUDA graph, whose replays would reduce without torchring's "
+                "checks and bookkeeping. Capture the model with torch.cuda.make_graphed_callables, whose gradients "
+                "arrive outside the graph, or capture nothing but the forward pass"
+            )
+        return reduces
+
+    def _refuse_module_wrappers(self) -> None:
+        """Raise GradientError if a DDP or FSDP reduces one of these parameters, too, whenever it was built."""
+        wrappers = self._group.module_wrappers
+        if self._num_wrappers_seen == wrappers.num_built:
+            return
+        if shared := wrappers.first_shared(self.reduction.parameters):
+            index, kind = shared
+            name = self.reduction.specs[index].name
+            raise GradientError(
+                explain(name, kind), rank=self.reduction.world.rank, parameters=(name,), step=self.num_steps
+            )
+        self._num_wrappers_seen = wrappers.num_built
+
+    def _begin(self, *, reduces: bool) -> None:
+        self._reduces = reduces
+        scheduler = self.reduction.scheduler
+        if reduces:
+            self.reduction.world.raise_if_broken()
+            self._or_fail(lambda: self._begin_round(hold=self._group.are_several))
+        self.mark_ready = scheduler.mark_ready if reduces else scheduler.mark_local
+        self.in_backward = True
+
+    def _backward_ended(self) -> None:
+        """The outermost backward is about to return."""
+        self._group.finish_backward(self)
+
+    def _begin_round(self, *, hold: bool) -> None:
+        bits = ControlBits(self.num_steps % 2, int(self._replicas.has_changed()), int(self._has_thawed()))
+        self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits)
+
+    def _finish_round(self) -> None:
+        self.reduction.finish()
+        if self.reduction.control_sums.has_thawed:
+            self._adopt_thawed()
+            self._reduce_now()
+
+    def _reduce_now(self) -> None:
+        """A round of its own for what is local, outside backward."""
+        self._begin_round(hold=True)
+        self.reduction.finish()
+
+    def _synchronize(self) -> None:
+        collectives = internal_collectives_of(self.reduction.world)
+        if collectives.any_rank(self._has_thawed()):
+            self._adopt_thawed()
+        problem: GradientError | None = None
+        needs = False
+        try:
+            needs = self.reduction.needs_synchronize()
+        except GradientError as error:
+            problem = error
+        wants = collectives.all_reduce(
+            torch.tensor([int(needs), int(problem is not None)], device="cpu"), "max"
+        ).tolist()
+        if wants[1]:
+            raise in_step(problem or GradientError("synchronize() was refused on another rank; its error says why"))
+        if wants[0]:
+            self._or_fail(self._reduce_now)
+            self._num_backwards = 0
+
+    def _has_thawed(self) -> bool:
+        return any(parameter.requires_grad for parameter in self._frozen)
+
+    def _adopt_thawed(self) -> None:
+        """Collective: parameters that have come to require a gradient are reduced from now on."""
+        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
+        self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        self.reduction.extend([self._spec_of(parameter) for parameter in thawed], thawed)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Hook the parameters that the reduction has and that have no hook yet."""
+        self._num_wrappers_seen = -1
+        self._handles += attach_hooks(self, self.reduction.parameters, len(self._handles))
+
+    def _or_fail(self, operation: Callable[[], None]) -> None:
+        try:
+            operation()
+        except BaseException as error:  # Ctrl-C, too: it may have left a reduction half done
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """This round cannot be finished: tell the peers that wait for this rank why."""
+        self.failure = error
+        self.in_backward = False
+        self.reduction.scheduler.abandon()
+        self.reduction.world.break_off("the reduction of gradients", error)

@@ -1,0 +1,164 @@
+"""What cannot be reduced, or has become so since it was wrapped: options, parameters, models. Errors say what to do."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Final, Literal, cast, get_args
+
+import torch
+from torch.optim import Optimizer
+
+from torchring.accelerators import accelerator_of
+from torchring.allreduce.select import ALGORITHMS, OVERLAPS
+from torchring.errors import GradientError
+from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
+from torchring.gradients.plan import COMPRESSIONS, ParameterSpec
+from torchring.gradients.reduction import Options
+from torchring.world import World
+
+GradientOp = Literal["mean", "sum"]
+_OPS: Final = get_args(GradientOp)
+
+
+def check_options(options: Options) -> None:
+    """Raise ValueError for an option that does not exist. The error lists the options that do."""
+    for name, value, choices in (
+        ("op", options.op, _OPS),
+        ("compression", options.compression, tuple(COMPRESSIONS)),
+        ("algorithm", options.algorithm, ALGORITHMS),
+        ("overlap", options.overlap, OVERLAPS),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    bucket_mb = 0 if options.bucket_mb is None else options.bucket_mb
+    if not isinstance(bucket_mb, (int, float)) or not 0 <= bucket_mb < float("inf"):
+        raise ValueError(f"bucket_mb must be a size in MiB, 0 or more, got {options.bucket_mb!r}")
+    if not isinstance(options.accumulate, int) or options.accumulate < 1:
+        raise ValueError(f"accumulate must be a whole number of micro-steps, 1 or more, got {options.accumulate!r}")
+
+
+def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dict[torch.nn.Parameter, str]:
+    """The optimizer's parameters, in its order, with the model's names for them.
+
+    Raises TypeError or ValueError that names a parameter which cannot be reduced.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if model is not None and is_module_wrapper(model):
+        raise ValueError(f"the model is a {type(model).__name__}, which reduces gradients itself. {WAY_OUT}")
+    of_model = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    names: dict[torch.nn.Parameter, str] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            place = f"group{g}.param{i}"
+            if not isinstance(parameter, torch.Tensor):
+                raise TypeError(f"{place} of the optimizer is a {type(parameter).__name__}, not a tensor")
+            parameter = cast(torch.nn.Parameter, parameter)
+            name = of_model.get(parameter, place)
+            if how := sharded_by(parameter):
+                raise ValueError(f"{name} {how}; torchring reduces the gradients of whole parameters. {WAY_OUT}")
+            if not parameter.is_leaf:
+                raise ValueError(f"{name} is the result of a computation (non-leaf), so it gets no gradient to reduce")
+            if parameter in names:
+                raise ValueError(f"{name} is in the optimizer twice (again at {place}); it would be stepped twice")
+            if model is not None and parameter not in of_model:
+                raise ValueError(
+                    f"{place} of the optimizer, shape {tuple(parameter.shape)}, is not a parameter of the model; pass "
+                    "the model that the optimizer trains, or none"
+                )
+            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+                raise ValueError(f"{name} has no shape yet; run a batch through the lazy module before wrapping")
+            if parameter.device.type != "cpu" and accelerator_of(parameter.device) is None:
+                raise ValueError(f"{name} is on {parameter.device}; gradients on the CPU or on CUDA can be reduced")
+            first = next(iter(names), parameter)
+            if parameter.device != first.device:
+                raise ValueError(
+                    f"{name} is on {parameter.device}, {names[first]} on {first.device}; one optimizer reduces "
+                    "parameters of one device: give every rank a GPU of its own, or every device an optimizer"
+                )
+            names[parameter] = name
+    if not any(parameter.requires_grad for parameter in names):
+        raise ValueError("none of the optimizer's parameters requires a gradient, so there is nothing to reduce")
+    return names
+
+
+def spec_of(
+    names: Mapping[torch.nn.Parameter, str], sparse: Container[torch.nn.Parameter], parameter: torch.nn.Parameter
+) -> ParameterSpec:
+    """What the plan needs to know of a parameter."""
+    return ParameterSpec(
+        names[parameter],
+        tuple(parameter.shape),
+        parameter.stride(),
+        parameter.dtype,
+        parameter.device,
+        parameter in sparse,
+    )
+
+
+def sparse_parameters(model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
+    """The weights of layers built with sparse=True, whose gradients come as sparse tensors."""
+    layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    modules = model.modules() if model is not None else ()
+    return {cast(torch.nn.Parameter, m.weight) for m in modules if isinstance(m, layers) and m.sparse}
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
+    """The optimizer's parameters, in the order of its groups."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
+    """Raise ValueError if another optimizer of `world` or a module wrapper reduces one of the parameters."""
+    group = world.shared(OptimizerGroup)
+    for owner in group.owners_of(names):
+        taken = next(name for p, name in names.items() if any(p is other for other in owner.reduction.parameters))
+        raise ValueError(f"{taken} belongs to another DistributedOptimizer; call close() on that one first")
+    trainable = [parameter for parameter in names if parameter.requires_grad]
+    if shared := group.module_wrappers.first_shared(trainable):
+        index, kind = shared
+        raise ValueError(explain(names[trainable[index]], kind))
+
+
+def steps_exactly(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether the optimizer steps these parameters, in this order, and no others. Takes 11 us for 802 parameters."""
+    lists = [group["params"] for group in optimizer.param_groups]
+    return sum(map(len, lists)) == len(parameters) and all(map(operator.is_, chain.from_iterable(lists), parameters))
+
+
+def check_same_parameters(optimizer: Optimizer, names: Mapping[torch.nn.Parameter, str], rank: int) -> None:
+    """Raise GradientError unless the optimizer steps exactly the parameters in `names`, which torchring reduces."""
+    again = "close() this optimizer and call torchring.wrap() again, on all ranks"
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise GradientError(
+                    f"group{g}.param{i} of the wrapped optimizer, shape {tuple(parameter.shape)}, came there past "
+                    f"torchring, so its gradient is this rank's own. After replacing parameters, {again}; add "
+                    "parameters with add_param_group() of the DistributedOptimizer",
+                    rank=rank,
+                )
+    if gone := names.keys() - parameters_of(optimizer):
+        name = next(name for parameter, name in names.items() if parameter in gone)
+        raise GradientError(
+            f"{name} was taken out of the wrapped optimizer. After that, {again}", rank=rank, parameters=(name,)
+        )
+
+
+def check_same_model(
+    model: torch.nn.Module, names: Mapping[torch.nn.Parameter, str], reduced: Sequence[torch.nn.Parameter], rank: int
+) -> None:
+    """Raise GradientError if the model has other parameters by now, which nobody reduces or steps."""
+    present = set(map(id, model.parameters()))
+    if (gone := next((p for p in reduced if id(p) not in present), None)) is not None:
+        raise GradientError(
+            f"{names[gone]} is not a parameter of the model any more, as after fully_shard() or FSDP, which put others "
+            f"in the place of a model's parameters. {WAY_OUT}",
+            rank=rank,
+            parameters=(names[gone],),
+        )
