@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
-from fakes import FakeNetwork
+from fakes import FakeNetwork, FakeTransfer, FakeTransport
 from grids import grid
 from harness import RanksFailed, run_threads
 
@@ -475,6 +475,14 @@ def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
 @pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 def test_what_a_mover_says_of_itself(kind: str) -> None:
     def body(_: int, mover: Mover[Any]) -> tuple[str, bool]:
+        (wire,) = mover.open_wires([(100, torch.float32)])
+        before = time.perf_counter()
+        pending = mover.start(wire)
+        pending.wait()
+        if mover.in_background:
+            assert pending.span is not None
+            began, ended = pending.span
+            assert before <= began < ended <= time.perf_counter()
         return mover.algorithm, mover.in_background
 
     in_background = kind in ("ring-fake", "ring-lanes", "native-lanes", "hierarchical")
@@ -634,19 +642,19 @@ def test_every_rank_contributes_before_it_waits() -> None:
     run_movers("direct", 2, body)
 
 
-def test_ranks_whose_nth_reductions_differ_are_told_which() -> None:
+@pytest.mark.parametrize(("kind", "size"), [("direct", 2), ("hierarchical", 3)])
+def test_ranks_whose_nth_reductions_differ_are_told_which(kind: str, size: int) -> None:
     """Rank 1 has left out the second of three: what is compared is what was started n-th, not what lies in a wire."""
 
-    def body(rank: int, mover: DirectAllReduce) -> str:
+    def body(rank: int, mover: Mover[Any]) -> str:
         wires = mover.open_wires([(100, torch.float32)] * 3)
-        tags = (0, 1, 2) if rank == 0 else (0, 2)
+        tags = (0, 2) if rank == 1 else (0, 1, 2)
         pending = [mover.start(wires[tag], tag=tag) for tag in tags]
-        pending[0].wait()
         with pytest.raises(PlanMismatchError) as caught:
-            pending[1].wait()
+            all(reduction.wait() is None for reduction in pending[:2])
         return str(caught.value)
 
-    for text in run_movers("direct", 2, body):
+    for text in run_movers(kind, size, body):
         assert "rank 1 reduces bucket 2 of reduction 0 while rank 0 reduces bucket 1 of reduction 0" in text
 
 
@@ -721,6 +729,37 @@ def test_the_simulation_notices_a_wrong_schedule() -> None:
     assert simulate(short, 4) != [[frozenset(range(4))] * 4] * 4
     with pytest.raises(AssertionError, match="twice"):
         simulate(twice, 4)
+
+
+class CountingTransport(FakeTransport):
+    """Writes down how many bytes each message has."""
+
+    def __init__(self, network: FakeNetwork, rank: int) -> None:
+        super().__init__(network, rank, "counted")
+        self.sent: list[int] = []
+
+    def send(self, tensor: torch.Tensor, peer: int) -> FakeTransfer:
+        self.sent.append(tensor.nbytes)
+        return super().send(tensor, peer)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_a_rank_of_a_ring_sends(size: int) -> None:
+    """A tag and 2 (N - 1) chunks. If the sum is not finite, two numbers of every rank but one, too."""
+    network = FakeNetwork(size)
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> list[list[int]]:
+        sent = []
+        for value in (1.0, math.inf):
+            ring = RingAllReduce([transport := CountingTransport(network, rank)])
+            (wire,) = ring.open_wires([(size * ALIGNMENT_BYTES // 4, torch.float32)])
+            wire.tensor.fill_(value)
+            ring.all_reduce(wire)
+            sent.append(transport.sent)
+        return sent
+
+    once = [8] + [ALIGNMENT_BYTES] * 2 * (size - 1)
+    assert run_threads(on_rank, size) == [[once, once + [16] * (size - 1)]] * size
 
 
 def test_is_finite() -> None:

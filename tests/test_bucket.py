@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -1198,3 +1199,19 @@ def test_non_finite_is_noted_and_forgotten_with_the_next_round() -> None:
     assert bucket.grad_of("p1") is bucket.parameters[1].grad
     with pytest.raises(ValueError, match="p9"):
         bucket.grad_of("p9")
+
+
+def test_a_parameter_that_was_reshaped_since_is_named() -> None:
+    bucket = ones(2, 3)
+    give(bucket, 0, 1.0)
+    bucket.parameters[1].data = torch.ones(4)
+    with pytest.raises(GradientError, match=r"p1 is not what it was when it was wrapped .*size") as caught:
+        give(bucket, 1, 1.0)
+    assert caught.value.parameters == ("p1",)
+
+
+def test_an_error_that_is_not_about_a_parameter_comes_out_as_it_is() -> None:
+    bucket = ones(2)
+    bucket.packing.pack = mock.Mock(side_effect=RuntimeError("out of memory"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"^out of memory$"):
+        give(bucket, 0, 1.0)
