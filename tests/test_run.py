@@ -1,4 +1,4 @@
-"""`torchring run` on several hosts, and what guards its processes: who is started where, and that nothing is left."""
+"""`torchring run` on several hosts, and the reaper of its processes: who is started where, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchring.launch import launcher as run_module
 from torchring.launch.launcher import Host, LaunchError, is_here, parse_hostfile, parse_hosts, share_out, start
 
 ROOT = Path(__file__).resolve().parent.parent
-GUARD = Path(run_module.__file__).with_name("reaper.py")
+REAPER = Path(run_module.__file__).with_name("reaper.py")
 
 # As sshd does: what stands behind the host, joined by spaces, is for the user's shell. `cases` says where that runs.
 SSH = """#!/bin/sh
@@ -221,34 +221,34 @@ def test_an_mpirun_that_is_not_open_mpis(tmp_path: Path, monkeypatch: pytest.Mon
     assert "not Open MPI's" in str(run_module._why_no_mpirun())
 
 
-# ---- the guard
+# ---- the reaper
 
 
-def guarded(*command: str) -> tuple[subprocess.Popen[bytes], int]:
+def reaped(*command: str) -> tuple[subprocess.Popen[bytes], int]:
     theirs, lifeline = os.pipe()
-    process = subprocess.Popen([sys.executable, "-I", str(GUARD), str(theirs), *command], pass_fds=[theirs])
+    process = subprocess.Popen([sys.executable, "-I", str(REAPER), str(theirs), *command], pass_fds=[theirs])
     os.close(theirs)
     return process, lifeline
 
 
 @pytest.mark.parametrize(("command", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143)])
-def test_the_guard_passes_the_exit_code_on(command: str, code: int) -> None:
-    process, lifeline = guarded("sh", "-c", command)
+def test_the_reaper_passes_the_exit_code_on(command: str, code: int) -> None:
+    process, lifeline = reaped("sh", "-c", command)
     assert process.wait(20) == code
     os.close(lifeline)
 
 
-def test_the_guard_of_a_command_that_is_not_there() -> None:
-    process, lifeline = guarded("/nowhere/command")
+def test_the_reaper_of_a_command_that_is_not_there() -> None:
+    process, lifeline = reaped("/nowhere/command")
     assert process.wait(20) == 127
     os.close(lifeline)
 
 
 @pytest.mark.parametrize("ending", ["pipe", "signal", "failure"])
-def test_the_guard_leaves_nothing(ending: str, tmp_path: Path) -> None:
+def test_the_reaper_leaves_nothing(ending: str, tmp_path: Path) -> None:
     """Not those that are in sessions of their own and have lost their parent either."""
     orphan = f"setsid sh -c 'echo $$ >{tmp_path}/new && mv {tmp_path}/new {tmp_path}/pid; exec sleep 60' &"
-    process, lifeline = guarded("sh", "-c", f"{orphan} {'sleep 1; exit 4' if ending == 'failure' else 'sleep 60'}")
+    process, lifeline = reaped("sh", "-c", f"{orphan} {'sleep 1; exit 4' if ending == 'failure' else 'sleep 60'}")
     wait_until((tmp_path / "pid").exists, "the orphan")
     pid = int((tmp_path / "pid").read_text())
     assert is_running(pid)
@@ -263,11 +263,11 @@ def test_the_guard_leaves_nothing(ending: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beats", [True, False])
-def test_a_guard_that_hears_nothing_any_more_ends_its_command(beats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reaper_that_gets_no_heartbeat_ends_its_command(beats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a line that is cut: the pipe is not closed."""
-    monkeypatch.setattr(run_module, "_BEAT_SECONDS", 0.1 if beats else 100.0)
-    guard = [sys.executable, "-I", str(GUARD), "0", "--silence", "1"]
-    job = run_module._Job("host", [*guard, "sleep", "3" if beats else "60"], {}, is_remote=True)
+    monkeypatch.setattr(run_module, "_HEARTBEAT_SECONDS", 0.1 if beats else 100.0)
+    reaper = [sys.executable, "-I", str(REAPER), "0", "--silence", "1"]
+    job = run_module._Job("host", [*reaper, "sleep", "3" if beats else "60"], {}, is_remote=True)
     assert run_module._supervise([job], None) == (0 if beats else 128 + signal.SIGTERM)
 
 

@@ -5,25 +5,19 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from torchring.launch.arguments import hosts_of, positive, setting
-from torchring.launch.launcher import LAUNCHERS, LaunchError, start
+from torchring.launch.launcher import LAUNCHERS, LaunchError, run_alone, start
 from torchring.launch.output import OutputOptions
-from torchring.launch.signals import Stopped, signals_raise
 
 _BENCH: Final = Path(__file__).with_name("bench")
-_PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have a network to take down
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,14 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("name", choices=list(benchmarks), metavar="NAME", help=", ".join(benchmarks))
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the benchmark")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["bench"]:  # parsing them takes 0.1 s, for which `torchring run` need not wait
+    if arguments[:1] == ["bench"]:  # parsing the benchmarks takes 0.1 s, which `torchring run` need not spend
         summaries = [f"  {name:10} {_summary(source)}" for name, source in benchmarks.items()]
         bench.epilog = "\n".join(["benchmarks:", *summaries])
-    if arguments[:1] == ["doctor"]:  # which has options of its own
+    if arguments[:1] == ["doctor"]:  # the command has a parser of its own
         from torchring.doctor import main as doctor_main
 
         return int(doctor_main(arguments[1:]))
-    if arguments[:1] == ["run"]:  # by its own parser, whose errors show its own usage
+    if arguments[:1] == ["run"]:  # errors of its own parser show its own usage
         options = run.parse_args(arguments[1:], argparse.Namespace(command="run"))
     else:
         options = parser.parse_args(arguments)
@@ -103,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Returns the exit code of the first process that failed: as the shell has it, 128 + n for signal n."""
+    """Returns the exit code of the first process that failed; 128 + n if signal n ended it, as in a shell."""
     try:
         command = [*_program(options.script, options.module), *options.arguments]
         output = OutputOptions(options.tag_output, options.log_dir, options.quiet)
@@ -114,14 +108,14 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _program(script: str, is_module: bool) -> list[str]:
-    """What stands behind `python`. Raises LaunchError for a script that is not there."""
+    """The arguments of `python`. Raises LaunchError for a script that does not exist."""
     if is_module:
         return ["-m", script]
     if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
         raise LaunchError(f"{script!r} is a directory without a __main__.py")
     if not os.path.exists(script):
         raise LaunchError(f"there is no script {script!r}")
-    return [os.path.join(".", script) if script.startswith("-") else script]  # else an option of python's
+    return [os.path.join(".", script) if script.startswith("-") else script]  # python would take it for an option
 
 
 def _benchmarks() -> dict[str, str]:
@@ -133,57 +127,20 @@ def _benchmarks() -> dict[str, str]:
 
 
 def _summary(source: str) -> str:
-    """The first line of what a module says about itself."""
+    """The first line of a module's docstring."""
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
 def _bench(name: str, arguments: Sequence[str]) -> int:
-    """Returns the benchmark's exit code: as the shell has it, 128 + n for signal n."""
+    """Returns the benchmark's exit code; 128 + n if signal n ended it, as in a shell."""
     if name != "micro":
         script = _BENCH / name / "__main__.py" if (_BENCH / name).is_dir() else _BENCH / f"{name}.py"
-        return _run_alone([sys.executable, str(script), *arguments])
+        return run_alone([sys.executable, str(script), *arguments])
     missing = [tool for tool in ("pytest", "pytest-benchmark") if not importlib.util.find_spec(tool.replace("-", "_"))]
     if missing:
         print(f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'", file=sys.stderr)
         return 2
-    return _run_alone([sys.executable, "-m", "pytest", str(_BENCH / "micro"), *arguments])
-
-
-def _run_alone(command: Sequence[str]) -> int:
-    """Run `command` in a process group of its own, of which nothing is left when this returns, by a signal or not."""
-    process = subprocess.Popen(command, start_new_session=True)
-    try:
-        with signals_raise():
-            try:
-                code = process.wait()
-            except Stopped as stop:
-                code = -stop.number
-                with contextlib.suppress(Stopped):  # a second one ends the wait
-                    _stop(process, stop.number)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return code if code >= 0 else 128 - code
-
-
-def _stop(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the process's whole group, and wait until all have tidied up and ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-    end = time.monotonic() + _PATIENCE_SECONDS
-    while _is_running(process.pid) and time.monotonic() < end:
-        time.sleep(0.05)
-
-
-def _is_running(group: int) -> bool:
-    """Whether the process group has a member that has not ended."""
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                return True
-    return False
+    return run_alone([sys.executable, "-m", "pytest", str(_BENCH / "micro"), *arguments])
 
 
 if __name__ == "__main__":

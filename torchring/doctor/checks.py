@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Final
@@ -56,7 +56,8 @@ def check_versions(report: Report) -> list[Finding]:
     if report.ranks and not found:
         first = report.ranks[0]
         names = [f"{name} {version}" for name, version in first.versions.items() if version]
-        found.append(Finding("ok", "versions", f"{', '.join(names)}; {first.platform}{_everywhere(report)}"))
+        everywhere = "; the same on all ranks" if len(report.ranks) > 1 else ""
+        found.append(Finding("ok", "versions", f"{', '.join(names)}; {first.platform}{everywhere}"))
     return found
 
 
@@ -116,15 +117,9 @@ def check_sharing(report: Report) -> list[Finding]:
         groups = [[rank for rank in group if rank in numbers] for group in report.hosts]
         groups = [group for group in groups if group]
         if len(groups) > 1:
-            reasons = {
-                reason
-                for a, b in combinations(groups, 2)
-                for reason in [_why_apart(facts_of[a[0]], facts_of[b[0]])]
-                if reason
-            }
-            reason = (
-                " and ".join(sorted(reasons)) or "the hand-over failed, for a reason that does not show in the facts"
-            )
+            reasons = {_why_apart(facts_of[a[0]], facts_of[b[0]]) for a, b in combinations(groups, 2)} - {""}
+            unknown = "the hand-over failed, for a reason that does not show in the facts"
+            reason = " and ".join(sorted(reasons)) or unknown
             text = f"{' and '.join(map(name_ranks, groups))} are on one machine and share no memory: {reason}"
             found.append(Finding("warning", "sharing", f"{text}; they will use the network, which is slower"))
         elif groups and len(numbers) > 1:
@@ -138,7 +133,7 @@ def check_gpus(report: Report) -> list[Finding]:
         most = max(ranks, key=lambda rank: len(rank.gpus))
         if not most.gpus:
             continue
-        names = ", ".join(f"{len(seen)} x {name}" for name, seen in _group_values(most.gpus).items())
+        names = ", ".join(f"{count} x {name}" for name, count in Counter(most.gpus).items())
         text = f"{most.hostname}: {names}"
         apart = [f"{i}-{j}" for i, row in enumerate(most.gpu_peers) for j in range(i) if not row[j]]
         if len(most.gpus) > 1:
@@ -175,13 +170,13 @@ def check_backends(report: Report) -> list[Finding]:
         found.append(Finding("warning", "backends", f"MPI is {differ}; such ranks may not understand each other"))
     if report.ranks and not found:
         first = report.ranks[0]
-        mpi = f"MPI ({first.mpi})" if first.mpi else ""
-        have = [name for name, is_there in (("Gloo", first.has_gloo), ("NCCL", first.has_nccl), (mpi, mpi)) if is_there]
-        lack = [
-            name
-            for name, is_there in (("Gloo", first.has_gloo), ("NCCL", first.has_nccl), ("MPI", mpi))
-            if not is_there
-        ]
+        engines = {
+            "Gloo": first.has_gloo,
+            "NCCL": first.has_nccl,
+            f"MPI ({first.mpi})" if first.mpi else "MPI": first.mpi,
+        }
+        have = [name for name, is_there in engines.items() if is_there]
+        lack = [name for name, is_there in engines.items() if not is_there]
         text = (", ".join(have) or "none") + (f"; no {', no '.join(lack)}" if lack else "")
         found.append(Finding("ok", "backends", text))
     return found
@@ -317,17 +312,6 @@ def _group(ranks: Sequence[RankFacts], key: Callable[[RankFacts], str | None]) -
     for rank in ranks:
         found[key(rank)].append(rank.rank)
     return dict(found)
-
-
-def _group_values(values: Sequence[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = defaultdict(list)
-    for i, value in enumerate(values):
-        found[value].append(i)
-    return dict(found)
-
-
-def _everywhere(report: Report) -> str:
-    return "; the same on all ranks" if len(report.ranks) > 1 else ""
 
 
 def _one_or_range(numbers: Iterable[int]) -> str:

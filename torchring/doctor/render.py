@@ -1,4 +1,4 @@
-"""The report as text for people: a verdict per line, what is bad with what to do about it, two small tables."""
+"""The report as text for people: a line per finding, with advice if the finding is bad, and two small tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEVELS: Final = {"ok": "ok", "note": "", "warning": "WARNING", "wrong": "WRONG"
 
 
 def render(report: Report, findings: Sequence[Finding]) -> str:
-    """Ends with a line that says the verdict, and a newline."""
+    """The text of the report. Its last line says the verdict."""
     lines = [_title(report), ""]
     topics = max([len(finding.topic) for finding in findings], default=0)
     for finding in findings:
@@ -64,7 +64,7 @@ def _path_row(report: Report, path: PathFacts) -> list[str]:
 
 
 def _choice_rows(choices: Sequence[ChoiceFacts]) -> list[list[str]]:
-    """One row for all that are alike: sizes first, then dtypes."""
+    """Choices that are alike share a row: first sizes, then dtypes."""
     sizes: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for choice in choices:
         sizes[choice.dtype, choice.algorithm, choice.reason].append(human_bytes(choice.num_bytes))
@@ -75,7 +75,7 @@ def _choice_rows(choices: Sequence[ChoiceFacts]) -> list[list[str]]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned; the last column is wrapped."""
+    """Lines of an aligned table. The last column is wrapped."""
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)][:-1]
     lines = []
     for row in (columns, *rows):

@@ -1,9 +1,9 @@
-"""One host's part of a launch: starts its ranks through torch.distributed.run, and passes on what they print.
+"""Starts the ranks of one host through torch.distributed.run, and passes on what they print.
 
     python -c BOOT '{"num_proc": 2, ...}' COMMAND...
 
-The first argument is a `Part`; COMMAND is what stands behind `python`: a script, or -m and a module, and arguments. All
-hosts need the same version of torch.
+BOOT imports this module and calls `main`. The first argument is a `Part`. COMMAND has the arguments of `python`: a
+script, or -m and a module, and their arguments. All hosts need the same version of torch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from torch.distributed.launcher.api import elastic_launch
 from torchring.launch.output import STDERR, STDOUT, Output
 from torchring.launch.part import Part
 
-_PATIENCE_SECONDS: Final = 10.0  # for the agents to say goodbye to each other
-# Rank 0 reads what we were given to read. If all did, each would get some of it.
+_PATIENCE_SECONDS: Final = 10.0  # for the agents to tell each other that they are done
+# Only rank 0 reads the standard input. If all ranks did, each would get a part of it.
 _RANK: Final = '[ "$RANK" = 0 ] || exec </dev/null; exec "$@"'
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code of the first of these ranks that failed: as the shell has it, 128 + n for signal n."""
+    """Returns the exit code of the first rank of this host that failed; 128 + n if signal n ended it, as in a shell."""
     part, command = Part.from_json(arguments[0]), arguments[1:]
-    # The first agent serves the store that all use, torchrun on the same port included. It must not go before the last
-    # has left it: they would print a page each.
+    # The first agent hosts the store for all agents, torchrun on the same port included. The first agent must end last:
+    # an agent that loses the store prints a page.
     has_store = part.num_hosts > 1
     store = _store("127.0.0.1", part.port, is_master=True) if has_store and part.number == 0 else None
     try:
@@ -60,10 +60,10 @@ def _store(address: str, port: int, *, is_master: bool = False) -> TCPStore:
 
 def _run(part: Part, command: Sequence[str]) -> int:
     """Start this host's ranks and wait for them."""
-    # torchrun would set 1, and warn. The cores are shared out evenly instead.
+    # torchrun would set 1, and warn. Instead, each rank gets an equal share of the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // part.num_proc)))
     for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # what fails is said below, shorter
+        if name.startswith("torch.distributed.elastic"):  # failures are reported below, in fewer lines
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if part.num_hosts == 1:
         where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
@@ -96,14 +96,14 @@ def _run(part: Part, command: Sequence[str]) -> int:
 
 
 class _Pipes(LogsSpecs):
-    """Has torch's agent start each rank with pipes of `output` for stdout and stderr, and write no files."""
+    """Has torch's agent connect the stdout and stderr of each rank to pipes of `output`, and write no files."""
 
     def __init__(self, output: Output) -> None:
         super().__init__()
         self._output = output
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        ends: dict[int, dict[int, Any]] = {STDOUT: {}, STDERR: {}}  # torch calls open(), which takes a descriptor, too
+        ends: dict[int, dict[int, Any]] = {STDOUT: {}, STDERR: {}}  # torch calls open(), which accepts a descriptor
         for local_rank, environ in envs.items():
             environ["TORCHELASTIC_ERROR_FILE"] = ""
             for stream, of_ranks in ends.items():

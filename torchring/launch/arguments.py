@@ -1,4 +1,4 @@
-"""Options that several commands take: what argparse makes of their text."""
+"""Types for argparse, of options that several commands have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 from torchring.launch.launcher import Host, LaunchError, parse_hostfile, parse_hosts
 
-# The launcher says these to each process, and would not ask what they were.
+# The launcher sets these variables for each process, and overwrites what they were.
 _LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
@@ -42,7 +42,7 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def hosts_of(options: argparse.Namespace) -> list[Host] | None:
-    """What -H or --hostfile says; None for neither. Raises LaunchError."""
+    """The hosts of -H or --hostfile, None without either option. Raises LaunchError."""
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     if options.hostfile is None:

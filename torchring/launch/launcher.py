@@ -1,14 +1,17 @@
 """Starts a Python program on N processes, of this machine or of several: what `torchring run` does.
 
     this machine    torch.distributed.run
-    several hosts   mpirun (Open MPI) where there is one and mpi4py, else torch.distributed.run on each, over ssh:
+    several hosts   mpirun (Open MPI), if it and mpi4py are installed; else torch.distributed.run on each, over ssh:
 
         start ---- pipe -------- reaper --- agent ---- ranks        this machine
               ---- ssh's stdin - reaper --- agent ---- ranks        another
 
-Whatever becomes of `start`, the pipes close with it, and the reapers (reaper.py) end what is left. They are in sessions
-of their own, so that Ctrl-C reaches `start` alone, which tells them. Other hosts are expected to have the same Python,
-torchring and script at the same paths, as with a shared file system. Nothing here imports torch, which takes seconds.
+When the process of `start` ends, even by SIGKILL, its pipes close, and the reapers (reaper.py) end all processes.
+Reapers run in sessions of their own: Ctrl-C reaches `start` alone, and `start` tells the reapers. Other hosts need the
+same Python, torchring and script at the same paths, as on a shared file system. Nothing here imports torch, because
+that takes seconds.
+
+mpirun and ssh are both there on purpose: clusters with mpirun may not allow ssh, and mpi4py may not be installed.
 """
 
 from __future__ import annotations
@@ -40,22 +43,22 @@ from torchring.rendezvous.environment import JOB
 LAUNCHERS: Final = ("auto", "local", "mpirun", "ssh")
 _REAPER: Final = Path(__file__).with_name("reaper.py")
 _HOST: Final = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:,\[\]]+)(?::(?P<slots>[0-9]+))?")
-_PATIENCE_SECONDS: Final = 40.0  # for the guards, which have some of their own, after they were told to stop
+_PATIENCE_SECONDS: Final = 40.0  # for the reapers after they were told to stop; reaper.py itself waits 32
 _LOOPBACK_SECONDS: Final = 5.0
-_KILL_SECONDS: Final = 5.0  # for the guards to kill what is left
+_KILL_SECONDS: Final = 5.0  # for the reapers to kill the processes that are left
 _POLL_SECONDS: Final = 0.05
-_BEAT_SECONDS: Final = 10.0  # between two signs of life for guards of other hosts
-_SILENCE_SECONDS: Final = 120  # without one, after which those take this process for gone
-_PORTS: Final = range(20_000, 30_000)  # below those that Linux hands out to clients
-# Each rank shares its host's cores out evenly, as the agent does elsewhere.
+_HEARTBEAT_SECONDS: Final = 10.0  # between two heartbeats to the reapers of other hosts
+_SILENCE_SECONDS: Final = 120  # without a heartbeat, after which reapers of other hosts end their processes
+_PORTS: Final = range(20_000, 30_000)  # below the ports that Linux hands out to clients
+# Gives each rank an equal share of its host's cores, as the agent does without mpirun.
 _SHARE_CORES: Final = (
     'if [ -z "$OMP_NUM_THREADS" ]; then n=$(( $(nproc) / ${OMPI_COMM_WORLD_LOCAL_SIZE:-1} )); '
     'export OMP_NUM_THREADS=$(( n > 0 ? n : 1 )); fi; exec "$@"'
 )
 
 
-# Not `-m`, which puts the working directory first, where a file of the user's may be named as a module that we need. A
-# signal that comes while torch is being imported ends the agent without a traceback.
+# Not `-m`, which puts the working directory first in sys.path: a file of the user's may have the name of a module that
+# the agent needs. With SIG_DFL, a SIGINT during the import of torch ends the agent without a traceback.
 _AGENT: Final = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); sys.path = [path for path in sys.path if path]; "
     "from torchring.launch.agent import main; sys.exit(main(sys.argv[1:]))"
@@ -63,24 +66,24 @@ _AGENT: Final = (
 
 
 class LaunchError(Exception):
-    """The program could not be started; the text says why and what would be right."""
+    """The program could not be started. The text says why, and what would be right."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many processes it takes."""
+    """A machine, and the number of processes that it takes."""
 
     name: str
     slots: int
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """ "a:2,b:4" is two processes on a and four on b; without a number it is one. Raises LaunchError."""
+    """ "a:2,b:4" is two processes on a and four on b. A host without a number takes one. Raises LaunchError."""
     return [_host(item.strip(), f"-H takes host:slots,host:slots,..., got {text!r}") for item in text.split(",")]
 
 
 def parse_hostfile(text: str) -> list[Host]:
-    """One host a line: "a slots=2", "a:2" or "a"; what follows # is a comment. Raises LaunchError."""
+    """One host per line: "a slots=2", "a:2" or "a". Text after # is a comment. Raises LaunchError."""
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -97,7 +100,7 @@ def parse_hostfile(text: str) -> list[Host]:
 
 
 def share_out(hosts: Sequence[Host], num_proc: int | None) -> list[Host]:
-    """Hosts are filled in the order given; those that get nothing are left out. The same host twice is one host."""
+    """Fill hosts in the given order, and leave out hosts that get no process. The same host twice is one host."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -124,20 +127,21 @@ def start(
 ) -> int:
     """Run `python COMMAND...` in `num_proc` processes that find each other, and wait for them.
 
-    Call it from the main thread: while it runs, SIGINT, SIGTERM and SIGHUP end all processes and then this; a second
-    one ends them at once. What they print is shown in whole lines. Rank 0 has this process's standard input, if it is
-    on this machine; the others have none.
+    Call `start` from the main thread: SIGINT, SIGTERM and SIGHUP end all processes, and then `start` returns. A second
+    signal kills the processes at once. Their output is shown in whole lines. Rank 0 reads this process's standard input
+    if rank 0 is on this machine; the other ranks read nothing.
 
     Args:
-        command: what stands behind `python`: a script or `-m` and a module, and arguments.
-        num_proc: all slots of `hosts` unless said; 1 without hosts.
-        hosts: this machine unless said. The processes of the first come first.
-        env: variables to set for the processes, on every host. PYTHONPATH goes with them, nothing else does.
+        command: the arguments of `python`: a script, or `-m` and a module, and their arguments.
+        num_proc: number of processes. By default all slots of `hosts`, or 1 without hosts.
+        hosts: by default this machine. The first host gets the lowest ranks.
+        env: variables to set for the processes, on every host. Other hosts get these variables, PYTHONPATH and
+            OMP_NUM_THREADS, and no others.
         launcher: "local" (this machine only), "mpirun", "ssh", or "auto".
-        output: what becomes of what the processes print. With ssh, each host writes the log files of its own ranks.
+        output: how to show the output of the processes. With ssh, each host writes the log files of its own ranks.
 
-    Returns the exit code of the first process that failed, 128 + n for one that signal n ended; 0 if none did. With
-    several hosts over ssh, "first" is the host whose processes ended first.
+    Returns the exit code of the first process that failed, or 0 if none failed. A process that signal n ended has exit
+    code 128 + n. With several hosts over ssh, "first" is the host whose processes ended first.
 
     Raises:
         LaunchError: nothing was started.
@@ -155,7 +159,7 @@ def start(
         jobs = [_Job("mpirun", _mpirun(filled, command, env), {}, is_mpirun=True)]
         return _supervise(jobs, _open_output(output))
     jobs = _agents(filled, command, env, output)
-    # The agents write the log files and tags. Several may pass on parts of lines at the same time.
+    # The agents write log files and tags. Several agents may print parts of lines at the same time.
     return _supervise(jobs, _open_output(OutputOptions()) if len(jobs) > 1 else None)
 
 
@@ -168,20 +172,20 @@ def _open_output(options: OutputOptions) -> Output:
 
 @dataclass
 class _Job:
-    """One guard, here or behind ssh."""
+    """One reaper, on this machine or behind ssh, and the command that it runs."""
 
     name: str
     command: list[str]
-    env: Mapping[str, str]  # for this process's own children
+    env: Mapping[str, str]  # for a command on this machine
     is_remote: bool = False
     is_mpirun: bool = False
     process: subprocess.Popen[bytes] = field(init=False)
     lifeline: int = field(init=False, default=-1)
 
     def start(self, output: Output | None) -> None:
-        """Its output goes to `output`, if there is one, else where ours goes."""
+        """Start the reaper. Its output goes to `output`, or to this process's stdout and stderr if that is None."""
         theirs, self.lifeline = os.pipe()
-        os.set_blocking(self.lifeline, False)  # nobody may read at the other end of a line that is cut
+        os.set_blocking(self.lifeline, False)  # a connection that is cut has no reader
         streams = [output.pipe(stream, is_mpirun=self.is_mpirun) for stream in (STDOUT, STDERR)] if output else []
         out, err = streams or (None, None)
         environ = {**os.environ, **self.env}
@@ -191,9 +195,9 @@ class _Job:
                     self.command, stdin=theirs, stdout=out, stderr=err, env=environ, start_new_session=True
                 )
             else:
-                guard = [sys.executable, "-I", str(_REAPER), str(theirs), *self.command]
+                reaper = [sys.executable, "-I", str(_REAPER), str(theirs), *self.command]
                 self.process = subprocess.Popen(
-                    guard, pass_fds=[theirs], stdout=out, stderr=err, env=environ, start_new_session=True
+                    reaper, pass_fds=[theirs], stdout=out, stderr=err, env=environ, start_new_session=True
                 )
         except OSError:
             os.close(self.lifeline)
@@ -203,13 +207,18 @@ class _Job:
                 os.close(descriptor)
 
     def tell(self, number: int) -> None:
-        """Have the guard pass a signal on; 0 is a sign of life."""
-        with contextlib.suppress(OSError):  # it has ended
+        """Have the reaper pass a signal on. 0 is a heartbeat."""
+        with contextlib.suppress(OSError):  # the reaper has ended
             os.write(self.lifeline, bytes([number]))
 
 
+def run_alone(command: Sequence[str]) -> int:
+    """Run `command` on this machine, and wait for it. Signals work as for `start`. Returns the exit code as `start`."""
+    return _supervise([_Job(command[0], list(command), {})], None)
+
+
 def _supervise(jobs: Sequence[_Job], output: Output | None) -> int:
-    """Wait for all; the first that fails, or a signal, ends the others. A second signal ends them at once."""
+    """Wait for all jobs. The first failure, or a signal, ends the others. A second signal kills them at once."""
     code = 0
     started: list[_Job] = []
     with noted_signals() as received:
@@ -220,13 +229,13 @@ def _supervise(jobs: Sequence[_Job], output: Output | None) -> int:
             if output is not None:
                 output.start()
             running = list(started)
-            beat_at = time.monotonic() + _BEAT_SECONDS
+            heartbeat_at = time.monotonic() + _HEARTBEAT_SECONDS
             while running and not code and not received:
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
                     code = code or _exit_code(job)
-                if time.monotonic() > beat_at:
-                    beat_at = time.monotonic() + _BEAT_SECONDS
+                if time.monotonic() > heartbeat_at:
+                    heartbeat_at = time.monotonic() + _HEARTBEAT_SECONDS
                     for job in running:
                         job.tell(0)
                 if running and not code:
@@ -243,7 +252,7 @@ def _supervise(jobs: Sequence[_Job], output: Output | None) -> int:
 
 
 def _end(jobs: Sequence[_Job], received: Sequence[int]) -> None:
-    """Have the jobs end, by the signal that was received, if any; and by force after a second one, or a while."""
+    """End the jobs by the signal that was received, or by SIGTERM. Kill them after a second signal, or a while."""
 
     def wait(seconds: float, num_signals: float = float("inf")) -> None:
         end = time.monotonic() + seconds
@@ -292,7 +301,7 @@ def _choose(hosts: Sequence[Host], launcher: str) -> str:
 
 
 def _why_no_loopback() -> str | None:
-    """Why ranks of this machine could not meet: torch would try for a minute, and not say."""
+    """Why ranks of this machine cannot meet. torch would try for a minute, and not say why."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_LOOPBACK_SECONDS).close()
@@ -305,7 +314,7 @@ def _why_no_loopback() -> str | None:
 
 
 def _find_mpirun() -> str | None:
-    """Beside python if not on PATH: there pip puts it, in a virtual environment that may not be activated."""
+    """mpirun on PATH, or beside python: pip puts mpirun there, and the virtual environment may not be activated."""
     return shutil.which("mpirun") or shutil.which("mpirun", path=os.path.dirname(sys.executable))
 
 
@@ -325,21 +334,21 @@ def _why_no_mpirun() -> str | None:
 
 
 def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """By its full path, from which it finds its own parts on the other hosts."""
+    """The mpirun command, with its full path: mpirun uses the path to find its parts on other hosts."""
     options = [_find_mpirun() or "mpirun", "-np", str(sum(host.slots for host in hosts))]
     options += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts), "--map-by", "slot", "--bind-to", "none"]
-    options += ["--wdir", os.getcwd(), "--tag-output"]  # `Output` takes the tags off, and needs them to know the rank
+    options += ["--wdir", os.getcwd(), "--tag-output"]  # `Output` reads the rank from the tags, and removes them
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     for key, value in _forwarded(env).items():
         options += ["-x", f"{key}={value}"]
-    # mpi4py has a rank that fails end the others.
+    # mpi4py aborts the other ranks when a rank fails.
     return [*options, "sh", "-c", _SHARE_CORES, "sh", sys.executable, "-u", "-m", "mpi4py", *command]
 
 
 def _agents(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str], output: OutputOptions) -> list[_Job]:
-    """One job per host, each of which runs torch.distributed.run."""
-    address, port = _meeting_point(hosts) if len(hosts) > 1 else ("", 0)
+    """One job per host. Each runs torch.distributed.run."""
+    address, port = _rendezvous_endpoint(hosts) if len(hosts) > 1 else ("", 0)
     jobs = []
     for number, host in enumerate(hosts):
         part = Part(host.slots, len(hosts), number, host.name, address, port, output)
@@ -347,10 +356,10 @@ def _agents(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
         if is_here(host.name):
             jobs.append(_Job(host.name, agent, env))
             continue
-        guard = [sys.executable, "-I", str(_REAPER), "0", "--silence", str(_SILENCE_SECONDS), *agent]
+        reaper = [sys.executable, "-I", str(_REAPER), "0", "--silence", str(_SILENCE_SECONDS), *agent]
         settings = [f"{key}={value}" for key, value in _forwarded(env).items()]
-        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *guard])}"
-        # Nobody could answer a question: several hosts might ask at once, and the guard has the standard input.
+        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *reaper])}"
+        # BatchMode, because ssh must not ask for a password: the reaper uses the standard input.
         jobs.append(_Job(host.name, ["ssh", "-o", "BatchMode=yes", host.name, there], {}, is_remote=True))
     return jobs
 
@@ -360,13 +369,14 @@ def _forwarded(env: Mapping[str, str]) -> dict[str, str]:
     return {**own, **env}
 
 
-def _meeting_point(hosts: Sequence[Host]) -> tuple[str, int]:
-    """An address of the first host that leads all others to it, and a port that is free there, if that can be seen."""
+def _rendezvous_endpoint(hosts: Sequence[Host]) -> tuple[str, int]:
+    """An address of the first host that the others can reach, and a port. The port is free if the first host is this
+    machine."""
     first = hosts[0].name.rpartition("@")[2].strip("[]")
     if not is_here(hosts[0].name):
         return _resolvable(first), random.choice(_PORTS)
     remote = next((host.name for host in hosts if not is_here(host.name)), None)
-    if remote is not None:  # "localhost" would lead the others to themselves
+    if remote is not None:  # other hosts would take "localhost" for themselves
         first = _address_towards(remote.rpartition("@")[2].strip("[]"))
     for port in random.sample(_PORTS, 50):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
@@ -375,7 +385,7 @@ def _meeting_point(hosts: Sequence[Host]) -> tuple[str, int]:
 
 
 def _resolvable(name: str) -> str:
-    """The name itself, or what ssh has for it if only ssh knows it."""
+    """The name itself, or the address that ssh's configuration has for a name that does not resolve."""
     try:
         socket.getaddrinfo(name, 9)
     except OSError:
@@ -387,7 +397,7 @@ def _resolvable(name: str) -> str:
 
 
 def _address_towards(name: str) -> str:
-    """This machine's address on the network that leads there; the likeliest one if only ssh knows the name."""
+    """This machine's address on the network of the named host. The likeliest address if the name does not resolve."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -397,9 +407,9 @@ def _address_towards(name: str) -> str:
 
 
 def is_here(name: str) -> bool:
-    """Whether the host is this machine: an address that it leads to is one of ours."""
+    """Whether the host is this machine: its name resolves to an address of this machine."""
     name = name.strip("[]")
-    if "@" in name:  # another user, who may see other things even here
+    if "@" in name:  # another user, whose files and environment may differ
         return False
     if name in ("localhost", socket.gethostname()):
         return True
@@ -412,7 +422,7 @@ def is_here(name: str) -> bool:
 
 
 def _as_this_machine(hosts: Sequence[Host]) -> list[Host]:
-    """All names of this machine are one host."""
+    """Merge hosts that are all names of this machine into one."""
     here = [host for host in hosts if is_here(host.name)]
     if len(here) < 2:
         return list(hosts)
@@ -422,7 +432,7 @@ def _as_this_machine(hosts: Sequence[Host]) -> list[Host]:
 
 def _host(text: str, complaint: str) -> Host:
     match = _HOST.fullmatch(text)
-    # A leading "-" would be an option of ssh's.
+    # ssh would take a leading "-" for an option.
     if match is None or match["slots"] == "0" or text.startswith("-"):
         raise LaunchError(complaint)
     return Host(match["name"], int(match["slots"] or 1))

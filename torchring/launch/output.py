@@ -1,12 +1,12 @@
-"""Whole lines from many processes: each prints into a pipe of its own, and a thread passes on what is complete.
+"""Whole lines from many processes: each prints into a pipe of its own, and a thread passes on complete lines.
 
     rank 0 stdout ---- pipe ----
     rank 0 stderr ---- pipe ---- thread ---- stdout and stderr, log files
     rank 1 stdout ---- pipe ----
 
-Python writes `print(a, b)` in four pieces if its output is unbuffered, and in blocks of lines, late, if it is not.
-Ranks are unbuffered, and the pieces are put together here. A line that stays unfinished for a moment, such as a
-question or a progress bar, is passed on as it is.
+Unbuffered Python writes `print(a, b)` in four pieces. Buffered Python writes blocks of lines, late. Ranks are
+unbuffered, and this module puts the pieces together. A line that stays unfinished for a moment, such as a question or a
+progress bar, is passed on unfinished.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _HOLD_SECONDS: Final = 0.2  # for the rest of a line
 _LONGEST_LINE: Final = 1 << 20  # bytes; a longer one is passed on in parts
 _READ_BYTES: Final = 1 << 16
 _LAST_READS: Final = 64  # per pipe, once its process has ended: more than fits into one
-_SETTLE_SECONDS: Final = 0.02  # until a terminal's driver has handed over what was written last
+_SETTLE_SECONDS: Final = 0.02  # for a terminal's driver to pass on what was written last
 # What mpirun --tag-output puts before every line: [job,rank]<stream>:
 _MPIRUN_TAG: Final = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 
-_Owner: TypeAlias = "tuple[int, int | None]"  # of a line: the pipe that it came from, and its rank
+_Owner: TypeAlias = "tuple[int, int | None]"  # of a line: the pipe from which the line came, and the rank
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What becomes of the ranks' output.
+    """How to show the output of the ranks.
 
     Attributes:
         tag: put "[rank] " before each line.
-        log_dir: write what rank N prints to rankN.log there, too; a file that exists is overwritten.
+        log_dir: also write the output of rank N to rankN.log in this folder. Overwrites a file that exists.
         is_quiet: show nothing.
     """
 
@@ -57,7 +57,7 @@ class OutputOptions:
 
 @dataclass
 class _Source:
-    """A process's stdout or stderr; `rank` is None where it isn't a rank's."""
+    """A process's stdout or stderr. `rank` is None if the process is not a rank."""
 
     reading: int
     stream: int
@@ -70,10 +70,10 @@ class _Source:
 
 @dataclass
 class _Target:
-    """Where output is shown: our own stdout or stderr."""
+    """Where output is shown: this process's own stdout or stderr."""
 
     descriptor: int
-    unfinished: _Owner | None = None  # whose line stands there without an end
+    unfinished: _Owner | None = None  # owner of the last line, if the line has no end yet
     is_broken: bool = False
 
 
@@ -81,7 +81,7 @@ class Output:
     """Passes on what processes print into its pipes, from `start` to `close`."""
 
     def __init__(self, options: OutputOptions, *, out: int = STDOUT, err: int = STDERR) -> None:
-        """`out` and `err` are where it is shown. Raises OSError if the log directory cannot be made."""
+        """`out` and `err` are the descriptors to write to. Raises OSError if the log directory cannot be made."""
         self.options = options
         self._sources: dict[int, _Source] = {}
         self._targets = {STDOUT: _Target(out), STDERR: _Target(err)}
@@ -93,29 +93,29 @@ class Output:
             Path(options.log_dir).mkdir(parents=True, exist_ok=True)
 
     def pipe(self, stream: int, rank: int | None = None, *, is_mpirun: bool = False) -> int:
-        """A descriptor for a process to print to, which the caller closes.
+        """A descriptor for a process to print to. The caller closes the descriptor.
 
-        It is a terminal where ours is one and lines are shown as they are, so that colours and progress bars come
-        out as without us.
+        The descriptor is a terminal if this process's own output is a terminal and lines are shown unchanged. So
+        colours and progress bars look as without torchring.
         """
         plain = not (self.options.tag or self.options.is_quiet or self.options.log_dir)
         is_terminal = plain and rank is not None and os.isatty(self._targets[stream].descriptor)
         if is_terminal:
             reading, writing = os.openpty()
-            tty.setraw(writing)  # neither "\r\n" nor an echo
+            tty.setraw(writing)  # no "\r\n" for "\n", and no echo
             _copy_size(self._targets[stream].descriptor, reading)
         else:
             reading, writing = os.pipe()
         self._sources[reading] = _Source(reading, stream, rank, is_mpirun, is_terminal)
-        self._log(rank, b"")  # no file of an earlier run is taken for this one's
+        self._log(rank, b"")  # empties the log file of an earlier run
         return writing
 
     def start(self) -> None:
-        """Once all pipes have been made."""
+        """Start to pass on. Call this after the last `pipe`."""
         self._thread.start()
 
     def close(self) -> None:
-        """Pass on what the processes had printed before they ended. One of theirs that prints later gets EPIPE."""
+        """Pass on what the processes printed before they ended. A process that prints later gets EPIPE."""
         os.close(self._waker)
         if self._thread.ident is not None:
             self._thread.join()
@@ -128,7 +128,7 @@ class Output:
             self._pass_on_all()
         finally:
             for stream in self._targets:
-                self._break(stream)  # whatever happened here, nobody shall wait for us to read
+                self._break(stream)  # also after an error here, so that no process blocks on a full pipe
 
     def _pass_on_all(self) -> None:
         waiting = select.poll()
@@ -160,7 +160,7 @@ class Output:
         try:
             data = os.read(source.reading, _READ_BYTES)
         except OSError as error:
-            if error.errno != errno.EIO:  # of a terminal that nobody holds any more
+            if error.errno != errno.EIO:  # of a terminal whose last writer has closed it
                 raise
             data = b""
         if not source.pending:
@@ -175,7 +175,7 @@ class Output:
         return bool(data)
 
     def _read_the_rest(self, source: _Source) -> None:
-        """Not until the end: a process that outlives its rank may hold the pipe for ever."""
+        """Read without waiting for the end of the pipe: a process that outlives its rank may hold the pipe for ever."""
         waiting = select.poll()
         waiting.register(source.reading, select.POLLIN)
         for _ in range(_LAST_READS):
@@ -208,20 +208,20 @@ class Output:
         if target.is_broken or (self.options.is_quiet and rank is not None):
             return
         is_rest = target.unfinished == owner
-        # What moves the cursor by itself, such as a progress bar, begins where it likes.
+        # Text that moves the cursor itself, such as a progress bar, needs no new line.
         is_in_the_way = target.unfinished is not None and not is_rest and text[:1] not in b"\r\n\x1b"
         target.unfinished = None if text.endswith(b"\n") else owner
         if self.options.tag and rank is not None:
             text = _tagged(text, b"[%d] " % rank, is_rest)
         try:
             _write(target.descriptor, b"\n" + text if is_in_the_way else text)
-        except OSError:  # nobody reads it any more: the ranks learn that when they print
+        except OSError:  # the reader has gone; the ranks get an error when they print
             target.is_broken = True
             if self.options.log_dir is None:
                 self._break(stream)
 
     def _break(self, stream: int) -> None:
-        """The ends of pipes that we read are replaced, so that whoever writes to them gets an error."""
+        """Close the reading ends of the pipes, so that processes that write to them get an error."""
         for source in self._sources.values():
             if source.stream == stream:
                 nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -230,7 +230,7 @@ class Output:
 
 
 def _by_rank(text: bytes) -> Iterable[tuple[int | None, bytes]]:
-    """What mpirun has tagged, line by line; a line without a tag is mpirun's own."""
+    """Yield (rank, text) of lines that mpirun has tagged. A line without a tag is mpirun's own, of rank None."""
     for line in re.findall(rb"[^\n]*\n|[^\n]+", text):
         own, *tagged = _MPIRUN_TAG.split(line)
         yield None, own
@@ -239,7 +239,7 @@ def _by_rank(text: bytes) -> Iterable[tuple[int | None, bytes]]:
 
 
 def _tagged(text: bytes, tag: bytes, is_rest: bool) -> bytes:
-    """`text` with a tag before each line, but the first one if that has begun already."""
+    """`text` with a tag before each line, except a first line that continues an earlier one."""
     lines = text.split(b"\n")
     last = lines.pop()
     lines = [line + b"\n" for line in lines] + ([last] if last else [])
@@ -247,7 +247,7 @@ def _tagged(text: bytes, tag: bytes, is_rest: bool) -> bytes:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """All of it; waits where the descriptor does not."""
+    """Write all of `data`, also to a non-blocking descriptor."""
     view = memoryview(data)
     while view:
         try:

@@ -1,4 +1,4 @@
-"""What `torchring run` has one host do, as the agent there is told; apart from the agent, which imports torch."""
+"""The part of a launch that one host does. In a module of its own, because the agent's imports torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torchring.launch.output import OutputOptions
 
 @dataclass(frozen=True)
 class Part:
-    """What this host has to do.
+    """The part of one host.
 
     Attributes:
-        num_proc: number of ranks here.
-        num_hosts, number: how many there are, and which one this is.
-        host: its name, for messages.
+        num_proc: number of ranks on this host.
+        num_hosts, number: number of hosts, and the number of this host, 0 <= number < num_hosts.
+        host: name of this host, for messages.
         address, port: where the agents meet, if there are several hosts.
-        output: what becomes of the ranks' output.
+        output: how to show the output of the ranks.
     """
 
     num_proc: int

@@ -1,14 +1,14 @@
-"""Sees to it that nothing outlives a launch. Run by its path, needs nothing but Python.
+"""Runs a command, and makes sure that no process outlives a launch. Run by its path, needs nothing but Python.
 
     python reaper.py FD COMMAND...               runs the command; the exit code is the command's, 128 + n if signal n
                                                 ended it
-    python reaper.py FD --silence N COMMAND...   the same; N seconds without a byte from FD count as its end
+    python reaper.py FD --silence N COMMAND...   the same, but N seconds without a byte from FD count as a closed pipe
 
-Whoever starts it holds the other end of the pipe FD, and can write numbers of signals into it, a byte each: the first
-of SIGINT, SIGTERM and SIGHUP is passed on to the command, which has some time to end; SIGKILL ends it at once. When
-that end closes, by intention or because its holder was killed or the connection to it broke, that is SIGTERM. A line
-that is cut does not close: who may be at the end of one expects a sign of life (a byte of 0) now and then. What the
-command leaves when it was stopped or has failed is killed: all that it has started, in sessions of their own or not.
+The process that starts a reaper holds the other end of the pipe FD, and writes numbers of signals into the pipe, a byte
+each. The reaper passes the first SIGINT, SIGTERM or SIGHUP on to the command, and gives it some time to end. SIGKILL
+ends the command at once. A pipe that closes counts as SIGTERM: its holder has ended, or the connection broke. A network
+connection that is cut does not close the pipe, so the holder writes a heartbeat (a byte of 0) now and then. If the
+command was stopped or has failed, the reaper kills every process that the command has started, in any session.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 PATIENCE_SECONDS = 32.0  # torch's agent gives its ranks 30
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.2
-_YOUNG_SECONDS = 1.0  # a Python that is just starting would print a traceback of that at SIGINT; it has no ranks yet
+_YOUNG_SECONDS = 1.0  # a Python that is just starting would print a traceback at SIGINT, and has no ranks yet
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     lifeline, command, patience = int(arguments[0]), arguments[1:], float("inf")
     if command[0] == "--silence":
         patience, command = float(command[1]), command[2:]
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the command leaves becomes our child
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -50,19 +50,19 @@ def main(arguments: list[str]) -> int:
         print(f"torchring run: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
         return 127
     sources = [lifeline, ended]
-    end, heard_at = float("inf"), time.monotonic()
+    end, last_byte_at = float("inf"), time.monotonic()
     while process.poll() is None and time.monotonic() < end:
         readable, _, _ = select.select(sources, [], [], _POLL_SECONDS)
         if ended in readable:
             os.read(ended, 4096)
         now = time.monotonic()
         if lifeline in readable:
-            heard_at = now
+            last_byte_at = now
             told = os.read(lifeline, 4096)
             received += told.replace(b"\0", b"") if told else [signal.SIGTERM]
             if not told:
                 sources.remove(lifeline)
-        elif now > heard_at + patience:
+        elif now > last_byte_at + patience:
             received.append(signal.SIGTERM)
         if signal.SIGKILL in received:
             break
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _kill(find: Callable[[], set[int]]) -> None:
-    """A few rounds: a process may start another while it is being killed."""
+    """Kill in several rounds, because a process may start another one meanwhile."""
     end = time.monotonic() + 2.0
     while (pids := find()) and time.monotonic() < end:
         for pid in pids:
@@ -90,7 +90,7 @@ def _kill(find: Callable[[], set[int]]) -> None:
 def _descendants() -> set[int]:
     parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             state, parent = file.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 parents[int(file.parent.name)] = int(parent)

@@ -20,7 +20,7 @@ class Stopped(BaseException):
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Inside, the numbers of signals that stop a process are put into the list, unless they are ignored anyway."""
+    """Inside, signals that stop a process are appended to the list instead. Signals that were ignored stay ignored."""
     received: list[int] = []
     before = {number: signal.getsignal(number) for number in STOPPING}
     try:
@@ -35,9 +35,10 @@ def noted_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Inside, those that stop a process raise Stopped, except where whoever started this one had them ignored.
+    """Inside, signals that stop a process raise Stopped. Signals that were ignored stay ignored.
 
-    Yields a context in which they wait: for what must not be left half done, such as to start a process and note it.
+    Yields a context that delays the signals until it ends: for steps that must not be left half done, such as to start
+    a process and keep a reference to it.
     """
     waiting: list[int] = []
     is_held = False
