@@ -2,7 +2,28 @@
 
     optimizer = torchring.wrap(torch.optim.AdamW(model.parameters()), model)
 
-Start the script with `torchring run -np 2 script.py` or torchrun. To read the code, begin with `optimizer.py`.
+Start the script with `torchring run -np 2 script.py` or torchrun. To read the code, begin with `optimizer.py`, then go
+through `gradients/`. Imports go one way: a folder imports only from the folders below it.
+
+    optimizer.py    wrap                                  cli.py, launch/, doctor/   the commands
+    gradients/      from autograd to the optimizer's step
+    allreduce/      sums a bucket over ranks
+    collectives/    all_reduce, broadcast, ... for scripts
+    transport/      messages between hosts                accelerators.py            devices with streams
+    world.py        which ranks train together
+    memory/         memory that the ranks of a host share
+    rendezvous/     where ranks find each other           kernels/                   Triton kernels
+
+Words that are used throughout, beside those of PyTorch and MPI:
+
+    wire        the buffer in which the gradients of one bucket are reduced, in the dtype that travels
+    slot        a parameter's place in a bucket
+    plan        which parameters share a bucket, and at which offset: plain data, equal on all ranks
+    mover       reduces wires by one algorithm (direct, ring, hierarchical, native)
+    round       one reduction of all buckets of an optimizer
+    host        a machine, or that part of one whose ranks can share memory
+    channel     signals between the ranks of a host
+    lane        one of several threads, each of which reduces one wire after the other
 """
 
 from typing import TYPE_CHECKING
