@@ -62,7 +62,7 @@ def _is_model(value: Any) -> bool:
 
 
 def test_python_runs_on_two_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(_run_pages, 2, str(tmp_path))
+    first, second = run_ranks(_run_pages, 2, str(tmp_path), deadline=150)
     assert {"README.md", "recipes.md", "options.md", "gpu.md", "troubleshooting.md", "ddp.md"} <= first.keys()
     assert first.keys() == second.keys()
     for page in first.keys() - {"ddp.md"}:  # which has no ranks
@@ -73,7 +73,7 @@ def test_python_runs_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_python_runs_alone(tmp_path: Path) -> None:
-    run_ranks(_run_pages, 1, str(tmp_path), launcher_env=False)
+    run_ranks(_run_pages, 1, str(tmp_path), deadline=150, launcher_env=False)
 
 
 def test_running_a_page_can_fail(tmp_path: Path) -> None:
