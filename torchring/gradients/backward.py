@@ -1,8 +1,9 @@
-"""When does backward end? The one place that asks autograd's engine.
+"""When does backward end? Only this file asks autograd's engine.
 
-`Variable._execution_engine.queue_callback` is not a public name, but it is how DistributedDataParallel and FSDP2 learn
-of the end too. Two things it does not do by itself: with reentrant checkpointing a backward runs inside a backward, and
-a callback queued in the inner one fires at the inner end; and when backward raises, callbacks never fire at all.
+`Variable._execution_engine.queue_callback` is not a public name. DistributedDataParallel and FSDP2 use the same name to
+learn of the end of backward. The engine leaves two cases to us. With reentrant checkpointing a backward runs inside a
+backward, and a callback queued in the inner backward fires at the end of the inner backward. When backward raises,
+callbacks do not fire at all.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ class BackwardWatch:
         self._on_abort = on_abort
         self._token: weakref.ref[_EndToken] | None = None
         self.is_armed = False
-        """Whether the end of the backward under way is sure to be noticed. Read by every hook, so a plain attribute."""
+        """Whether the end of the backward under way will be noticed. A plain attribute, because every hook reads it."""
 
     def arm(self) -> None:
         """Call from a hook, inside backward, when not armed."""
         self._queue(_EndToken(self))
 
     def close(self) -> None:
-        """Call back no more, and let go of whom to call. Not inside a backward, whose end has to be noticed."""
+        """Call back no more, and let go of the callbacks. Not inside a backward: its end has to be noticed."""
         self._on_end = self._on_abort = _nothing
 
     def _queue(self, token: _EndToken) -> None:
         self._token = weakref.ref(token, self._dropped)
         self.is_armed = True
-        # From here on only the engine holds the token, for as long as this backward may still end.
+        # From here on only the engine holds the token. The engine drops the token when backward raises.
         Variable._execution_engine.queue_callback(token)
 
     def _ended(self) -> None:
@@ -56,8 +57,8 @@ class BackwardWatch:
                 self._on_abort()
                 raise
             return
-        # That was an inner backward, run by `node` of an outer one. What runs after `node` belongs to the outer one:
-        # its first successor, or our next hook, whichever comes first, arms us there.
+        # An inner backward has ended, which `node` of an outer backward runs. What runs after `node` belongs to the
+        # outer backward: the first successor of `node`, or our next hook, whichever comes first, arms the watch there.
         token = _EndToken(self)
         self._token = weakref.ref(token, self._dropped)
         for successor, _ in node.next_functions:
@@ -73,14 +74,14 @@ class BackwardWatch:
 
     @run_eagerly
     def _dropped(self, reference: weakref.ref[_EndToken]) -> None:
-        if reference is self._token:  # the engine let go of it without calling it
+        if reference is self._token:  # the engine let go of the token without calling it
             self._token = None
             self.is_armed = False
             self._on_abort()
 
 
 class _EndToken:
-    """What the engine holds and calls. Its death without a call means that backward was broken off."""
+    """What the engine holds and calls. A token that dies without a call means that backward has raised."""
 
     def __init__(self, watch: BackwardWatch) -> None:
         self._watch = watch

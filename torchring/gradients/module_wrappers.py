@@ -31,10 +31,10 @@ WAY_OUT: Final = (
 
 
 class ModuleWrappers:
-    """The DDP and FSDP instances of this process, as far as they are alive.
+    """The DDP and FSDP instances of this process that are alive.
 
     Attributes:
-        num_built: goes up when one is built.
+        num_built: how many instances were built since this object exists.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ModuleWrappers:
         self._find()
 
     def _find(self) -> None:
-        """Find those that were built before this object existed."""
+        """Find the instances that were built before this object existed."""
         kinds = tuple(_with_subclasses(_kinds()))
         self._alive.update(found for found in gc.get_referrers(*kinds) if type(found) in kinds)
 
@@ -66,7 +66,7 @@ class ModuleWrappers:
 
     @run_eagerly
     def _notice(self, module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
-        """A submodule is assigned to `module`: in the constructor of DDP or FSDP that is the model."""
+        """A submodule is assigned to `module`. In the constructor of DDP or FSDP, the submodule is the model."""
         if isinstance(module, _kinds()):
             self._alive.add(module)
             self.num_built += 1
@@ -78,7 +78,7 @@ def explain(name: str, kind: str) -> str:
 
 
 def sharded_by(parameter: torch.Tensor) -> str | None:
-    """What has split up the parameter over ranks, if something has."""
+    """How the parameter is split up over ranks, or None."""
     dtensor = _loaded("torch.distributed.tensor", "DTensor")
     return "is a DTensor, as fully_shard() makes them" if dtensor and isinstance(parameter, dtensor) else None
 
@@ -108,5 +108,6 @@ def _with_subclasses(kinds: Iterable[type]) -> Iterator[type]:
 def _reduced_by(wrapper: torch.nn.Module) -> Iterable[torch.Tensor]:
     if not isinstance(wrapper, DistributedDataParallel):
         return wrapper.parameters()
-    # Those of its constructor, without the ones to ignore. One whose constructor raised has no reducer.
+    # The parameters that DDP's constructor chose, without the ignored ones. After a constructor that raised there is no
+    # reducer.
     return wrapper._module_parameters if "reducer" in vars(wrapper) else ()

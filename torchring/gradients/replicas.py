@@ -1,10 +1,10 @@
-"""Are the replicas still replicas? A model that was changed on one rank only trains on, quietly wrong, for ever.
+"""Are the replicas still equal? After a change on one rank only, training would go on and be silently wrong.
 
 Ranks compare a digest of every parameter at the end of a round, when
-- somebody wrote to parameters outside `step()`: autograd's version counters tell,
+- somebody wrote to parameters outside `step()`, as autograd's version counters show,
 - not all ranks have stepped equally often (modulo 2),
 - and every STEPS_BETWEEN_CHECKS rounds, for changes that leave no trace (`p.data`).
-The first two travel with a bucket, as signals, so they cost no message.
+The first two facts travel as control bits of the round, so they cost no message.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torchring.errors import GradientError, in_step
 from torchring.world import World
 
 STEPS_BETWEEN_CHECKS: Final = 100  # a check reads every parameter: 70 ms for 42 M on one core
-_WATCHED: Final = 64  # reading a version takes up to 1 us; of more parameters, as many are watched in turn
+_WATCHED: Final = 64  # how many parameters are watched at a time, in turn: reading a version takes up to 1 us
 
 
 class ReplicaCheck:
     """Watches the parameters of one optimizer.
 
     Args:
-        world: of more than one rank.
-        names: of every parameter of the optimizer, in its order; may grow.
+        world: has more than one rank.
+        names: the name of every parameter of the optimizer, in its order; may grow.
     """
 
     def __init__(self, world: World, names: Mapping[torch.nn.Parameter, str]) -> None:
@@ -49,7 +49,7 @@ class ReplicaCheck:
         return self._changed
 
     def accept(self) -> None:
-        """The optimizer has stepped, or is stepping: what parameters are now is as it should be."""
+        """The optimizer has stepped, or is stepping: the parameters are as they should be."""
         parameters = list(self._names)
         num_windows = math.ceil(len(parameters) / _WATCHED)
         start = self._num_accepted % num_windows * _WATCHED
@@ -57,12 +57,16 @@ class ReplicaCheck:
         self._watched = [(p, p._version) for p in parameters[start : start + _WATCHED]]
 
     def after_round(self, alarmed: bool, num_steps: int = 0) -> None:
-        """Collective where `alarmed` (equal on all ranks) or the rhythm says so. Raises GradientError.
+        """Compare the replicas if something may have changed, or if it is time to. Collective then.
 
-        `num_steps`: that this rank has made, for the error.
+        A script may change parameters in every step, on all ranks alike. So only the 1st, 2nd, 4th, 8th ... alarm leads
+        to a comparison at once.
 
-        A script that changes parameters in every step, on all ranks alike, is legitimate: its alarms are followed up at
-        the 1st, 2nd, 4th, 8th ... only, and by the rhythm.
+        Args:
+            alarmed: whether something may have changed; equal on all ranks.
+            num_steps: how many steps this rank has made, for the error.
+
+        Raises GradientError if the replicas differ.
         """
         due = self._num_rounds % STEPS_BETWEEN_CHECKS == 0
         self._num_rounds += 1
@@ -99,7 +103,7 @@ class ReplicaCheck:
         )
 
     def _cause(self, steps: Sequence[int]) -> str:
-        """What has probably led to it. `steps`: that each rank has made."""
+        """What has probably led to the difference. `steps`: how many steps each rank has made."""
         other = next((rank for rank, count in enumerate(steps) if count != steps[0]), None)
         if other is None:
             return (

@@ -49,8 +49,8 @@ def held(views: Sequence[torch.Tensor], storages: Sequence[int]) -> list[int]:
     """Positions of the gradients that somebody else has, or whose memory another tensor shares.
 
     Args:
-        views: each one referred to by this list and by one other, and by nothing else in torchring.
-        storages: their `storage_of`.
+        views: the gradients. This list and one other list refer to each gradient, and nothing else in torchring does.
+        storages: `storage_of` each gradient.
 
     Takes 45 ns for each gradient.
     """
