@@ -489,6 +489,21 @@ def test_what_a_mover_says_of_itself(kind: str) -> None:
     assert run_movers(kind, 2, body) == [(kind.split("-")[0], in_background)] * 2
 
 
+@pytest.mark.parametrize("kind", ["ring-fake", "ring-lanes", "native-lanes", "hierarchical"])
+def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
+    has_started = threading.Event()
+
+    def body(rank: int, mover: Mover[Any]) -> None:
+        (wire,) = mover.open_wires([(100, torch.float32)])
+        if rank == 1:
+            assert has_started.wait(10), "rank 0 waits for rank 1 in start()"
+        pending = mover.start(wire)
+        has_started.set()
+        pending.wait()
+
+    run_movers(kind, 2, body)
+
+
 def test_the_suite_notices_a_mover_that_forgets_a_rank() -> None:
     class Forgetful(RingAllReduce):
         def all_reduce(self, wire: Any, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
