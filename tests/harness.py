@@ -49,7 +49,7 @@ import torch.distributed as dist
 
 # torch.optim imports _dynamo on first use: 1 s. torchring imports its parts on first use, and starts no thread then.
 _PRELOADED = ["torch", "torch._dynamo", "numpy", "pytest", "torchring.optimizer", "torchring.collectives"]
-_READ_AT_IMPORT = ("OMP_NUM_THREADS", "TRITON_INTERPRET")  # a forked rank is too late to change these
+_READ_AT_IMPORT = ("OMP_NUM_THREADS", "TRITON_INTERPRET")  # a forked rank is too late to change these: other servers
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _SET_BY_LAUNCHERS = (*_TORCHRUN, "OMPI_", "PMI_", "PMIX_", "SLURM_")  # beginnings of names
 _CACHES = ("torchinductor_", "torchelastic_")  # PyTorch leaves these in TMPDIR
@@ -60,7 +60,7 @@ _TAIL = 12_000  # bytes of each rank's output in an error message
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _libc = ctypes.CDLL(None)
-_server_environ: dict[str, str] = {}  # what the fork server was started with
+_servers: dict[tuple[tuple[str, str], ...], forkserver.ForkServer] = {}  # by what they have read while importing
 
 
 @dataclass
@@ -94,11 +94,16 @@ class RanksFailed(AssertionError):  # noqa: N818 - it says what happened
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 40.0) -> None:
-    """Look again and again until `condition()` is true; fails with `what` it waited for."""
-    end = time.monotonic() + seconds
+    """Look again and again until `condition()` is true; fails with `what` it waited for, after `patient(seconds)`."""
+    end = time.monotonic() + patient(seconds)
     while not condition():
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
         time.sleep(0.02)
+
+
+def patient(seconds: float) -> float:
+    """A deadline against hangs: `seconds`, or more where more processes want to run than there are cores."""
+    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def is_running(pid: int) -> bool:
@@ -122,11 +127,11 @@ def run_ranks(
     """Run fn(rank, world_size, *args) in world_size single-threaded processes; return the results in rank order.
 
     fn is a module-level function; arguments and results are pickled by value. torch is seeded differently on each rank.
-    deadline: seconds for all ranks together; once one rank has failed, the others get at most 5 s more.
+    deadline: seconds for all ranks together, stretched by `patient`; once one has failed, the others get 5 s more.
     env: changes to this process's environment, for the ranks; None removes a variable.
     expect_exit: {rank: exit code or minus signal} of ranks that must end that way; their result is None.
     launcher_env: set what torchrun sets, with a store that this process serves. False: as without a launcher.
-    fresh: start new interpreters (2 s each). Done anyway where `env` changes what is read while torch is imported.
+    fresh: start new interpreters (2 s each).
     """
     expected = dict(expect_exit or {})
     if not expected.keys() <= set(range(world_size)):
@@ -180,6 +185,7 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, deadline: f
     Threads cannot be killed: those still running at the deadline are reported with their stacks and stay, as daemons.
     """
     store = dist.HashStore()
+    deadline = patient(deadline)
     store.set_timeout(timedelta(seconds=deadline))
     results: list[Any] = [None] * world_size
     reports = [RankReport(rank, f"still running after {deadline} s", failed=True) for rank in range(world_size)]
@@ -203,7 +209,7 @@ def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, deadline: f
             rank = ended.get(timeout=max(0.0, end - time.monotonic()))
             running.remove(rank)
             if reports[rank].failed:
-                end = min(end, time.monotonic() + _PATIENCE)
+                end = min(end, time.monotonic() + patient(_PATIENCE))
     frames = sys._current_frames()
     for rank in running:
         if frame := frames.get(threads[rank].ident or 0):
@@ -239,7 +245,7 @@ def run_script(
             )
         try:
             wait_until(has_begun, "the script to begin")
-            process.wait(deadline)
+            process.wait(patient(deadline))
         except subprocess.TimeoutExpired:
             timed_out = True
             for pid in leftovers.processes():
@@ -495,7 +501,7 @@ def _left_in_process(before: dict[str, Any]) -> list[str]:
 
     torchring.shutdown()
     gc.collect()
-    end = time.monotonic() + _SETTLE  # threads may take a moment
+    end = time.monotonic() + patient(_SETTLE)  # threads may take a moment
     while True:
         now = _state_of_process()
         before.update({what: value for what, value in now.items() if what not in before})
@@ -541,10 +547,10 @@ def _target(fd: Path) -> str:
 
 def _wait_for(ranks: list[_Rank], deadline: float) -> None:
     """Return when all ranks have ended; at the deadline, ask those still running for their stacks."""
-    end = time.monotonic() + deadline
+    end = time.monotonic() + patient(deadline)
     while running := [rank for rank in ranks if not rank.poll()]:
         if any(rank not in running and rank.report().failed for rank in ranks):
-            end = min(end, time.monotonic() + _PATIENCE)
+            end = min(end, time.monotonic() + patient(_PATIENCE))
         remaining = end - time.monotonic()
         if remaining <= 0:
             break
@@ -559,14 +565,16 @@ def _wait_for(ranks: list[_Rank], deadline: float) -> None:
 def _start_method(fresh: bool, environ: Mapping[str, str | None]) -> Any:
     """The multiprocessing context to start ranks with; its helper processes are running when this returns."""
     resource_tracker.ensure_running()
-    if not _server_environ:
-        path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
-        _server_environ.update(_clean_environ() | {"PYTHONPATH": os.pathsep.join(filter(None, path))})
-    if fresh or any(environ.get(name) != _server_environ.get(name) for name in _READ_AT_IMPORT):
+    if fresh:
         return multiprocessing.get_context("spawn")
-    forkserver.set_forkserver_preload([*_PRELOADED, *_modules_of_tests(), "frozen"])
-    with _environment(_server_environ):
-        forkserver.ensure_running()
+    read = {name: environ[name] or "" for name in _READ_AT_IMPORT if environ.get(name) is not None}
+    server = _servers.setdefault(tuple(sorted(read.items())), forkserver.ForkServer())
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    with _environment(_clean_environ() | read | {"PYTHONPATH": os.pathsep.join(filter(None, path))}):
+        server.set_forkserver_preload([*_PRELOADED, *_modules_of_tests(), "frozen"])
+        server.ensure_running()
+    # What multiprocessing starts processes with; the module has one server, which it takes these functions from.
+    vars(forkserver).update(_forkserver=server, connect_to_new_process=server.connect_to_new_process)
     return multiprocessing.get_context("forkserver")
 
 
@@ -627,7 +635,7 @@ class _Leftovers:
 
     def sweep(self) -> list[str]:
         """Describe what the run has left; kill what is a process. Files in /dev/shm are named, not deleted."""
-        end = time.monotonic() + _SETTLE
+        end = time.monotonic() + patient(_SETTLE)
         while (self.processes() or self.files()) and time.monotonic() < end:
             time.sleep(0.02)
         alive = [f"process {pid} ({_command(pid)}), killed" for pid in self.processes()]

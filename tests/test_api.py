@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import pytest
+from harness import patient
 
 import torchring
 
@@ -197,7 +198,7 @@ print([name for name in heavy if name in sys.modules and name not in torch_itsel
 print([name for name in heavy[:1] + heavy[3:5] if name in sys.modules])
 print(torchring.is_initialized(), torch.distributed.is_initialized(), threading.active_count())
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["[]", "[]", "False False 1"]
     assert ran.stderr == ""

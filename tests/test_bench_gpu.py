@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import patient, run_ranks
 
 from torchring.allreduce.device.stream import OnStream
 from torchring.allreduce.select import open_on_device
@@ -421,7 +421,7 @@ def test_gpu(tmp_path: Path) -> None:
     """As a user starts it, for the sections that take no kernels of ours between ranks."""
     out = tmp_path / "results.json"
     command = [sys.executable, "-m", "torchring.bench.gpu", "--dry-run", "--sections", "copy", "kernels"]
-    run = subprocess.run([*command, "--output", str(out)], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([*command, "--output", str(out)], capture_output=True, text=True, timeout=patient(60))
     assert run.returncode == 0, run.stderr
     written = json.loads(out.read_text())
     assert list(written) == ["about", "rows"]

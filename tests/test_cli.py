@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT, blocks
-from harness import is_running, wait_until
+from harness import is_running, patient, wait_until
 
 import torchring
 from torchring import cli
@@ -65,7 +65,7 @@ class Launcher:
     def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, **environ)
         try:
-            out, err = process.communicate(self.input, timeout=120)
+            out, err = process.communicate(self.input, timeout=patient(60))
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -256,7 +256,7 @@ time.sleep(60)
         assert all(map(is_running, pids))
         for _ in range(3):  # as by somebody in a hurry
             process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=patient(60))
         assert process.returncode == 130, err
         wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=10)
         assert "torch" not in err  # tracebacks are the ranks' own
@@ -274,7 +274,7 @@ def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> Non
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("takes a network namespace")
     command = [*alone, sys.executable, "-m", "torchring", "run", "-np", "2", launcher.script("")]
-    ran = subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, timeout=patient(60))
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("torchring run: this machine does not reach itself at 127.0.0.1")
     assert "`ip link set lo up`" in ran.stderr
@@ -294,7 +294,7 @@ def test_what_needs_no_torch_imports_none(launcher: Launcher) -> None:
         try:
             wait_until(sign.exists, "the import")
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=patient(60))
             assert process.returncode in (130, -signal.SIGINT)  # 130 to a shell
             assert (out, err) == ("", "")
         finally:
@@ -381,7 +381,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_is_installed() -> None:
     """Beside the interpreter that runs the tests."""
     command = Path(sys.executable).with_name("torchring")
-    ran = subprocess.run([command, "run", "-np", "1", "nowhere.py"], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(
+        [command, "run", "-np", "1", "nowhere.py"], capture_output=True, text=True, timeout=patient(60)
+    )
     assert (ran.returncode, ran.stderr) == (2, "torchring run: there is no script 'nowhere.py'\n")
 
 

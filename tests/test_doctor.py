@@ -623,7 +623,7 @@ def run_doctor(command: list[str], **changes: str) -> subprocess.CompletedProces
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=environ(**changes), text=True, start_new_session=True, **pipes)
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=harness.patient(60))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import patient
 
 from torchring.kernels import lazy
 
@@ -56,7 +57,7 @@ def test_triton_kernels_under_the_interpreter(pytestconfig: pytest.Config) -> No
         cwd=here.parent,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=patient(150),
     )
     report = child.stdout[-6000:] + child.stderr[-2000:]
     assert child.returncode == 0, report

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, run_threads
+from harness import patient, run_ranks, run_threads
 from netns import needs_hosts
 
 import torchring
@@ -82,7 +82,7 @@ def run_command(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        out, err = process.communicate(timeout=deadline)
+        out, err = process.communicate(timeout=patient(deadline))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import is_running, wait_until
+from harness import is_running, patient, wait_until
 from netns import needs_hosts
 
 from torchring.bench.netns import INTERFACE, Network
@@ -116,7 +116,7 @@ class Cluster:
 
     def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         try:
-            out, err = process.communicate(timeout=150)  # six interpreters that import torch, on a busy machine
+            out, err = process.communicate(timeout=patient(60))
         finally:
             for pid in self.pids():
                 with contextlib.suppress(ProcessLookupError):
@@ -234,13 +234,13 @@ def reaped(*command: str) -> tuple[subprocess.Popen[bytes], int]:
 @pytest.mark.parametrize(("command", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143)])
 def test_the_reaper_passes_the_exit_code_on(command: str, code: int) -> None:
     process, lifeline = reaped("sh", "-c", command)
-    assert process.wait(20) == code
+    assert process.wait(patient(20)) == code
     os.close(lifeline)
 
 
 def test_the_reaper_of_a_command_that_is_not_there() -> None:
     process, lifeline = reaped("/nowhere/command")
-    assert process.wait(20) == 127
+    assert process.wait(patient(20)) == 127
     os.close(lifeline)
 
 
@@ -256,7 +256,7 @@ def test_the_reaper_leaves_nothing(ending: str, tmp_path: Path) -> None:
         os.close(lifeline)
     elif ending == "signal":
         process.terminate()
-    assert process.wait(20) == (4 if ending == "failure" else 143)
+    assert process.wait(patient(20)) == (4 if ending == "failure" else 143)
     assert not is_running(pid)
     if ending != "pipe":
         os.close(lifeline)
@@ -326,7 +326,7 @@ def test_nothing_outlives_the_launcher(hosts: list[str], number: signal.Signals,
         assert len(pids) == 2
         assert all(map(is_running, pids))
         process.send_signal(number)
-        assert process.wait(40) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+        assert process.wait(patient(40)) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
         wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=20)
     finally:
         cluster.finish(process)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_bitwise, exact_inputs
-from harness import RanksFailed
+from harness import RanksFailed, patient
 from mpi_job import job, job_ends  # noqa: F401  # a fixture
 
 import torchring
@@ -51,7 +51,7 @@ def _on_rank(rank: int, store: dist.Store, communicator: Any, body: Any) -> Any:
 
 def test_torchring_does_without_mpi4py() -> None:
     code = "import sys; sys.modules['mpi4py'] = None; import torchring, torchring.transport.open; print('imported')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
     assert done.stdout == "imported\n", done.stderr
 
 
@@ -209,7 +209,7 @@ def start_script(folder: Path, text: str) -> tuple[int, str, float]:
     started = time.monotonic()
     process = mpi_job.mpirun([script], 2, env={"TESTS_STORE": str(folder / "store")})
     try:
-        output, _ = process.communicate(timeout=120.0)
+        output, _ = process.communicate(timeout=patient(60))
     except subprocess.TimeoutExpired:
         mpi_job.stop(process)
         raise

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import count_open_fds, run_ranks, run_threads, wait_until
+from harness import count_open_fds, patient, run_ranks, run_threads, wait_until
 
 import torchring
 from torchring.errors import PeerTimeoutError, TopologyError
@@ -85,7 +85,7 @@ def _has_a_child(rank: int, size: int) -> Any:
     torchring.init()
     child = None
     if rank == 1:  # only one rank has one: it must not wait for others like it
-        child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=50)
+        child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=patient(50))
     torchring.barrier()  # in which the child must not have taken this rank's place
     torchring.shutdown()
     return answers, child and (child.stdout, child.stderr), MEMBER in os.environ
