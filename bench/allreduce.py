@@ -4,16 +4,17 @@
     torchring bench allreduce --ranks 4 --sizes 1024 1048576 --json results.json
 
 Rivals, each at its best settings on one machine:
-    direct     torchring, a gradient bucket: the buffer is in shared memory already, as in training
-    tensor     torchring.all_reduce(op="sum") of a tensor of the script's own
-    ring       torchring's ring over Gloo point-to-point, the algorithm between hosts
+    direct     torchring's algorithm for gradient buckets: the buffer is already in shared memory, as in training
+    tensor     torchring.all_reduce(op="sum") of an ordinary tensor
+    ring       torchring's algorithm between hosts: a ring over Gloo point-to-point
     gloo       torch.distributed.all_reduce, what DistributedDataParallel uses on CPUs
     open mpi   Allreduce in place through mpi4py, buffer protocol (if mpirun is found)
-    horovod    hvd.allreduce_ in place over MPI, cycle time 0.1 ms (if it can be imported); after the others, because
-               its background thread would slow them
-    copy       not a rival: every rank copies a buffer of that size at the same time. The all-reduce of S bytes on two
-               ranks has to read S and write S per rank, which is what a copy does: the memory bus's floor.
-Every result is checked. Up to 1 MiB a turn is 20 calls in a row, and their mean counts; above, it is one call.
+    horovod    hvd.allreduce_ in place over MPI, cycle time 0.1 ms (if it can be imported). Horovod comes after the
+               others, because its background thread would slow them down
+    copy       not a rival: every rank copies a buffer of the same size, all at the same time. An all-reduce of S bytes
+               on two ranks reads S bytes and writes S bytes on each rank, as a copy does: the memory bus allows
+               little less time
+Every result is checked. Up to 1 MiB a turn is 20 calls in a row, and counts with their mean. Above, a turn is one call.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256
 
 def main() -> int:
     parser = measure.parser("allreduce", __doc__ or "")
-    parser.add_argument("--ranks", type=measure.several, nargs="+", default=[2, 4], help="one table for each")
-    parser.add_argument("--sizes", type=measure.positive, nargs="+", default=SIZES, help="bytes")
-    parser.add_argument("--seconds", type=duration, default=4.0, help="per size")
-    parser.add_argument("--most", type=measure.positive, default=300, help="repetitions at the most")
-    parser.add_argument("--no-mpi", action="store_true", help="leave Open MPI and Horovod out even if they are there")
+    parser.add_argument("--ranks", type=measure.several, nargs="+", default=[2, 4], help="one table for each number")
+    parser.add_argument("--sizes", type=measure.positive, nargs="+", default=SIZES, help="sizes in bytes")
+    parser.add_argument("--seconds", type=duration, default=4.0, help="time for each size")
+    parser.add_argument("--most", type=measure.positive, default=300, help="largest number of repetitions")
+    parser.add_argument("--no-mpi", action="store_true", help="leave out Open MPI and Horovod")
     parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -104,7 +105,7 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
     rivals["copy"] = lambda: target.copy_(buffers["copy"])
 
     def take_turns(rivals: dict[str, Turn], seconds: float) -> dict[str, Spread]:
-        for name, turn in rivals.items():  # the results, before the times
+        for name, turn in rivals.items():  # check the results before timing
             buffers[name].copy_(source)
             turn()
             if name != "copy":

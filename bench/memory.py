@@ -3,27 +3,32 @@
     torchring bench memory                                 mlp, vgg and gpt, 2 ranks
     torchring bench memory --models gpt --rivals torchring alone --ranks 4 --json results.json
 
-Rivals, one after the other, with plain SGD, which keeps nothing per parameter:
+Rivals, one after the other, with plain SGD, which keeps no state for parameters:
     torchring      torchring.wrap(optimizer, model)
     ddp            DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     ddp, no views  DistributedDataParallel(model): gradients and buckets are separate
-    alone          no communication at all; its processes import and connect the same things
+    alone          no communication at all; its processes import the same modules and open the same connections
 
-Two measures, from when model and optimizer exist:
-    RSS   every page that a rank's process has touched; the peak as the kernel keeps it. A page that two ranks share
-          counts in both, so the ranks' sum is more than the machine spends.
-    PSS   the same with a page of n processes counted 1/n in each: what the ranks add up to is what the machine spends.
-          Looked at about 40 times a second, at the end of each backward and after each step.
-"steady" leaves out the first two steps, in which torchring and DDP build their buckets and rebuild them once in the
+Memory is measured in two ways, from when model and optimizer exist:
+    RSS   all pages that a rank's process has touched. The peak is the kernel's. A page that two ranks share counts in
+          both, so the sum over ranks is more than the machine spends.
+    PSS   a page that n processes share counts 1/n in each, so the sum over ranks is what the machine spends. Sampled
+          about 40 times a second, at the end of each backward, and after each step.
+"steady" leaves out the first two steps, in which torchring and DDP build their buckets, and rebuild them once in the
 order in which gradients became ready.
 
-A rival's cost is its worst rank's memory minus that of "alone", which holds one copy of the gradients. The claim:
-torchring costs at most one more by either measure. Its gradients lie in its wires, so they cost nothing beyond alone's.
-A rank reads and writes its own slice of its peers' wires and never touches the rest, so of N ranks each has (N-1)/N of
-a copy more in its RSS, and nothing in its PSS, since the owner counts so much less. On top comes the gradient that
-autograd has just made, until it is copied into the wire: the largest tensors, and as much as the allocator keeps of
-them for the next ones, which differs from run to run by a tenth of a copy or two. The second plan's wires are opened
-when zero_grad() has let go of the first one's, so the two never add up.
+A rival's cost is the memory of its worst rank, minus that of the worst rank of "alone", which holds one copy of the
+gradients. The claim: by RSS and by PSS, torchring costs at most one more copy of the gradients. The cost has these
+parts:
+
+- Gradients lie in torchring's wire buffers, so they cost no more than those of "alone".
+- A rank reads and writes its own slice of its peers' wire buffers, and never touches the rest. With N ranks this adds
+  (N-1)/N of a copy to the RSS of each rank. It adds nothing to PSS, as the owner of a shared page counts less of it.
+- A gradient that autograd has just made needs memory until it is copied into the wire buffer, and the allocator keeps
+  some of this memory for later gradients. Large tensors decide how much: it differs by 0.1 or 0.2 copies from run to
+  run.
+- torchring plans its buckets a second time. It opens the new wire buffers after zero_grad() has freed the old ones, so
+  the two sets never exist at the same time.
 """
 
 from __future__ import annotations
@@ -44,28 +49,28 @@ from torch.nn.parallel import DistributedDataParallel
 import torchring
 from torchring.bench import measure, step
 from torchring.bench.models import MODELS
-from torchring.bench.step import Contestant
+from torchring.bench.step import Trainer
 
 NUM_BUILDING_STEPS = 2
 MOST_COPIES = 1.0
-PAUSE_SECONDS = 0.02  # a look takes 5 ms where there are 800 MiB
+PAUSE_SECONDS = 0.02  # between two samples; a sample takes 5 ms in a process of 800 MiB
 MEASURES = {"peak_rss": "peak RSS", "peak_pss": "peak PSS", "steady_rss": "steady RSS", "steady_pss": "steady PSS"}
 
 
-class Watch(threading.Thread):
-    """Looks at this process's PSS every now and then, and whenever it is asked to; `seen` is in bytes."""
+class PssSampler(threading.Thread):
+    """Samples the PSS of this process, in bytes: all the time, and whenever `sample` is called."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.seen: list[int] = []
+        self.samples: list[int] = []
         self._is_over = threading.Event()
 
     def run(self) -> None:
         while not self._is_over.wait(PAUSE_SECONDS):
-            self.look()
+            self.sample()
 
-    def look(self) -> None:
-        self.seen.append(pss_bytes())
+    def sample(self) -> None:
+        self.samples.append(pss_bytes())
 
     def stop(self) -> None:
         self._is_over.set()
@@ -77,9 +82,9 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["mlp", "vgg", "gpt"])
     parser.add_argument("--rivals", nargs="+", choices=list(RIVALS), default=list(RIVALS))
     parser.add_argument("--ranks", type=measure.several, default=2)
-    parser.add_argument("--steps", type=measure.positive, default=6, help=f"more than {NUM_BUILDING_STEPS}")
+    parser.add_argument("--steps", type=measure.positive, default=6, help=f"more than {NUM_BUILDING_STEPS} steps")
     parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # of one rival: the file for rank 0's row
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # run as a rank; rank 0 writes its row to this file
     options = parser.parse_args()
     if options.steps <= NUM_BUILDING_STEPS:
         parser.error(f"--steps must be more than {NUM_BUILDING_STEPS}, got {options.steps}")
@@ -93,7 +98,7 @@ def main() -> int:
 
 
 def measure_rival(model: str, rival: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Train in fresh processes; the row that rank 0 wrote."""
+    """Train one rival in new processes. Returns the row that rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "row.json")
         arguments = ["--models", model, "--rivals", rival, "--steps", str(options.steps), "--worker", str(file)]
@@ -104,7 +109,7 @@ def measure_rival(model: str, rival: str, options: argparse.Namespace) -> dict[s
 
 
 def work(options: argparse.Namespace) -> int:
-    """One rank of one rival."""
+    """Train as one rank of one rival. Rank 0 writes the row."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torchring.barrier()
@@ -113,29 +118,29 @@ def work(options: argparse.Namespace) -> int:
     workload = MODELS[name]()
     parameters = list(workload.model.parameters())
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(options.steps)]
-    peak_is_exact = forget_peak()
-    watch = Watch()
-    watch.start()
-    contestant = RIVALS[rival](workload.model)
-    building_rss, num_building_looks = 0, 0
+    peak_is_exact = reset_peak()
+    sampler = PssSampler()
+    sampler.start()
+    trainer = RIVALS[rival](workload.model)
+    building_rss, num_building_samples = 0, 0
     for i, batch in enumerate(batches):
         if i == NUM_BUILDING_STEPS:
-            building_rss, num_building_looks = peak_rss_bytes(), len(watch.seen)
-            forget_peak()
-        contestant.optimizer.zero_grad()
-        workload.loss(contestant.model, batch).backward()  # type: ignore[no-untyped-call]
-        watch.look()
-        contestant.optimizer.step()
-        watch.look()
-        torchring.barrier()  # so that no rank is through while another has not touched its share yet
-    watch.stop()
+            building_rss, num_building_samples = peak_rss_bytes(), len(sampler.samples)
+            reset_peak()
+        trainer.optimizer.zero_grad()
+        workload.loss(trainer.model, batch).backward()  # type: ignore[no-untyped-call]
+        sampler.sample()
+        trainer.optimizer.step()
+        sampler.sample()
+        torchring.barrier()  # no rank ends before all ranks have touched their slices
+    sampler.stop()
     steady_rss = peak_rss_bytes()
     mine = {
         "peak_rss": max(building_rss, steady_rss),
-        "peak_pss": max(watch.seen),
+        "peak_pss": max(sampler.samples),
         "steady_rss": steady_rss,
-        "steady_pss": max(watch.seen[num_building_looks:]),
-        "last_pss": watch.seen[-1],
+        "steady_pss": max(sampler.samples[num_building_samples:]),
+        "last_pss": sampler.samples[-1],
     }
     of_all = torchring.all_gather_object(mine)
     if torchring.rank() == 0:
@@ -152,12 +157,12 @@ def work(options: argparse.Namespace) -> int:
     return 0
 
 
-def with_ddp_without_views(model: torch.nn.Module) -> Contestant:
+def with_ddp_without_views(model: torch.nn.Module) -> Trainer:
     ddp = DistributedDataParallel(model)
-    return Contestant(ddp, step.sgd(ddp), [])
+    return Trainer(ddp, step.sgd(ddp), [])
 
 
-RIVALS: dict[str, Callable[[torch.nn.Module], Contestant]] = {
+RIVALS: dict[str, Callable[[torch.nn.Module], Trainer]] = {
     "torchring": step.with_torchring,
     "ddp": step.with_ddp,
     "ddp, no views": with_ddp_without_views,
@@ -166,17 +171,17 @@ RIVALS: dict[str, Callable[[torch.nn.Module], Contestant]] = {
 
 
 def pss_bytes() -> int:
-    """This process's pages now, shared ones in proportion."""
+    """The PSS of this process now."""
     return _kilobytes("/proc/self/smaps_rollup", "Pss:") * 1024
 
 
 def peak_rss_bytes() -> int:
-    """The most that this process had in memory since `forget_peak`."""
+    """The largest RSS of this process since `reset_peak`."""
     return _kilobytes("/proc/self/status", "VmHWM:") * 1024
 
 
-def forget_peak() -> bool:
-    """Let the kernel's peak begin again. False where it does not allow that: then it includes building the model."""
+def reset_peak() -> bool:
+    """Reset the kernel's peak. False where the kernel refuses: then the peak includes building the model."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -189,7 +194,7 @@ def _kilobytes(file: str, field: str) -> int:
 
 
 def above_alone(row: dict[str, Any], rows: Sequence[dict[str, Any]], key: str) -> int | None:
-    """By how many bytes a rival's worst rank exceeds that of "alone"; None where that was not measured."""
+    """By how many bytes a rival's worst rank exceeds the worst rank of "alone"; None if "alone" was not measured."""
     for other in rows:
         if (other["model"], other["rival"]) == (row["model"], "alone"):
             return int(max(row["memory_bytes"][key]) - max(other["memory_bytes"][key]))
@@ -197,7 +202,7 @@ def above_alone(row: dict[str, Any], rows: Sequence[dict[str, Any]], key: str) -
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Whether the claim holds, a line for each model and measure."""
+    """Whether torchring keeps its claim: a line for each model, for RSS and for PSS."""
     lines = []
     for row in rows:
         for key in ("peak_rss", "peak_pss"):
@@ -224,9 +229,9 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     title += f"{about['steps']} steps"
     measure.print_table(f"{title} {measure.origin(about)}", columns, table)
     if not all(row["peak_is_exact"] for row in rows):
-        print("\nThe kernel did not let its peak begin again: RSS includes building the model, and is never steady.")
+        print("\nThe kernel refused to reset its peak, so peak RSS and steady RSS both include building the model.")
     if lines := verdicts(rows):
-        print("\ntorchring's claim, at most one more copy of the gradients than alone:\n")
+        print("\ntorchring claims to cost at most one copy of the gradients more than alone:\n")
         print("\n".join(lines))
 
 

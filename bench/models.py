@@ -14,7 +14,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Workload:
-    """A model, a batch of random data for a seed, and the loss."""
+    """A model, a function that makes a batch of random data from a seed, and the loss."""
 
     model: nn.Module
     batch: Callable[..., Batch]
@@ -67,13 +67,13 @@ class Bottleneck(nn.Module):
 
 
 def mlp() -> Workload:
-    """10 x 2048 x 2048, batch 16: 42 M parameters in large tensors, little arithmetic for each."""
+    """10 linear layers of 2048 x 2048, batch 16: 42 M parameters in large tensors, with little arithmetic for each."""
     layers = [layer for _ in range(10) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
     return Workload(nn.Sequential(*layers[:-1]), lambda seed: _features(seed, 16, 2048, 2048))
 
 
 def gpt() -> Workload:
-    """6 layers of width 384, 8192 tokens, batch 2 x 64."""
+    """A transformer with 6 layers of width 384 and 8192 tokens; batches of 2 sequences of 64 tokens."""
     model = nn.Sequential(
         nn.Embedding(8192, 384), *(Block(384, 6) for _ in range(6)), nn.LayerNorm(384), nn.Linear(384, 8192)
     )
@@ -87,13 +87,13 @@ def gpt() -> Workload:
 
 
 def small() -> Workload:
-    """200 x (Linear 64 + LayerNorm 64): 802 tensors of at most 16 KiB, where bookkeeping is what costs."""
+    """200 x (Linear 64 + LayerNorm 64): 802 tensors of at most 16 KiB. Bookkeeping takes most of the time."""
     layers = [layer for _ in range(200) for layer in (nn.Linear(64, 64), nn.LayerNorm(64))]
     return Workload(nn.Sequential(*layers, nn.Linear(64, 64)), lambda seed: _features(seed, 16, 64, 64))
 
 
 def vgg() -> Workload:
-    """VGG-16's layers on 32 x 32 images, 1000 classes, batch 4: two thirds of its bytes in two layers."""
+    """VGG-16's layers on 32 x 32 images, 1000 classes, batch 4. Two layers hold two thirds of the bytes."""
     widths = [64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0]
     layers: list[nn.Module] = []
     channels = 3
@@ -108,7 +108,7 @@ def vgg() -> Workload:
 
 
 def resnet() -> Workload:
-    """ResNet-50's layers on 32 x 32 images, 1000 classes, batch 4: 161 tensors, most of them small."""
+    """ResNet-50's layers on 32 x 32 images, 1000 classes, batch 4. Most of the 161 tensors are small."""
     stages: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
     channels = 64
     for width, depth, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):

@@ -1,4 +1,4 @@
-"""Network namespaces as stand-ins for hosts: N of them on one switch, with links of a given rate.
+"""Network namespaces as stand-ins for hosts: N hosts on one switch, with links of a given rate.
 
     with Network(2, rate="1gbit") as network:
         process = subprocess.Popen(network.command(1, ["python", "train.py"]))
@@ -7,13 +7,14 @@
       eth0 10.77.0.1                        eth0 10.77.0.2                  tbf: what the host sends
            |                                     |                          veth pairs
          port0 ------------ switch ----------- port1                        tbf: what the host receives
-                torchring-4711-0-switch                                     a namespace, too
+                torchring-4711-0-switch                                     also a namespace
 
-The bridge has a namespace of its own, so nothing appears among this machine's interfaces, its firewall has no say, and
-the whole network goes when the namespaces do. Abstract Unix sockets end at a namespace: ranks in different ones cannot
-hand each other memory, exactly as on different hosts. Everything else (processor, file system) they share.
+The switch is a bridge in a namespace of its own. So the machine's interfaces stay as they are, the machine's firewall
+does not apply, and the whole network goes when the namespaces are deleted. Abstract Unix sockets do not reach into
+another namespace: as on different hosts, ranks in different namespaces cannot share memory. The hosts share everything
+else, such as the processor and the file system.
 
-Linux, root and iproute2; `why_unavailable` says what is missing.
+Needs Linux, root and iproute2; `why_unavailable` says which one is missing.
 """
 
 from __future__ import annotations
@@ -34,38 +35,38 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-INTERFACE: Final = "eth0"  # of every host; for GLOO_SOCKET_IFNAME
+INTERFACE: Final = "eth0"  # the network interface of every host; for GLOO_SOCKET_IFNAME
 _FOLDER: Final = Path("/run/netns")  # where `ip netns` keeps the names
 _NAME: Final = re.compile(r"torchring-(\d+)-(\d+)-(?:switch|host\d+)")
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-# That may pass at once after a pause. At 1 Gbit/s a TCP connection moved 0.087 GB/s with 0.1 ms, 0.098 with 0.3, and
-# with 1 ms 0.1195: all of the line but headers.
+# How much a link may send at once after a pause, in seconds of its rate. At 1 Gbit/s a TCP connection moved 0.087 GB/s
+# with bursts of 0.1 ms, 0.098 GB/s with 0.3 ms, and 0.1195 GB/s with 1 ms. Headers take the rest.
 _BURST_SECONDS: Final = 1e-3
-_SMALLEST_BURST_BYTES: Final = 128 << 10  # two packets as large as the kernel makes them
-_QUEUE_SECONDS: Final = 25e-3  # that may wait at a port before packets are dropped
+_SMALLEST_BURST_BYTES: Final = 128 << 10  # two packets of the kernel's largest size
+_QUEUE_SECONDS: Final = 25e-3  # how long packets may wait at a port; others are dropped
 _LARGEST_NUM_HOSTS: Final = 250
-_PATIENCE_SECONDS: Final = 3.0  # for killed processes to be gone
+_KILL_SECONDS: Final = 3.0  # how long to wait until killed processes are gone
 
 _serial_numbers = itertools.count()
-_open_here: set[str] = set()  # beginnings of the names that this process uses now
+_open_here: set[str] = set()  # prefixes of the names that this process uses now
 
 
 class NetworkError(RuntimeError):
-    """A network of namespaces could not be built or changed; the text has the command and what it said."""
+    """A network could not be built or changed. The text has the command that failed, and its output."""
 
 
 class Network:
     """N hosts on one switch. A context manager: the hosts exist inside it.
 
-    On leaving, also by an exception, the processes that still run on the hosts are killed and the namespaces deleted.
-    What a process that was itself killed has left, the next `Network` on the machine removes.
+    Leaving the context, also by an exception, kills the processes that still run on the hosts, and deletes the
+    namespaces. If the process is killed, the next `Network` on the machine deletes the namespaces that it has left.
 
     Args:
-        num_hosts: 1 to 250.
-        rate: of every link in either direction, as `set_rate` takes it.
+        num_hosts: number of hosts, 1 to 250.
+        rate: rate of every link in either direction, as `set_rate` takes it.
 
     Attributes:
-        addresses: of the hosts, as dotted quads.
+        addresses: the IPv4 address of each host, in dotted form.
     """
 
     def __init__(self, num_hosts: int, *, rate: str | None = None) -> None:
@@ -98,21 +99,21 @@ class Network:
         return len(self.addresses)
 
     def name(self, host: int) -> str:
-        """The host's namespace, as `ip netns` knows it."""
+        """The name of the host's namespace, as `ip netns` shows it."""
         if not 0 <= host < self.num_hosts:
             raise ValueError(f"host must be 0 to {self.num_hosts - 1}, got {host!r}")
         return f"{self._stem}-host{host}"
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """What to run so that `command` runs on the host. The process becomes the command: same id, same signals."""
+        """A command line that runs `command` on the host, in the same process: process id and signals stay."""
         return [_tool("ip"), "netns", "exec", self.name(host), *command]
 
     def set_rate(self, rate: str | None, *, host: int | None = None) -> None:
-        """Limit both directions of a link, or of all.
+        """Limit both directions of one link, or of all links.
 
         Args:
-            rate: as "1gbit", "200mbit" or "64kbit" (see `bits_per_second`); None takes the limit away.
-            host: whose link; None means every host's.
+            rate: a rate such as "1gbit", "200mbit" or "64kbit" (see `bits_per_second`); None removes the limit.
+            host: the host of the link; None means all links.
         """
         bits = None if rate is None else bits_per_second(rate)
         for index in range(self.num_hosts) if host is None else [host]:
@@ -126,8 +127,8 @@ class Network:
             self._limited[index] = bits is not None
 
     def set_link(self, host: int, up: bool) -> None:
-        """Pull the host's cable out of the switch, or put it back. Connections stay, and stall meanwhile."""
-        self.name(host)  # refuses a host that there is not
+        """Take the host's link down, or up again. Connections stall while the link is down, but do not break."""
+        self.name(host)  # raises for a host that does not exist
         _run("ip", f"-n {self._switch} link set port{host} {'up' if up else 'down'}")
 
     @property
@@ -137,7 +138,7 @@ class Network:
     def _build(self) -> None:
         _run("ip", f"netns add {self._switch}")
         _run("ip", f"-n {self._switch} link add bridge type bridge")
-        # No addresses of their own choice: IPv6's search for neighbours would be in the way of what is measured.
+        # No automatic IPv6 addresses: the messages of neighbour discovery would disturb the measurements.
         _run("ip", f"-n {self._switch} link set bridge addrgenmode none up")
         for host, address in enumerate(self.addresses):
             name = self.name(host)
@@ -159,7 +160,10 @@ class Network:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Why this process cannot have a `Network`, as a clause ("... needs root"); None where it can. Tries it, once."""
+    """Why this process cannot build a `Network`, as a clause such as "making network namespaces needs root".
+
+    Returns None where it can. The first call tries to build a network, and later calls return the same answer.
+    """
     if not sys.platform.startswith("linux"):
         return "network namespaces are a part of Linux"
     if os.geteuid() != 0:
@@ -172,7 +176,7 @@ def why_unavailable() -> str | None:
 
 
 def bits_per_second(rate: str) -> int:
-    """A rate as `tc` writes it: "1gbit" -> 1000000000. Raises ValueError for anything else than N[k|m|g|t]bit."""
+    """Parse a rate as `tc` writes it: "1gbit" -> 1000000000. Raises ValueError unless it is N[k|m|g|t]bit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)bit", rate.lower())
     bits = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if not bits:
@@ -181,7 +185,7 @@ def bits_per_second(rate: str) -> int:
 
 
 def _remove_abandoned() -> None:
-    """Delete what processes that are gone, or an earlier one with this process's id, have left."""
+    """Delete namespaces of processes that have ended, also of an earlier process with this process's id."""
 
     def is_abandoned(name: str) -> bool:
         match = _NAME.fullmatch(name)
@@ -195,30 +199,30 @@ def _remove_abandoned() -> None:
 
 
 def _remove_namespaces(is_meant: Callable[[str], bool]) -> None:
-    """Kill the processes in these namespaces, which would keep them alive, and delete their names."""
+    """Delete namespaces. First kills the processes in them, which would keep the namespaces alive."""
     names = [path.name for path in _FOLDER.glob("torchring-*") if is_meant(path.name)]
     for name in names:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _KILL_SECONDS
         while (pids := _processes_in(name)) and time.monotonic() < deadline:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
     for name in names:
-        with contextlib.suppress(NetworkError):  # another process may be clearing up, too
+        with contextlib.suppress(NetworkError):  # another process may be deleting it, too
             _run("ip", f"netns delete {name}")
 
 
 def _processes_in(name: str) -> list[int]:
     try:
         return [int(pid) for pid in _run("ip", f"netns pids {name}").split()]
-    except NetworkError:  # its name exists, but it was not finished
+    except NetworkError:  # the name exists, but the namespace was never completed
         return []
 
 
 def _run(tool: str, arguments: str) -> str:
     command = [_tool(tool), *arguments.split()]
-    # A session of its own: Ctrl-C is for this process to handle, not for half of a change to die of.
+    # In a session of its own, so that Ctrl-C does not kill the command halfway through a change.
     result = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
     if result.returncode != 0:
         raise NetworkError(f"`{tool} {arguments}` failed: {result.stderr.strip() or result.returncode}")
@@ -234,8 +238,8 @@ def _tool(name: str) -> str:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C, and being asked to terminate, wait until what is in here is done."""
-    if threading.current_thread() is not threading.main_thread():  # where neither arrives
+    """Inside, SIGINT and SIGTERM wait until the end of the context."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
     received: list[int] = []

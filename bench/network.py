@@ -3,25 +3,27 @@
     torchring bench network                              GPT; 1 and 10 Gbit/s; 2 hosts x 1 rank and 2 hosts x 2 ranks
     torchring bench network --rates 1gbit --layouts 4x1 --seconds 60 --json results.json
 
-Network namespaces of this machine stand in for hosts (`netns.py`; takes root and iproute2): all ranks share its cores,
-and what is real is the rate of the links between them. One thread per rank. Rivals, each with its own copy of the
-model, take turns as in `step.py`:
+Network namespaces of this machine stand in for hosts (`netns.py`, which needs root and iproute2). The links between
+hosts have the given rate, but all ranks share the cores of one machine. Each rank has one thread. Rivals take turns,
+each with its own copy of the model:
     torchring        torchring.wrap(optimizer, model)
     torchring bf16   the same with compression="bf16"
     ddp              DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     ddp fp16         the same with fp16_compress_hook
     alone            no communication at all
 
-The wire floor is the time that one link needs, at its nominal rate, for what has to cross it in either direction: in a
-ring of H hosts 2(H-1)/H of the gradients' bytes, half of that in 16 bits. No step is faster, whatever it hides.
+The wire floor is the time that one link needs, at its nominal rate, for all bytes that cross it in one direction. In a
+ring of H hosts, 2(H-1)/H of the gradients' bytes cross each link; in 16 bits, half as many. No step takes less time
+than the wire floor, however much communication backward hides.
 
-What backward cannot hide of a reduction is the larger of two: what the wire still needs when backward is over (its time
-at the rate that raw Gloo reaches, less a backward of "alone"), and the time of the bucket that is ready last. The
-report compares torchring's exposed time with it.
+Backward cannot hide all communication. The larger of two times must stay exposed: the time that the link needs beyond a
+backward of "alone", at the rate that raw Gloo reaches, and the link's time for the bucket that is ready last. The
+report compares torchring's exposed time with this bound.
 
-All rivals must train alike. A few steps change a loss by little, so weights are compared: how far a rival's are from
-torchring's at the end, relative to how far these have come. Gradients rounded to bf16 are off by 0.4 % per rank and hop
-at most, and the bound is 2 %; for ddp it is 0.1 %. "alone" shows what a rival that reduced nothing would get.
+All rivals must train alike. A few steps hardly change a loss, so the weights are compared: the distance of a rival's
+weights from torchring's at the end, divided by the distance that training moved torchring's. Rounding gradients to bf16
+changes them by at most 0.4 % per rank and hop, and the bound is 2 %. For ddp the bound is 0.1 %. "alone" shows the
+distance of a rival that reduces nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from torchring.bench import measure, netns, step
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.bench.netns import Network
-from torchring.bench.step import Contestant
+from torchring.bench.step import Trainer
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import Compression
 from torchring.launch.arguments import duration
@@ -57,13 +59,13 @@ from torchring.world import default_world
 
 ROUNDED = ("torchring bf16", "ddp fp16")
 LARGEST_WEIGHT_DIFFERENCE = {"ddp": 1e-3, "torchring bf16": 2e-2, "ddp fp16": 2e-2, "alone": float("inf")}
-PORT = 29500  # free: the namespaces are new
+PORT = 29500  # always free, as the namespaces are new
 PROBE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many hosts, and ranks on each. Ranks are numbered host by host."""
+    """The number of hosts, and of ranks on each host. Ranks are numbered host by host."""
 
     hosts: int
     ranks_per_host: int
@@ -86,21 +88,23 @@ class Layout:
 
 def main() -> int:
     parser = measure.parser("network", __doc__ or "")
-    parser.add_argument("--rates", type=_rate, nargs="+", default=["1gbit", "10gbit"], help="as tc writes them")
+    parser.add_argument(
+        "--rates", type=_rate, nargs="+", default=["1gbit", "10gbit"], help="of the links, as tc writes them"
+    )
     parser.add_argument("--layouts", type=Layout.parse, nargs="+", default=[Layout(2, 1), Layout(2, 2)])
     parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
-    parser.add_argument("--seconds", type=duration, default=40.0, help="per rate and layout")
-    parser.add_argument("--most", type=measure.positive, default=30, help="steps of each rival at the most")
+    parser.add_argument("--seconds", type=duration, default=40.0, help="time for each rate and layout")
+    parser.add_argument("--most", type=measure.positive, default=30, help="largest number of steps of each rival")
     parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # the file for rank 0's row
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # run as a rank; rank 0 writes its row to this file
     options = parser.parse_args()
     if options.worker is not None:
         return work(options)
     if (reason := netns.why_unavailable()) is not None:
-        print(f"bench/network.py needs network namespaces: {reason}", file=sys.stderr)
+        print(f"torchring bench network needs network namespaces: {reason}", file=sys.stderr)
         return 2
     rows = []
-    with measure.stopped_by_signals():  # a network has to be taken down
+    with measure.stopped_by_signals():  # so that the network is removed
         for layout in options.layouts:
             for rate in options.rates:
                 rows.append(measure_link(layout, rate, options))
@@ -111,7 +115,7 @@ def main() -> int:
 
 
 def measure_link(layout: Layout, rate: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Start the ranks on hosts joined by such links; the row that rank 0 wrote."""
+    """Run the ranks on hosts that are joined by links of `rate`. Returns the row that rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder, Network(layout.hosts, rate=rate) as network:
         file = Path(folder, "row.json")
         worker = [sys.executable, __file__, "--model", options.model, "--worker", str(file)]
@@ -119,7 +123,7 @@ def measure_link(layout: Layout, rate: str, options: argparse.Namespace) -> dict
         shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(layout.num_ranks)}
         shared |= {"LOCAL_WORLD_SIZE": str(layout.ranks_per_host), "GROUP_WORLD_SIZE": str(layout.hosts)}
         shared |= {"GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
-        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # no warnings that the addresses have no names
+        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise PyTorch warns that the addresses have no names
         commands = []
         for rank in range(layout.num_ranks):
             host, local_rank = divmod(rank, layout.ranks_per_host)
@@ -134,7 +138,7 @@ def measure_link(layout: Layout, rate: str, options: argparse.Namespace) -> dict
 
 
 def work(options: argparse.Namespace) -> int:
-    """One rank."""
+    """Run as one rank. Rank 0 writes the row."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     gigabytes_per_second = probe_link()
@@ -142,13 +146,13 @@ def work(options: argparse.Namespace) -> int:
     if torchring.rank() == 0:
         Path(options.worker).write_text(json.dumps({**row, "link_gigabytes_per_second": gigabytes_per_second}))
     torchring.barrier()
-    torchring.shutdown()  # and Gloo's threads, before the interpreter goes, which they may need
+    torchring.shutdown()  # ends Gloo's threads while the interpreter, which they may need, still exists
     dist.destroy_process_group()
     return 0
 
 
 def probe_link() -> float:
-    """What raw Gloo moves between the first ranks of the first two hosts, both ways at once: GB/s in each direction."""
+    """The rate in GB/s, per direction, at which Gloo sends both ways at once between the first ranks of two hosts."""
     partner = {0: torchring.local_size(), torchring.local_size(): 0}.get(torchring.rank())
     seconds = []
     outgoing, incoming = torch.ones(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
@@ -168,17 +172,18 @@ def probe_link() -> float:
 
 def compare(name: str, build: Callable[[], Workload], options: argparse.Namespace) -> dict[str, Any]:
     """Time all rivals on one model."""
-    contestants: dict[str, Contestant] = {}
+    trainers: dict[str, Trainer] = {}
     for rival, wrap in RIVALS.items():
         torch.manual_seed(0)
         workload = build()
-        contestants[rival] = wrap(workload.model)
+        trainers[rival] = wrap(workload.model)
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
 
-    # As long as a process has several distributed optimizers, none of them overlaps, since one backward may reach the
-    # parameters of any. Here none does: each is by itself in its turn, as it would be in a process of its own.
+    # While a process has several distributed optimizers, torchring overlaps none of them with backward: a backward may
+    # reach the parameters of several. Here no backward does. So only the optimizer whose turn it is stays in the group,
+    # and overlaps as it would in a process of its own.
     group = default_world().shared(OptimizerGroup)
-    members = {rival: group.owners_of(c.model.parameters()) for rival, c in contestants.items()}
+    members = {rival: group.owners_of(t.model.parameters()) for rival, t in trainers.items()}
 
     def prepare(rival: str) -> None:
         for others in members.values():
@@ -188,23 +193,23 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
             group.join(member)
 
     spreads = measure.take_turns(
-        {rival: functools.partial(c.step, workload, batches) for rival, c in contestants.items()},
+        {rival: functools.partial(t.step, workload, batches) for rival, t in trainers.items()},
         prepare=prepare,
         warmups=2,
         seconds=options.seconds,
         most=options.most,
     )
-    backward_ms = time_backward(contestants["alone"], workload, batches)
+    backward_ms = time_backward(trainers["alone"], workload, batches)
     torch.manual_seed(0)
-    weight_differences = check_weights(contestants, build().model)
+    weight_differences = check_weights(trainers, build().model)
     last_bytes = {
         rival: max(member.reduction.buckets[-1].plan.num_bytes for member in found)
         for rival, found in members.items()
         if found
     }
-    stats = {rival: vars(contestants[rival].optimizer.stats()) for rival, found in members.items() if found}
+    stats = {rival: vars(trainers[rival].optimizer.stats()) for rival, found in members.items() if found}
     for rival in stats:
-        contestants[rival].optimizer.close()
+        trainers[rival].optimizer.close()
     parameters = list(workload.model.parameters())
     return {
         "model": name,
@@ -220,8 +225,8 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
     }
 
 
-def time_backward(alone: Contestant, workload: Workload, batches: Sequence[Batch]) -> float:
-    """Median milliseconds of a backward that sends nothing, while all ranks run one. Leaves the weights as they are."""
+def time_backward(alone: Trainer, workload: Workload, batches: Sequence[Batch]) -> float:
+    """The median milliseconds of a backward without communication, run by all ranks at once. Keeps the weights."""
     seconds = []
     for batch in batches:
         alone.optimizer.zero_grad()
@@ -234,23 +239,23 @@ def time_backward(alone: Contestant, workload: Workload, batches: Sequence[Batch
     return statistics.median(seconds) * 1e3
 
 
-def with_torchring(model: torch.nn.Module, compression: Compression | None = None) -> Contestant:
-    # All ranks have seeded alike, so there is nothing to send first.
+def with_torchring(model: torch.nn.Module, compression: Compression | None = None) -> Trainer:
+    # All ranks have used the same seed, so the initial state is already the same.
     optimizer = torchring.wrap(step.sgd(model), model, compression=compression, sync_initial_state=False)
-    return Contestant(model, optimizer, [])
+    return Trainer(model, optimizer, [])
 
 
-def with_torchring_bf16(model: torch.nn.Module) -> Contestant:
+def with_torchring_bf16(model: torch.nn.Module) -> Trainer:
     return with_torchring(model, "bf16")
 
 
-def with_ddp_fp16(model: torch.nn.Module) -> Contestant:
+def with_ddp_fp16(model: torch.nn.Module) -> Trainer:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     ddp.register_comm_hook(None, fp16_compress_hook)
-    return Contestant(ddp, step.sgd(ddp), [])
+    return Trainer(ddp, step.sgd(ddp), [])
 
 
-RIVALS: dict[str, Callable[[torch.nn.Module], Contestant]] = {
+RIVALS: dict[str, Callable[[torch.nn.Module], Trainer]] = {
     "torchring": with_torchring,
     "torchring bf16": with_torchring_bf16,
     "ddp": step.with_ddp,
@@ -259,18 +264,24 @@ RIVALS: dict[str, Callable[[torch.nn.Module], Contestant]] = {
 }
 
 
-def check_weights(contestants: dict[str, Contestant], start: torch.nn.Module) -> dict[str, float]:
-    """Distances from torchring's weights, over how far those are from `start`; stops the run if one is too large."""
+def check_weights(trainers: dict[str, Trainer], start: torch.nn.Module) -> dict[str, float]:
+    """The distance of each rival's weights from torchring's, divided by the distance of torchring's from `start`.
+
+    Stops the run if a distance is above the rival's bound.
+    """
 
     def distance(model: torch.nn.Module) -> float:
-        pairs = zip(model.parameters(), contestants["torchring"].model.parameters(), strict=True)
+        pairs = zip(model.parameters(), trainers["torchring"].model.parameters(), strict=True)
         return math.sqrt(sum(float((a.detach() - b.detach()).double().square().sum()) for a, b in pairs))
 
     moved = distance(start)
-    found = {rival: distance(contestants[rival].model) / moved for rival in LARGEST_WEIGHT_DIFFERENCE}
+    found = {rival: distance(trainers[rival].model) / moved for rival in LARGEST_WEIGHT_DIFFERENCE}
     for rival, difference in found.items():
         if not difference <= LARGEST_WEIGHT_DIFFERENCE[rival]:
-            raise SystemExit(f"the weights of {rival} differ from torchring's by {difference:.2e} of what was trained")
+            raise SystemExit(
+                f"the weights of {rival} differ from torchring's by {difference:.2e} of the distance that training "
+                "moved them"
+            )
     return found
 
 
@@ -295,7 +306,7 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     title = f"Training step of {first['model']} between hosts, {first['bytes'] / 2**20:.1f} MiB of gradients, "
     title += f"1 thread per rank on {about['cores']} cores, p50 (p20-p80)"
     measure.print_table(f"{title} {measure.origin(about)}", columns, table)
-    print("\nspeed-up: over ddp. What raw Gloo moves both ways at once, and what torchring's own clock says:\n")
+    print("\nspeed-up: over ddp. Below: the rate of raw Gloo both ways at once, and torchring's own measurements.\n")
     for row in rows:
         nominal = netns.bits_per_second(row["rate"]) / 8e9
         print(f"- {row['rate']}, {row['layout']}: {row['link_gigabytes_per_second']:.3f} GB/s of {nominal:g}")
@@ -304,14 +315,14 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
             wire, last = bound_ms(row, rival)
             print(
                 f"  - {rival} ({stats['algorithm']}, {stats['overlap']}): communication {busy:.0f} ms, of which "
-                f"{exposed:.0f} exposed; not to be hidden: {max(wire, last):.0f} (the wire needs {wire:.0f} more than "
-                f"backward, the last bucket {last:.0f})"
+                f"{exposed:.0f} exposed; at least {max(wire, last):.0f} ms must be (the wire needs {wire:.0f} ms more "
+                f"than backward, and {last:.0f} for the last bucket)"
             )
             print(f"    {stats['reason']}")
 
 
 def bound_ms(row: dict[str, Any], rival: str) -> tuple[float, float]:
-    """(what the wire needs beyond a backward, what the last bucket needs), in milliseconds."""
+    """Milliseconds that must stay exposed: (the wire's time beyond a backward, the wire's time for the last bucket)."""
     hosts = Layout.parse(row["layout"]).hosts
     share = 2 * (hosts - 1) / hosts / (row["link_gigabytes_per_second"] * 1e6)  # milliseconds for each byte
     num_bytes = row["bytes"] / (2 if rival in ROUNDED else 1)

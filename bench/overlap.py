@@ -1,13 +1,14 @@
 """Overlap of communication with backward on a GPU, in one profiled training step.
 
-    torchring bench overlap --trace step.json                     one rank, on which torchring reduces all the same
-    torchring run -np 8 bench/overlap.py --model gpt2-bf16        a GPU each
-    torchring bench overlap --from-trace step.json                what another machine has written
+    torchring bench overlap --trace step.json                     one rank, which runs all kernels nevertheless
+    torchring run -np 8 bench/overlap.py --model gpt2-bf16        eight ranks with a GPU each
+    torchring bench overlap --from-trace step.json                analyse a trace, also from another machine
 
-Profiles a step with torch.profiler after some that warm up, writes a Chrome trace (for Perfetto), and says how
-much of the time of communication kernels lies under kernels of other streams, which while buckets are reduced are
-backward's. Communication kernels are those launched inside the ranges torchring.pack, torchring.direct, torchring.ring
-and so on, but not torchring.unpack, and NCCL's. Above that, a line for each range.
+After some steps that warm up, profiles a step with torch.profiler, and writes a Chrome trace (for Perfetto). Prints how
+much of the time of communication kernels overlaps with kernels of other streams. While buckets are reduced, the kernels
+of other streams are those of backward. Communication kernels are NCCL's, and all kernels that are launched inside the
+ranges torchring.pack, torchring.direct, torchring.ring and so on, except torchring.unpack. A table has a line for each
+range.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from torchring.bench import measure
 from torchring.bench.gpu import training
 
 Interval = tuple[float, float]
-Place = tuple[str, str]
+Track = tuple[str, str]  # (process, thread) on the host, (device, stream) on a GPU
 
 _OURS: Final = "torchring."
-_UNPACK: Final = "torchring.unpack"  # on the stream that computes
-_COMMUNICATION: Final = re.compile(r"^_(pack|direct|ring)_kernel|nccl", re.IGNORECASE)  # where nobody knows the range
+_UNPACK: Final = "torchring.unpack"  # runs on the stream that computes
+_COMMUNICATION: Final = re.compile(r"^_(pack|direct|ring)_kernel|nccl", re.IGNORECASE)  # for kernels outside all ranges
 _LAUNCHES: Final = ("cuda_runtime", "cuda_driver")
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union, as intervals that are apart and ascend; empty ones are dropped.
+    """The union of intervals, as disjoint intervals in ascending order. Empty intervals are dropped.
 
     Example: (5, 6), (0, 2), (1, 3), (3, 4) -> (0, 4), (5, 6).
     """
@@ -57,12 +58,12 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of the union."""
+    """The length of the union of intervals."""
     return math.fsum(end - begin for begin, end in merged(intervals))
 
 
 def common(first: Iterable[Interval], second: Iterable[Interval]) -> float:
-    """Length of what lies in both unions.
+    """The length of the intersection of two unions of intervals.
 
     Example: (0, 4), (5, 6) and (1, 2), (3, 8) -> 1 + 1 + 1 = 3.
     """
@@ -79,35 +80,41 @@ def common(first: Iterable[Interval], second: Iterable[Interval]) -> float:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One that ran on the device; times in microseconds. `correlation` leads to the call that launched it."""
+    """A kernel that ran on the device; times in microseconds. `correlation` is the key of its launch in a `Trace`."""
 
     name: str
-    stream: Place
+    stream: Track
     span: Interval
     correlation: int | None
 
 
 @dataclass(frozen=True)
 class Range:
-    """A range that torchring named, on a thread of the host."""
+    """A range with a name of torchring's, on a thread of the host; times in microseconds."""
 
     name: str
-    thread: Place
+    thread: Track
     span: Interval
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a Chrome trace of torch.profiler says. `launches`: by correlation, on which thread and when."""
+    """The content of a Chrome trace of torch.profiler. `launches`: thread and time of each launch, by correlation."""
 
     kernels: list[Kernel]
     ranges: list[Range]
-    launches: dict[int, tuple[Place, float]]
+    launches: dict[int, tuple[Track, float]]
 
 
 @dataclass(frozen=True)
-class Line:
-    """What was launched inside one range, in milliseconds since the first kernel of the step."""
+class RangeOverlap:
+    """The kernels that were launched inside one range; times in milliseconds.
+
+    Attributes:
+        begin_ms: when the first of them began, counted from the first kernel of the step.
+        busy_ms: how long at least one of them ran.
+        hidden_ms: how long kernels of streams without communication ran at the same time.
+    """
 
     name: str
     begin_ms: float
@@ -117,30 +124,38 @@ class Line:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Milliseconds in which communication kernels ran, and those in which kernels of other streams ran, too."""
+    """How much communication overlaps with computation in a step; times in milliseconds.
+
+    Attributes:
+        num_kernels: number of communication kernels.
+        communication_ms: how long at least one of them ran.
+        hidden_ms: how long kernels of streams without communication ran at the same time.
+        compute_ms: how long kernels of streams without communication ran in all.
+        lines: the same for each range, in the order in which their kernels began.
+    """
 
     num_kernels: int
     communication_ms: float
     hidden_ms: float
     compute_ms: float
-    lines: list[Line]
+    lines: list[RangeOverlap]
 
     @property
     def share(self) -> float:
-        """Hidden, 0 to 1; NaN where there was no communication."""
+        """The share of communication that is hidden, 0 to 1; NaN if there was no communication."""
         return self.hidden_ms / self.communication_ms if self.communication_ms else math.nan
 
 
 def read_trace(file: str | Path) -> Trace:
-    """Of a file, gzipped or not. Raises ValueError for what is no Chrome trace."""
+    """Read a file, gzipped or not. Raises ValueError if the file is not a Chrome trace."""
     data = Path(file).read_bytes()
     content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list):
-        raise ValueError(f"{file} is no Chrome trace: there is no list of events in it")
+        raise ValueError(f"{file} is not a Chrome trace: it has no list of events")
     kernels: list[Kernel] = []
     ranges: list[Range] = []
-    launches: dict[int, tuple[Place, float]] = {}
+    launches: dict[int, tuple[Track, float]] = {}
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
@@ -159,20 +174,20 @@ def read_trace(file: str | Path) -> Trace:
 
 
 def analyse(trace: Trace) -> Overlap:
-    """How much communication lies under the kernels of streams that do not communicate."""
-    inside = {one: _launched_in(one, trace) for one in trace.ranges}
-    known = {kernel for one, found in inside.items() if not one.name.startswith(_UNPACK) for kernel in found}
+    """Compute how much communication overlaps with the kernels of streams without communication."""
+    inside = {named: _launched_in(named, trace) for named in trace.ranges}
+    known = {kernel for named, found in inside.items() if not named.name.startswith(_UNPACK) for kernel in found}
     communicates = [kernel for kernel in trace.kernels if kernel in known or _COMMUNICATION.search(kernel.name)]
     streams = {kernel.stream for kernel in communicates}
     computing = merged(kernel.span for kernel in trace.kernels if kernel.stream not in streams)
     busy = merged(kernel.span for kernel in communicates)
     origin = min((kernel.span[0] for kernel in trace.kernels), default=0.0)
     lines = []
-    for one, found in inside.items():
+    for named, found in inside.items():
         if found:
             spans = [kernel.span for kernel in found]
             under = common(spans, computing) if found[0].stream in streams else 0.0
-            lines.append(Line(one.name, (min(spans)[0] - origin) / 1e3, length(spans) / 1e3, under / 1e3))
+            lines.append(RangeOverlap(named.name, (min(spans)[0] - origin) / 1e3, length(spans) / 1e3, under / 1e3))
     return Overlap(
         num_kernels=len(communicates),
         communication_ms=length(busy) / 1e3,
@@ -182,26 +197,26 @@ def analyse(trace: Trace) -> Overlap:
     )
 
 
-def _launched_in(one: Range, trace: Trace) -> list[Kernel]:
+def _launched_in(named: Range, trace: Trace) -> list[Kernel]:
     found = []
     for kernel in trace.kernels:
         thread, moment = trace.launches.get(-1 if kernel.correlation is None else kernel.correlation, (None, 0.0))
-        if thread == one.thread and one.span[0] <= moment <= one.span[1]:
+        if thread == named.thread and named.span[0] <= moment <= named.span[1]:
             found.append(kernel)
     return found
 
 
 def main() -> int:
     parser = measure.parser("overlap", __doc__ or "")
-    models = {course.name: course for course in training.courses(is_dry=False)}
+    models = {config.name: config for config in training.training_configs(is_dry=False)}
     parser.add_argument("--model", choices=list(models), default=next(iter(models)))
     parser.add_argument(
-        "--algorithm", choices=ALGORITHMS, help="as of torchring.wrap; ring for one rank, else auto, unless said"
+        "--algorithm", choices=ALGORITHMS, help="as in torchring.wrap (default: ring on one rank, else auto)"
     )
-    parser.add_argument("--warmup", type=measure.positive, default=6, help="steps before the one that is profiled")
+    parser.add_argument("--warmup", type=measure.positive, default=6, help="number of steps before the profiled step")
     parser.add_argument("--trace", type=measure.writable, metavar="FILE", help="where to write the Chrome trace")
-    parser.add_argument("--from-trace", metavar="FILE", help="analyse this one, and measure nothing")
-    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write what is said to this file")
+    parser.add_argument("--from-trace", metavar="FILE", help="analyse this trace instead of profiling a step")
+    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the results to this file")
     options = parser.parse_args()
     about = measure.provenance() | {"script": Path(__file__).name}
     if options.from_trace:
@@ -212,7 +227,7 @@ def main() -> int:
             return 2
         return report(analyse(trace), {"trace": options.from_trace}, about, options.json)
     if not torch.cuda.is_available():
-        print("torchring bench overlap needs a CUDA GPU, or a trace made on one: --from-trace FILE", file=sys.stderr)
+        print("torchring bench overlap needs a CUDA GPU, or a trace made with one: --from-trace FILE", file=sys.stderr)
         return 2
     torchring.init()
     device = torchring.device()
@@ -229,33 +244,33 @@ def main() -> int:
 
 
 def profile_step(
-    course: training.Course, algorithm: Algorithm, device: torch.device, num_warmups: int, file: str
+    config: training.TrainingConfig, algorithm: Algorithm, device: torch.device, num_warmups: int, file: str
 ) -> dict[str, Any]:
-    """Collective: train for a while; rank 0 profiles the last step, and writes the trace."""
+    """Collective: all ranks train for some steps. Rank 0 profiles the last step, and writes the trace to `file`."""
     activities, synchronize = [ProfilerActivity.CPU], _nothing
     if device.type == "cuda":
         activities, synchronize = [*activities, ProfilerActivity.CUDA], torch.cuda.synchronize
-    trainee, workload, batches = training.start_course(course, algorithm, device)
+    trainer, workload, batches = training.start_training(config, algorithm, device)
     for _ in range(num_warmups):
-        trainee.step(workload, batches)
+        trainer.step(workload, batches)
     synchronize()
     torchring.barrier()
     if torchring.rank() == 0:
         with torch.profiler.profile(activities=activities) as profiler:
-            trainee.step(workload, batches)
+            trainer.step(workload, batches)
             synchronize()
         profiler.export_chrome_trace(file)
     else:
-        trainee.step(workload, batches)
+        trainer.step(workload, batches)
         synchronize()
-    stats = trainee.optimizer.stats()
+    stats = trainer.optimizer.stats()
     torchring.barrier()
-    trainee.optimizer.close()
-    return {"model": course.name, "ranks": torchring.size(), "algorithm": stats.algorithm, "stats": vars(stats)}
+    trainer.optimizer.close()
+    return {"model": config.name, "ranks": torchring.size(), "algorithm": stats.algorithm, "stats": vars(stats)}
 
 
 def report(overlap: Overlap, row: dict[str, Any], about: dict[str, Any], json_file: str | None) -> int:
-    """Print it; 1 if there was no communication to be seen, else 0."""
+    """Print the tables. Returns the exit code: 1 if the trace has no communication kernel, else 0."""
     table = [
         [line.name, f"{line.begin_ms:.3f}", f"{line.busy_ms:.3f}", f"{line.hidden_ms:.3f}", _share(line)]
         for line in overlap.lines
@@ -268,7 +283,7 @@ def report(overlap: Overlap, row: dict[str, Any], about: dict[str, Any], json_fi
     else:
         print(
             f"\n{overlap.hidden_ms:.3f} of {overlap.communication_ms:.3f} ms of communication, {overlap.share:.0%}, "
-            f"lie under kernels of other streams, which ran for {overlap.compute_ms:.3f} ms."
+            f"overlap with kernels of other streams, which ran for {overlap.compute_ms:.3f} ms."
         )
     lines = [vars(line) for line in overlap.lines]
     share = overlap.share if overlap.num_kernels else None
@@ -279,7 +294,7 @@ def report(overlap: Overlap, row: dict[str, Any], about: dict[str, Any], json_fi
 def _nothing() -> None: ...
 
 
-def _share(line: Line) -> str:
+def _share(line: RangeOverlap) -> str:
     return f"{line.hidden_ms / line.busy_ms:.0%}" if line.busy_ms else ""
 
 

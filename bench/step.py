@@ -3,14 +3,15 @@
     torchring bench step                           all models, 2 ranks, one thread each
     torchring bench step --models mlp gpt --json results.json
 
-Every rival trains its own copy of the model in processes of its own, from the same weights and on the same batches, and
-takes its turn: zero_grad, forward, backward, step (see turns.py). So does "alone", the same without communication; a
-rival's *overhead* is the median, over all repetitions, of its step minus that of "alone". Rivals at their best:
+Rivals take turns (see turns.py). Each rival trains its own copy of the model in processes of its own, from the same
+weights and on the same batches. A step is zero_grad, forward, backward and step. "alone" trains without communication.
+A rival's *overhead* is the median, over all repetitions, of the time of its step minus the time of a step of "alone".
+Rivals, at their best settings:
     torchring  torchring.wrap(optimizer, model)
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms (if it can be imported)
     alone      no communication at all
-The weights of all rivals must be the same in the end to within rounding, and those of "alone" must not.
+At the end all rivals must have the same weights, to within rounding. "alone" must have other weights.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from torchring.launch.arguments import duration
 
 
 @dataclass
-class Contestant:
-    """One rival's model and what steps it."""
+class Trainer:
+    """The model and the optimizer of one rival, and the losses of all steps so far."""
 
     model: torch.nn.Module
     optimizer: Any
     losses: list[float]
 
     def step(self, workload: Workload, batches: Sequence[Batch]) -> None:
-        """One training step, on the batch whose turn it is."""
+        """Train for one step, on the next batch."""
         batch = batches[len(self.losses) % len(batches)]
         self.optimizer.zero_grad()
         loss = workload.loss(self.model, batch)
@@ -50,22 +51,22 @@ class Contestant:
         self.losses.append(loss.item())
 
 
-Wrap = Callable[[torch.nn.Module], Contestant]
+Wrap = Callable[[torch.nn.Module], Trainer]
 
 
 def main() -> int:
     parser = measure.parser("step", __doc__ or "")
-    parser.add_argument("--ranks", type=measure.several, nargs="+", default=[2], help="one table for each")
+    parser.add_argument("--ranks", type=measure.several, nargs="+", default=[2], help="one table for each number")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
-    parser.add_argument("--seconds", type=duration, default=30.0, help="per model")
-    parser.add_argument("--most", type=measure.positive, default=120, help="counted steps of each rival at the most")
+    parser.add_argument("--seconds", type=duration, default=30.0, help="time for each model")
+    parser.add_argument("--most", type=measure.positive, default=120, help="largest number of steps that count")
     parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         torch.set_num_threads(1)
         torchring.init()
-        turns.play(options.worker, functools.partial(prepare, options.models[0]))
+        turns.serve(options.worker, functools.partial(prepare, options.models[0]))
         return 0
     about = measure.provenance() | {"script": Path(__file__).name}
     rows = []
@@ -80,10 +81,10 @@ def main() -> int:
 def compare(name: str, ranks: int, seconds: float, most: int) -> dict[str, Any]:
     """Time all rivals on one model."""
     rivals = [*RIVALS, *(["horovod"] if measure.has_horovod() else [])]
-    with turns.referee(__file__, rivals, ranks, ["--models", name], mpi=["horovod"]) as referee:
-        referee.take_turns(warmups=1, seconds=seconds, most=-(-most // (turns.STEPS_PER_TURN - 1)))
-        results = referee.end()
-        distances = {rival: check_weights(rival, referee.folder) for rival in rivals if rival != "torchring"}
+    with turns.coordinate(__file__, rivals, ranks, ["--models", name], mpi=["horovod"]) as coordinator:
+        coordinator.take_turns(warmups=1, seconds=seconds, most=-(-most // (turns.STEPS_PER_TURN - 1)))
+        results = coordinator.finish()
+        distances = {rival: check_weights(rival, coordinator.folder) for rival in rivals if rival != "torchring"}
     for rival, per_rank in results.items():
         if rival != "alone" and len({rank["digest"] for rank in per_rank}) > 1:
             raise SystemExit(f"{rival} left its ranks with different weights")
@@ -97,35 +98,35 @@ def compare(name: str, ranks: int, seconds: float, most: int) -> dict[str, Any]:
         "ranks": ranks,
         "distance": distances,
         "losses": {rival: per_rank[0]["losses"][-1] for rival, per_rank in results.items()},
-        "ms": {rival: vars(Spread.of(team.seconds)) for rival, team in referee.teams.items()},
+        "ms": {name: vars(Spread.of(rival.seconds)) for name, rival in coordinator.rivals.items()},
         "overhead_ms": {
-            rival: vars(Spread.of(team.seconds_more_than(referee.teams["alone"])))
-            for rival, team in referee.teams.items()
-            if rival != "alone"
+            name: vars(Spread.of(rival.seconds_more_than(coordinator.rivals["alone"])))
+            for name, rival in coordinator.rivals.items()
+            if name != "alone"
         },
         "stats": results["torchring"][0]["stats"],
     }
 
 
 def prepare(name: str, rival: str, folder: Path) -> tuple[Callable[[], None], Callable[[], dict[str, Any]]]:
-    """On a rank: what makes a step of `rival`, and what is to be known of it in the end. See `turns.play`."""
+    """What `turns.serve` needs on a rank: a function that trains for one step, and one that returns the result."""
     workload = MODELS[name]()
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
     torch.manual_seed(0)
     model = MODELS[name]().model
     start = flat_weights(model)
     wrap = RIVALS[rival] if rival != "horovod" else functools.partial(with_horovod, measure.start_horovod())
-    contestant = wrap(model)
+    trainer = wrap(model)
 
     def result() -> dict[str, Any]:
         weights = flat_weights(model)
         if torchring.rank() == 0:
             torch.save((start, weights), folder / f"{rival}.pt")
-        stats = vars(contestant.optimizer.stats()) if rival == "torchring" else None
+        stats = vars(trainer.optimizer.stats()) if rival == "torchring" else None
         digest = weights.view(torch.int32).sum(dtype=torch.int64).item()
-        return {"losses": contestant.losses, "digest": digest, "stats": stats}
+        return {"losses": trainer.losses, "digest": digest, "stats": stats}
 
-    return lambda: contestant.step(workload, batches), result
+    return lambda: trainer.step(workload, batches), result
 
 
 def flat_weights(model: torch.nn.Module) -> torch.Tensor:
@@ -133,16 +134,18 @@ def flat_weights(model: torch.nn.Module) -> torch.Tensor:
 
 
 def check_weights(rival: str, folder: Path) -> float:
-    """How far a rival's weights ended from torchring's, over how far training moved them. Stops the run if it is wrong.
+    """The distance of a rival's weights from torchring's, divided by the distance that training moved torchring's.
 
-    All made the same number of steps. "alone" saw half of the data, so if its weights were as near, the check would be
-    worth nothing.
+    Stops the run if a rival's weights are too far away. All rivals have trained for the same number of steps. "alone"
+    saw only its own rank's data, so its weights must be far away: otherwise the check could not tell right from wrong.
     """
     start, ours = torch.load(folder / "torchring.pt")
     _, theirs = torch.load(folder / f"{rival}.pt")
     distance = float((theirs - ours).norm() / (ours - start).norm())
     if (distance < MOST_DISTANCE) == (rival == "alone"):
-        raise SystemExit(f"the weights of {rival} are {distance:.1e} of their way from those of torchring")
+        raise SystemExit(
+            f"the weights of {rival} differ from torchring's by {distance:.1e} of the distance that training moved them"
+        )
     return distance
 
 
@@ -150,27 +153,27 @@ MOST_DISTANCE = 1e-3
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Plain SGD: the optimizer's time is the same for all."""
+    """Plain SGD. The optimizer takes the same time for all rivals."""
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def with_torchring(model: torch.nn.Module) -> Contestant:
-    return Contestant(model, torchring.wrap(sgd(model), model), [])
+def with_torchring(model: torch.nn.Module) -> Trainer:
+    return Trainer(model, torchring.wrap(sgd(model), model), [])
 
 
-def with_ddp(model: torch.nn.Module) -> Contestant:
+def with_ddp(model: torch.nn.Module) -> Trainer:
     measure.open_gloo()
     ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Contestant(ddp, sgd(ddp), [])
+    return Trainer(ddp, sgd(ddp), [])
 
 
-def with_horovod(hvd: Any, model: torch.nn.Module) -> Contestant:
+def with_horovod(hvd: Any, model: torch.nn.Module) -> Trainer:
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
-    return Contestant(model, optimizer, [])
+    return Trainer(model, optimizer, [])
 
 
-def without_communication(model: torch.nn.Module) -> Contestant:
-    return Contestant(model, sgd(model), [])
+def without_communication(model: torch.nn.Module) -> Trainer:
+    return Trainer(model, sgd(model), [])
 
 
 RIVALS: dict[str, Wrap] = {"torchring": with_torchring, "ddp": with_ddp, "alone": without_communication}

@@ -1,9 +1,11 @@
-"""Rivals that train in processes of their own, as they would for a user, and take turns on one machine.
+"""Rivals that train in processes of their own, as they do for a user, and take turns on one machine.
 
-In one process they would share background threads, and an allocator in which one's freed gradients spare another its
-page faults. So every rival has its own ranks, which sleep while it is not their turn, or are stopped (SIGSTOP) where a
-background thread would go on. The referee, asleep itself, calls a turn by a message in a store that it hosts, and gets
-the times back in the same way.
+In one process rivals would share background threads and the allocator: gradients that one rival has freed would spare
+another rival its page faults. So every rival has ranks of its own. Ranks sleep while another rival has its turn. A
+rival whose background threads would keep working is stopped (SIGSTOP) meanwhile.
+
+The coordinator starts a turn by a message in a store, and ranks answer with their times in the same store. The
+coordinator hosts the store, and sleeps during a turn.
 """
 
 from __future__ import annotations
@@ -30,38 +32,44 @@ import torchring
 from torchring.bench import measure
 
 STEPS_PER_TURN: Final = 4
-"""The first of which is not counted: it finds the caches full of what others left there."""
+"""The first step of a turn does not count, as the previous rival has filled the caches."""
 
-_PATIENCE: Final = timedelta(seconds=600)
+_TIMEOUT: Final = timedelta(seconds=600)
 
 
 @dataclass
-class Team:
-    """One rival's ranks, as the referee sees them."""
+class Rival:
+    """The ranks of one rival, as the coordinator sees them."""
 
     name: str
     processes: list[subprocess.Popen[bytes]]
     pids_to_stop: list[int] = field(default_factory=list)
     num_turns: int = 0
-    turns: list[list[float]] = field(default_factory=list)  # seconds of each counted step, of the slowest rank
+    turns: list[list[float]] = field(default_factory=list)  # seconds of each step that counts, on the slowest rank
 
     @property
     def seconds(self) -> list[float]:
-        """Of all counted steps."""
+        """The seconds of all steps that count."""
         return [seconds for turn in self.turns for seconds in turn]
 
-    def seconds_more_than(self, other: Team) -> list[float]:
-        """For each repetition, by how much its mean step was longer than the other's: what slows a machine down for a
-        while slows both."""
+    def seconds_more_than(self, other: Rival) -> list[float]:
+        """For each repetition, by how many seconds the mean step of this rival exceeded that of `other`.
+
+        Both steps of a difference are from the same repetition, so load that comes and goes slows both.
+        """
         return [statistics.mean(a) - statistics.mean(b) for a, b in zip(self.turns, other.turns, strict=True)]
 
 
-class Referee:
-    """Starts the ranks of all rivals and lets one of them work at a time. See `referee`.
+class Coordinator:
+    """Starts the ranks of all rivals, and lets one rival train at a time. See `coordinate`.
 
     Args:
-        script: what each rank runs, with `arguments` and `--worker RIVAL,PORT,FOLDER`; it calls `play`.
-        mpi: rivals that have to be started by mpirun, and whose background threads do not sleep (Horovod).
+        script: run by each rank, with `arguments` and `--worker RIVAL,PORT,FOLDER`; has to call `serve`.
+        mpi: rivals that have to be started by mpirun, and whose background threads never sleep (Horovod).
+
+    Attributes:
+        rivals: the ranks of each rival, by the rival's name.
+        folder: a temporary folder that all ranks share.
     """
 
     def __init__(
@@ -70,34 +78,34 @@ class Referee:
         self.ranks = ranks
         self.folder = Path(tempfile.mkdtemp(prefix="torchring-bench-"))
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.teams: dict[str, Team] = {}
+        self.rivals: dict[str, Rival] = {}
         try:
-            for rival in rivals:
-                self.teams[rival] = team = Team(rival, [])
+            for name in rivals:
+                self.rivals[name] = rival = Rival(name, [])
                 for command in measure.rank_commands(
                     script,
                     ranks,
-                    [*arguments, "--worker", f"{rival},{self._store.port},{self.folder}"],
-                    mpi=rival in mpi,
+                    [*arguments, "--worker", f"{name},{self._store.port},{self.folder}"],
+                    mpi=name in mpi,
                     rendezvous=measure.free_port(),
                 ):
-                    team.processes.append(command.start())
-                pids = self._answers(team, "pid")
-                team.pids_to_stop = [int(text) for text in pids] if rival in mpi else []
-                self._stop(team)
+                    rival.processes.append(command.start())
+                pids = self._answers(rival, "pid")
+                rival.pids_to_stop = [int(text) for text in pids] if name in mpi else []
+                self._stop(rival)
         except BaseException:
             self.close()
             raise
 
     def take_turns(self, *, warmups: int, seconds: float, most: int) -> None:
-        """Every rival has a turn, again and again, in an order that rotates.
+        """Let every rival have a turn, again and again, in an order that rotates.
 
         Args:
-            warmups: turns of each that are not counted.
+            warmups: first turns of each rival, which do not count.
             seconds: stop after about this long.
-            most: counted turns of each at the most.
+            most: largest number of turns of each rival that count.
         """
-        names = list(self.teams)
+        names = list(self.rivals)
         started = time.monotonic()
         for repetition in range(-warmups, most):
             for name in measure.in_turn(names, repetition):
@@ -105,88 +113,88 @@ class Referee:
             if repetition >= 1 and time.monotonic() - started > seconds:
                 break
 
-    def turn(self, rival: str, *, counts: bool) -> None:
-        """Let one rival make its steps."""
-        team = self.teams[rival]
-        number = team.num_turns
-        team.num_turns += 1
-        self._continue(team)
-        self._store.set(f"{rival}/turn{number}", "play")
-        rows = [json.loads(text) for text in self._answers(team, f"turn{number}")]
-        self._stop(team)
+    def turn(self, name: str, *, counts: bool) -> None:
+        """Let one rival train for `STEPS_PER_TURN` steps."""
+        rival = self.rivals[name]
+        number = rival.num_turns
+        rival.num_turns += 1
+        self._continue(rival)
+        self._store.set(f"{name}/turn{number}", "start")
+        rows = [json.loads(text) for text in self._answers(rival, f"turn{number}")]
+        self._stop(rival)
         slowest = [max(times) for times in zip(*rows, strict=True)]
         if counts:
-            team.turns.append(slowest[1:])
+            rival.turns.append(slowest[1:])
 
-    def end(self) -> dict[str, list[Any]]:
-        """The game is over: what each rank of each rival returns from `play`'s `result`."""
+    def finish(self) -> dict[str, list[Any]]:
+        """End all ranks. Returns the results of each rival's ranks, by rank: what `result` returned in `serve`."""
         results = {}
-        for team in self.teams.values():
-            self._continue(team)
-            self._store.set(f"{team.name}/turn{team.num_turns}", "end")
-            results[team.name] = [json.loads(text) for text in self._answers(team, "result")]
-            for process in team.processes:
+        for rival in self.rivals.values():
+            self._continue(rival)
+            self._store.set(f"{rival.name}/turn{rival.num_turns}", "end")
+            results[rival.name] = [json.loads(text) for text in self._answers(rival, "result")]
+            for process in rival.processes:
                 process.wait(timeout=60)
         return results
 
     def close(self) -> None:
-        """End every process, and remove the folder."""
-        for team in self.teams.values():
-            self._continue(team)
-        measure.end([process for team in self.teams.values() for process in team.processes])
+        """Terminate all processes, and remove the folder."""
+        for rival in self.rivals.values():
+            self._continue(rival)
+        measure.end([process for rival in self.rivals.values() for process in rival.processes])
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _answers(self, team: Team, key: str) -> list[str]:
-        keys = [f"{team.name}/{key}/{rank}" for rank in range(self.ranks)]
-        deadline = time.monotonic() + _PATIENCE.total_seconds()
+    def _answers(self, rival: Rival, key: str) -> list[str]:
+        keys = [f"{rival.name}/{key}/{rank}" for rank in range(self.ranks)]
+        deadline = time.monotonic() + _TIMEOUT.total_seconds()
         while not self._store.check(keys):
-            codes = [process.poll() for process in team.processes]
+            codes = [process.poll() for process in rival.processes]
             if any(code is not None for code in codes):
-                raise SystemExit(f"{team.name} ended before its time, exit codes {codes}")
+                raise SystemExit(f"{rival.name} ended too early, with exit codes {codes}")
             if time.monotonic() > deadline:
-                raise SystemExit(f"{team.name} did not answer for {_PATIENCE}")
+                raise SystemExit(f"{rival.name} did not answer for {_TIMEOUT}")
             time.sleep(0.005)
         return [self._store.get(key).decode() for key in keys]
 
-    def _stop(self, team: Team) -> None:
-        for pid in team.pids_to_stop:
+    def _stop(self, rival: Rival) -> None:
+        for pid in rival.pids_to_stop:
             os.kill(pid, signal.SIGSTOP)
 
-    def _continue(self, team: Team) -> None:
-        for pid in team.pids_to_stop:
+    def _continue(self, rival: Rival) -> None:
+        for pid in rival.pids_to_stop:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager
-def referee(
+def coordinate(
     script: str, rivals: Sequence[str], ranks: int, arguments: Sequence[str], *, mpi: Sequence[str] = ()
-) -> Iterator[Referee]:
-    """A `Referee` whose processes are gone afterwards, whatever happens."""
+) -> Iterator[Coordinator]:
+    """A `Coordinator`, whose processes are terminated on leaving the context."""
     with measure.stopped_by_signals():
-        one = Referee(script, rivals, ranks, arguments, mpi=mpi)
+        coordinator = Coordinator(script, rivals, ranks, arguments, mpi=mpi)
         try:
-            yield one
+            yield coordinator
         finally:
-            one.close()
+            coordinator.close()
 
 
-def play(worker: str, prepare: Callable[[str, Path], tuple[Callable[[], None], Callable[[], Any]]]) -> None:
-    """A rank's side: wait for turns until the end.
+def serve(worker: str, prepare: Callable[[str, Path], tuple[Callable[[], None], Callable[[], Any]]]) -> None:
+    """On a rank: train whenever the coordinator asks for a turn, until the coordinator ends the run.
 
     Args:
-        worker: what followed `--worker`.
-        prepare: called with the rival's name and a folder shared by all; returns what makes a step, and what returns
-            the rank's result (as JSON can hold it) at the end.
+        worker: the value of the option `--worker`.
+        prepare: called with the rival's name and the folder that all ranks share. Returns two functions: one trains for
+            one step, the other returns the rank's result at the end, as JSON can hold it.
     """
     rival, port, folder = worker.split(",", 2)
     rank = torchring.rank()
-    store = dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+    store = dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
     step, result = prepare(rival, Path(folder))
     torchring.barrier()
     store.set(f"{rival}/pid/{rank}", str(os.getpid()))
     number = 0
-    while store.get(f"{rival}/turn{number}") == b"play":
+    while store.get(f"{rival}/turn{number}") == b"start":
         times = []
         for _ in range(STEPS_PER_TURN):
             torchring.barrier()

@@ -229,7 +229,7 @@ def test_ranks_are_told_their_place_and_their_exit_code_is_heard(
 def test_the_first_failure_ends_all_and_is_named(
     ending: str, code: int, how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "_LAST_WORDS_SECONDS", 0.1)
+    monkeypatch.setattr(measure, "_REPORT_SECONDS", 0.1)
     started = time.monotonic()
     commands = [python("rank 0", "import time; time.sleep(60)"), python("rank 1", f"import os, sys; {ending}")]
     assert measure.run_together(commands) == code
@@ -242,7 +242,7 @@ def test_after_a_failure_others_have_last_words_but_no_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One fails because of it, and says so; one does not hear SIGTERM."""
-    monkeypatch.setattr(measure, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(measure, "_TERMINATION_SECONDS", 0.2)
     wait = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'failing')!r}): time.sleep(0.01)\n"
     commands = [
         python("rank 0", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"),
@@ -541,10 +541,10 @@ def test_a_rival_that_reduces_wrongly_ends_the_run() -> None:
 def test_weights_that_differ_end_the_run() -> None:
     """By the bound of each rival, as a share of the way that torchring's have come."""
 
-    def contestants(**distances: float) -> dict[str, step.Contestant]:
+    def trainers(**distances: float) -> dict[str, step.Trainer]:
         weights = {"torchring": 2.0, "alone": 5.0, **{name: 2.0 + by for name, by in distances.items()}}
         names = {name.replace("_", " "): weight for name, weight in weights.items()}
-        return {name: step.Contestant(filled(weight), None, []) for name, weight in names.items()}
+        return {name: step.Trainer(filled(weight), None, []) for name, weight in names.items()}
 
     def filled(value: float) -> torch.nn.Module:
         module = torch.nn.Linear(3, 2)
@@ -553,11 +553,11 @@ def test_weights_that_differ_end_the_run() -> None:
         return module
 
     start, near = filled(1.0), {"ddp": 0.0005, "torchring_bf16": -0.01, "ddp_fp16": 0.01}
-    found = network.check_weights(contestants(**near), start)
+    found = network.check_weights(trainers(**near), start)
     assert found == pytest.approx({"ddp": 5e-4, "torchring bf16": 0.01, "ddp fp16": 0.01, "alone": 3.0}, rel=1e-3)
     for rival, by in (("ddp", 0.01), ("torchring_bf16", 0.03), ("ddp_fp16", -0.03), ("ddp", float("nan"))):
         with pytest.raises(SystemExit, match=f"the weights of {rival.replace('_', ' ')} differ"):
-            network.check_weights(contestants(**near | {rival: by}), start)
+            network.check_weights(trainers(**near | {rival: by}), start)
 
 
 # Microbenchmarks

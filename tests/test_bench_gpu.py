@@ -186,7 +186,7 @@ def _python(code: str, name: str = "rank 0") -> Command:
 
 
 def test_processes_end_in_time_or_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_LAST_WORDS_SECONDS", 0.5)
+    monkeypatch.setattr(gpu, "_REPORT_SECONDS", 0.5)
     assert gpu.run_until([_python("pass"), _python("pass")], 30) == ""
     began = time.monotonic()
     assert gpu.run_until([_python("import time; time.sleep(60)")], 0.5) == "ended after 0.5 s, its limit"
@@ -389,7 +389,7 @@ def test_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     assert run(trace) == 0
     printed = capsys.readouterr().out
-    assert "0.600 of 1.000 ms of communication, 60%, lie under kernels of other streams" in printed
+    assert "0.600 of 1.000 ms of communication, 60%, overlap with kernels of other streams" in printed
     assert "| torchring.direct bucket 1, 25.00 MiB |" in printed
     (row,) = json.loads(out.read_text())["rows"]
     assert row["share"] == pytest.approx(0.6)
@@ -472,9 +472,9 @@ def _bucket_that_is_not_reduced() -> str:
 def _work_alone(rank: int, world_size: int, folder: str) -> tuple[list[dict[str, Any]], list[str], int]:
     """Also a profile of a step: the ranges that a trace of it names, and how many kernels of a device."""
     rows = [*_work("bucket", "none", folder), *_work("step", "none", folder)]
-    assert "other gradients" in _bucket_that_is_not_reduced()
+    assert "wrong gradients" in _bucket_that_is_not_reduced()
     trace = str(Path(folder, "trace.json"))
-    overlap.profile_step(training.courses(is_dry=True)[0], "ring", CPU, 1, trace)
+    overlap.profile_step(training.training_configs(is_dry=True)[0], "ring", CPU, 1, trace)
     found = overlap.read_trace(trace)
     return rows, [one.name for one in found.ranges], overlap.analyse(found).num_kernels
 
@@ -530,7 +530,7 @@ def _on_device(
     rows = list(kernels.kernels(timer, {"some": shapes}, 5000, until=until, most=3))
     rows += list(buckets.host_times(device, is_dry=True, until=until, most=2))
     trace = str(Path(folder, "trace.json"))
-    overlap.profile_step(training.courses(is_dry=True)[0], "ring", device, 3, trace)
+    overlap.profile_step(training.training_configs(is_dry=True)[0], "ring", device, 3, trace)
     return rows, overlap.analyse(overlap.read_trace(trace))
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks on GPUs."""
+"""Benchmarks of one GPU: `torchring bench gpu`."""

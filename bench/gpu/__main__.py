@@ -1,23 +1,25 @@
 """One GPU: kernels against a copy, host time per bucket, all-reduce by size, training steps.
 
-On a machine with a GPU, from a checkout, these two say all there is to know:
+On a machine with a GPU, run the tests that need a GPU and then the benchmarks, from a checkout:
 
     TORCHRING_EXPECT_GPU=1 python -m pytest -m gpu
     torchring bench gpu --output bench/results/h200.json
 
-The second, which `python -m torchring.bench.gpu` is, too, takes less than 8 minutes. Sections, each of which runs in
-processes of its own, with a limit, so that none of them can spoil or stop the others:
+The benchmarks take less than 8 minutes; `python -m torchring.bench.gpu` runs them, too. Each section runs in processes
+of its own, for a limited time, so that no section can spoil or stop another:
 
-    copy       device-to-device copies by size: what the memory reaches
+    copy       device-to-device copies by size: the rate that the memory reaches
     kernels    pack, unpack and accumulate as a share of a copy of the same bytes, and torch's ways to do the same
-    bucket     what packing, reducing and unpacking one bucket takes the host, and what it calls for on the device
-    allreduce  direct and ring between 2 and 4 ranks, and NCCL where there is a GPU for each. Ranks that share one GPU
-               take turns in slices of milliseconds: such times show that it works, and say nothing about NVLink
-    step       a training step of one rank: the plain optimizer, torchring with its algorithms forced, DDP over NCCL
-    replicas   2 and 4 ranks train; they have to end with the same bits, and where one process does
+    bucket     host time for packing, reducing and unpacking one bucket, and the number of launches and CUDA calls
+    allreduce  direct and ring between 2 and 4 ranks, and NCCL if each rank has a GPU. Ranks that share one GPU take
+               turns in slices of milliseconds: such times show that all-reduce works, and say nothing about NVLink
+    step       a training step of one rank: the plain optimizer, torchring with the algorithms ring and direct, and DDP
+               over NCCL
+    replicas   2 and 4 ranks train; they have to end with the same bits, and near a single process
 
-Read + written bytes count. Where a section fails, or has no time left, its rows say so under "problem". `--dry-run`
-goes through all of it on the CPU, tiny and interpreted: for tests of this script, not for figures.
+Rates count bytes that are read and bytes that are written. If a section fails, or has no time left, its rows have a
+"problem". `--dry-run` runs all sections on the CPU, with tiny inputs and interpreted kernels. It tests this script; its
+times mean nothing.
 """
 
 from __future__ import annotations
@@ -43,25 +45,27 @@ import torchring
 from torchring.allreduce.select import Algorithm
 from torchring.bench import measure
 from torchring.bench.gpu import buckets, dry, kernels, timing, training
-from torchring.bench.gpu.report import NO_TIME, ON_SEVERAL, Row, report
+from torchring.bench.gpu.report import ON_SEVERAL, Row, report
+from torchring.bench.gpu.timing import NO_TIME
 from torchring.bench.measure import Command
 from torchring.memory.cuda import OVERLAPPING_DEVICES
 
 SECTIONS: Final = ("copy", "kernels", "bucket", "allreduce", "step", "replicas")
 LISTS: Final = ("resnet50", "gpt2", "tiny", "vgg16", "tiny32")
 _TOTAL_SECONDS: Final = 455.0
-_GRACE_SECONDS: Final = 25.0  # for a job to start, compile, and end what it is at
-_LAST_WORDS_SECONDS: Final = 3.0  # for ranks of which another has failed
-_PEER_SECONDS: Final = 20.0  # that a rank waits for another
-_INTERPRETED: Final = ("bucket", "allreduce", "step", "replicas")  # in a dry run; others take torch's path
+_GRACE_SECONDS: Final = 25.0  # added to the time of a job: to start, to compile, and to finish the last repetition
+_REPORT_SECONDS: Final = 3.0  # after a failure, for the other ranks to report what they know about it
+_PEER_SECONDS: Final = 20.0  # how long a rank waits for another rank
+# In a dry run these sections run interpreted kernels; the other sections run on torch.
+_INTERPRETED: Final = ("bucket", "allreduce", "step", "replicas")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one set of processes does.
+    """The work of one set of processes.
 
     Attributes:
-        seconds: in which it should be done, once it has started.
+        seconds: time for the measurements, without start-up.
     """
 
     section: str
@@ -79,7 +83,7 @@ def main() -> int:
     if options.worker:
         return work(options)
     if not (options.dry_run or torch.cuda.is_available()):
-        print("torchring bench gpu needs a CUDA GPU; --dry-run goes through it on the CPU", file=sys.stderr)
+        print("torchring bench gpu needs a CUDA GPU; --dry-run tries the script on the CPU", file=sys.stderr)
         return 2
     about = measure.provenance() | {"script": "gpu", "dry_run": options.dry_run} | facts(options.dry_run)
     is_whole = not options.dry_run and not options.quick and set(options.sections) == set(SECTIONS)
@@ -105,23 +109,23 @@ def parse() -> argparse.Namespace:
     parser = measure.parser("gpu", __doc__ or "")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument(
-        "--ranks", type=measure.positive, nargs="+", default=[2, 4], help="where several ranks take part"
+        "--ranks", type=measure.positive, nargs="+", default=[2, 4], help="for the sections that run on several ranks"
     )
-    parser.add_argument("--quick", action="store_true", help="a third of the time, and of the sizes")
+    parser.add_argument("--quick", action="store_true", help="take a third of the time, with a third of the sizes")
     parser.add_argument(
         "--output",
         "--json",
         type=measure.writable,
         metavar="FILE",
-        help="for all rows; unless said, a whole run's go to bench/results/GPU.json",
+        help="write all rows to this file (default, if the run is complete: bench/results/GPU.json)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="run everything on the CPU, with tiny inputs")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # section,algorithm,seconds,file
     return parser.parse_args()
 
 
 def jobs(sections: Sequence[str], ranks: Sequence[int], num_gpus: int, *, is_quick: bool, is_dry: bool) -> list[Job]:
-    """What there is to do, in order. NCCL takes part where there is a GPU for each rank."""
+    """All jobs, in order. NCCL takes part if each rank has a GPU."""
     seconds = {"copy": 8.0, "kernels": 90.0, "bucket": 20.0, "allreduce": 11.0, "step": 80.0, "replicas": 13.0}
     scale = 0.05 if is_dry else 0.35 if is_quick else 1.0
     found = []
@@ -137,7 +141,7 @@ def jobs(sections: Sequence[str], ranks: Sequence[int], num_gpus: int, *, is_qui
 
 
 def run_job(job: Job, options: argparse.Namespace, limit_seconds: float) -> list[Row]:
-    """Its rows. One that fails, or does not end in time, leaves what it has measured, and a row that says so."""
+    """Run a job and return its rows. A job that fails, or takes too long, has a last row with a "problem"."""
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
         flags = [*(["--quick"] if options.quick else []), *(["--dry-run"] if options.dry_run else [])]
         arguments = [*flags, "--worker", f"{job.section},{job.algorithm},{job.seconds},{file.name}"]
@@ -147,15 +151,15 @@ def run_job(job: Job, options: argparse.Namespace, limit_seconds: float) -> list
         problem = start(job, arguments, environment, limit_seconds) if limit_seconds > 0 else NO_TIME
         rows: list[Row] = []
         for line in Path(file.name).read_text().splitlines():
-            with contextlib.suppress(ValueError):  # cut off where a process was ended
+            with contextlib.suppress(ValueError):  # a terminated process may have written half a line
                 rows.append(json.loads(line))
-    if problem and not any("rank" in row for row in rows):  # no rank has said what it was
+    if problem and not any("rank" in row for row in rows):  # no rank has reported its own failure
         rows.append({"section": job.section, "ranks": job.ranks, "algorithm": job.algorithm, "problem": problem})
     return rows
 
 
 def start(job: Job, arguments: Sequence[str], environment: dict[str, str], limit_seconds: float) -> str:
-    """Run a job's processes; what went wrong, or nothing."""
+    """Run the processes of a job. Returns a description of the failure, or an empty text."""
     if job.ranks == 1:
         return run_until([Command(job.name, [sys.executable, __file__, *arguments], environment, True)], limit_seconds)
     commands = measure.rank_commands(__file__, job.ranks, arguments, mpi=False, rendezvous=measure.free_port())
@@ -164,7 +168,10 @@ def start(job: Job, arguments: Sequence[str], environment: dict[str, str], limit
 
 
 def run_until(commands: Sequence[Command], limit_seconds: float) -> str:
-    """Run processes side by side, for so long at the most; what went wrong, or nothing. None outlives the call."""
+    """Run processes side by side. Returns a description of the failure, or an empty text.
+
+    Processes that still run after `limit_seconds` are terminated. No process outlives the call.
+    """
     processes: list[subprocess.Popen[bytes]] = []
     end, failure = time.monotonic() + limit_seconds, f"ended after {limit_seconds:.3g} s, its limit"
     with measure.stopped_by_signals() as held:
@@ -176,8 +183,8 @@ def run_until(commands: Sequence[Command], limit_seconds: float) -> str:
             while time.monotonic() < end:
                 codes = [process.poll() for process in processes]
                 failed = [i for i, code in enumerate(codes) if code]
-                if failed and not has_failed:  # the others may have something to say
-                    has_failed, end = True, min(end, time.monotonic() + _LAST_WORDS_SECONDS)
+                if failed and not has_failed:  # let the other processes report what they know
+                    has_failed, end = True, min(end, time.monotonic() + _REPORT_SECONDS)
                     failure = f"{commands[failed[0]].name} ended with exit code {codes[failed[0]]}"
                 if None not in codes:
                     return failure if has_failed else ""
@@ -191,7 +198,7 @@ def run_until(commands: Sequence[Command], limit_seconds: float) -> str:
 
 
 def work(options: argparse.Namespace) -> int:
-    """One rank of a job: do it, and leave the rows in the file that the first process of this script reads."""
+    """Run as one rank of a job. Writes the rows to the file that the first process of this script reads."""
     section, algorithm, seconds, file = options.worker.split(",", 3)
     rank = int(os.environ.get("RANK", "0")) if section in ON_SEVERAL else 0
 
@@ -212,7 +219,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def rows_of(section: str, algorithm: str, seconds: float, *, is_quick: bool, is_dry: bool) -> Iterator[Row]:
-    """Of one section, as soon as they are known."""
+    """The rows of one section, each as soon as it is measured."""
     if is_dry:
         torch.set_num_threads(1)
         dry.install()
@@ -255,11 +262,11 @@ def _pick(sizes: Sequence[int], *, is_quick: bool, dry: Sequence[int] | None) ->
     return dry if dry is not None else sizes[1::3] if is_quick else sizes
 
 
-# What is said in the end
+# The facts and the file of the report
 
 
 def facts(is_dry: bool) -> Row:
-    """Of the GPU and what drives it."""
+    """The GPU, its driver, and the versions of CUDA and NCCL."""
     if is_dry:
         return {"gpu": {"name": "none, a dry run"}}
     properties = torch.cuda.get_device_properties(0)
@@ -284,7 +291,7 @@ def facts(is_dry: bool) -> Row:
 
 
 def default_output(gpu: str) -> str:
-    """bench/results/h200.json for an "NVIDIA H200"; in the current folder, where this is no checkout."""
+    """bench/results/h200.json for an "NVIDIA H200". Outside a checkout, the file is in the current folder."""
     words = [word for word in gpu.lower().split() if word not in ("nvidia", "amd", "tesla")]
     folder = Path(__file__).resolve().parent.parent / "results"
     return str((folder if folder.is_dir() else Path()) / f"{'-'.join(words)}.json")

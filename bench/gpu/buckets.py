@@ -1,4 +1,4 @@
-"""Sections of `gpu.py` about buckets: what one costs the host, and all-reduce by size."""
+"""Sections of `torchring bench gpu` about buckets: host time of a bucket, and all-reduce by size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchring.allreduce.select import open_on_device
 from torchring.bench import measure
 from torchring.bench.gpu import models
 from torchring.bench.gpu.models import Shapes
-from torchring.bench.gpu.timing import spreads
+from torchring.bench.gpu.timing import NO_TIME, spreads
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import DevicePacking
 from torchring.gradients.plan import ParameterSpec, build_plan
@@ -32,18 +32,18 @@ Row = dict[str, Any]
 BUCKET_BYTES: Final = 25 << 20
 SMALL_BYTES: Final = 1 << 20
 CALLS_IF_SMALL: Final = 10
-_ROUNDS_BETWEEN_WAITS: Final = 8  # at the most; each puts about ten things into a queue that takes a thousand
+_ROUNDS_BETWEEN_WAITS: Final = 8  # a round queues about ten operations, and the queue of a stream takes a thousand
 _SCALE: Final = 0.5
 _PHASES: Final = ("arrive", "pack", "reduce", "land")
 _API_CALL: Final = re.compile(r"cu(da)?[A-Z]\w+")
 _LAUNCH: Final = re.compile(r"cu(da)?LaunchKernel\w*")
 
 
-# What a bucket costs the host
+# Host time of a bucket
 
 
 def bucket_loads(*, is_dry: bool) -> dict[str, Shapes]:
-    """25 MiB from the middle of GPT-2's gradients, and 20 small tensors."""
+    """The shapes in each bucket: 25 MiB from the middle of GPT-2, and 20 small tensors."""
     small = [torch.Size([1000])] * 20
     if is_dry:
         return {"20 small": [torch.Size([8])] * 2}
@@ -59,10 +59,11 @@ def bucket_loads(*, is_dry: bool) -> dict[str, Shapes]:
 
 
 def host_times(device: torch.device, *, is_dry: bool, until: float, most: int) -> Iterator[Row]:
-    """A row for each bucket, algorithm and wire: host time by phase, and what is called for on the device.
+    """A row for each bucket, algorithm and wire dtype: host time by phase, and the number of launches and CUDA calls.
 
-    The world is one of a single rank, so kernels do all but wait for others. "arrive" is what the hooks of all
-    parameters but the last take, "pack" that of the last, "reduce" the launch, "land" the wait and unpacking.
+    The world has one rank, so kernels do everything except wait for other ranks. Phases: "arrive" is the hooks of all
+    parameters except the last, "pack" is the hook of the last parameter, "reduce" is the launch of the reduction, and
+    "land" is the wait for the reduction and unpacking.
     """
     torchring.init()
     world, accelerator = default_world(), _accelerator(device)
@@ -87,11 +88,11 @@ def host_times(device: torch.device, *, is_dry: bool, until: float, most: int) -
 
 @dataclass
 class OneBucket:
-    """A bucket with its mover, fed with gradients by hand instead of by autograd.
+    """A bucket with its mover. Gradients are set by hand instead of by autograd.
 
     Attributes:
-        grads: two sets of them, apart from each other in memory.
-        originals: what they hold at first: whole numbers, the halves of which bf16 holds, too.
+        grads: two sets of gradients, at different addresses.
+        originals: the initial values of the gradients: whole numbers whose halves are exact in bf16.
     """
 
     accelerator: Accelerator
@@ -122,9 +123,9 @@ class OneBucket:
         return OneBucket(accelerator, mover, bucket, grads, [[grad.clone() for grad in one] for one in grads])
 
     def measure(self, *, moves: bool, until: float, most: int) -> Row:
-        """Go through many rounds.
+        """Run and time many rounds. Returns the part of a row that holds the measurements.
 
-        moves: whether gradients lie elsewhere than in the round before, as after zero_grad() they may.
+        moves: whether each round has gradients at other addresses than the round before, as zero_grad() may cause.
         """
         times: dict[str, list[float]] = {phase: [] for phase in _PHASES}
         self.check()
@@ -139,7 +140,7 @@ class OneBucket:
                 break
         self.check()
         totals = [sum(parts) for parts in zip(*(times[phase] for phase in _PHASES[1:]), strict=True)]
-        calls, on_device = what_is_called(lambda: self.round(0), self.accelerator)
+        calls, on_device = count_calls(lambda: self.round(0), self.accelerator)
         plan = self.bucket.plan
         return {
             "tensors": len(plan.slots),
@@ -152,7 +153,7 @@ class OneBucket:
         }
 
     def round(self, chosen: int) -> tuple[float, float, float, float]:
-        """Gradients arrive, are packed, reduced, and handed out; seconds of the host for each of the phases."""
+        """Run one round with the chosen set of gradients. Returns the host's seconds for each phase."""
         bucket, mover = self.bucket, self.mover
         for parameter, grad in zip(bucket.parameters, self.grads[chosen], strict=True):
             parameter.grad = grad
@@ -176,7 +177,7 @@ class OneBucket:
         return arrived - begin, packed - arrived, started - packed, landed - started
 
     def check(self) -> None:
-        """A round of each set; raises RuntimeError unless gradients come back halved."""
+        """Run a round with each set of gradients. Raises RuntimeError unless all gradients are halved."""
         for chosen, (grads, originals) in enumerate(zip(self.grads, self.originals, strict=True)):
             for grad, original in zip(grads, originals, strict=True):
                 grad.copy_(original)
@@ -184,11 +185,11 @@ class OneBucket:
             self.accelerator.synchronize()
             for parameter, original in zip(self.bucket.parameters, originals, strict=True):
                 if parameter.grad is None or not torch.equal(parameter.grad, original * _SCALE):
-                    raise RuntimeError("a bucket came back with other gradients than it should")
+                    raise RuntimeError("a bucket returned wrong gradients")
 
 
-def what_is_called(work: Callable[[], object], accelerator: Accelerator) -> tuple[dict[str, int], dict[str, int]]:
-    """Of torch.profiler: the CUDA functions that the host calls, and what runs on the device, by name, with counts."""
+def count_calls(work: Callable[[], object], accelerator: Accelerator) -> tuple[dict[str, int], dict[str, int]]:
+    """Profile `work`. Returns two counts by name: the host's calls of CUDA functions, and what ran on the device."""
     activities = [ProfilerActivity.CPU]
     if accelerator.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -212,9 +213,10 @@ def what_is_called(work: Callable[[], object], accelerator: Accelerator) -> tupl
 def all_reduces(
     device: torch.device, algorithm: str, sizes: Sequence[int], *, until: float, most: int
 ) -> Iterator[Row]:
-    """A row for each size in bytes; collective. Times are the host's, from a barrier until the device is done.
+    """Collective. Yields a row for each size in bytes.
 
-    Every result is checked once per size, bit for bit, with whole numbers.
+    Times are measured on the host, from a barrier until the device is done. For each size one result is checked bit for
+    bit, with whole numbers.
     """
     world, accelerator = default_world(), _accelerator(device)
     mover, choice = open_on_device(world, algorithm, "auto", [(max(sizes) // 4, torch.float32)], accelerator)
@@ -223,7 +225,7 @@ def all_reduces(
         row |= {"shares_one_gpu": shares_one_gpu(world, device), "reason": choice.reason}
         now = time.monotonic()
         if torchring.broadcast_object(now > until):
-            yield row | {"problem": "there was no time left"}
+            yield row | {"problem": NO_TIME}
             continue
         seconds = (until - now) / (len(sizes) - i)
         yield row | _time_all_reduce(world, accelerator, mover, size // 4, seconds, most)
@@ -266,12 +268,12 @@ def _time_all_reduce(
 
 
 def shares_one_gpu(world: World, device: torch.device) -> bool:
-    """Whether there are fewer GPUs than ranks, which therefore take turns."""
+    """Whether there are fewer GPUs than ranks, so that ranks take turns on a GPU."""
     return world.size > 1 and (device.type != "cuda" or torch.cuda.device_count() < world.size)
 
 
 @functools.cache
 def _accelerator(device: torch.device) -> Accelerator:
     accelerator = accelerator_of(device)
-    assert accelerator is not None, f"{device} does not work in streams"
+    assert accelerator is not None, f"there is no accelerator for {device}"
     return accelerator

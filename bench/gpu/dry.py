@@ -1,6 +1,6 @@
-"""A device that is none, for dry runs of the GPU benchmarks: its streams do at once what they are told, on the CPU.
+"""A fake accelerator for dry runs of the GPU benchmarks: its streams run all work on the CPU, at once.
 
-With TRITON_INTERPRET=1 torchring's kernels run on it, interpreted, and ranks share memory of the host.
+With TRITON_INTERPRET=1 torchring's kernels are interpreted on this accelerator, and ranks share memory of the host.
 """
 
 from __future__ import annotations
@@ -82,5 +82,5 @@ class DryAccelerator:
 
 
 def install() -> None:
-    """From now on, in this process, torchring takes the CPU for such a device. Before it has been asked for one."""
+    """Make torchring use a `DryAccelerator` for the CPU in this process. Call before torchring uses the CPU."""
     ACCELERATORS["cpu"] = DryAccelerator

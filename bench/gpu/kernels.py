@@ -1,7 +1,7 @@
-"""Sections of `gpu.py` about one GPU's memory: what a copy reaches, and what share of it the kernels do.
+"""Sections of `torchring bench gpu` about memory: the rate of a copy, and the kernels' share of that rate.
 
-Inputs are random. Each rival works on several sets in turn, more than the cache holds; its outputs are overwritten
-before every timed stretch and compared with a reference, bit for bit, after it.
+Inputs are random. Each rival works on several input sets in turn, which together exceed the cache. Before every timed
+section the outputs are overwritten; after the section they are compared with a reference, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from torchring.bench.gpu import models
 from torchring.bench.gpu.models import Shapes
-from torchring.bench.gpu.timing import Timer, rates, shares, spreads, take_turns
+from torchring.bench.gpu.timing import NO_TIME, Timer, rates, shares, spreads, take_turns
 from torchring.kernels import ChunkTable, accumulate, pack, reference, unpack
 from torchring.kernels.finite import NOT_FOUND
 
 Row = dict[str, Any]
-POISON = 12288.0  # which every dtype here holds, and random data hardly ever does
+POISON = 12288.0  # exact in every dtype here, and rare in random data
 SCALE = 1 / 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OURS = ("torchring", "checked")
 _MOST_SETS = 32
-_CALLS = 8  # in a timed stretch
-_LIMIT_BYTES = 1 << 30  # moved in a timed stretch, as far as two calls allow
+_CALLS = 8  # largest number of calls in a timed section
+_LIMIT_BYTES = 1 << 30  # largest number of bytes moved in a timed section, unless two calls move more
 
 
 @dataclass(frozen=True)
 class Rival:
-    """One way to do a thing. All functions take the number of an input set.
+    """One way to do an operation. All functions take the index of an input set.
 
     Attributes:
-        run: what is timed.
-        poison: overwrite what `run` is to write.
-        is_right: whether it has written what it should.
+        run: the function to time.
+        poison: overwrites the outputs of `run`.
+        is_right: whether the outputs are those of the reference.
     """
 
     run: Callable[[int], object]
@@ -49,21 +49,22 @@ class Rival:
 
 
 class WrongResultError(RuntimeError):
-    """A rival computed something else than the reference did."""
+    """The outputs of a rival differ from those of the reference."""
 
 
 def compare(
     timer: Timer, rivals: Mapping[str, Rival], *, num_bytes: int, num_sets: int, until: float, most: int
 ) -> Row:
-    """Time all rivals, one of which is "copy"; the keys of a row that figures come under.
+    """Time all rivals, one of which is "copy". Returns the part of a row that holds the measurements.
 
-    A rival that fails, or is wrong, at the start is left out and named under "problems"; under "problem", too, if it is
-    one of ours. Later a wrong result raises WrongResultError.
+    A rival that fails, or is wrong, in its first turn is left out and named under "problems". If the rival is one of
+    torchring's, the row also gets a "problem". In later turns a wrong result raises WrongResultError.
 
     Args:
-        num_bytes: read and written in a call.
-        until: of time.monotonic().
-        most: repetitions.
+        num_bytes: bytes that a call reads and writes in all.
+        num_sets: number of input sets.
+        until: stop about then, in time.monotonic().
+        most: largest number of repetitions.
     """
     timer.reset()
     calls = max(2, min(_CALLS, _LIMIT_BYTES // num_bytes))
@@ -79,7 +80,7 @@ def compare(
         seconds = timer.seconds(name, lambda: [rival.run(i) for i in sets])
         for i in set(sets):
             if not rival.is_right(i):
-                raise WrongResultError(f"{name} wrote something else than the reference, set {i}")
+                raise WrongResultError(f"{name} differs from the reference in input set {i}")
         return seconds / calls
 
     problems: dict[str, str] = {}
@@ -111,7 +112,7 @@ def compare(
 
 
 def copy_rival(num_bytes: int, num_sets: int, device: torch.device) -> Rival:
-    """A device-to-device copy that reads and writes `num_bytes` in all."""
+    """A device-to-device copy, which reads and writes `num_bytes` in all."""
     half = max(num_bytes // 2, 1)
     sources = [torch.randint(0, 200, (half,), dtype=torch.uint8, device=device) for _ in range(num_sets)]
     targets = [torch.empty_like(source) for source in sources]
@@ -123,12 +124,12 @@ def copy_rival(num_bytes: int, num_sets: int, device: torch.device) -> Rival:
 
 
 def num_sets_of(num_bytes: int, timer: Timer) -> int:
-    """Input sets of a call that moves so many bytes: four times the cache in all, where that takes few enough."""
+    """The number of input sets that make up four times the cache, 2 to 32, for calls that move `num_bytes`."""
     return max(2, min(_MOST_SETS, math.ceil(4 * timer.cache_bytes / num_bytes)))
 
 
 def ceilings(timer: Timer, sizes: Sequence[int], *, until: float, most: int) -> Iterator[Row]:
-    """A row for each size in bytes: the runtime's copy, and a kernel that multiplies by one."""
+    """A row for each size in bytes, with the rates of CUDA's copy and of a kernel that multiplies by one."""
     started = time.monotonic()
     for i, size in enumerate(sizes):
         num_sets = num_sets_of(2 * size, timer)
@@ -152,7 +153,12 @@ def ceilings(timer: Timer, sizes: Sequence[int], *, until: float, most: int) -> 
 
 @dataclass(frozen=True)
 class Case:
-    """Something to be timed: an operation, a list or a number of parts, and dtypes from and to."""
+    """An operation to time.
+
+    Attributes:
+        load: the name of a gradient list, or the number of parts in a sum.
+        source, target: names of the dtypes of input and output.
+    """
 
     op: str
     load: str
@@ -161,7 +167,7 @@ class Case:
 
 
 def cases(loads: Sequence[str]) -> list[Case]:
-    """What matters most comes first, in case that time is short."""
+    """All cases. The most important cases come first, in case time runs out."""
     first = [Case("pack", load, *way) for way in (("fp32", "fp32"), ("fp32", "bf16")) for load in loads]
     back = [Case("unpack", load, *way) for way in (("fp32", "fp32"), ("bf16", "fp32")) for load in loads]
     sums = [Case("accumulate", f"{n} parts", dtype, dtype) for dtype in ("fp32", "bf16") for n in (2, 4, 8)]
@@ -170,18 +176,18 @@ def cases(loads: Sequence[str]) -> list[Case]:
 
 
 def kernels(timer: Timer, lists: Mapping[str, Shapes], part_numel: int, *, until: float, most: int) -> Iterator[Row]:
-    """A row for each case. One that fails says so in its row; so does one for which there was no time.
+    """A row for each case. If a case fails, or has no time left, its row has a "problem".
 
     Args:
-        lists: shapes of gradients, by name.
-        part_numel: elements of each part that is added up.
+        lists: lists of gradient shapes, by name.
+        part_numel: number of elements of each part in a sum.
     """
     todo = cases(list(lists))
     for i, case in enumerate(todo):
         row: Row = {"section": "kernels", **vars(case)}
         now = time.monotonic()
         if now > until:
-            yield row | {"problem": "there was no time left"}
+            yield row | {"problem": NO_TIME}
             continue
         limit = now + (until - now) / (len(todo) - i)
         try:
@@ -195,12 +201,13 @@ def kernels(timer: Timer, lists: Mapping[str, Shapes], part_numel: int, *, until
 
 @dataclass
 class Gradients:
-    """One input set: gradients apart from each other, as the allocator places them, and a wire for them.
+    """One input set: separate gradients, placed as the allocator would place them, and a wire buffer for them.
 
     Attributes:
-        memory: that the gradients lie in, at multiples of 512 bytes.
-        wire: one buffer, poisoned; places at multiples of 64 bytes.
-        views: of the wire, one for each gradient.
+        memory: the memory of the gradients, each of which begins at a multiple of 512 bytes.
+        wire: the buffer, filled with POISON; the part of each gradient begins at a multiple of 64 bytes.
+        views: the part of the wire buffer that belongs to each gradient.
+        found: int32 [1], the argument of `pack` of the same name.
     """
 
     memory: Tensor
@@ -241,13 +248,13 @@ def _time_list(timer: Timer, case: Case, shapes: Shapes, until: float, most: int
 
 
 def pack_rivals(sets: Sequence[Gradients], scale: float) -> dict[str, Rival]:
-    """Gradients into the wire, scaled by `scale`, cast to its dtype; "checked" also looks for NaN and infinity."""
-    whole: list[Tensor] = []  # what the wire should hold, gaps included
-    dense: list[Tensor] = []  # the same without gaps
-    for one in sets:
-        expected = torch.full_like(one.wire, POISON)
-        views = one.table.views_like(one.grads, expected)
-        reference.pack(one.grads, views, scale=scale)
+    """Ways to copy gradients into the wire buffer, scaled and cast. "checked" also looks for NaN and infinity."""
+    whole: list[Tensor] = []  # the right content of each wire buffer, including gaps
+    dense: list[Tensor] = []  # the right content without gaps
+    for inputs in sets:
+        expected = torch.full_like(inputs.wire, POISON)
+        views = inputs.table.views_like(inputs.grads, expected)
+        reference.pack(inputs.grads, views, scale=scale)
         whole.append(expected)
         dense.append(torch.cat([view.reshape(-1) for view in views]))
     results: list[Tensor] = [torch.full_like(expected, POISON) for expected in dense]
@@ -299,7 +306,7 @@ def pack_rivals(sets: Sequence[Gradients], scale: float) -> dict[str, Rival]:
 
 
 def unpack_rivals(sets: Sequence[Gradients]) -> dict[str, Rival]:
-    """The wire back into gradients."""
+    """Ways to copy the wire buffer back into gradients."""
     expected: list[Tensor] = []
     for one in sets:
         one.wire.copy_(torch.randn(one.wire.shape, device=one.wire.device))
@@ -340,7 +347,7 @@ def _time_sum(timer: Timer, case: Case, num_parts: int, numel: int, until: float
 
 
 def sum_rivals(sets: Sequence[Sequence[Tensor]]) -> dict[str, Rival]:
-    """The mean of some tensors, in one pass, and by a call for each (in 16 bits that would round each time)."""
+    """Ways to compute the mean of tensors: in one pass, or by a call for each tensor (only in fp32)."""
     scale = 1 / len(sets[0])
     outs = [torch.empty_like(parts[0]) for parts in sets]
     expected = [torch.empty_like(parts[0]) for parts in sets]
@@ -369,7 +376,7 @@ def sum_rivals(sets: Sequence[Sequence[Tensor]]) -> dict[str, Rival]:
 
 
 def lists_of(names: Sequence[str], *, is_dry: bool) -> dict[str, Shapes]:
-    """Gradient lists by name; for a dry run a few tensors of each, cut short."""
+    """Gradient lists by name. In a dry run, each list has at most four tensors of at most 40 elements."""
     lists = {name: models.LISTS[name]() for name in names}
     if not is_dry:
         return lists
@@ -381,7 +388,7 @@ def _pieces(memory: Tensor, places: Sequence[int], shapes: Sequence[torch.Size])
 
 
 def _starts(numels: Sequence[int], multiple: int) -> list[int]:
-    """Where each begins if they lie one after the other, each at a multiple of `multiple`."""
+    """The offsets of tensors that lie one after the other, each at a multiple of `multiple` elements."""
     starts, end = [], 0
     for numel in numels:
         starts.append(end)

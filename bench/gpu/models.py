@@ -1,4 +1,4 @@
-"""Gradient lists and models of the sizes that are trained on GPUs, computed from the architectures."""
+"""Models of the sizes that are trained on GPUs, and the shapes of their gradients."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ Shapes = list[torch.Size]
 
 
 class Gpt(nn.Module):
-    """A transformer with learned places and the first layer's weights used again in the last, as in GPT-2."""
+    """A transformer with learned positions. The token embedding is also the output layer's weight, as in GPT-2."""
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        for table in (self.tokens, self.places):
+        for table in (self.tokens, self.positions):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         return functional.linear(self.norm(self.blocks(x)), self.tokens.weight)
 
 
 def gpt2(batch: int = 8) -> Workload:
-    """GPT-2 small: 12 layers of width 768, 50,257 tokens; sequences of 1024."""
+    """GPT-2 small: 12 layers of width 768, 50,257 tokens; sequences of 1024 tokens."""
     return _gpt(12, 768, 12, 50257, 1024, batch)
 
 
 def gpt_small(batch: int = 2) -> Workload:
-    """For ranks that share a GPU, and wait for each other's turns: 6 layers of width 384, 8192 tokens, 17.8 M."""
+    """6 layers of width 384, 8192 tokens, 17.8 M parameters: small, because ranks that share a GPU take turns."""
     return _gpt(6, 384, 6, 8192, 256, batch)
 
 
 def linear() -> Workload:
-    """Two tensors, for dry runs."""
+    """A linear layer, which has two parameters, for dry runs."""
 
     def batch_of(seed: int) -> Batch:
         generator = torch.Generator().manual_seed(seed)
@@ -63,7 +63,7 @@ def resnet50(batch: int = 64) -> Workload:
 
 
 def vgg16(batch: int = 64) -> Workload:
-    """VGG-16 for 224 x 224 images: nine tenths of its bytes in three layers."""
+    """VGG-16 for 224 x 224 images. Three layers hold nine tenths of the bytes."""
     layers: list[nn.Module] = []
     channels = 3
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -76,7 +76,7 @@ def vgg16(batch: int = 64) -> Workload:
 
 
 def shapes_of(build: Callable[[], Workload]) -> Shapes:
-    """Of a model's parameters, in registration order, without the memory for them."""
+    """The shapes of a model's parameters, in registration order. Allocates no memory for the parameters."""
     with torch.device("meta"):
         return [parameter.shape for parameter in build().model.parameters()]
 

@@ -1,4 +1,4 @@
-"""What `torchring bench gpu` says in the end: a table for each section, and aims with what was reached."""
+"""The report of `torchring bench gpu`: a table for each section, and a table of aims and whether they were reached."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, Final
 
 from torchring.bench import measure
 from torchring.bench.gpu import kernels
+from torchring.bench.gpu.timing import NO_TIME
 from torchring.bench.measure import Spread
 from torchring.doctor.render import human_bytes
 
 Row = dict[str, Any]
-NO_TIME: Final = "there was no time left"
-ON_SEVERAL: Final = ("allreduce", "replicas")  # sections of several ranks
+ON_SEVERAL: Final = ("allreduce", "replicas")  # sections that run on several ranks
 
 
 def report(rows: Sequence[Row], about: Row) -> None:
-    """A table for each section, then what was aimed at and whether it was reached."""
+    """Print a table for each section, the problems, and the aims."""
     where = f"{about['gpu']['name']} {measure.origin(about)}"
     for section, describe in _TABLES.items():
         of_section = [row for row in rows if row["section"] == section and "problem" not in row]
@@ -37,7 +37,7 @@ _SUBJECT: Final = ("section", "op", "load", "source", "target", "model", "algori
 
 
 def verdicts(rows: Sequence[Row]) -> list[list[str]]:
-    """(what, measured, aim, "kept" or "MISSED") for everything that was measured and has an aim; the worst counts."""
+    """(what, measured, aim, "kept" or "MISSED") for each aim that has measurements. The worst measurement counts."""
     fine = [row for row in rows if "problem" not in row]
     lines: list[list[str]] = []
     for op, load, aim in _SHARES:
@@ -124,7 +124,7 @@ def _buckets(rows: Sequence[Row], where: str) -> None:
         for row in rows
     ]
     columns = ["bucket", "algorithm", "wire", "tensors", *(f"{phase} us" for phase in phases), "launches"]
-    measure.print_table(f"Host time of a bucket; total is without arrive; p50 (p20-p80), {where}", columns, table)
+    measure.print_table(f"Host time of a bucket, p50 (p20-p80); the total is without arrive, {where}", columns, table)
 
 
 def _all_reduces(rows: Sequence[Row], where: str) -> None:
@@ -137,7 +137,7 @@ def _all_reduces(rows: Sequence[Row], where: str) -> None:
     columns = ["size", *(f"{algorithm}, {ranks} ranks ms" for ranks, algorithm in names)]
     measure.print_table(f"All-reduce, fp32, p50 (p20-p80) of the slowest rank, {where}", columns, table)
     if any(row["shares_one_gpu"] for row in rows):
-        print("\nRanks that share one GPU take turns in time slices: these times say nothing about NVLink.")
+        print("\nRanks that share one GPU take turns in time slices, so these times say nothing about NVLink.")
 
 
 def _steps(rows: Sequence[Row], where: str) -> None:

@@ -1,8 +1,9 @@
-"""Clocks for work that a GPU does: turns, spreads, and a queue that never runs dry.
+"""Timers for work on a GPU, and turns of rivals on one device.
 
-The host takes longer to call for a small kernel than the GPU to run it. So before each timed stretch the GPU sleeps
-for as long as the host needs to call for all of it; events before and after then say how long the GPU took. Where the
-host still falls behind, because a rival makes thousands of launches, the time holds its delays, too, and is marked.
+The host takes longer to launch a small kernel than the GPU takes to run the kernel. So the GPU sleeps before each timed
+section, until the host has launched the whole section. Events before and after the section then give the GPU's time. If
+a rival makes thousands of launches, the host may still fall behind: such times include the host's delays, and are
+marked.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ import torch
 from torchring.bench import measure
 from torchring.bench.measure import Spread
 
+NO_TIME: Final = "there was no time left"  # the "problem" of rows that were not measured
 _FIRST_LEAD_SECONDS: Final = 0.002
 _LONGEST_LEAD_SECONDS: Final = 0.05
 _UNKNOWN_CACHE_BYTES: Final = 64 << 20
 
 
 class Timer(Protocol):
-    """A clock for one device.
+    """Times work on one device.
 
     Attributes:
-        device: what is timed.
-        cache_bytes: of its last-level cache.
-        late: for each key, how often the host fell behind.
+        device: the device.
+        cache_bytes: size of the device's last-level cache.
+        late: for each key, how often the host fell behind the device.
     """
 
     device: torch.device
@@ -36,22 +38,22 @@ class Timer(Protocol):
     late: dict[str, int]
 
     def seconds(self, key: str, work: Callable[[], object]) -> float:
-        """What the device takes for `work`, which may be called twice. Returns when it is done.
+        """Run `work` and wait for it. Returns the seconds that the device took. May run `work` twice.
 
-        key: works of the same key take the host about the same time.
+        key: name of the rival. The host should take about the same time for all work with the same key.
         """
 
     def reset(self) -> None:
-        """Keys are about to mean something else."""
+        """Forget all keys, before they are used for other rivals."""
 
     def evict(self) -> None:
-        """Fill the device's cache with something else, none of which has to be written back."""
+        """Fill the device's cache with other data, which need not be written back."""
 
     def synchronize(self) -> None: ...
 
 
 class CudaTimer:
-    """See `Timer`; by events on the current stream."""
+    """A `Timer` that records events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,7 +61,7 @@ class CudaTimer:
         self.cache_bytes = int(getattr(properties, "L2_cache_size", 0)) or _UNKNOWN_CACHE_BYTES
         self.late: dict[str, int] = {}
         self._leads: dict[str, float] = {}
-        self._other = torch.zeros(self.cache_bytes, device=device)  # 4 bytes an element: four times the cache
+        self._other = torch.zeros(self.cache_bytes, device=device)  # fp32, so four times the size of the cache
         self._cycles_per_second = self._calibrate()
 
     def seconds(self, key: str, work: Callable[[], object]) -> float:
@@ -81,7 +83,7 @@ class CudaTimer:
         torch.cuda.synchronize(self.device)
 
     def _once(self, lead_seconds: float, work: Callable[[], object]) -> tuple[float, float, bool]:
-        """Seconds of the device, seconds of the host, and whether the host was done before the device began."""
+        """(seconds of the device, seconds of the host, whether the host was done before the device began)."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda._sleep(int(lead_seconds * self._cycles_per_second))  # type: ignore[no-untyped-call]
         begin.record()
@@ -94,10 +96,10 @@ class CudaTimer:
         return float(begin.elapsed_time(end)) / 1e3, host, is_ahead
 
     def _calibrate(self) -> float:
-        """Cycles that the GPU sleeps in a second."""
+        """The number of cycles that make the GPU sleep for a second."""
         cycles = 10_000_000
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        for _ in range(2):  # the first one warms up
+        for _ in range(2):  # the first round warms up
             begin.record()
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
             end.record()
@@ -106,7 +108,7 @@ class CudaTimer:
 
 
 class HostTimer:
-    """See `Timer`; for dry runs on the CPU."""
+    """A `Timer` for dry runs on the CPU."""
 
     cache_bytes = 1 << 12
 
@@ -135,12 +137,13 @@ def open_timer(device: torch.device) -> Timer:
 def take_turns(
     turns: Mapping[str, Callable[[], float]], *, until: float, most: int, warmups: int = 1
 ) -> dict[str, list[float]]:
-    """Have every rival take its turn, which returns its seconds, again and again, in an order that rotates.
+    """Let every rival have a turn, again and again, in an order that rotates. Returns the seconds of all turns.
 
     Args:
-        until: of time.monotonic(); stop after the repetition in which it is reached, the third at the earliest.
-        most: counted repetitions at the most.
-        warmups: those that are not counted.
+        turns: functions that run a turn and return its seconds, by the name of the rival.
+        until: a time of time.monotonic(). Stop after the repetition that reaches it, and not before the third.
+        most: largest number of repetitions that count.
+        warmups: first repetitions, which do not count.
     """
     times: dict[str, list[float]] = {name: [] for name in turns}
     for repetition in range(-warmups, most):
@@ -154,12 +157,12 @@ def take_turns(
 
 
 def spreads(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
-    """As rows carry them: milliseconds."""
+    """The spread of each rival's times in milliseconds, as rows carry it."""
     return {name: vars(Spread.of(seconds)) for name, seconds in times.items()}
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """p20, p50 and p80 of plain numbers."""
+    """The quantiles p20, p50 and p80 of the values."""
     if len(values) == 1:
         return dict.fromkeys(("p20", "p50", "p80"), values[0])
     cuts = statistics.quantiles(values, n=10, method="inclusive")
@@ -167,12 +170,12 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def rates(times: Mapping[str, Sequence[float]], num_bytes: int) -> dict[str, dict[str, float]]:
-    """GB/s of each, where `num_bytes` are read and written in a call."""
+    """GB/s of each rival, if a call reads and writes `num_bytes` in all."""
     return {name: quantiles([num_bytes / seconds / 1e9 for seconds in own]) for name, own in times.items()}
 
 
 def shares(times: Mapping[str, Sequence[float]], of: str) -> dict[str, dict[str, float]]:
-    """How fast each was as a share of rival `of`, repetition by repetition: what slows one down slows both."""
+    """The speed of each rival divided by the speed of rival `of` in the same repetition, where load slows both."""
     return {
         name: quantiles([base / seconds for base, seconds in zip(times[of], own, strict=True)])
         for name, own in times.items()

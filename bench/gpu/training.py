@@ -1,4 +1,4 @@
-"""Sections of `gpu.py` about training: what torchring adds to a step of one rank, and ranks that have to end alike."""
+"""Sections of `torchring bench gpu` about training: torchring's overhead on one rank, and whether ranks end alike."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torchring
 from torchring.allreduce.select import Algorithm
 from torchring.bench.gpu import models
 from torchring.bench.gpu.buckets import shares_one_gpu
-from torchring.bench.gpu.timing import Timer, quantiles, spreads, take_turns
+from torchring.bench.gpu.timing import NO_TIME, Timer, quantiles, spreads, take_turns
 from torchring.bench.models import Batch, Workload
 from torchring.gradients.plan import Compression
 from torchring.optimizer import DistributedOptimizer
@@ -28,17 +28,16 @@ from torchring.world import default_world
 Row = dict[str, Any]
 BUCKET_MB: Final = 25.0
 STEPS_PER_TURN: Final = 4
-# Of what training moved the weights: between two ways to compute the same in fp32; and where a GPU adds up in an order
-# of its own each time, or a wire holds 16 bits.
-MOST_DISTANCE: Final = 1e-3
-MOST_DISTANCE_ROUNDED: Final = 0.1
+# Bounds for the distance of weights that should be equal, as a share of the distance that training moved them.
+MOST_DISTANCE: Final = 1e-3  # for two ways to compute the same in fp32
+MOST_DISTANCE_ROUNDED: Final = 0.1  # where a GPU adds up in a different order each time, or a wire has 16 bits
 _LEARNING_RATE: Final = 1e-3
 _NUM_BATCHES: Final = 4
 
 
 @dataclass
-class Trainee:
-    """A model and what steps it. `step` does not wait for the device."""
+class Trainer:
+    """A model and its optimizer. `step` trains for one step, and does not wait for the device."""
 
     model: torch.nn.Module
     optimizer: Any
@@ -56,14 +55,14 @@ class Trainee:
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Plain SGD, the optimizer that leaves a step as short as it can be."""
+    """Plain SGD. No other optimizer makes a shorter step."""
     return torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
 
 
 def connected(
     model: torch.nn.Module, algorithm: Algorithm, compression: Compression | None = None
 ) -> DistributedOptimizer:
-    """`torchring.wrap`, but in a world of one, too, it packs, reduces and unpacks."""
+    """Like `torchring.wrap`, but packs, reduces and unpacks also in a world of one rank."""
     optimizer = DistributedOptimizer(
         sgd(model), model, algorithm=algorithm, bucket_mb=BUCKET_MB, compression=compression
     )
@@ -77,8 +76,14 @@ def connected(
 
 
 @dataclass(frozen=True)
-class Course:
-    """Something to train. Convolutions are laid out channels last where `channels_last`."""
+class TrainingConfig:
+    """A model and how to train it.
+
+    Attributes:
+        build: makes the model.
+        autocast: dtype of autocast; None for none.
+        channels_last: whether tensors of four dimensions have the channels_last memory format.
+    """
 
     name: str
     build: Callable[[], Workload]
@@ -86,18 +91,18 @@ class Course:
     channels_last: bool = False
 
 
-def courses(*, is_dry: bool) -> list[Course]:
+def training_configs(*, is_dry: bool) -> list[TrainingConfig]:
     if is_dry:
-        return [Course("linear", models.linear, None)]
+        return [TrainingConfig("linear", models.linear, None)]
     return [
-        Course("gpt2-bf16", models.gpt2, torch.bfloat16),
-        Course("resnet50-bf16", models.resnet50, torch.bfloat16, channels_last=True),
-        Course("gpt2-tf32", models.gpt2, None),
+        TrainingConfig("gpt2-bf16", models.gpt2, torch.bfloat16),
+        TrainingConfig("resnet50-bf16", models.resnet50, torch.bfloat16, channels_last=True),
+        TrainingConfig("gpt2-tf32", models.gpt2, None),
     ]
 
 
 def steps(timer: Timer, *, is_dry: bool, until: float, most: int) -> Iterator[Row]:
-    """A row for each course: the plain optimizer, torchring with ring and direct forced, and DDP, in turns."""
+    """A row for each config. Rivals: the plain optimizer, torchring with the algorithms ring and direct, and DDP."""
     torchring.init()
     try:
         yield from _steps(timer, is_dry=is_dry, until=until, most=most)
@@ -107,56 +112,56 @@ def steps(timer: Timer, *, is_dry: bool, until: float, most: int) -> Iterator[Ro
 
 
 def _steps(timer: Timer, *, is_dry: bool, until: float, most: int) -> Iterator[Row]:
-    todo = courses(is_dry=is_dry)
-    for i, course in enumerate(todo):
-        row: Row = {"section": "step", "model": course.name, "ranks": 1}
+    todo = training_configs(is_dry=is_dry)
+    for i, config in enumerate(todo):
+        row: Row = {"section": "step", "model": config.name, "ranks": 1}
         now = time.monotonic()
         if now > until:
-            yield row | {"problem": "there was no time left"}
+            yield row | {"problem": NO_TIME}
             continue
         try:
-            yield row | _time_course(timer, course, now + (until - now) / (len(todo) - i), most)
+            yield row | _time_config(timer, config, now + (until - now) / (len(todo) - i), most)
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:
             yield row | {"problem": f"{type(error).__name__}: {error}"}
 
 
-def _time_course(timer: Timer, course: Course, until: float, most: int) -> Row:
-    workload, batches = set_up(course, timer.device, first_seed=0)
+def _time_config(timer: Timer, config: TrainingConfig, until: float, most: int) -> Row:
+    workload, batches = set_up(config, timer.device, first_seed=0)
     model = workload.model
     start = flat_weights(model)
-    trainees = {"plain": Trainee(model, sgd(model), course.autocast)}
+    trainers = {"plain": Trainer(model, sgd(model), config.autocast)}
     problems: dict[str, str] = {}
     for name, make in _WRAPS.items():
         try:
-            trainees[name] = make(copy.deepcopy(model), course.autocast)
+            trainers[name] = make(copy.deepcopy(model), config.autocast)
         except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
             problems[name] = f"{type(error).__name__}: {error}"
 
     def turn(name: str) -> float:
-        trainee = trainees[name]
-        trainee.step(workload, batches)  # which finds the caches, and the allocator, as another left them
+        trainer = trainers[name]
+        trainer.step(workload, batches)  # not timed: another rival has used the caches and the allocator
         timer.synchronize()
         started = time.perf_counter()
         for _ in range(STEPS_PER_TURN):
-            trainee.step(workload, batches)
+            trainer.step(workload, batches)
         timer.synchronize()
         return (time.perf_counter() - started) / STEPS_PER_TURN
 
-    turns = {name: functools.partial(turn, name) for name in trainees}
+    turns = {name: functools.partial(turn, name) for name in trainers}
     times = take_turns(turns, until=until, most=most, warmups=1)
-    weights = {name: flat_weights(trainee.model) for name, trainee in trainees.items()}
+    weights = {name: flat_weights(trainer.model) for name, trainer in trainers.items()}
     distances = {name: distance(own, weights["plain"], start) for name, own in weights.items() if name != "plain"}
     wrong = [f"{name}: {text}" for name, text in problems.items() if name != "ddp"]
     wrong += [
-        f"{name} ended {far:.1e} of the way from the plain optimizer"
+        f"{name} ended {far:.1e} of the way from the plain optimizer's weights"
         for name, far in distances.items()
         if not far < MOST_DISTANCE_ROUNDED
     ]
-    rings = trainees.get("ring")
+    rings = trainers.get("ring")
     stats = vars(rings.optimizer.stats()) if rings is not None else None
-    for trainee in trainees.values():
-        if isinstance(trainee.optimizer, DistributedOptimizer):
-            trainee.optimizer.close()
+    for trainer in trainers.values():
+        if isinstance(trainer.optimizer, DistributedOptimizer):
+            trainer.optimizer.close()
     return {
         "tensors": len(list(model.parameters())),
         "parameters": start.numel(),
@@ -171,28 +176,30 @@ def _time_course(timer: Timer, course: Course, until: float, most: int) -> Row:
     }
 
 
-def set_up(course: Course, device: torch.device, *, first_seed: int) -> tuple[Workload, list[Batch]]:
-    """The model, the same for whoever asks, and some batches, on the device."""
+def set_up(config: TrainingConfig, device: torch.device, *, first_seed: int) -> tuple[Workload, list[Batch]]:
+    """The model and some batches, on the device. The model always starts from the same weights."""
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
-    workload = course.build()
-    layout = torch.channels_last if course.channels_last else torch.preserve_format
+    workload = config.build()
+    layout = torch.channels_last if config.channels_last else torch.preserve_format
     workload.model.to(device)
-    if course.channels_last:
+    if config.channels_last:
         workload.model.to(memory_format=layout)  # type: ignore[call-overload]
     return workload, [_to(workload.batch(seed=first_seed + i), device, layout) for i in range(_NUM_BATCHES)]
 
 
-def start_course(course: Course, algorithm: Algorithm, device: torch.device) -> tuple[Trainee, Workload, list[Batch]]:
-    """Collective: a course for torchring alone, on any number of ranks, which see batches of their own."""
-    workload, batches = set_up(course, device, first_seed=100 * torchring.rank())
-    return Trainee(workload.model, connected(workload.model, algorithm), course.autocast), workload, batches
+def start_training(
+    config: TrainingConfig, algorithm: Algorithm, device: torch.device
+) -> tuple[Trainer, Workload, list[Batch]]:
+    """Collective: set up training with torchring, on any number of ranks. Each rank has batches of its own."""
+    workload, batches = set_up(config, device, first_seed=100 * torchring.rank())
+    return Trainer(workload.model, connected(workload.model, algorithm), config.autocast), workload, batches
 
 
 def overheads(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """How much longer each took than "plain", as a share of that, repetition by repetition."""
+    """By how much each rival took longer than "plain" in the same repetition, as a share of the time of "plain"."""
     return {
         name: quantiles([mine / base - 1 for mine, base in zip(own, times["plain"], strict=True)])
         for name, own in times.items()
@@ -200,20 +207,20 @@ def overheads(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float
     }
 
 
-def _with_torchring(model: torch.nn.Module, autocast: torch.dtype | None, *, algorithm: Algorithm) -> Trainee:
-    return Trainee(model, connected(model, algorithm), autocast)
+def _with_torchring(model: torch.nn.Module, autocast: torch.dtype | None, *, algorithm: Algorithm) -> Trainer:
+    return Trainer(model, connected(model, algorithm), autocast)
 
 
-def _with_ddp(model: torch.nn.Module, autocast: torch.dtype | None) -> Trainee:
-    """In a group of one rank, over NCCL on a GPU."""
+def _with_ddp(model: torch.nn.Module, autocast: torch.dtype | None) -> Trainer:
+    """DDP in a group of one rank, over NCCL on a GPU and over Gloo on the CPU."""
     if not dist.is_initialized():
         on_gpu = next(model.parameters()).is_cuda
         dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
-    return Trainee(ddp, sgd(ddp), autocast)
+    return Trainer(ddp, sgd(ddp), autocast)
 
 
-_WRAPS: Final[dict[str, Callable[[torch.nn.Module, torch.dtype | None], Trainee]]] = {
+_WRAPS: Final[dict[str, Callable[[torch.nn.Module, torch.dtype | None], Trainer]]] = {
     "ring": functools.partial(_with_torchring, algorithm="ring"),
     "direct": functools.partial(_with_torchring, algorithm="direct"),
     "ddp": _with_ddp,
@@ -224,10 +231,11 @@ _WRAPS: Final[dict[str, Callable[[torch.nn.Module, torch.dtype | None], Trainee]
 
 
 def replicas(device: torch.device, algorithm: Algorithm, num_steps: int, *, is_dry: bool) -> Iterator[Row]:
-    """A row for fp32 and one for bf16 wires, on rank 0; collective. All ranks have to end with the same bits.
+    """Collective. Yields a row for fp32 wires and a row for bf16 wires, on rank 0.
 
-    They also have to end where one process does that sees all of their batches, and elsewhere than one that sees rank
-    0's alone, or the comparison would be worth nothing. Not in a dry run with bf16, which the interpreter truncates.
+    All ranks have to end with the same bits. They also have to end near a single process that trains on the batches of
+    all ranks. A single process that trains on rank 0's batches alone must end far away: otherwise the comparison could
+    not tell right from wrong. Distances are not checked in a dry run with bf16, as Triton's interpreter truncates.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     world = default_world()
@@ -238,17 +246,17 @@ def replicas(device: torch.device, algorithm: Algorithm, num_steps: int, *, is_d
     batches = [[_to(workload.batch(seed=100 * r + i), device) for i in range(_NUM_BATCHES)] for r in range(world.size)]
     right: tuple[torch.Tensor, torch.Tensor] | None = None
     for compression in (None, "bf16"):
-        trainee = Trainee(model := copy.deepcopy(first), connected(model, algorithm, compression), None)
+        trainer = Trainer(model := copy.deepcopy(first), connected(model, algorithm, compression), None)
         torchring.barrier()
         started = time.perf_counter()
         for _ in range(num_steps):
-            trainee.step(workload, batches[world.rank])
+            trainer.step(workload, batches[world.rank])
         weights = flat_weights(model)
         digest = hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()
         seconds = time.perf_counter() - started
-        stats = vars(trainee.optimizer.stats())
+        stats = vars(trainer.optimizer.stats())
         digests = torchring.all_gather_object(digest)
-        trainee.optimizer.close()
+        trainer.optimizer.close()
         if world.rank == 0:
             if right is None:
                 right = (
@@ -265,26 +273,32 @@ def replicas(device: torch.device, algorithm: Algorithm, num_steps: int, *, is_d
 
 
 def verdict_of(digests: Sequence[str], far: float, control: float, bound: float) -> Row:
-    """Of replicas that ended `far` from where they should, and `control` from where they should not; see `distance`."""
+    """The part of a row that judges replicas.
+
+    Args:
+        digests: digest of the weights of each rank.
+        far: `distance` to one process that trains on all batches, which has to be below `bound`.
+        control: `distance` to one process that trains on rank 0's batches alone.
+    """
     row: Row = {"has_the_same_bits": len(set(digests)) == 1, "distance": far, "distance_of_control": control}
     if not row["has_the_same_bits"]:
         row["problem"] = f"ranks ended with different bits: {[text[:8] for text in digests]}"
     elif not far < bound:
-        row["problem"] = f"{far:.1e} of the way from one process that sees all batches"
+        row["problem"] = f"{far:.1e} of the way from one process that trains on all batches"
     elif not control > min(bound, MOST_DISTANCE_ROUNDED):
-        row["problem"] = f"one process that sees rank 0's batches alone ends as near: {control:.1e}"
+        row["problem"] = f"one process that trains on rank 0's batches alone ends as near: {control:.1e}"
     return row
 
 
 def train_alone(
     model: torch.nn.Module, workload: Workload, batches: Sequence[Sequence[Batch]], num_steps: int
 ) -> torch.Tensor:
-    """The weights after as many steps of one process on the mean of all ranks' losses."""
+    """The weights after one process has trained on the mean of the losses of all ranks."""
     optimizer = sgd(model)
     for step in range(num_steps):
         optimizer.zero_grad()
-        for own in batches:
-            loss = workload.loss(model, own[step % len(own)]) / len(batches)
+        for of_rank in batches:
+            loss = workload.loss(model, of_rank[step % len(of_rank)]) / len(batches)
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return flat_weights(model)
@@ -295,7 +309,7 @@ def flat_weights(model: torch.nn.Module) -> torch.Tensor:
 
 
 def distance(weights: torch.Tensor, others: torch.Tensor, start: torch.Tensor) -> float:
-    """How far two ways ended from each other, over how far the second one came."""
+    """The distance between two results of training, divided by the distance of the second result from `start`."""
     return float((weights - others).norm() / (others - start).norm())
 
 

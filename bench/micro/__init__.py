@@ -1,7 +1,7 @@
 """Microbenchmarks under pytest-benchmark: plan, hooks, pack/unpack/accumulate, one all-reduce.
 
-    pytest bench/micro                        tables, rivals side by side
-    pytest bench/micro --benchmark-disable    everything once, for its results: seconds
+    pytest bench/micro                        print tables with rivals side by side
+    pytest bench/micro --benchmark-disable    run everything once and only check the results, in seconds
 
-Each one checks what it has timed. `torchring bench micro` runs them from an installed wheel.
+Each benchmark checks its results. `torchring bench micro` runs the benchmarks from an installed wheel.
 """

@@ -1,7 +1,7 @@
-"""One all-reduce by size, two ranks: a gradient bucket, a tensor of the script's own, and Gloo.
+"""One all-reduce by size, on two ranks: of a gradient bucket, of an ordinary tensor, and with Gloo.
 
-This process is rank 0, and its time counts; both ranks start from a barrier. The real comparison is
-`bench/allreduce.py`: rivals that take turns, more of them, more sizes, and the slowest rank's time.
+This process is rank 0. Both ranks start from a barrier, and rank 0's time counts. `bench/allreduce.py` compares more
+carefully: more rivals take turns, with more sizes, and the slowest rank's time counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 import torchring
 from torchring.bench.micro.conftest import Remark
-from torchring.bench.micro.peer import DEADLINE_SECONDS, RIVALS, SIZE, Case, Match, join, leave
+from torchring.bench.micro.peer import DEADLINE_SECONDS, RIVALS, SIZE, Case, CaseRunner, join, leave
 from torchring.doctor.render import human_bytes
 
 ROUNDS = {1 << 10: 500, 64 << 10: 500, 1 << 20: 200, 25 << 20: 30}
@@ -26,7 +26,7 @@ ROUNDS = {1 << 10: 500, 64 << 10: 500, 1 << 20: 200, 25 << 20: 30}
 
 @pytest.fixture(scope="module")
 def _peer() -> Iterator[None]:
-    """Rank 1: a process that follows this one, and ends with it or after the last benchmark here."""
+    """Start rank 1, a process that repeats what this process does. Ends the peer after the last benchmark here."""
     timeout = timedelta(seconds=DEADLINE_SECONDS)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     command = [sys.executable, "-m", "torchring.bench.micro.peer", str(store.port)]
@@ -34,7 +34,7 @@ def _peer() -> Iterator[None]:
     try:
         join(store, 0)
         yield
-    finally:  # wherever the ranks are: a benchmark may have been interrupted
+    finally:  # kill, because an interrupted benchmark may have left the peer in the middle of a collective
         peer.kill()
         peer.communicate()
         leave()
@@ -47,15 +47,15 @@ def bench_allreduce(benchmark: BenchmarkFixture, remark: Remark, num_bytes: int,
     benchmark.group = f"all-reduce of {human_bytes(num_bytes)}, {SIZE} ranks"
     case = Case(rival, num_bytes)
     torchring.broadcast_object(case)
-    with closing(Match(case)) as match:
+    with closing(CaseRunner(case)) as runner:
 
         def setup() -> None:
             torchring.broadcast_object(True)
-            match.prepare()
+            runner.prepare()
 
         rounds = ROUNDS[num_bytes] if benchmark.enabled else 1
-        benchmark.pedantic(match.reduce, setup=setup, rounds=rounds, warmup_rounds=3)
+        benchmark.pedantic(runner.reduce, setup=setup, rounds=rounds, warmup_rounds=3)
         torchring.broadcast_object(False)
-        assert match.is_right()
+        assert runner.is_right()
     if benchmark.stats is not None:
         remark("GB/s", round(num_bytes / benchmark.stats.stats.median / 1e9, 3))

@@ -1,8 +1,8 @@
-"""What hooks cost a backward, per parameter: 802 tensors of at most 16 KiB, a world of one, a mover that moves nothing.
+"""The time that hooks add to a backward: 802 tensors of at most 16 KiB, one rank, and a mover that does nothing.
 
-Rivals: no hooks; hooks that do nothing, which is what Python and autograd ask for; torchring's, which count, pack and
-hand out views of the wire. In one table the parameters are fed with gradients, so that there is little but hooks; in
-the other, the model runs its own backward.
+Rivals: no hooks; hooks that do nothing, which shows the cost of Python and autograd; torchring's hooks, which count,
+pack, and set `.grad` to views of the wire. In one table the gradients are passed to autograd, so that backward does
+little except run hooks. In the other table the model runs its own backward.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ HOOKS = ["none", "empty", "torchring"]
 
 
 @dataclass
-class StillWire:
+class NoOpWire:
     tensor: torch.Tensor
 
 
-class Done:
-    """A reduction that was over when it began."""
+class NoOpReduction:
+    """A pending reduction that has nothing to do."""
 
     span = None
 
@@ -48,23 +48,23 @@ class Done:
         return None
 
 
-class StillMover:
-    """Gives out buffers, and leaves them as they are: right for a world of one."""
+class NoOpMover:
+    """A mover that leaves its buffers as they are, which is right for a world of one rank."""
 
     algorithm = "none"
     in_background = False
 
     def __init__(self) -> None:
-        self.wires: list[StillWire] = []
+        self.wires: list[NoOpWire] = []
         self.num_calls = 0
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[Wire]:
-        self.wires = [StillWire(torch.zeros(numel, dtype=dtype)) for numel, dtype in specs]
+        self.wires = [NoOpWire(torch.zeros(numel, dtype=dtype)) for numel, dtype in specs]
         return self.wires
 
-    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> Done:
+    def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> NoOpReduction:
         self.num_calls += 1
-        return Done()
+        return NoOpReduction()
 
     def fail(self, error: RingError) -> None: ...
 
@@ -72,12 +72,12 @@ class StillMover:
 
 
 class Owner:
-    """Stands for the optimizer, which hooks refer to weakly."""
+    """Stands in for the optimizer, to which hooks keep a weak reference."""
 
 
 @contextmanager
-def hooked(model: torch.nn.Module, mover: StillMover) -> Iterator[GradientSync]:
-    """torchring's hooks on all parameters, as `wrap` makes them."""
+def hooked(model: torch.nn.Module, mover: NoOpMover) -> Iterator[GradientSync]:
+    """Register torchring's hooks on all parameters, as `wrap` does."""
     world, owner = World(None, 0, 1), Owner()
     names = {parameter: name for name, parameter in model.named_parameters()}
     specs = [spec_of(names, set(), parameter) for parameter in names]
@@ -100,7 +100,7 @@ def hooked(model: torch.nn.Module, mover: StillMover) -> Iterator[GradientSync]:
 
 
 @contextmanager
-def hooks_of(kind: str, model: torch.nn.Module, mover: StillMover) -> Iterator[None]:
+def hooks_of(kind: str, model: torch.nn.Module, mover: NoOpMover) -> Iterator[None]:
     if kind == "torchring":
         with hooked(model, mover):
             yield
@@ -121,11 +121,11 @@ def timed_backward(
     model: torch.nn.Module,
     backward: Callable[[], Callable[[], object]],
 ) -> None:
-    """Time what `backward()` returns, and check that gradients are those that a backward without hooks leaves."""
+    """Time the function that `backward()` returns. Checks that gradients are those of a backward without hooks."""
     parameters = list(model.parameters())
     backward()()
     expected = [parameter.grad for parameter in parameters]
-    mover = StillMover()
+    mover = NoOpMover()
 
     def setup() -> tuple[tuple[Callable[[], object]], dict[str, object]]:
         model.zero_grad()
@@ -157,7 +157,7 @@ def lies_in(gradient: torch.Tensor, wire: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("hooks", HOOKS)
-@pytest.mark.benchmark(group="backward of 802 gradients that are there already", disable_gc=True)
+@pytest.mark.benchmark(group="backward of 802 given gradients", disable_gc=True)
 def bench_gradients(benchmark: BenchmarkFixture, remark: Remark, hooks: str) -> None:
     model = small().model
     parameters = list(model.parameters())

@@ -1,7 +1,8 @@
-"""pack, unpack and accumulate (`kernels/reference.py`) against other ways into a buffer, out of it, and of adding two.
+"""pack, unpack and accumulate (`kernels/reference.py`) against other ways to copy tensors and to add two buffers.
 
-Gradient lists are shaped like the bench models', and one is 2,000 tensors of 32 elements. As in training, an fp32 wire
-is packed as it is, and a bf16 wire scaled on the way. All rivals have to agree bit for bit.
+The gradients have the shapes of the models in `bench/models.py`; one more list has 2,000 tensors of 32 elements. As in
+training, gradients are scaled while they are packed into a bf16 wire, but not while they are packed into an fp32 wire.
+All rivals have to agree bit for bit.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torchring.allreduce.slices import BLOCK_BYTES
 from torchring.bench.models import MODELS
 from torchring.kernels import reference
 
-PERIOD = 251  # of the test values: below 256, so that bf16 holds them, and prime, so that a shift shows
+PERIOD = 251  # of the test values: below 256, so that bf16 is exact, and prime, so that a shift is noticed
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CLIPPED_NUMEL = 20_000  # where only results count
+CLIPPED_NUMEL = 20_000  # largest tensor with --benchmark-disable
 SCALE = 0.5
 
 
@@ -31,11 +32,12 @@ class Load:
     """Gradients of some shapes, and a wire buffer that they fill without gaps.
 
     Attributes:
-        name: for the table.
-        values: fp32, what belongs into the gradients, one after the other.
-        grads: fp32.
-        wire: of the wire's dtype; `views` are its pieces in the gradients' shapes.
-        scale: between gradients and wire.
+        name: title of the table.
+        values: the right values of all gradients, one after the other, in fp32.
+        grads: the gradients, in fp32.
+        wire: the wire buffer, in the wire's dtype.
+        views: the part of `wire` that belongs to each gradient, in the gradient's shape.
+        scale: the factor of packing.
     """
 
     name: str
@@ -82,11 +84,11 @@ def load(named_shapes: tuple[str, list[torch.Size]], request: pytest.FixtureRequ
 
 
 def rivals(*functions: Callable[..., object]) -> pytest.MarkDecorator:
-    """One benchmark for each, called by what stands behind the operation in its name."""
+    """Run the benchmark for each function. Names each benchmark after its function: pack_loop -> "loop"."""
     return pytest.mark.parametrize("rival", functions, ids=[f.__name__.partition("_")[2] for f in functions])
 
 
-# Gradients into the wire. Each rival returns the buffer that holds them then.
+# Gradients into the wire. Each rival returns the buffer that it has packed.
 
 
 def pack_torchring(load: Load) -> Tensor:
@@ -171,7 +173,7 @@ def bench_unpack(benchmark: BenchmarkFixture, load: Load, rival: Callable[[Load]
 
 @dataclass(frozen=True)
 class Parts:
-    """Two ranks' wires and a third one for the mean; whole, cut into blocks, and cut into gradients."""
+    """The wires of two ranks and a third wire for the mean: as a whole, cut into blocks, and cut into gradients."""
 
     whole: list[Tensor]
     scratch: Tensor
@@ -180,7 +182,7 @@ class Parts:
 
 
 def accumulate_torchring(parts: Parts) -> None:
-    """In blocks that fit the L2 cache, as `DirectAllReduce` does it."""
+    """Accumulates in blocks that fit into the L2 cache, as `DirectAllReduce` does."""
     for first, second, out in parts.blocks:
         reference.accumulate([first, second], out, scale=SCALE, scratch=parts.scratch)
 

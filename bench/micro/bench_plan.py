@@ -1,5 +1,7 @@
-"""What it takes to decide which parameters share a bucket, and to say so in 32 bytes. Once per `wrap`, and once more
-after the first backward."""
+"""The time to plan which parameters share a bucket, and to compute the plan's 32-byte fingerprint.
+
+torchring plans once in `wrap`, and once more after the first backward.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def bench_fingerprint(benchmark: BenchmarkFixture, model: str) -> None:
     def digest(specs: Iterable[ParameterSpec]) -> bytes:
         return fingerprint(describe(specs, "op='mean'"))
 
-    said = benchmark(digest, specs)
-    assert len(said) == 32
-    assert digest([*others, last]) == said
-    assert digest([*others, replace(last, shape=(*last.shape, 1), stride=(*last.stride, 1))]) != said
+    found = benchmark(digest, specs)
+    assert len(found) == 32
+    assert digest([*others, last]) == found
+    assert digest([*others, replace(last, shape=(*last.shape, 1), stride=(*last.stride, 1))]) != found

@@ -1,4 +1,4 @@
-"""Every microbenchmark runs on one thread, as a rank does, and may add a remark to the summary."""
+"""Every microbenchmark runs on one thread, as a rank does, and may add remarks to the summary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def remark(benchmark: BenchmarkFixture, record_property: Remark) -> Remark:
-    """remark(name, value): for the JSON file (`extra_info`), and for the end of the output."""
+    """remark(name, value) adds a value to the JSON file (as `extra_info`) and to the end of the output."""
 
     def remark(name: str, value: object) -> None:
         benchmark.extra_info[name] = value

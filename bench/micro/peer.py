@@ -1,9 +1,9 @@
-"""The other rank of the all-reduce benchmarks: does what rank 0 does, as often as rank 0 does it.
+"""Rank 1 of the all-reduce benchmarks: repeats what rank 0 does.
 
     python -m torchring.bench.micro.peer PORT      started by bench_allreduce.py
 
-Rank 0 broadcasts a `Case`, then True before each all-reduce and False after the last; and so on. The peer ends when its
-standard input does, so it never outlives rank 0.
+For each case, rank 0 broadcasts the `Case`, then True before each all-reduce, and False after the last one. The peer
+exits when its standard input is closed, so it never outlives rank 0.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Case:
     num_bytes: int
 
 
-class Match:
-    """A case, opened by both ranks together: `prepare`, `reduce`, again and again, then `is_right`."""
+class CaseRunner:
+    """Runs a case on both ranks: `prepare` and `reduce` for each all-reduce, then `is_right`. All are collective."""
 
     def __init__(self, case: Case) -> None:
         world = default_world()
@@ -66,33 +66,33 @@ class Match:
         torchring.barrier()
 
     def is_right(self) -> bool:
-        """Collective: whether the last result is right on both ranks."""
+        """Whether the last result is right on both ranks. Collective."""
         is_wrong = not torch.equal(self._tensor, self._expected)
         return not torchring.all_reduce(torch.tensor([int(is_wrong)]), op="max").item()
 
 
 def join(store: dist.Store, rank: int) -> None:
-    """Gloo for the rival, and torchring beside it."""
+    """Start Gloo for the rival, and torchring."""
     timeout = timedelta(seconds=DEADLINE_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timeout)
     torchring.init(timeout_seconds=DEADLINE_SECONDS)
 
 
 def leave() -> None:
-    """Also after the other rank is gone, or has never come."""
+    """Shut both down. Works even if the other rank has ended, or has never joined."""
     torchring.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def follow() -> NoReturn:
-    """Do as rank 0 does, case after case."""
+    """Repeat what rank 0 does, case after case."""
     while True:
-        with closing(Match(torchring.broadcast_object(None))) as match:
+        with closing(CaseRunner(torchring.broadcast_object(None))) as runner:
             while torchring.broadcast_object(None):
-                match.prepare()
-                match.reduce()
-            match.is_right()
+                runner.prepare()
+                runner.reduce()
+            runner.is_right()
 
 
 def main() -> NoReturn:

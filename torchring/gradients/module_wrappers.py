@@ -1,11 +1,11 @@
 """Finds DistributedDataParallel (DDP) and FullyShardedDataParallel (FSDP) around parameters that torchring reduces.
 
-DDP and FSDP write a result of their own to `.grad`. Where torchring reduces the same parameter, the outcome is wrong,
-and equally wrong on all ranks, so that comparing ranks does not show it.
+DDP and FSDP write their own results to `.grad`. If torchring reduces the same parameter, the gradient is wrong. The
+gradient is equally wrong on all ranks, so comparing ranks does not reveal the error.
 
-Module wrappers that exist when an optimizer is wrapped are found among the objects that Python's garbage collector
-knows, in 30 ms for 300,000 objects. Later ones are noticed when they are built, through PyTorch's public hook on the
-registration of submodules. A training step only compares two integers.
+When an optimizer is wrapped, existing DDP and FSDP instances are found among the objects that Python's garbage
+collector knows; the search takes 30 ms for 300,000 objects. Instances that are built later are noticed through
+PyTorch's public hook on the registration of submodules. A training step only compares two integers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The tensors that a script sees as `.grad`: each one is a piece of a wire buffer, but a tensor in its own right.
+"""The tensors that a script sees as `.grad`. Each lies in a wire buffer, but is a tensor in its own right, not a view.
 
 A script may keep a gradient over `zero_grad(set_to_none=True)`, to log the gradient or to combine it with the next one
 (PCGrad). Plain PyTorch makes a new gradient for the next backward, so the kept one keeps its values. torchring writes
-the next gradient to the same place in the buffer. Before torchring does so, `held` tells which gradients somebody still
-has, and `leave` moves those to a copy. Where nobody has any, nothing is copied.
+the next gradient to the same place in the buffer. Before torchring does so, `held` finds the gradients that the script
+still refers to, and `leave` moves these gradients to a copy. If the script refers to no gradient, nothing is copied.
 
-Every gradient has a storage and a version counter of its own: others that share the buffer are not kept along with it,
-`torch.save` writes one gradient and not the whole buffer, and `grad.detach_()` works, as it does not on views.
+Every gradient has a storage and a version counter of its own. So a kept gradient does not keep the other gradients of
+the buffer, `torch.save` writes one gradient instead of the whole buffer, and `grad.detach_()` works, which fails on
+views.
 """
 
 from __future__ import annotations
