@@ -2,17 +2,17 @@
 
     torchring run -np 2 examples/compare_with_ddp.py
     torchrun --nproc-per-node 3 examples/compare_with_ddp.py
-    python examples/compare_with_ddp.py                           nothing to communicate, but both must agree
+    python examples/compare_with_ddp.py                           one process, without communication
 
-Both start from the same parameters, see the same batches, and take turns step by step, so that whatever else the
-machine is busy with slows down both. Ends with exit code 1 if they do not compute the same:
+Both trainings start from the same parameters and see the same batches. They take turns step by step, so that other load
+on the machine slows down both. The exit code is 1 if the results differ:
 
-- With one or two ranks every loss and every parameter has to be equal bit by bit: half of each gradient is exact, and
-  so is the order of adding two numbers.
-- With more ranks gradients are added in another order, so every step rounds differently. A loss may then be off by one
-  fp32 rounding (of the first loss) for each rank and each step taken so far, and a parameter by as many roundings of
-  the largest parameter. That is enough because the network is smooth and its training stable: with ReLU, one rounding
-  can switch a unit off and go on growing from there.
+- With one or two ranks every loss and every parameter has to be equal bit by bit. Halving a gradient is exact, and the
+  sum of two numbers does not depend on their order.
+- With more ranks DDP and torchring add gradients in different orders, so every step rounds differently. A loss may then
+  differ by one fp32 rounding (of the first loss) for each rank and each step so far. A parameter may differ by as many
+  roundings of the largest parameter. This bound holds because the network is smooth and its training is stable. With
+  ReLU, one rounding can switch a unit off, and the difference then keeps growing.
 """
 
 import argparse
@@ -34,16 +34,16 @@ from torch.nn.parallel import DistributedDataParallel
 import torchring
 
 NUM_INPUTS, NUM_CLASSES = 32, 10
-NUM_WARMUP = 3  # steps that are not timed: both ways set up their buckets in them
+NUM_WARMUP = 3  # first steps, which are not timed: DDP and torchring build their buckets in these steps
 
 
 def rounding_bound(num_steps: int, num_ranks: int, largest: float) -> float:
-    """How far two values may be apart after `num_steps` steps: 0 with one or two ranks, else see above."""
+    """The largest allowed difference of two values after `num_steps` steps; see the top of this file."""
     return num_steps * num_ranks * torch.finfo(torch.float32).eps * largest if num_ranks > 2 else 0.0
 
 
 def find_difference(expected: Sequence[float], actual: Sequence[float], num_ranks: int) -> str | None:
-    """Compare two loss curves. Says where they are first further apart than rounding explains; None if nowhere."""
+    """Compare two loss curves. Describes the first difference that rounding does not explain; None without any."""
     if len(expected) != len(actual):
         return f"one curve has {len(expected)} losses, the other {len(actual)}"
     for step, (a, b) in enumerate(zip(expected, actual, strict=True)):
@@ -70,10 +70,10 @@ def make_model(width: int) -> nn.Module:
 
 
 def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., tuple[torch.Tensor, float]]:
-    """A function that trains on one batch and returns the loss and the milliseconds that it took."""
+    """Make a function that trains on one batch, and returns the loss and the time in milliseconds."""
 
     def step(inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
-        dist.barrier()  # nobody waits in here for a rank that is late from elsewhere
+        dist.barrier()  # the time of a step should not include waiting for ranks that start late
         start = time.perf_counter()
         optimizer.zero_grad()
         loss = cross_entropy(model(inputs), labels)
@@ -97,18 +97,20 @@ def describe(name: str, times_ms: list[float]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare torchring with DistributedDataParallel.")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch-size", type=int, default=32, help="inputs per step and rank")
-    parser.add_argument("--width", type=int, default=768, help="of the three hidden layers")
+    parser.add_argument("--batch-size", type=int, default=32, help="number of inputs per step and rank")
+    parser.add_argument("--width", type=int, default=768, help="width of the three hidden layers")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.steps <= NUM_WARMUP:
-        parser.error(f"--steps must be more than {NUM_WARMUP}, which are not timed; got {args.steps}")
+        parser.error(
+            f"--steps must be more than {NUM_WARMUP}, as the first {NUM_WARMUP} steps are not timed; got {args.steps}"
+        )
 
     torch.set_num_threads(1)  # as torchrun sets it
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    else:  # started without a launcher
+    else:  # there is no launcher
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     is_first = dist.get_rank() == 0
 
@@ -116,7 +118,7 @@ def main() -> int:
     teacher = torch.randn(NUM_INPUTS, NUM_CLASSES)
     ddp_model = make_model(args.width)
     ring_model = copy.deepcopy(ddp_model)
-    torch.manual_seed(args.seed + 1 + dist.get_rank())  # ... and other data
+    torch.manual_seed(args.seed + 1 + dist.get_rank())  # ... and different data
 
     ddp_step = make_step(
         DistributedDataParallel(ddp_model, gradient_as_bucket_view=True),

@@ -1,11 +1,12 @@
-"""Train a small decoder-only transformer on Python's own source code, letter by letter.
+"""Train a small decoder-only transformer on Python's own source code, character by character.
 
     python examples/train_char_gpt.py                             one process
-    torchring run -np 2 examples/train_char_gpt.py                two
-    torchrun --nproc-per-node 3 examples/train_char_gpt.py        three
+    torchring run -np 2 examples/train_char_gpt.py                two processes
+    torchrun --nproc-per-node 3 examples/train_char_gpt.py        three processes
 
-The lines marked "# torchring" make it data-parallel. Accumulation, gradient clipping, warm-up and mixed precision are
-written as for one process: when backward() returns, gradients are means over all ranks.
+The lines marked "# torchring" make the training data-parallel. Accumulation, gradient clipping, warm-up and mixed
+precision are written as for one process: when the last backward() of a step returns, gradients are means over all
+ranks.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import torchring  # torchring
 
-# Modules of the standard library, to be learned and to be tested on.
+# The model trains on the source of some modules of the standard library, and is tested on the source of others.
 TRAINING_TEXT = """
     argparse ast calendar codecs configparser contextlib copy csv dataclasses difflib doctest enum ftplib functools
     gettext gzip inspect mailbox optparse os pickle platform pprint pydoc random shutil smtplib socket statistics
@@ -63,7 +64,7 @@ class CharGPT(nn.Module):
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*[Block(width, num_heads) for _ in range(num_layers)])
         self.norm = nn.LayerNorm(width)
-        nn.init.normal_(self.characters.weight, std=0.1)  # also the output layer's weight
+        nn.init.normal_(self.characters.weight, std=0.1)  # this is also the weight of the output layer
         nn.init.normal_(self.positions.weight, std=0.1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -71,7 +72,7 @@ class CharGPT(nn.Module):
         return nn.functional.linear(self.norm(self.blocks(x)), self.characters.weight)
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy, in nats, of every character of `windows` but the first, given those before it."""
+        """The mean cross-entropy, in nats, of predicting each character of `windows` from the characters before it."""
         return cross_entropy(self(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
@@ -85,7 +86,7 @@ def autocast(enabled: bool) -> torch.autocast:
 
 
 def is_bf16_faster(model: CharGPT, windows: torch.Tensor) -> bool:
-    """Whether bf16 takes at most 80% of the time here. It depends on the processor, and on the size of the model."""
+    """Whether bf16 takes at most 80% of the time of fp32, which depends on the processor and on the model's size."""
     seconds = torch.full((2, 5), math.inf)
     for i in range(seconds.shape[1]):
         for enabled in (False, True):
@@ -94,7 +95,7 @@ def is_bf16_faster(model: CharGPT, windows: torch.Tensor) -> bool:
                 loss = model.loss(windows)
             torch.autograd.grad(loss, list(model.parameters()))
             seconds[int(enabled), i] = time.perf_counter() - start
-    fp32, bf16 = torchring.all_reduce(seconds.amin(1)).tolist()  # torchring: all ranks decide alike
+    fp32, bf16 = torchring.all_reduce(seconds.amin(1)).tolist()  # torchring: all ranks make the same decision
     return bf16 < 0.8 * fp32
 
 
@@ -121,13 +122,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=24, help="windows per step, over all ranks and micro-steps")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-steps per step")
-    parser.add_argument("--context", type=int, default=64, help="characters that the model looks back")
+    parser.add_argument("--context", type=int, default=64, help="number of characters that the model sees")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--amp", choices=("auto", "on", "off"), default="auto", help="bf16 autocast; auto: if faster")
-    parser.add_argument("--sample", type=int, default=400, help="characters to write at the end")
+    parser.add_argument("--sample", type=int, default=400, help="number of characters to write at the end")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # so small a model gains next to nothing from more
+    torch.set_num_threads(1)  # more threads hardly speed up such a small model
     torch.manual_seed(args.seed + torchring.rank())  # torchring: each rank draws windows of its own
     is_first = torchring.rank() == 0  # torchring
     micro_batch_size = max(1, args.batch_size // (args.accumulate * torchring.size()))  # torchring
@@ -135,7 +136,7 @@ def main() -> int:
     train, validation = read(TRAINING_TEXT), read(VALIDATION_TEXT)
     characters, ids = torch.frombuffer(bytearray(train + validation), dtype=torch.uint8).unique(return_inverse=True)
     train_ids, validation_ids = ids[: len(train)], ids[len(train) :]
-    length = args.context + 1  # the targets are the inputs, one character later
+    length = args.context + 1  # the targets are the inputs, shifted by one character
     validation_windows = validation_ids[: 512 * length].view(-1, length)
 
     model = CharGPT(len(characters), args.context)
@@ -167,13 +168,13 @@ def main() -> int:
                 windows = random_windows(train_ids, micro_batch_size, length)
                 with autocast(use_bf16):
                     loss = model.loss(windows) / args.accumulate
-                loss.backward()  # the last one of the step returns means over all ranks
+                loss.backward()  # after the last backward of a step, gradients are means over all ranks
                 step_loss += loss.detach()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             if step % 25 == 0 or step == args.steps - 1:
-                torchring.all_reduce(step_loss)  # torchring: for the eye only
+                torchring.all_reduce(step_loss)  # torchring: only to print the mean
                 if is_first:
                     print(f"step {step:4}  loss {step_loss:.3f}  gradient norm {norm:.2f}")
     seconds = time.perf_counter() - start

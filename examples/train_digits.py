@@ -1,11 +1,11 @@
 """Train a small convolutional network on handwritten digits; the lines marked "# torchring" make it data-parallel.
 
     python examples/train_digits.py                               one process
-    torchring run -np 2 examples/train_digits.py                  two
-    torchrun --nproc-per-node 3 examples/train_digits.py          three
+    torchring run -np 2 examples/train_digits.py                  two processes
+    torchrun --nproc-per-node 3 examples/train_digits.py          three processes
 
-The 1797 images of 8x8 pixels come with scikit-learn. The batch is shared out between the ranks, so any number of them
-takes the same number of steps. Ends with exit code 1 if the network has not learned its digits.
+The 1797 images of 8x8 pixels come with scikit-learn. Each batch is divided among the ranks, so the number of steps does
+not depend on the number of ranks. The exit code is 1 if the accuracy is below the target.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torchring  # torchring
 
 
 def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """1437 images to train on and 360 to test with, the same ones on every rank."""
+    """1437 images for training and 360 images for testing, the same on every rank."""
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     train, test = train_test_split(range(len(labels)), test_size=0.2, stratify=labels, random_state=seed)
@@ -43,15 +43,15 @@ def make_model() -> nn.Module:
 
 
 def shifted(images: torch.Tensor) -> torch.Tensor:
-    """Each image moved by at most one pixel, at random."""
-    windows = pad(images, (1, 1, 1, 1)).unfold(2, 8, 1).unfold(3, 8, 1)  # the 3 x 3 places that an image can be at
+    """Move each image by at most one pixel in each direction, at random."""
+    windows = pad(images, (1, 1, 1, 1)).unfold(2, 8, 1).unfold(3, 8, 1)  # an image at all of its 3 x 3 places
     y, x = torch.randint(3, (2, len(images)))
     return windows[torch.arange(len(images)), :, y, x]
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, test: TensorDataset) -> float:
-    """The accuracy over all of `test`. Every rank looks at its share of the images; the counts are added up."""
+    """The accuracy on all of `test`. Every rank evaluates its share of the images; then the counts are added up."""
     model.eval()
     images, labels = test[torchring.rank() :: torchring.size()]  # torchring
     counts = torch.stack([(model(images).argmax(1) == labels).sum(), torch.tensor(len(labels))])
@@ -62,17 +62,15 @@ def evaluate(model: nn.Module, test: TensorDataset) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small convolutional network on handwritten digits.")
-    parser.add_argument("--epochs", type=int, default=20, help="1 or more")
-    parser.add_argument("--batch-size", type=int, default=96, help="images per step, over all ranks")
+    parser.add_argument("--epochs", type=int, default=20, help="number of epochs, 1 or more")
+    parser.add_argument("--batch-size", type=int, default=96, help="images per step, in all ranks together")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--target", type=float, default=0.97, help="test accuracy to reach; the exit code is 1 below it"
-    )
+    parser.add_argument("--target", type=float, default=0.97, help="test accuracy to reach, else the exit code is 1")
     args = parser.parse_args()
     if args.epochs < 1:
         parser.error(f"--epochs must be 1 or more, got {args.epochs}")
-    torch.set_num_threads(1)  # so small a model gains next to nothing from more
+    torch.set_num_threads(1)  # more threads hardly speed up such a small model
     torch.manual_seed(args.seed + torchring.rank())  # torchring: each rank shifts and drops out differently
 
     train, test = load_data(args.seed)
@@ -89,7 +87,7 @@ def main() -> int:
     with Progress(console=console, disable=not (is_first and console.is_terminal)) as progress:
         bar = progress.add_task("training", total=args.epochs * len(batches))
         for epoch in range(args.epochs):
-            sampler.set_epoch(epoch)  # another shuffle for each epoch, the same on all ranks
+            sampler.set_epoch(epoch)  # shuffle differently in each epoch, but alike on all ranks
             start = time.perf_counter()
             for images, labels in batches:
                 optimizer.zero_grad()

@@ -1,9 +1,10 @@
 """Kernels that move gradients: Triton on CUDA, plain torch on CPU, bit-identical results.
 
-Read `reference.py` first: it says in torch what `pack.py`, `accumulate.py` and `unpack.py` do in Triton. `chunks.py`
+Read `reference.py` first: it does in torch what `pack.py`, `accumulate.py` and `unpack.py` do in Triton. `chunks.py`
 turns many tensors into equal pieces of work, and `lazy.py` keeps Triton out of processes that only use CPUs.
-`direct.py` and `ring.py` reduce across GPUs that can address each other's memory, by the signals of `signals.py`;
-`finite.py` finds NaN and infinity on the way. Nothing here knows about processes, buckets or optimizers.
+`direct.py` and `ring.py` reduce across GPUs that can address each other's memory, and synchronise by the signals of
+`signals.py`. `finite.py` finds NaN and infinity in values that these kernels write. Nothing here knows about processes,
+buckets or optimizers.
 """
 
 from .accumulate import accumulate

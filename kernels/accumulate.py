@@ -1,4 +1,4 @@
-"""Accumulate: the sum of N buffers of one size, in one pass over each of them.
+"""Accumulate: the sum of N buffers of one size, in one pass over each buffer.
 
 Example: parts fp16 [1, 2, 3], [10, 20, 30] and [100, 200, 300], scale 0.5 -> out [55.5, 111.0, 166.5]
 
@@ -21,30 +21,30 @@ from .lazy import lazy_jit, runs_on_triton, triton_dtype
 if TYPE_CHECKING:
     import triton.language as tl
 
-# 4 warps of 32 or 64 threads: 16 or 8 elements a thread, so one 128-bit load or more of every part even in 16 bits.
+# With 4 warps of 32 or 64 threads each thread has 16 or 8 elements, so it loads at least 128 bits of every part.
 _BLOCK = 2048
 
 
-# A rank's slice is longer or shorter by a few elements than its neighbour's; that must not compile another kernel.
+# Slices of different ranks differ by a few elements. A different length must not compile another kernel.
 @lazy_jit(do_not_specialize=("addresses", "numel"))
 @no_type_check
 def _accumulate_kernel(
     addresses,  # [NUM_PARTS] int64 IN: where each part begins; parts are [numel] of dtype SOURCE, the caller's
-    out,  # [numel] OUT: may be one of the parts, as every element is read by the thread that writes it
+    out,  # [numel] OUT: may be one of the parts, as each thread reads the elements that it writes
     numel: tl.int64,
     scale: tl.float64,
     SOURCE: tl.constexpr,  # dtype of the parts
     COMPUTE: tl.constexpr,  # fp32, or fp64 where either side is
     NUM_PARTS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,  # bytes: 16 if all parts begin at a multiple of that, else 1
+    ALIGNMENT: tl.constexpr,  # 16 if all parts begin at multiples of 16 bytes, else 1
     BLOCK: tl.constexpr,
 ):
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     lane = begin + tl.arange(0, BLOCK)
-    # As in pack: 128 bits at a time for a multiple of 16 elements, the last 0 to 15 apart.
+    # As in pack: first a multiple of 16 elements, 128 bits at a time, then the last 0 to 15 elements.
     whole = numel // 16 * 16
     factor = tl.full([], scale, COMPUTE)
-    # torch goes from fp64 to 16 bits by way of fp32; so must this, to round alike.
+    # torch casts fp64 to 16 bits by way of fp32. This kernel must do the same, to round alike.
     ROUNDED: tl.constexpr = tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32
     total = tl.zeros([BLOCK], COMPUTE)
     for i in tl.static_range(NUM_PARTS):
@@ -65,10 +65,10 @@ def _accumulate_kernel(
 def accumulate(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0) -> None:
     """out <- cast(scale * (parts[0] + parts[1] + ...)), added in list order.
 
-    parts: one or more contiguous tensors of out's shape and device and of one dtype; fp16, bf16, fp32 or fp64 on CUDA.
-    out: contiguous. May be one of the parts, but not overlap one otherwise.
+    parts: one or more contiguous tensors of one dtype, with out's shape and device; fp16, bf16, fp32 or fp64 on CUDA.
+    out: contiguous. May be one of the parts, but must not overlap a part otherwise.
     Runs on the current stream and does not wait; the caller keeps all tensors until that stream is past this point.
-    On CPU it is `reference.accumulate`, which also sums integers. Error bound and exceptions are described there.
+    On CPU `reference.accumulate` does the work, and also sums integers. See there for the error bound and exceptions.
     """
     dtype = reference.check_parts(parts, out, scale)
     for i, tensor in enumerate((*parts, out)):

@@ -3,15 +3,15 @@
 Example: numels [5000, 3], wire offsets [0, 5008], chunks of 4096, fp32
 
     row            0      1      2
-    tensor_index   0      0      1     whose element
-    source_offset  0      4096   0     ... this is the chunk's first
-    wire_offset    0      4096   5008  where that one goes in the wire buffer
-    numel          4096   904    3
-    address        base0  base0  base1
-                          + 16384      in bytes: the only column that changes, and only when a tensor has moved
+    tensor_index   0      0      1     the tensor that the chunk belongs to
+    source_offset  0      4096   0     the chunk's first element, counted from the tensor's first
+    wire_offset    0      4096   5008  the place of the chunk's first element in the wire buffer
+    numel          4096   904    3     the number of elements
+    address        base0  base0  base1 the address of the chunk's first element, in bytes: the only column that
+                          + 16384      changes, and only when a tensor has moved
 
-A gradient usually keeps its address from step to step; `zero_grad(set_to_none=True)` may move it. `point_at` looks at
-every tensor (0.4 us for each) and sends the column again only if an address differs.
+A gradient usually keeps its address from step to step; `zero_grad(set_to_none=True)` may move the gradient. `point_at`
+looks at every tensor (0.4 us for each), and copies the column to the device again only if an address differs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-CHUNK_NUMELS = (4096, 8192, 16384)  # 1024 elements a warp; more warps would pass the thread limit where warps have 64
+# 1024 elements for each warp. Where a warp has 64 threads, more warps would exceed the limit of threads in a block.
+CHUNK_NUMELS = (4096, 8192, 16384)
 WIRE_ALIGNMENT_BYTES = 64
 
 Layout = tuple[tuple[int, int], ...]
@@ -32,7 +33,7 @@ _KIND = attrgetter("dtype", "device")
 
 
 def layout(tensor: Tensor) -> Layout:
-    """(size, stride) of every dimension in which a step moves: equal layouts mean equal memory order."""
+    """(size, stride) of every dimension whose size is not 1. Equal layouts mean equal memory order."""
     return tuple((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1)
 
 
@@ -103,7 +104,8 @@ class ChunkTable:
         Does not synchronise: on CUDA the column is copied from pinned memory on the current stream. The tensors must
         stay alive until the launches that use the table have run.
         """
-        # Five lists, not one look at tensor after tensor: what was all right the last time is so if it looks the same.
+        # Compare lists of all tensors, which is faster than a check of each tensor: tensors that passed the check last
+        # time need no check if sizes, strides, dtypes and devices are the same.
         sizes, strides = list(map(Tensor.size, tensors)), list(map(Tensor.stride, tensors))
         kinds = list(map(_KIND, tensors))
         if sizes != self._sizes or strides != self._strides or kinds != self._kinds:
@@ -116,13 +118,13 @@ class ChunkTable:
         if dtype is not None:
             bases = torch.tensor(addresses, dtype=torch.int64, device="cpu")
             rows = bases[self.tensor_index] + self.source_offset * dtype.itemsize
-            # Fresh pinned memory for every refresh: an earlier copy may not have left its own yet.
+            # New pinned memory for every refresh, as an earlier copy may still be reading the memory of its refresh.
             self.address.copy_(_pinned(rows, self.device), non_blocking=True)
         self._addresses, self._source_dtype = addresses, dtype
         self.num_refreshes += 1
 
     def tensor_of(self, chunk: int) -> int:
-        """Which tensor a chunk belongs to, for example the one that `pack` found not to be finite."""
+        """The index of the tensor that a chunk belongs to. Names the gradient in which `pack` found NaN or infinity."""
         return int(self.tensor_index[chunk])
 
     def check_wire(self, wire: Tensor) -> None:
@@ -146,7 +148,7 @@ class ChunkTable:
         return [wire.as_strided(tensor.size(), tensor.stride(), base + offset) for tensor, offset in pairs]
 
     def check_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Raise unless these are the tensors, in size, dtype, device and memory order, that the table describes."""
+        """Raise unless the tensors have the sizes, dtype, device and memory order that the table describes."""
         if len(tensors) != len(self.numels):
             raise ValueError(f"the table describes {len(self.numels)} tensors, got {len(tensors)}")
         if not tensors:
@@ -176,9 +178,9 @@ class ChunkTable:
 
 @lru_cache(maxsize=1024)
 def address_column(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """[N] int64 on `device`: a few addresses as a kernel reads them, copied once on the current stream.
+    """[N] int64 on `device`: a few addresses for a kernel, copied once on the current stream.
 
-    `stream`, the current stream's handle, is part of the key: a column is only ever used on the stream that filled it.
+    `stream`, the current stream's handle, is part of the cache key: only the stream that filled a column uses it.
     """
     column = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     return _pinned(column, device).to(device, non_blocking=True)
@@ -201,12 +203,15 @@ def _check_offsets(numels: Sequence[int], wire_offsets: Sequence[int], wire_dtyp
                 f"{WIRE_ALIGNMENT_BYTES} bytes"
             )
         if numel and offset < end:
-            raise ValueError(f"tensor {i} starts at {offset} in the wire, inside another that ends at {end}")
+            raise ValueError(f"tensor {i} starts at {offset} in the wire, inside another tensor, which ends at {end}")
         end = max(end, offset + numel)
 
 
 def _check_layouts(numels: Sequence[int], layouts: Sequence[Layout]) -> None:
-    """Each layout must be dense and free of overlap: sorted by stride, every dimension starts where the last ended."""
+    """Raise ValueError unless each layout is dense and free of overlap.
+
+    In order of strides, each stride must be the product of the sizes before it.
+    """
     if len(layouts) != len(numels):
         raise ValueError(f"got {len(numels)} numels but {len(layouts)} layouts")
     for i, (numel, dims) in enumerate(zip(numels, layouts, strict=True)):

@@ -1,15 +1,16 @@
 """Direct: all-reduce over wires that every rank can address, in one launch per rank.
 
-Rank r reads slice r of all wires, adds it up in rank order, and writes the sum to all wires. Before that it meets the
-other ranks, whose wires must be packed, and after it again, so that every rank knows its wire to be complete.
+Rank r reads slice r of all wires, adds the slices up in rank order, and writes the sum to all wires. All ranks meet
+before the sum, so that all wires are packed, and again after it, so that every rank knows that its wire is complete.
 
 Example: 2 ranks, wires fp32 [1, 2, ..., 32] and [10, 20, ..., 320], slices [0, 16) and [16, 32), scale 0.5
     rank 0 writes 5.5, 11.0, ..., 88.0 to elements 0 to 15 of both wires, rank 1 93.5, ..., 176.0 to the others
 
-The halves can be had apart, with something in between that works on the own slice: `spread=False` leaves the sum in
-the own wire alone, `gather=False` copies the own slice to the other ranks.
+The two halves can be separate launches, with other work on the own slice in between: `spread=False` writes the sum to
+the own wire only, and `gather=False` copies the own slice to the other ranks.
 
-For N ranks, each reads (N-1)/N of a wire's bytes over the links and writes as many. All must reach all wires.
+Of N ranks, each reads (N-1)/N of a wire's bytes over the links, and writes as many. Every rank must be able to address
+all wires.
 Results are bit-identical to `reference.accumulate` of all wires with that scale.
 """
 
@@ -34,7 +35,7 @@ def reduce_lanes(
     wires,  # [N] int64 IN
     own,  # pointer to the own wire
     rank,
-    lane,  # int64 [n]: which elements
+    lane,  # int64 [n]: indices of elements
     limit,  # int64: lanes from here on are left alone
     factor,  # scalar of dtype COMPUTE
     COMPUTE: tl.constexpr,
@@ -42,9 +43,9 @@ def reduce_lanes(
     GATHER: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
-    """Sum, copy or both for some lanes; returns what was written."""
+    """Sum some elements, copy them to the other ranks, or both. Returns the values that were written."""
     DTYPE: tl.constexpr = own.dtype.element_ty
-    # torch goes from fp64 to 16 bits by way of fp32; so must this, to round alike.
+    # torch casts fp64 to 16 bits by way of fp32. This kernel must do the same, to round alike.
     ROUNDED: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
     if GATHER:
         part = tl.multiple_of(tl.load(wires).to(tl.pointer_type(DTYPE)), 16)
@@ -57,14 +58,14 @@ def reduce_lanes(
     else:
         result = tl.load(own + lane, mask=lane < limit)
     if SPREAD:
-        for i in tl.static_range(1, NUM_RANKS):  # each rank begins with its neighbour, so that no link gets them all
+        for i in tl.static_range(1, NUM_RANKS):  # begin with the next rank, so that all ranks begin with different ones
             peer = (rank + i) % NUM_RANKS
             target = tl.multiple_of(tl.load(wires + peer).to(tl.pointer_type(DTYPE)), 16)
             tl.store(target + lane, result, mask=lane < limit)
     return result
 
 
-# A rank's slice is longer or shorter by a few elements than its neighbour's; that must not compile another kernel.
+# Slices of different ranks differ by a few elements. A different length must not compile another kernel.
 @lazy_jit(
     do_not_specialize=("wires", "signals", "rank", "begin", "end", "numel", "abort", "found"),
     uses=(meet, poison, reduce_lanes, is_finite, first_index, report),
@@ -89,8 +90,8 @@ def _direct_kernel(
     TILE: tl.constexpr,
 ):
     factor = tl.full([], scale, COMPUTE)
-    # As in accumulate: 128 bits at a time for a multiple of 16 elements, the last 0 to 15 apart.
-    begin = begin // 8 * 8  # nothing is lost, but now the compiler sees that vectors begin here
+    # As in accumulate: first a multiple of 16 elements, 128 bits at a time, then the last 0 to 15 elements.
+    begin = begin // 8 * 8  # changes nothing, but tells the compiler that vectors begin here
     whole = begin + (end - begin) // 16 * 16
     start = begin + tl.program_id(0).to(tl.int64) * TILE
     stride = tl.num_programs(0).to(tl.int64) * TILE
@@ -139,24 +140,26 @@ def direct(
 ) -> None:
     """All wires' elements [begin, end) <- cast(scale * (wires[0] + wires[1] + ...)), added in rank order.
 
-    Collective: all ranks launch it, with their own slices, which together should cover the wire, and otherwise alike.
+    Collective: all ranks launch the kernel with the same arguments, except that each passes its own slice. The slices
+    should cover the wire.
 
     wires: int64 [num_ranks]: where each rank's wire lies as this device sees it, at multiples of 64 bytes.
     signals: int64 [num_ranks]: where each rank's pad of `signals.signal_bytes` lies, zeroed before its first use.
     wire: this rank's own wire, 1-D: fp16, bf16, fp32 or fp64, of one size on all ranks.
-    begin, end: this rank's slice, in elements; may be empty, and anywhere then; else `begin` is a multiple of 64 bytes.
-    abort: int32 [1], 0. When it becomes non-zero a kernel that waits for another rank stops waiting, fills its share of
-        the own wire with NaN and ends.
+    begin, end: this rank's slice, in elements. `begin` is a multiple of 64 bytes, unless the slice is empty.
+    abort: int32 [1], 0. When `abort` becomes non-zero, a kernel that waits for another rank stops waiting, fills its
+        share of the own wire with NaN, and ends.
     found: int32 [1], `finite.NOT_FOUND` or less. Lowered to the index of the first element of the own slice whose
-        result, as written, is NaN or infinite (to 2**31 - 2 if it lies further out). None: nothing is checked.
-    gather, spread: False leaves out a half. Without `spread` the sum is written to the own wire alone, and of that
-        only the own slice may be changed before this rank spreads: other ranks may still read the rest. Without
-        `gather` the own slice is copied to the others, unscaled. Gathering and spreading alternate on one pad.
-    max_blocks: of a pad made for at least as many; the same on all ranks.
+        result, as written, is NaN or infinite (to 2**31 - 2 if the index is larger). None: nothing is checked.
+    gather, spread: False leaves out one half. Without `spread` the sum is written to the own wire only. Until this rank
+        spreads, the caller may then change only the own slice of the own wire, as other ranks may still read the rest.
+        Without `gather` the own slice is copied to the other ranks, unscaled. Gathering and spreading alternate on one
+        pad.
+    max_blocks: largest number of blocks, the same on all ranks. The pads must be made for at least as many.
 
-    The sum is fp32 (fp64 for fp64) and rounded once. Runs on the current stream, which may wait for the other ranks,
-    and does not wait itself. The caller keeps all tensors, and all ranks their wires, until all streams are past this
-    point; whether the wait ended well is for the caller to find out.
+    The sum is fp32 (fp64 for fp64) and rounded once. Runs on the current stream, which may wait for the other ranks.
+    The host does not wait. The caller keeps all tensors, and all ranks keep their wires, until all streams are past
+    this point. The caller has to find out whether the kernel was aborted.
     Raises ValueError or TypeError for arguments that do not fit, and for tensors on a CPU without the interpreter.
     """
     check("direct", wires, signals, wire, rank, num_ranks, abort, found, max_blocks)
@@ -164,7 +167,7 @@ def direct(
     if not 0 <= begin <= end <= numel:
         raise ValueError(f"the slice [{begin}, {end}) must lie within the wire's {numel} elements")
     if begin == end:
-        begin = end = 0  # an empty slice may lie anywhere, the kernel's begins where a vector does
+        begin = end = 0  # the kernel needs an aligned slice, also if the slice is empty
     if begin * itemsize % 64:
         raise ValueError(f"the slice must begin at a multiple of 64 bytes, got {begin} elements of {itemsize} bytes")
     if not (gather or spread):

@@ -1,7 +1,8 @@
-"""Where the first NaN or infinity lies, found on the way by kernels that handle every element anyhow.
+"""The index of the first NaN or infinity, found by kernels that handle every element anyway.
 
-Each lane of a tile remembers in which turn of its block's loop it first met one; only after the loop are lanes reduced
-to one number. So a tile costs a comparison, a minimum and a selection per element, and nothing that waits.
+Each lane of a tile remembers the iteration of its block's loop in which it first met NaN or infinity. After the loop
+the lanes are reduced to one number. So in the loop the check costs a comparison, a minimum and a selection for each
+element, and no reduction.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from .lazy import lazy_jit
 if TYPE_CHECKING:
     import triton.language as tl
 
-NOT_FOUND = 2**31 - 1  # what the caller puts into `found` beforehand
+NOT_FOUND = 2**31 - 1  # the caller writes this value to `found` before the launch
 
 
 @lazy_jit()
 @no_type_check
 def is_finite(
     values,
-    COMPUTE: tl.constexpr,  # fp32 or fp64, whichever holds them exactly
+    COMPUTE: tl.constexpr,  # fp32, or fp64 for fp64 values
 ):
-    """int1 of values' shape: neither NaN nor infinite."""
+    """int1 of values' shape: whether each value is neither NaN nor infinite."""
     return tl.abs(values.to(COMPUTE)) < float("inf")
 
 
 @lazy_jit()
 @no_type_check
 def first_index(
-    turn,  # [TILE] int32: in which turn each lane met the first; 2**31 - 1 if in none
-    begin,  # int64: where the tile lay in turn 0
-    stride,  # int64: how far it moves each turn
+    turn,  # [TILE] int32: the iteration in which each lane met its first such element; 2**31 - 1 if in none
+    begin,  # int64: begin of the tile in iteration 0
+    stride,  # int64: how far the tile moves with each iteration
     TILE: tl.constexpr,
 ):
-    """int32: the lowest index of an element that is not finite; 2**31 - 1 if there is none, 2**31 - 2 if far out."""
+    """int32: the lowest index of an element that is not finite, at most 2**31 - 2; 2**31 - 1 if all are finite."""
     index = tl.minimum(begin + turn.to(tl.int64) * stride + tl.arange(0, TILE), 2147483646)
     return tl.min(tl.where(turn == 2147483647, 2147483647, index), 0).to(tl.int32)
 
@@ -45,6 +46,6 @@ def report(
     found,  # [1] int32 IN and OUT
     index,  # int32
 ):
-    """*found <- min(*found, index), without touching it where there is nothing to report."""
+    """*found <- min(*found, index). Does not touch `found` if all elements are finite."""
     if index < 2147483647:
         tl.atomic_min(found, index, sem="relaxed")

@@ -1,7 +1,8 @@
-"""Triton, imported at the first launch: a process that only uses CPUs neither needs it nor waits for it.
+"""Imports Triton at the first launch: a process that only uses CPUs neither needs Triton nor waits for its import.
 
-Importing Triton takes about 0.4 s and fails where it is not installed. So kernel files name `tl` for type checkers
-only and decorate with `lazy_jit` in place of `triton.jit`; `Kernel.jitted` supplies both when a launch asks for them.
+Importing Triton takes about 0.4 s, and fails where Triton is not installed. So kernel files import `tl` for type
+checkers only, and decorate kernels with `lazy_jit` instead of `triton.jit`. At the first launch, `Kernel.jitted`
+imports Triton, sets `tl`, and applies `triton.jit`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 import torch
 
-# Triton itself decides once, when a kernel is decorated; deciding once here keeps both answers equal.
+# Triton reads the variable once, when a kernel is decorated. Reading it once here keeps both answers equal.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Kernel:
-    """A Triton kernel, or a function that kernels call, not compiled nor its language imported before it is needed."""
+    """A Triton kernel, or a function that kernels call. The first launch imports Triton and compiles the kernel."""
 
     def __init__(self, fn: Callable[..., Any], do_not_specialize: Sequence[str], uses: Sequence[Kernel]) -> None:
         self.fn = fn
@@ -27,11 +28,11 @@ class Kernel:
 
     @cached_property
     def jitted(self) -> Any:
-        """The `triton.JITFunction` (under TRITON_INTERPRET=1: the interpreted one)."""
+        """The `triton.JITFunction` (with TRITON_INTERPRET=1, the interpreted function)."""
         import triton
         import triton.language
 
-        # Triton resolves the names in a kernel's body through the globals of its file: `tl`, and what the kernel calls.
+        # Triton looks up names in a kernel's body, such as `tl` and called functions, in the globals of the file.
         names = self.fn.__globals__
         names["tl"] = triton.language
         names.update({helper.fn.__name__: helper.jitted for helper in self.uses})
@@ -40,7 +41,7 @@ class Kernel:
     def launch(self, device: torch.device, programs: int, *args: Any, **options: Any) -> None:
         """Launch `programs` programs on the current stream of `device`; does not synchronise.
 
-        Triton launches on the current device, which need not be the one that holds the tensors.
+        Triton launches on the current device, so this method makes `device` current if another device is.
         """
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -49,16 +50,16 @@ class Kernel:
             self._run(programs, args, options)
 
     def _run(self, programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        # Without fusion (Triton's old default) a product is rounded before it is added, as torch does.
+        # Without fusion, a product is rounded before it is added, as in torch.
         self.jitted[(programs,)](*args, enable_fp_fusion=False, **options)
 
 
 def lazy_jit(
     *, do_not_specialize: Sequence[str] = (), uses: Sequence[Kernel] = ()
 ) -> Callable[[Callable[..., Any]], Kernel]:
-    """`triton.jit`, later. Arguments in `do_not_specialize` never cause a recompilation, whatever their value.
+    """`triton.jit`, applied at the first launch. Values of arguments in `do_not_specialize` cause no recompilation.
 
-    uses: lazily jitted functions that the body calls by their own names, usually imported from another file.
+    uses: functions with this decorator that the body calls by their own names, usually imported from another file.
     """
     return lambda fn: Kernel(fn, do_not_specialize, uses)
 

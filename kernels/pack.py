@@ -2,7 +2,7 @@
 
 Example: gradients fp32 [1, 2] and [3], wire offsets 0 and 32, scale 0.5, fp16 wire
     wire[0:2] = [0.5, 1.0], wire[32] = 1.5; elements that belong to no gradient are left as they are.
-    With 2e38 for the 2, wire[1] is infinite and `found` becomes 0, the chunk that holds it.
+    With 2e38 instead of 2, wire[1] is infinite, and `found` becomes 0, the index of the chunk of [1, 2].
 
 `reference.pack` is the CPU path and the oracle; results are bit-identical to it.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @lazy_jit(uses=(is_finite, report))
 @no_type_check
 def report_chunk(found, chunk, written, mask, COMPUTE: tl.constexpr):
-    """Report `chunk` if an element that was written, one for which `mask` is true, is not finite."""
+    """Report `chunk` if an element of `written` with a true `mask` is not finite."""
     bad = tl.max((mask & (is_finite(written, COMPUTE) == 0)).to(tl.int32), 0)
     report(found, tl.where(bad != 0, chunk, 2147483647))
 
@@ -35,8 +35,8 @@ def report_chunk(found, chunk, written, mask, COMPUTE: tl.constexpr):
 @lazy_jit(do_not_specialize=("address", "wire_offset", "numel", "found"), uses=(report_chunk,))
 @no_type_check
 def _pack_kernel(
-    address,  # [C] int64 IN: where chunk c's first element lies; columns belong to the ChunkTable
-    wire_offset,  # [C] int64 IN: where it goes, in elements of `wire`; a multiple of 64 bytes
+    address,  # [C] int64 IN: address of chunk c's first element; columns belong to the ChunkTable
+    wire_offset,  # [C] int64 IN: the element's place in `wire`, in elements; a multiple of 64 bytes
     numel,  # [C] int64 IN: elements in chunk c, at most CHUNK
     wire,  # [W] OUT: the bucket's buffer, at a multiple of 16 bytes; belongs to the caller
     scale: tl.float64,  # usually 1 / world size; fp64 so that fp64 gradients lose nothing
@@ -51,12 +51,12 @@ def _pack_kernel(
     count = tl.load(numel + chunk)
     target = wire + tl.multiple_of(tl.load(wire_offset + chunk), 8)
     factor = tl.full([], scale, COMPUTE)
-    # torch goes from fp64 to 16 bits by way of fp32; so must this, to round alike.
+    # torch casts fp64 to 16 bits by way of fp32. This kernel must do the same, to round alike.
     ROUNDED: tl.constexpr = tl.float64 if wire.dtype.element_ty == tl.float64 else tl.float32
     lane = tl.arange(0, CHUNK)
     if begin % 16 == 0:
-        # 128 bits at a time needs an aligned address and a mask that never splits a vector: a multiple of 16 elements
-        # first, the last 0 to 15 apart.
+        # 128 bits at a time need an aligned address, and a mask that never splits a vector. So first a multiple of 16
+        # elements, then the last 0 to 15 elements.
         grad = tl.multiple_of(begin.to(tl.pointer_type(SOURCE)), 16)
         whole = count // 16 * 16
         values = tl.load(grad + lane, mask=lane < whole).to(COMPUTE) * factor
@@ -83,14 +83,14 @@ def pack(
 ) -> None:
     """wire[table.wire_offsets[i] + k] <- cast(scale * element k, in memory order, of tensors[i]).
 
-    tensors: as `table` describes them, on one device and of one dtype: fp16, bf16, fp32 or fp64. Any address works;
-        tensors at multiples of 16 bytes are read 128 bits at a time.
+    tensors: tensors that `table` describes, on one device and of one dtype: fp16, bf16, fp32 or fp64. Any address
+        works. Tensors at multiples of 16 bytes are read 128 bits at a time.
     wire: 1-D, contiguous, at least table.wire_numel elements of table.wire_dtype.
     found: int32 [1] on the table's device, `finite.NOT_FOUND` or less. Lowered to the first chunk in which a value, as
-        written, is NaN or infinite, for `table.tensor_of`; a cast that overflows counts. None: nothing is checked.
+        written, is NaN or infinite, also by overflow; `table.tensor_of` gives the tensor. None: nothing is checked.
     The product is fp32 (fp64 if either side is fp64) and rounded once. Runs on the current stream and does not wait;
     the caller keeps tensors, wire and table until that stream is past this point.
-    Raises ValueError or TypeError for what does not fit the table.
+    Raises ValueError or TypeError for tensors or a wire that do not fit the table.
     """
     table.check_wire(wire)
     if found is not None and (found.dtype != torch.int32 or found.numel() != 1 or found.device != wire.device):
@@ -122,7 +122,7 @@ def pack(
 
 
 def _first_not_finite(wire: Tensor, table: ChunkTable, views: Sequence[Tensor]) -> int:
-    """The first chunk with a NaN or an infinity; NOT_FOUND if there is none."""
+    """The first chunk with NaN or infinity; NOT_FOUND if all chunks are finite."""
     bad = next((i for i, view in enumerate(views) if not view.isfinite().all()), None)
     if bad is None:
         return NOT_FOUND

@@ -1,8 +1,8 @@
 """pack, unpack and accumulate in plain torch: the CPU path, and the oracle for the Triton kernels.
 
-One rule for all three: arithmetic is done in fp32 (in fp64 where an operand is fp64), and the result is rounded once
-to the dtype it is stored in. So an fp32 gradient of 1e5 scaled by 0.5 into an fp16 wire is 49984, the fp16
-value nearest to 50000, where casting first would have made it inf.
+One rule for all three: arithmetic is done in fp32 (in fp64 where an operand is fp64), and the result is rounded once,
+to the dtype in which it is stored. So an fp32 gradient of 1e5 scaled by 0.5 into an fp16 wire is 49984, the fp16 value
+nearest to 50000. Casting before scaling would give inf.
 
 Example: grads fp32 [1, 2] and [3], scale 0.5, fp16 wire
     pack        -> wire [0.5, 1.0, 1.5]
@@ -17,11 +17,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Up to here one torch call over many tensors beats a call per tensor (800 tensors of 4.4 KB: 0.9 ms instead of 1.6);
-# above, its second pass over the list finds what the first one touched no longer in the cache.
+# Up to this size one torch call over many tensors beats a call for each tensor (800 tensors of 4.4 KB: 0.9 ms instead
+# of 1.6 ms). Larger tensors have left the cache when the call makes its second pass over the list.
 _SMALL_NUMEL = 16 * 1024
-# Narrowing makes a temporary of its whole input. In pieces of 1 MiB the allocator recycles it; as one piece of 32 MiB
-# it comes fresh from the system every time (fp32 to fp16: 13.6 ms instead of 1.8).
+# A cast to a narrower dtype makes a temporary tensor as large as its input. The allocator reuses the memory of
+# temporary tensors of 1 MiB. A temporary of 32 MiB gets new memory from the system each time (fp32 to fp16: 13.6 ms,
+# not 1.8 ms).
 _PIECE_NUMEL = 256 * 1024
 
 _Pair = tuple[torch.dtype, torch.dtype]
@@ -43,7 +44,7 @@ def pack(grads: Sequence[Tensor], views: Sequence[Tensor], *, scale: float = 1.0
     """
     if len(grads) != len(views):
         raise ValueError(f"{len(grads)} tensors cannot be copied to {len(views)}: one for each is needed")
-    if not all(map(Tensor.is_same_size, grads, views)):  # torch would broadcast (1,) to (3,) without a word
+    if not all(map(Tensor.is_same_size, grads, views)):  # torch would silently broadcast (1,) to (3,)
         i, grad, view = next((i, g, v) for i, (g, v) in enumerate(zip(grads, views, strict=True)) if g.shape != v.shape)
         raise ValueError(f"tensor {i} has shape {tuple(grad.shape)}, its target has shape {tuple(view.shape)}")
     if scale != 1.0:
@@ -53,7 +54,7 @@ def pack(grads: Sequence[Tensor], views: Sequence[Tensor], *, scale: float = 1.0
 
 
 def unpack(views: Sequence[Tensor], grads: Sequence[Tensor], *, scale: float = 1.0) -> None:
-    """grads[i] <- cast(views[i] * scale): the way back, by the same rule and with the same errors as `pack`."""
+    """grads[i] <- cast(views[i] * scale): the reverse of `pack`, with the same arithmetic and the same errors."""
     pack(views, grads, scale=scale)
 
 
@@ -61,10 +62,10 @@ def accumulate(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, scra
     """out <- cast(scale * (parts[0] + parts[1] + ...)), added in list order.
 
     parts: one or more tensors of one dtype and of out's shape; not modified, except that `out` may be one of them.
-    out: floating point; or the parts' own integer dtype, then exact (modulo 2**bits) and with scale 1 only.
-    scratch: at least out.numel() contiguous elements of `compute_dtype`, overwritten; out's own shape is fastest. It
-        holds the running sum where out cannot: 16-bit dtypes, out narrower than its parts, out being parts[2] or later.
-        Allocated if missing. fp32 parts into an fp32 out need none.
+    out: floating point, or the integer dtype of the parts. Integer sums are exact (modulo 2**bits) and need scale 1.
+    scratch: at least out.numel() contiguous elements of `compute_dtype`, overwritten; fastest if it has out's shape.
+        Holds the running sum if out cannot: if out has 16 bits, is narrower than its parts, or is parts[2] or later.
+        Allocated if None and needed. fp32 parts need no scratch for an fp32 out.
 
     Bound, with u = 2**-24 for fp32 and N parts: |error| <= N * u * scale * sum(|parts|) to first order in u, then one
     rounding to out's dtype.
@@ -74,7 +75,7 @@ def accumulate(parts: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, scra
 
 
 class Accumulation:
-    """`accumulate` of the same tensors again and again: they are looked at once. Arguments and errors are the same."""
+    """`accumulate` for tensors that are summed again and again: checks them once. Same arguments, same errors."""
 
     def __init__(self, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None = None) -> None:
         self._dtype = check_parts(parts, out, 1.0)
@@ -104,7 +105,7 @@ class Accumulation:
             total.copy_(parts[0])
             later = parts[1:]
         for part in later:
-            total.add_(part)  # of two dtypes torch takes the wider, so a 16-bit part is added in fp32
+            total.add_(part)  # torch adds in the wider dtype, so a 16-bit part is added in fp32
         if scale != 1.0:
             total.mul_(scale)
         if total is not out:
@@ -112,7 +113,7 @@ class Accumulation:
 
 
 def check_parts(parts: Sequence[Tensor], out: Tensor, scale: float) -> torch.dtype:
-    """The dtype of all parts. Raises for shapes and dtypes that neither the torch nor the Triton version can add."""
+    """The dtype of all parts. Raises ValueError or TypeError for shapes and dtypes that cannot be added."""
     if not parts:
         raise ValueError("there is nothing to add: parts is empty")
     dtype, same_size = parts[0].dtype, out.is_same_size
@@ -134,14 +135,14 @@ def _check_scale(dtype: torch.dtype, scale: float) -> None:
 
 
 def check_overlap(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Writing out must not change an element that is yet to be read: out is a part, or apart from all of them."""
+    """Raise ValueError if writing out could change an element that is still to be read."""
     address, size = out.data_ptr(), out.numel() * out.element_size()
     for i, part in enumerate(parts):
         begin = part.data_ptr()
         if begin == address and part.dtype == out.dtype:
             continue
         if begin < address + size and address < begin + part.numel() * part.element_size():
-            raise ValueError(f"parts[{i}] overlaps out partly or in another dtype: it has to be out, or apart from it")
+            raise ValueError(f"parts[{i}] overlaps out partly or in another dtype: it must be out, or not overlap out")
 
 
 def _running_sum(scratch: Tensor | None, out: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,11 +176,11 @@ def _pack_scaled(grads: Sequence[Tensor], views: Sequence[Tensor], scale: float)
 
 
 def _scale_into(sources: list[Tensor], targets: list[Tensor], scale: float) -> None:
-    """All sources of one dtype, all targets of one dtype."""
+    """targets[i] <- cast(sources[i] * scale). All sources have one dtype, and all targets have one dtype."""
     source, target = sources[0].dtype, targets[0].dtype
     common = torch.promote_types(source, target)
-    # As a tensor, because torch 2.13 first rounds a plain number to the dtype of 16-bit targets when it works in place
-    # on CPU; besides, it makes a tensor of the number for every target.
+    # A tensor, because torch 2.13 first rounds a Python number to the dtype of 16-bit targets when it works in place on
+    # CPU. Besides, torch would make a tensor of the number for every target.
     factor = torch.tensor(scale, dtype=compute_dtype(source, target), device=targets[0].device)
     if common == target:  # widening is exact, so scaling afterwards rounds once
         torch._foreach_copy_(targets, sources)

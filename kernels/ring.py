@@ -1,7 +1,8 @@
-"""Ring: all-reduce in which every rank reads from its left neighbour alone, in one launch per rank.
+"""Ring: all-reduce in which every rank reads only from its left neighbour, in one launch per rank.
 
-The wire is cut into N slices. In N-1 steps each slice travels once around the ring, every rank adding its own; then, in
-N-1 more, the sums travel around. Step by step, for 3 ranks, "1+2" being the sum of ranks 1's and 2's:
+The wire is cut into N slices. In N-1 steps each slice travels around the ring, and every rank adds its own slice. In
+N-1 more steps the sums travel around the ring. The steps of 3 ranks, where "1+2" is the sum of the slices of ranks 1
+and 2:
 
     step           rank 0 reads from 2      rank 1 reads from 0      rank 2 reads from 1
     reduce 0       slice 2 -> 2+0           slice 0 -> 0+1           slice 1 -> 1+2
@@ -9,15 +10,15 @@ N-1 more, the sums travel around. Step by step, for 3 ranks, "1+2" being the sum
     gather 0       slice 0, whole           slice 1, whole           slice 2, whole
     gather 1       slice 2, whole           slice 0, whole           slice 1, whole
 
-So rank r works on slice r-s-1 in reduce step s and on slice r-s in gather step s, modulo N. A step begins when the left
-neighbour has signalled the end of its step before; there is one word for each, so no sender waits for a free one. At
-last each rank tells its left neighbour that it has pulled everything, and waits for its right neighbour to say so: from
-then on its wire may be overwritten.
+So rank r works on slice r-s-1 in reduce step s and on slice r-s in gather step s, modulo N. A step begins when the
+left neighbour has signalled the end of its previous step. Each step has a signal word of its own, so no sender waits
+for a free word. At the end each rank signals to its left neighbour that it has read everything, and waits for this
+signal from its right neighbour. Then its wire may be overwritten.
 
 Example: 2 ranks, wires fp32 [1, 2, ..., 32] and [10, 20, ..., 320], scale 0.5
     rank 0 makes elements 16 to 31, 93.5 to 176.0, rank 1 elements 0 to 15, 5.5 to 88.0, and each copies the other's
 
-Blocks go around on their own: block b reads what block b of the left neighbour has written, and waits for it alone.
+Blocks are independent: block b only reads what block b of the left neighbour has written, and only waits for block b.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ if TYPE_CHECKING:
 def hop_lanes(
     left,  # pointer to the left neighbour's wire
     own,  # pointer to the own wire
-    lane,  # int64 [n]: which elements
+    lane,  # int64 [n]: indices of elements
     limit,  # int64: lanes from here on are left alone
-    theirs,  # scalar of dtype COMPUTE: factor of the left neighbour's
-    ours,  # scalar of dtype COMPUTE: factor of the own
+    theirs,  # scalar of dtype COMPUTE: factor of the left neighbour's elements
+    ours,  # scalar of dtype COMPUTE: factor of the own elements
     COMPUTE: tl.constexpr,
     ADD_LEFT: tl.constexpr,
     ADD_OWN: tl.constexpr,
 ):
-    """Sum, scale or copy for some lanes; returns what was written."""
+    """Sum, scale or copy some elements. Returns the values that were written."""
     DTYPE: tl.constexpr = own.dtype.element_ty
-    # torch goes from fp64 to 16 bits by way of fp32; so must this, to round alike.
+    # torch casts fp64 to 16 bits by way of fp32. This kernel must do the same, to round alike.
     ROUNDED: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
     if ADD_OWN:
         total = tl.load(own + lane, mask=lane < limit).to(COMPUTE) * ours
@@ -80,9 +81,12 @@ def hop(
     CHECK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """This block's share of one slice: own <- left * theirs + own * ours, or what of it is asked for."""
-    # As in accumulate: 128 bits at a time for a multiple of 16 elements, the last 0 to 15 apart.
-    begin = begin // 8 * 8  # nothing is lost, but now the compiler sees that vectors begin here
+    """This block's share of one slice: own <- left * theirs + own * ours; ADD_LEFT and ADD_OWN choose the terms.
+
+    Without ADD_OWN the left neighbour's slice is copied, unscaled.
+    """
+    # As in accumulate: first a multiple of 16 elements, 128 bits at a time, then the last 0 to 15 elements.
+    begin = begin // 8 * 8  # changes nothing, but tells the compiler that vectors begin here
     count = tl.maximum(tl.minimum(share, numel - begin), 0)
     end = begin + count
     whole = begin + count // 16 * 16
@@ -117,7 +121,7 @@ def _ring_kernel(
     signals,  # [N] int64 IN: where each rank's signal pad begins
     wire,  # [numel] IN and OUT: this rank's own wire, one of `wires`
     rank: tl.int32,
-    share: tl.int64,  # elements of a slice, a multiple of 64 bytes; the last ones may be shorter, or empty
+    share: tl.int64,  # elements of a slice, a multiple of 64 bytes; the last slices may be shorter, or empty
     numel: tl.int64,
     scale: tl.float64,  # fp64 so that fp64 wires lose nothing
     abort,  # [1] int32 IN
@@ -143,7 +147,7 @@ def _ring_kernel(
             met &= take(word_of(signals, rank, STEPS + step, NUM_RANKS), abort)
             if met != 0:
                 begin = ((rank + NUM_RANKS - step - 1) % NUM_RANKS) * share
-                theirs = tl.where(step == 0, factor, 1.0)  # from then on it is a sum of what was scaled already
+                theirs = tl.where(step == 0, factor, 1.0)  # later the left neighbour's slice is a sum of scaled values
                 hop(source, wire, begin, share, numel, theirs, factor, found, COMPUTE, True, True, CHECK, TILE)
                 send(word_of(signals, right, STEPS + step + 1, NUM_RANKS))
         for step in range(NUM_RANKS - 1):
@@ -172,17 +176,17 @@ def ring(
     found: Tensor | None = None,
     max_blocks: int = MAX_BLOCKS,
 ) -> None:
-    """All wires <- the sum of scale * each, added around a ring; rank r reads from rank r-1, modulo num_ranks, alone.
+    """All wires <- the sum of scale * wire over all wires, added around a ring. Rank r only reads from rank r-1.
 
-    Collective: all ranks launch it alike. Slices are equal to within 64 bytes, in rank order.
+    Collective: all ranks launch the kernel with the same arguments. Slices are equal to within 64 bytes, in rank order.
 
-    Arithmetic is fp32 (fp64 for fp64), rounded once to the wire's dtype after every addition, so num_ranks - 1 times
-    for each element (once, for the scale, with a single rank); all ranks end with the same bits.
+    Arithmetic is fp32 (fp64 for fp64). Every addition rounds to the wire's dtype once, so each element is rounded
+    num_ranks - 1 times (with a single rank once, for the scale). All ranks end with the same bits.
     found: int32 [1], `finite.NOT_FOUND` or less. Lowered to the index of the first element for which a sum written by
-        this rank is NaN or infinite; over all ranks, the first element of the result that is.
+        this rank is NaN or infinite. The minimum over all ranks is the first such element of the result.
 
-    Other arguments, stream, ownership, abort and errors are those of `direct`. Of `wires` and `signals` a rank uses its
-    neighbours' and its own.
+    Other arguments, stream, ownership, abort and errors are those of `direct`. Of `wires` and `signals`, a rank only
+    uses its neighbours' entries and its own.
     """
     check("ring", wires, signals, wire, rank, num_ranks, abort, found, max_blocks)
     numel, itemsize = wire.numel(), wire.dtype.itemsize

@@ -1,33 +1,34 @@
 """Signals between kernels of different ranks: how one GPU tells another that its data may be read.
 
-A signal is an int32 word in a rank's signal pad, 0 or 1. The sender makes it 1, the owner of the pad takes it, which
-makes it 0 again: nothing has to be counted or cleared between rounds. Blocks signal for themselves: block b of one rank
-talks to block b of the others only, so blocks need not run all at once.
+A signal is an int32 word in a rank's signal pad, 0 or 1. The sender sets the word to 1. The owner of the pad takes the
+signal, which sets the word to 0 again. So nothing has to be counted or cleared between rounds. Block b of a rank only
+signals to block b of other ranks, so blocks need not all run at once.
 
 One pad of `signal_bytes` serves both `direct` and `ring`. Block b's words begin at word 4 * N * b, for N ranks:
 
     word         set by                  means
     [0, N)       `direct` of that rank   my wire is packed (before the sum)
-    [N, 2N)      `direct` of that rank   I am through with your wire (after spreading)
-    [2N, 4N-2)   `ring` of the left      my share of this step is there; one word for each step
-    4N-1         `ring` of the right     I have pulled everything
+    [N, 2N)      `direct` of that rank   I no longer use your wire (after spreading)
+    [2N, 4N-2)   `ring` of the left      my share of this step is written; one word for each step
+    4N-1         `ring` of the right     I have read everything
 
-Pads begin as zeros on all ranks. Once a kernel was aborted they hold what it left: they, too, must be zeroed, while no
-kernel of any rank runs, before they are used again.
+Pads begin as zeros on all ranks. An aborted kernel leaves signals in the pads. Before the pads are used again, they
+must be zeroed while no kernel of any rank runs.
 
-Memory order. What a block wrote must be seen, on another GPU, by all threads of the block that takes the signal:
+Memory order. All threads of the block that takes a signal must see what the sending block, on another GPU, has written:
 
     sender   all threads: stores | bar.sync | thread 0: exchange, release at system scope
     taker    thread 0: exchange, acquire at system scope | bar.sync | all threads: loads
 
-The barrier makes the other threads' stores precede the exchange, and release covers whatever precedes it, also what
-other threads wrote. On the other side it is the same the other way round, and the acquire drops stale lines of the
-first-level cache. What earlier kernels of the sender's stream wrote precedes all of this one's threads anyway.
+On the sender, the barrier makes the stores of the other threads precede the exchange. The release covers everything
+that precedes the exchange, including what other threads wrote. On the taker, the loads of all threads follow the
+exchange in the same way, and the acquire drops stale lines of the first-level cache. Stores of earlier kernels of the
+sender's stream precede all threads of the sending kernel anyway.
 
-Words are scalars. Triton lets thread 0 do an atomic operation on a scalar and hands the result to the whole block, so
-all threads leave a loop together. A plain load of a word that changes meanwhile, each thread would do for itself: some
-could see it changed and others not, and these would wait at a barrier for those. So the abort word, too, is read by an
-atomic operation.
+Words are scalars. Triton makes thread 0 do an atomic operation on a scalar, and passes the result to the whole block,
+so all threads leave a loop together. A plain load would be done by each thread for itself. If the word changed
+meanwhile, some threads could see the change and others not, and the threads would wait for each other at a barrier
+forever. So the abort word, too, is read by an atomic operation.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .lazy import lazy_jit, runs_on_triton
 if TYPE_CHECKING:
     import triton.language as tl
 
-MAX_BLOCKS = 24  # enough in flight to fill NVLink; backward keeps the other SMs (an A100 has 108, an H100 132)
+MAX_BLOCKS = 24  # enough to fill NVLink, and few enough to leave backward most SMs (an A100 has 108, an H100 132)
 NUM_WARPS = 8  # 512 threads where warps have 64, which leaves every thread 128 registers
 
 
@@ -94,15 +95,16 @@ def _check_words(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, devi
 
 
 def num_blocks(numel: int, num_ranks: int, tile: int, max_blocks: int) -> int:
-    """Blocks of a launch: as many as have a tile each. It depends on nothing in which ranks may differ."""
+    """Number of blocks of a launch, equal on all ranks: one for each tile of a slice, at most `max_blocks`."""
     return max(1, min(max_blocks, -(-numel // (num_ranks * tile))))
 
 
 def tile_numel(itemsize: int, num_ranks: int) -> int:
-    """Elements that a block works on at a time: what its 8 warps load 128 bits at a time, from all ranks at once.
+    """Number of elements that a block loads at a time from each rank: 8 warps load 128 bits a thread, from all ranks.
 
-    A link is full when bandwidth times latency, nearly 1 MB, is under way. With 24 blocks that takes tens of KB each:
-    16 KiB of each of up to 4 ranks, 8 KiB of each of more, for which 64 or more registers a thread do.
+    A link is full when bandwidth times latency, nearly 1 MB, is in flight. For 24 blocks this means tens of KB for each
+    block: 16 KiB from each of up to 4 ranks, or 8 KiB from each of more ranks. For these, 64 registers a thread are
+    enough.
     """
     return (16384 if num_ranks <= 4 else 8192) // itemsize
 
@@ -111,8 +113,8 @@ def tile_numel(itemsize: int, num_ranks: int) -> int:
 @no_type_check
 def word_of(
     signals,  # [N] int64 IN: where each rank's pad begins
-    rank,  # whose pad
-    word,  # which word of the block's own
+    rank,  # owner of the pad
+    word,  # index among the words of this block
     NUM_RANKS: tl.constexpr,
 ):
     """A pointer to a word of this block in `rank`'s pad."""
@@ -123,7 +125,7 @@ def word_of(
 @lazy_jit()
 @no_type_check
 def send(word):
-    """Make *word 1. All that the block's threads wrote so far can be seen by whoever takes the signal."""
+    """Set *word to 1. The block that takes the signal sees everything that this block's threads wrote before."""
     tl.debug_barrier()
     tl.atomic_xchg(word, 1, sem="release", scope="sys")
 
@@ -132,17 +134,17 @@ def send(word):
 @no_type_check
 def take(
     word,
-    abort,  # int32 IN: not 0 when waiting has become pointless; in this device's own memory
+    abort,  # int32 IN: becomes non-zero to stop the wait; in the memory of this device
 ):
-    """Wait until *word is 1 and make it 0; returns 1. Returns 0 if *abort has become non-zero and there is no signal.
+    """Wait until *word is 1, set it to 0, and return 1. Return 0 if *abort has become non-zero and *word is still 0.
 
-    What the sender could see when it sent can be seen by all threads of the block from here on.
+    From then on, all threads of this block see what the sender could see when it sent the signal.
     """
     taken = tl.atomic_xchg(word, 0, sem="acquire", scope="sys")
     stop = 0
     looks = 0
     while (taken | stop) == 0:
-        if looks % 32 == 0:  # each look costs most of a microsecond, which the signal would have to wait
+        if looks % 32 == 0:  # a look takes most of a microsecond, by which a signal would be taken later
             stop = tl.atomic_or(abort, 0, sem="relaxed", scope="sys")
         looks += 1
         taken = tl.atomic_xchg(word, 0, sem="acquire", scope="sys")
@@ -155,14 +157,15 @@ def take(
 def meet(
     signals,  # [N] int64 IN
     rank,
-    first,  # which of the block's words is for rank 0; those of the other ranks follow
+    first,  # index of the block's word for rank 0; the words for the other ranks follow
     abort,  # int32 IN
     NUM_RANKS: tl.constexpr,
 ):
-    """Wait until this block has come here on all ranks, each seeing what the others had written; 0 if aborted, else 1.
+    """Wait until this block has reached this point on all ranks. Returns 1, or 0 if aborted.
 
-    Between two meetings with the same `first` there must be one with another: a rank that has seen all others arrive
-    may run ahead to the next meeting while its signal for this one still lies untaken.
+    From then on, the block sees what the same block of the other ranks wrote before this point. Between two calls with
+    the same `first` there must be a call with another `first`: a rank that has seen all others arrive may reach its
+    next call while its signals for this call are not yet taken.
     """
     for i in range(1, NUM_RANKS):
         send(word_of(signals, (rank + i) % NUM_RANKS, first + rank, NUM_RANKS))
@@ -179,7 +182,7 @@ def poison(
     numel,
     TILE: tl.constexpr,
 ):
-    """Fill this block's share of a wire with NaN: nobody may take for a result what is none."""
+    """Fill this block's share of a wire with NaN, so that nobody uses an unfinished result."""
     nothing = tl.full([TILE], float("nan"), wire.dtype.element_ty)
     stride = tl.num_programs(0).to(tl.int64) * TILE
     for tile in range(tl.program_id(0).to(tl.int64) * TILE, numel, stride):

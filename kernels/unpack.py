@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 @no_type_check
 def _unpack_kernel(
     wire,  # [W] IN: the bucket's buffer, at a multiple of 16 bytes; belongs to the caller
-    address,  # [C] int64 IN: where chunk c's first element goes; columns belong to the ChunkTable
-    wire_offset,  # [C] int64 IN: where it lies, in elements of `wire`; a multiple of 64 bytes
+    address,  # [C] int64 IN: target address of chunk c's first element; columns belong to the ChunkTable
+    wire_offset,  # [C] int64 IN: the element's place in `wire`, in elements; a multiple of 64 bytes
     numel,  # [C] int64 IN: elements in chunk c, at most CHUNK
     scale: tl.float64,  # fp64 so that fp64 gradients lose nothing
     TARGET: tl.constexpr,  # dtype of the gradients
@@ -38,11 +38,11 @@ def _unpack_kernel(
     count = tl.load(numel + chunk)
     source = wire + tl.multiple_of(tl.load(wire_offset + chunk), 8)
     factor = tl.full([], scale, COMPUTE)
-    # torch goes from fp64 to 16 bits by way of fp32; so must this, to round alike.
+    # torch casts fp64 to 16 bits by way of fp32. This kernel must do the same, to round alike.
     ROUNDED: tl.constexpr = tl.float64 if tl.float64 == TARGET else tl.float32
     lane = tl.arange(0, CHUNK)
     if begin % 16 == 0:
-        # 128 bits at a time, as in pack: a multiple of 16 elements first, the last 0 to 15 apart.
+        # As in pack: first a multiple of 16 elements, 128 bits at a time, then the last 0 to 15 elements.
         grad = tl.multiple_of(begin.to(tl.pointer_type(TARGET)), 16)
         whole = count // 16 * 16
         values = tl.load(source + lane, mask=lane < whole).to(COMPUTE) * factor
@@ -60,7 +60,7 @@ def unpack(wire: Tensor, tensors: Sequence[Tensor], table: ChunkTable, *, scale:
     """Element k, in memory order, of tensors[i] <- cast(scale * wire[table.wire_offsets[i] + k]).
 
     wire: 1-D, contiguous, at least table.wire_numel elements of table.wire_dtype; not modified.
-    tensors: as `table` describes them, on one device and of one dtype: fp16, bf16, fp32 or fp64; overwritten.
+    tensors: tensors that `table` describes, on one device and of one dtype: fp16, bf16, fp32 or fp64; overwritten.
     Arithmetic, stream, ownership and errors are those of `pack`.
     """
     table.check_wire(wire)
