@@ -7,6 +7,13 @@ from collections.abc import Generator
 import pytest
 import torch
 
+# They take longest, so they begin first: at the end of a run with several processes, all have something to do.
+_LONG = ["on_device", "kernels_interpreter", "doctor", "cli", "examples", "bench_gpu", "bench", "run", "transport_mpi"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in _LONG)
+
 
 def pytest_configure() -> None:
     """Tests send themselves these signals, which a process started with nohup or in the background ignores."""
