@@ -489,6 +489,7 @@ def _work_together(rank: int, world_size: int, folder: str) -> list[dict[str, An
     return [row for some in rows for row in some]
 
 
+@pytest.mark.grid
 def test_dry_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of one rank and of two, with interpreted kernels: all that needs a GPU otherwise goes through the same code."""
     env = {"TRITON_INTERPRET": "1"}

@@ -1181,11 +1181,11 @@ def test_an_adopted_gradient_that_nobody_uses_moves_unchanged() -> None:
 # Blame
 
 
-def test_name_at() -> None:
+def test_slot_at() -> None:
     bucket = make([torch.ones(17), torch.ones(0), torch.ones(()), torch.ones(2)])
     assert [slot.offset for slot in bucket.plan.slots] == [0, 32, 32, 48]
-    found = {element: bucket.name_at(element) for element in (0, 16, 31, 32, 47, 48, 49)}
-    assert found == {0: "p0", 16: "p0", 31: "p0", 32: "p2", 47: "p2", 48: "p3", 49: "p3"}
+    found = {element: bucket.slot_at(element) for element in (0, 16, 31, 32, 47, 48, 49)}
+    assert found == {0: 0, 16: 0, 31: 0, 32: 2, 47: 2, 48: 3, 49: 3}
 
 
 def test_non_finite_is_noted_and_forgotten_with_the_next_round() -> None:
@@ -1196,9 +1196,6 @@ def test_non_finite_is_noted_and_forgotten_with_the_next_round() -> None:
         reduce(bucket, non_finite=note)
         assert bucket.non_finite == note
         bucket.close_round()
-    assert bucket.grad_of("p1") is bucket.parameters[1].grad
-    with pytest.raises(ValueError, match="p9"):
-        bucket.grad_of("p9")
 
 
 def test_a_parameter_that_was_reshaped_since_is_named() -> None:

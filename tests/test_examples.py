@@ -60,7 +60,8 @@ def load_example(name: str) -> ModuleType:
     return module
 
 
-@grid("num_ranks", [2, 3], keep=lambda num_ranks: num_ranks == 3)  # with two ranks it is what `make demo` runs
+@pytest.mark.grid  # `make demo` runs the example with two ranks
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_train_digits_learns(tmp_path: Path, num_ranks: int) -> None:
     arguments = () if num_ranks == 2 else ("--epochs", "10")  # three ranks take their time on two cores
     stdout, _ = run_example(tmp_path, "train_digits.py", *arguments, num_ranks=num_ranks)

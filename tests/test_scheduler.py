@@ -189,6 +189,7 @@ def test_inline_a_bucket_leaves_as_soon_as_those_before_it_have_left() -> None:
         assert seen == [[], [0], [0], [0, 1, 2, 3]]
         scheduler.finish()
         assert mover.order == [0, 1, 2, 3]
+        assert set(mover.threads) == {threading.current_thread().name}
 
 
 def test_a_thread_reduces_while_backward_goes_on() -> None:

@@ -515,6 +515,26 @@ def test_i_nan_on_one_rank_names_it(value: float, where: int, options: dict[str,
     assert_same_on_all_ranks([seen["digest"] for seen in results])
 
 
+def _poisoned_where_others_have_no_gradient(rank: int, world_size: int) -> list[str]:
+    """Only rank 0 uses `b`; then the script mends the gradient on all ranks."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "ab"})
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loss = model["a"].sum()
+    if rank == 0:
+        loss = loss + (model["b"] * float("nan")).sum()
+    loss.backward()
+    problems = [attempt(optimizer.step)]
+    model["b"].grad.nan_to_num_(0.0)
+    return [*problems, attempt(optimizer.step)]
+
+
+def test_i_nan_in_a_gradient_that_other_ranks_do_not_have() -> None:
+    for first, second in run_pooled(_poisoned_where_others_have_no_gradient, 2):
+        assert _detected(first, "b")
+        assert "rank 0" in first
+        assert second == "", "the script has mended the gradient"
+
+
 def _poisoned_embedding(rank: int, world_size: int) -> str:
     torch.manual_seed(0)
     model = nn.Embedding(5, 3, sparse=True)

@@ -279,7 +279,7 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
     found = sparse.reduce()
     assert found is not None
     assert (found.rank, found.name) == (1, "table")
-    assert found.tensor is parameter.grad
+    assert found.tensor() is parameter.grad
     parameter.grad = local(1.0)
     assert sparse.reduce() is None
 

@@ -100,14 +100,14 @@ def wrap(
         op: "mean" or "sum" over ranks.
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
             None sends them in their own dtype.
-        bucket_mb: size of a bucket in MiB. Default: 25, or 12 if ranks are on several hosts. The first bucket is 1 MiB.
+        bucket_mb: size of a bucket in MiB. Default: 25, or 12 between hosts. The first bucket is at most 1 MiB.
         accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),
             "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce) or
             "auto": "direct" on one host; between hosts the fastest that was measured, see `Stats.reason`.
         overlap: "inline" (reduce in the thread that runs `backward()`), "thread" (in the background) or "auto":
-            "thread", unless a thread would only compete with `backward()` for the cores. On CUDA, "inline" reduces in
-            the stream that runs `backward()`; the others reduce in a stream of torchring's own.
+            "thread", unless a thread would only compete with `backward()` for the cores. On CUDA, all of them reduce in
+            a stream of torchring's own; with "inline" the stream that runs `backward()` waits for each bucket.
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
 
     Returns:
@@ -560,6 +560,7 @@ class DistributedOptimizer(Optimizer):
 
     def _check_before_step(self, sync: GradientSync) -> None:
         """Raise GradientError rather than train on something that is known to be wrong."""
+        sync.check_backward()
         reduction, rank = sync.reduction, sync.reduction.world.rank
         model = self._model() if self._model is not None else None
         if model is not None and reduction.num_rounds == 0:
@@ -567,7 +568,7 @@ class DistributedOptimizer(Optimizer):
         if not steps_exactly(self.optimizer, self._stepped):
             check_same_parameters(self.optimizer, self._names, rank)
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order
-        sync.check_before_step()
+        sync.check_gradients()
 
 
 @functools.cache

@@ -112,7 +112,7 @@ class World:
         self.is_open = True
         self.num_reductions = 0
         self.failure: RingError | None = None
-        self.opening = threading.Lock()
+        self.opening = threading.RLock()
         self._told_of_failure: weakref.WeakSet[Fails] = weakref.WeakSet()
         self.is_forked = False
         self._pid = os.getpid()

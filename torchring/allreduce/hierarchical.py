@@ -96,15 +96,14 @@ class PendingHierarchical:
         return True
 
     def contribute(self) -> None:
-        if not self._mover.in_background:
-            self._part.wait()
+        """Nothing to do: this rank's part is done, or a lane does it."""
 
     def wait(self) -> NonFinite | None:
         if not self._is_over:
             mover = self._mover
             assert self is mover.pending[0], "reductions end in the order in which they were started"
-            self._part.wait()
             try:
+                self._part.wait()
                 mover.done.gather()
             except RingError as error:
                 mover.fail(error)
@@ -116,7 +115,7 @@ class PendingHierarchical:
         return self._result
 
     def _reduce(self, wire: HierarchicalWire, scale: float, tag: int, lane: int) -> NonFinite | None:
-        """This rank's part, on the thread of the lane."""
+        """This rank's part, in a lane."""
         mover, column = self._mover, wire.column
         # 16-bit partial sums travel, so they are scaled before the ring; wider sums after, as in a ring.
         is_narrow = wire.tensor.dtype.itemsize == 2
@@ -161,10 +160,10 @@ class HierarchicalAllReduce:
         group: the ranks of this host.
         columns: number of columns. The ranks whose position in the group is less have a column each.
         ring: of this rank's column, None if it has none.
-        in_background: whether reductions go on after `start` has returned. If not, `start` waits for this rank's part.
+        in_background: whether reductions go on after `start` has returned. If not, `start` does this rank's part.
 
     Attributes (for `PendingHierarchical`):
-        lanes: threads for this rank's parts.
+        lanes: run this rank's parts.
         packed, done: the two signals.
         records, slices: what the ranks of the host share.
         pending: started and not yet over, the oldest first.
@@ -179,9 +178,9 @@ class HierarchicalAllReduce:
     ) -> None:
         self.in_background = in_background
         self.ring = ring
-        self.lanes = Lanes(1 if ring is None else ring.num_lanes)
-        # Nobody polls: between hosts waits are long, and lanes want the core. If `start` waits, peers that have not
-        # packed may themselves be waiting for other hosts.
+        self.lanes = Lanes(1 if ring is None else ring.num_lanes, in_background=in_background)
+        # Nobody polls: between hosts waits are long, and lanes want the core. If `start` does this rank's part,
+        # peers that have not packed may themselves be waiting for other hosts.
         self.packed = Channel(group, poll_seconds=0.0, grace_seconds=0.0 if in_background else _GRACE_SECONDS)
         self.done = Channel(group, poll_seconds=0.0, grace_seconds=_GRACE_SECONDS)
         self.records = ReductionRecords(group)
@@ -206,7 +205,6 @@ class HierarchicalAllReduce:
         pending = PendingHierarchical(self, self._num_started, wire, scale, tag)
         self._num_started += 1
         self.pending.append(pending)
-        pending.contribute()
         return pending
 
     def announce_done(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Reductions on threads, which go on while backward does.
+"""Reductions on threads, which go on while backward does; or in the caller's thread, which waits for them.
 
 A lane is one thread that reduces one wire after the other. With several lanes, the next bucket is on its way while the
 previous bucket is checked, added and waited for, so that the network is not idle between buckets. Every rank keeps to
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Generic
 
 import torch
@@ -23,25 +23,31 @@ from torchring.threads import SerialThread
 
 
 class PendingOnThread:
-    """One reduction on a thread. See `PendingReduction`.
+    """One reduction in a lane. See `PendingReduction`.
 
     Args:
-        thread: calls `reduce`, unless an earlier reduction has failed.
+        thread: calls `reduce`, unless an earlier reduction has failed. None: the constructor calls `reduce`.
         failure: of any reduction of the same mover.
     """
 
     __slots__ = ("_failure", "_future", "span")
 
-    def __init__(self, thread: SerialThread, reduce: Callable[[], NonFinite | None], failure: FirstFailure) -> None:
+    def __init__(
+        self, thread: SerialThread | None, reduce: Callable[[], NonFinite | None], failure: FirstFailure
+    ) -> None:
         self.span: tuple[float, float] | None = None
         self._failure = failure
-        self._future = thread.submit(lambda: self._run(reduce))
+        self._future: Future[NonFinite | None] = Future()
+        if thread is None:
+            self._future.set_result(self._run(reduce))
+        else:
+            self._future = thread.submit(lambda: self._run(reduce))
 
     def advance(self) -> bool:
         return True
 
     def contribute(self) -> None:
-        """Nothing to do: the thread does this rank's part."""
+        """Nothing to do: this rank's part is done, or the thread does it."""
 
     def wait(self) -> NonFinite | None:
         try:
@@ -66,13 +72,17 @@ class PendingOnThread:
 class Lanes:
     """Threads that take reductions in turn. Used by one thread.
 
+    Args:
+        count: number of lanes.
+        in_background: whether the lanes have threads. If not, `start` runs the reduction and raises what went wrong.
+
     Attributes:
         failure: the first failure in any lane. Later reductions raise it.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, in_background: bool = True) -> None:
         self.failure = FirstFailure()
-        self._threads = [SerialThread(f"torchring-lane-{i}") for i in range(count)]
+        self._threads = [SerialThread(f"torchring-lane-{i}") if in_background else None for i in range(count)]
         self._num_started = 0
 
     def start(self, reduce: Callable[[int], NonFinite | None]) -> PendingOnThread:
@@ -82,7 +92,7 @@ class Lanes:
         return PendingOnThread(self._threads[lane], lambda: reduce(lane), self.failure)
 
     def close(self) -> None:
-        for thread in self._threads:
+        for thread in filter(None, self._threads):
             thread.close()
 
 
@@ -90,23 +100,20 @@ class ThreadedMover(Generic[W]):
     """Runs a blocking mover in lanes. See `Mover`.
 
     Args:
-        in_background: whether reductions go on after `start` has returned. If not, `start` waits for the reduction.
+        in_background: whether reductions go on after `start` has returned. If not, `start` runs the reduction itself.
     """
 
     def __init__(self, mover: BlockingMover[W], *, in_background: bool = True) -> None:
         self.algorithm = mover.algorithm
         self.in_background = in_background
         self._mover = mover
-        self._lanes = Lanes(mover.num_lanes)
+        self._lanes = Lanes(mover.num_lanes, in_background=in_background)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
         return self._mover.open_wires(specs)
 
     def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> PendingOnThread:
-        pending = self._lanes.start(lambda lane: self._mover.all_reduce(wire, scale=scale, tag=tag, lane=lane))
-        if not self.in_background:
-            pending.wait()
-        return pending
+        return self._lanes.start(lambda lane: self._mover.all_reduce(wire, scale=scale, tag=tag, lane=lane))
 
     def fail(self, error: RingError) -> None:
         self._lanes.failure.set(error)

@@ -235,7 +235,7 @@ def barrier() -> None:
 def broadcast_object(obj: _T | None, src: int = 0) -> _T:
     """The picklable `obj` of rank `src`, on every rank. The argument of other ranks is ignored.
 
-    Unpickling runs code that rank `src` chooses: ranks trust each other.
+    The bytes of rank `src` are unpickled, which can run code of its choosing: ranks trust each other.
     """
     _check_rank(src)
     world = default_world()
@@ -246,7 +246,7 @@ def broadcast_object(obj: _T | None, src: int = 0) -> _T:
 def all_gather_object(obj: _T) -> list[_T]:
     """The picklable `obj` of every rank, in rank order.
 
-    Unpickling runs code that the sender chooses: ranks trust each other.
+    Their bytes are unpickled, which can run code that the sender chooses: ranks trust each other.
     """
     world = default_world()
     parts = collectives_of(world).all_gather_bytes(pickle.dumps(obj))

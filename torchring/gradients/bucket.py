@@ -228,17 +228,9 @@ class Bucket:
         self.ledger.release_views()
         del self.wire, self.flags, self.packing, self._control
 
-    def name_at(self, element: int) -> str:
-        """The parameter whose gradient holds that element of the wire buffer."""
-        return next(
-            name
-            for slot, name in reversed(list(zip(self.plan.slots, self.names, strict=True)))
-            if element >= slot.offset
-        )
-
-    def grad_of(self, name: str) -> torch.Tensor | None:
-        """The gradient of the parameter with that name."""
-        return self.parameters[self.names.index(name)].grad
+    def slot_at(self, element: int) -> int:
+        """The slot that holds that element of the wire buffer."""
+        return next(i for i in reversed(range(len(self.names))) if element >= self.plan.slots[i].offset)
 
     def _open(self, slot: int) -> None:
         if self.state is not BucketState.IDLE:

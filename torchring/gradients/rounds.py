@@ -144,8 +144,10 @@ class HostRounds:
             sums = ControlBits(*internal_collectives_of(self._world).all_reduce(tensor, "sum").tolist())
         for bucket in buckets:
             if (found := bucket.non_finite) is not None:
-                name = bucket.name_at(found.element)
-                return Agreement(sums, NonFiniteGradient(found.rank, name, bucket.grad_of(name)))
+                slot = bucket.slot_at(found.element)
+                name, parameter = bucket.names[slot], bucket.parameters[slot]
+                # Looked up before a step: this rank may have no gradient before the bucket hands out the result.
+                return Agreement(sums, NonFiniteGradient(found.rank, name, partial(getattr, parameter, "grad")))
         return Agreement(sums, None)
 
     def end(self) -> None:
@@ -259,7 +261,8 @@ class DeviceRounds:
             return Agreement(control_sums, None)
         culprit, index = found
         # The gradient of that round is gone. The parameter shows whether it was trained on.
-        return Agreement(control_sums, NonFiniteGradient(culprit, self._specs[index].name, self._parameters[index]))
+        trained = self._parameters[index]
+        return Agreement(control_sums, NonFiniteGradient(culprit, self._specs[index].name, lambda: trained))
 
     def end(self) -> None: ...
 

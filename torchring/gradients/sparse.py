@@ -6,7 +6,7 @@ the end of a round, in the order of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,12 +22,13 @@ class NonFiniteGradient(NamedTuple):
 
     rank: whose gradient had it; None if only the sum over ranks overflowed.
     name: name of the parameter.
-    tensor: shows whether the value is still there: the gradient, or on a device what was trained on it.
+    tensor: returns the tensor that shows whether the value is still there: the gradient, or on a device the parameter,
+        which may have been trained on it.
     """
 
     rank: int | None
     name: str
-    tensor: torch.Tensor | None
+    tensor: Callable[[], torch.Tensor | None]
 
 
 class SparseReduction:
@@ -122,5 +123,5 @@ class SparseReduction:
         parameter.grad = self._reduced[index] = total.coalesce()
         for rank, part in enumerate(values):
             if not bool(torch.isfinite(part).all()):
-                return NonFiniteGradient(rank, spec.name, parameter.grad)
+                return NonFiniteGradient(rank, spec.name, lambda: parameter.grad)
         return None

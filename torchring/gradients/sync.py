@@ -169,8 +169,8 @@ class GradientSync:
         self._replicas.accept()
         self.num_steps += 1
 
-    def check_before_step(self) -> None:
-        """Raise GradientError rather than train on a gradient that is known to be wrong."""
+    def check_backward(self) -> None:
+        """Before a step: raise GradientError if the last backward failed, or is still under way."""
         world = self.reduction.world
         world.refuse_fork()
         if self.failure is not None:
@@ -181,6 +181,10 @@ class GradientSync:
             raise GradientError(
                 "step() was called inside backward(), before all gradients are reduced; call it after backward()"
             )
+
+    def check_gradients(self) -> None:
+        """Before a step: raise GradientError if a gradient is known to be wrong."""
+        world = self.reduction.world
         for parameter in self._frozen:
             if parameter.requires_grad and parameter.grad is not None:
                 name = self._spec_of(parameter).name
@@ -200,7 +204,8 @@ class GradientSync:
                 step=self.num_steps,
             )
         if self.reduction.non_finite is not None:
-            rank, name, grad = self.reduction.non_finite
+            rank, name, tensor = self.reduction.non_finite
+            grad = tensor()
             values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
             if values is not None and not bool(torch.isfinite(values).all()):  # the script may have mended it
                 origin = "the sum over ranks overflowed" if rank is None else f"NaN or infinity came from rank {rank}"

@@ -243,8 +243,9 @@ class C10dTransport:
             if other == self.rank:
                 continue
             is_open = self._links.is_open(other)
-            if is_open is None and probes and self._group is not None:
-                broken = gloo_links.find_failure(self._group, other)
+            if is_open is None and probes and (group := self._group) is not None:  # another thread may close it
+                broken = gloo_links.find_failure(group, other)
+                del group
             elif is_open is False and (peer is not None or self._links.seconds_silent() > _SILENT_SECONDS):
                 broken = RuntimeError(f"the connection to rank {other} is closed")
             else:

@@ -61,7 +61,7 @@ def find_failure(group: Backend, peer: int) -> RuntimeError | None:
     try:
         group.recv([_one_byte()], peer, _PROBE_TAG)
     except RuntimeError as failure:
-        return failure
+        return failure.with_traceback(None)  # whose frames would keep the group
     return None
 
 

@@ -8,6 +8,7 @@ reach each other's memory, torch.distributed's backend (NCCL) moves the bytes: `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -45,15 +46,18 @@ class SharedMemoryEngine:
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
         lengths = [-(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for numel, dtype in specs]
-        block = self.group.allocate(sum(lengths))
+        if self.group.size > 1:  # one mapping for all wires
+            block = self.group.allocate(sum(lengths))
+            places = [(block, end - length) for end, length in zip(accumulate(lengths), lengths, strict=True)]
+        else:  # a gradient that the script keeps then keeps the memory of its own bucket only
+            places = [(self.group.allocate(length), 0) for length in lengths]
         report = _new_report(len(specs), self._accelerator.device)
-        wires, start = [], 0
-        for i, ((numel, dtype), length) in enumerate(zip(specs, lengths, strict=True)):
+        wires = []
+        for i, ((numel, dtype), (block, start)) in enumerate(zip(specs, places, strict=True)):
             parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in block.parts]
             own = parts[self.group.index]
             addresses, bounds = _addresses(parts, own.device), self._bounds(numel, dtype)
             wires.append(DeviceWire(own.data, own, addresses, bounds, report, i, block))
-            start += length
         self._accelerator.synchronize()
         return wires
 
