@@ -551,6 +551,42 @@ def test_a_signal_ends_a_benchmark_and_what_it_has_started(
     assert not any(is_running(int(pid)) for pid in pids_file.read_text().split())
 
 
+def test_nothing_that_a_benchmark_has_started_outlives_it(benchmarks: Path, tmp_path: Path) -> None:
+    source = 'import subprocess, sys\nif __name__ == "__main__":\n'
+    source += "    child = subprocess.Popen(['sleep', '60'])\n    open(sys.argv[1], 'w').write(str(child.pid))\n"
+    (benchmarks / "leaves.py").write_text(source)
+    assert cli.main(["bench", "leaves", str(tmp_path / "pid")]) == 0
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_running(pid), "the end of the child")
+
+
+def test_a_signal_reaches_what_a_benchmark_has_started(benchmarks: Path, tmp_path: Path) -> None:
+    """A child may have to tidy up."""
+    shell = f"trap 'touch {tmp_path}/tidied; exit' INT; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    source = f'import subprocess\nif __name__ == "__main__":\n    subprocess.call(["sh", "-c", {shell!r}])\n'
+    (benchmarks / "parent.py").write_text(source)
+
+    def interrupt() -> None:
+        wait_until((tmp_path / "ready").exists, "the benchmark")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    killer = threading.Thread(target=interrupt)
+    killer.start()
+    try:
+        assert cli.main(["bench", "parent"]) == 130
+    finally:
+        killer.join()
+    assert (tmp_path / "tidied").exists()
+
+
+def test_a_benchmark_that_cannot_be_started(
+    benchmarks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    message = "torchring bench: cannot start /nowhere/python: No such file or directory\n"
+    assert called(["bench", "one"], capsys) == (2, "", message)
+
+
 def test_a_signal_that_was_ignored_stays_ignored(benchmarks: Path) -> None:
     """As `nohup` has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from torchring.doctor.report import (
     verdict,
 )
 from torchring.launch.launcher import Host
-from torchring.launch.signals import noted_signals
 from torchring.rendezvous.addresses import gloo_address
 
 VERSIONS = {"python": "3.12.1", "torchring": "0.1.0", "torch": "2.13.0", "triton": "3.4.0", "mpi4py": None}
@@ -309,6 +308,29 @@ def test_facts_of_this_process_are_plain_data() -> None:
     assert read(RankFacts, json.loads(json.dumps(asdict(found)))) == found
 
 
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        ("import os; os.abort()", ""),
+        ("import time; time.sleep(60)", ""),
+        ("raise ImportError", ""),
+        ("print('hello'); Get_library_version = lambda: 'Some MPI 1, package: x\\nmore\\0'", "Some MPI 1"),
+    ],
+    ids=["aborts", "hangs", "raises", "loads"],
+)
+def test_an_mpi_that_does_not_load_takes_no_rank_with_it(
+    module: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: ...\n")
+    (tmp_path / "mpi4py" / "MPI.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    if "sleep" in module:
+        monkeypatch.setattr(facts, "_MPI_SECONDS", 0.5)
+    assert facts.ask_mpi(joins_mpi=False) == found
+
+
 def test_facts_from_another_version_are_read_as_far_as_they_are_known() -> None:
     assert read(RankFacts, {"rank": 1, "hostname": "a", "colour": "red"}) == RankFacts(1, hostname="a")
 
@@ -535,20 +557,24 @@ def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[
 # Starting ranks
 
 
+def handed_over(code: int, text: str) -> str:
+    """What rank 0 prints, in the middle of what others print."""
+    return f"noise\n{doctor._BEGUN}\nnoise{doctor._HANDED_OVER}{json.dumps([code, text])}\nnoise ]\n"
+
+
 def launcher_that(
     monkeypatch: pytest.MonkeyPatch, code: int | None, out: str = "", err: str = ""
 ) -> list[tuple[Any, ...]]:
     """Have ranks print this and end with `code`, or when they are told to stop. Returns what they are started with."""
     calls: list[tuple[Any, ...]] = []
 
-    def start(*arguments: Any) -> int:
+    def start(*arguments: Any, is_over: Callable[[], bool]) -> int:
         calls.append(arguments)
-        with noted_signals() as received:
-            os.write(1, out.encode())
-            os.write(2, err.encode())
-            while code is None and not received:
-                time.sleep(0.01)
-        return 128 + received[0] if code is None else code
+        os.write(1, out.encode())
+        os.write(2, err.encode())
+        while code is None and not is_over():
+            time.sleep(0.01)
+        return 143 if code is None else code
 
     monkeypatch.setattr(doctor, "start", start)
     return calls
@@ -556,20 +582,48 @@ def launcher_that(
 
 def test_what_rank_0_prints_is_delivered(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The report and its exit code, and nothing else that ranks print, on stdout or stderr."""
-    noisy = 'noise {\n{\n "a": {\n  "b": 1\n }\n}\nnoise }\n'
-    calls = launcher_that(monkeypatch, 0, noisy, "warning\n")
+    calls = launcher_that(monkeypatch, 0, handed_over(0, '{\n "a": 1\n}\n'), "warning\n")
     monkeypatch.setenv("TORCHRING_LAUNCHER", "none")  # or each rank would start others
     arguments = ["-np", "3", "-H", "a:2,b:1", "--env", "A=1", "--env", "B=2", "--backend", "mpi", "--timeout", "7"]
     assert doctor.main([*arguments, "--json"]) == 0
-    assert capfd.readouterr() == ('{\n "a": {\n  "b": 1\n }\n}\n', "")
-    command = [str(doctor._SCRIPT), "--backend", "mpi", "--timeout", "7.0", "--json"]
+    assert capfd.readouterr() == ('{\n "a": 1\n}\n', "")
+    command = [str(doctor._SCRIPT), "--hand-over", "--backend", "mpi", "--timeout", "7.0", "--json"]
     assert calls == [(command, 3, [Host("a", 2), Host("b", 1)], {"A": "1", "B": "2"})]
     assert "TORCHRING_LAUNCHER" not in os.environ
 
-    calls = launcher_that(monkeypatch, 1, "noise\ntorchring doctor: 2 of 2 ranks\n\n1 thing is wrong.\n")
+    calls = launcher_that(monkeypatch, 1, handed_over(1, "torchring doctor: 2 of 2 ranks\n\n1 thing is wrong.\n"))
     assert doctor.main([]) == 1
     assert capfd.readouterr() == ("torchring doctor: 2 of 2 ranks\n\n1 thing is wrong.\n", "")
-    assert calls == [([str(doctor._SCRIPT), "--backend", "auto", "--timeout", "30.0"], 2, None, {})]
+    command = [str(doctor._SCRIPT), "--hand-over", "--backend", "auto", "--timeout", "30.0"]
+    assert calls == [(command, 2, None, {})]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(0, 0), (139, 1), (130, 130)], ids=["no failure", "a crash at exit", "Ctrl-C"]
+)
+def test_exit_code_of_ranks_that_have_reported(
+    code: int, expected: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher_that(monkeypatch, code, handed_over(0, "found\n"))
+    assert doctor.main([]) == expected
+    assert capfd.readouterr() == ("found\n", "")
+
+
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_rank_0_hands_its_report_over_in_one_line(
+    number: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", number)  # and no WORLD_SIZE, which is an error
+    assert doctor.main(["--hand-over"]) == 1
+    lines = capfd.readouterr().out.splitlines()
+    if number == "1":
+        assert lines == []
+        return
+    assert lines[0] == doctor._BEGUN
+    (report,) = lines[1:]
+    code, text = json.loads(report.removeprefix(doctor._HANDED_OVER))
+    assert code == 1
+    assert "WRONG" in text
 
 
 def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -592,17 +646,42 @@ def test_ranks_that_leave_no_report_are_one(monkeypatch: pytest.MonkeyPatch, cap
     assert "noise" not in out + err
 
 
-@pytest.mark.parametrize("has_report", [False, True])
-def test_ranks_that_do_not_end_are_waited_for_only_a_while(
-    has_report: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("begins", "said"), [(False, "start within 0.3 s"), (True, "report within 1 s")])
+def test_a_rank_0_that_does_not_start_or_report_is_waited_for_only_a_while(
+    begins: bool, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    launcher_that(monkeypatch, None, "torchring doctor: found\n" if has_report else "")
-    monkeypatch.setattr(doctor, "_LONGEST_SECONDS", 0.1)
+    launcher_that(monkeypatch, None, f"{doctor._BEGUN}\n" if begins else "")
+    monkeypatch.setattr(doctor, "_STARTING_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "_MEASURING_SECONDS", 0.6)
     assert doctor.main(["--timeout", "0.1"]) == 1
     out, err = capfd.readouterr()
-    assert (out == "torchring doctor: found\n") is has_report
-    assert ("rank 0 did not report within 0.6 s" in " ".join(out.split())) is not has_report
+    assert f"rank 0 did not {said}" in " ".join(out.split())
     assert err == ""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["", "SIGTERM ignored"])
+def test_ranks_that_outlive_their_report_are_ended(
+    code: int,
+    handler: signal.Handlers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The exit code is that of the report."""
+    script = tmp_path / "rank.py"
+    text = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+    script.write_text(f"{text}print({handed_over(code, 'found')!r}, flush=True)\ntime.sleep(60)\n")
+    monkeypatch.setattr(doctor, "_SCRIPT", script)
+    monkeypatch.setattr(doctor, "_ENDING_SECONDS", 0.2)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        assert doctor.main(["-np", "1"]) == code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capfd.readouterr() == ("found", "")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.parametrize("code", [2, 130, 143])

@@ -5,19 +5,25 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from torchring.launch.arguments import hosts_of, positive, setting
-from torchring.launch.launcher import LAUNCHERS, LaunchError, run_alone, start
+from torchring.launch.launcher import LAUNCHERS, LaunchError, start
 from torchring.launch.output import OutputOptions
+from torchring.launch.signals import Stopped, signals_raise
 
 _BENCH: Final = Path(__file__).with_name("bench")
+_PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have to remove a network
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,12 +141,53 @@ def _bench(name: str, arguments: Sequence[str]) -> int:
     """Returns the benchmark's exit code; 128 + n if signal n ended it, as in a shell."""
     if name != "micro":
         script = _BENCH / name / "__main__.py" if (_BENCH / name).is_dir() else _BENCH / f"{name}.py"
-        return run_alone([sys.executable, str(script), *arguments])
+        return _run_alone([sys.executable, str(script), *arguments])
     missing = [tool for tool in ("pytest", "pytest-benchmark") if not importlib.util.find_spec(tool.replace("-", "_"))]
     if missing:
         print(f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'", file=sys.stderr)
         return 2
-    return run_alone([sys.executable, "-m", "pytest", str(_BENCH / "micro"), *arguments])
+    return _run_alone([sys.executable, "-m", "pytest", str(_BENCH / "micro"), *arguments])
+
+
+def _run_alone(command: Sequence[str]) -> int:
+    """Run `command` in a process group of its own. No process of the group outlives this call, signals or not."""
+    try:
+        process = subprocess.Popen(command, start_new_session=True)
+    except OSError as error:
+        print(f"torchring bench: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
+        return 2
+    try:
+        with signals_raise():
+            try:
+                code = process.wait()
+            except Stopped as stop:
+                code = -stop.number
+                with contextlib.suppress(Stopped):  # a second signal ends the wait
+                    _stop(process, stop.number)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _stop(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to the whole group of the process, and wait until all processes of the group have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while _is_running(process.pid) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _is_running(group: int) -> bool:
+    """Whether the process group has a member that has not ended."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -53,10 +52,14 @@ from torchring.world import BACKENDS
 
 _DEFAULT_RANKS: Final = 2
 _DEFAULT_TIMEOUT_SECONDS: Final = 30.0
-_LONGEST_SECONDS: Final = 150.0  # for the start and the measurements, on top of five time-outs
+_STARTING_SECONDS: Final = 60.0  # until rank 0 begins, on top of the time-out: importing torch takes seconds
+_MEASURING_SECONDS: Final = 90.0  # from then until the report, on top of four time-outs
+_ENDING_SECONDS: Final = 10.0  # from then until the ranks have ended
 _SCRIPT: Final = Path(__file__).with_name("__main__.py")
-# Ranks may print before the report, and others after the JSON object.
-_REPORT: Final = re.compile(r"^\{$.*?^\}$\n|^torchring doctor.*", re.MULTILINE | re.DOTALL)
+_BEGUN: Final = "torchring-doctor-begun"  # the first line of rank 0
+_HANDED_OVER: Final = "torchring-doctor-report "  # begins the line with rank 0's exit code and report
+# One line, because lines of other ranks may come between two lines.
+_REPORT: Final = re.compile(rf"{_HANDED_OVER}(\[.*\])\n")
 # What torch's launcher logs, which `torchring run` says shorter, and the frames of its C++ errors.
 _LOGGED: Final = re.compile(r"(\[rank\d+\]:)?[IWE]\d{4} |frame #|<omitting python frames>|Exception raised from ")
 _RANK_KEYS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -67,13 +70,16 @@ def main(arguments: Sequence[str]) -> int:
     """`arguments` are those behind "doctor". Returns the exit code; raises SystemExit(2) for a usage error."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    is_first = next((os.environ[key] for key in _RANK_KEYS if key in os.environ), "0") == "0"
+    if options.hand_over and is_first:
+        print(_BEGUN, flush=True)
     starts_ranks = any(value is not None for value in (options.num_proc, options.hosts, options.hostfile))
     try:
         # The ranks that are started here get an address of their own: a MASTER_ADDR of the shell's is not for them.
         is_shells = starts_ranks and "WORLD_SIZE" not in os.environ
         launch = read_environment({k: v for k, v in os.environ.items() if k != "MASTER_ADDR" or not is_shells})
     except TopologyError as error:
-        if next((os.environ[key] for key in _RANK_KEYS if key in os.environ), "0") != "0":
+        if not is_first:
             print(f"torchring doctor: {error}", file=sys.stderr)  # rank 0 has the error in its report
             return 1
         return _deliver(options, Report(launcher="?", ranks=[gather(0)], problems=[error.message]))
@@ -114,52 +120,67 @@ def _parser() -> argparse.ArgumentParser:
         help="how long to wait for a rank that does not come (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
+    parser.add_argument("--hand-over", action="store_true", help=argparse.SUPPRESS)  # to `_start`
     return parser
 
 
 def _deliver(options: argparse.Namespace, report: Report) -> int:
-    """Print the report. Returns the exit code."""
+    """Print the report, or hand it over to `_start`. Returns the exit code."""
     findings = examine(report)
     judged = verdict(findings)
+    code = 1 if judged == "wrong" else 0
     if options.json:
         found = [vars(finding) for finding in findings]
-        print(json.dumps({"schema": SCHEMA, "verdict": judged, "findings": found, **asdict(report)}, indent=1))
+        text = json.dumps({"schema": SCHEMA, "verdict": judged, "findings": found, **asdict(report)}, indent=1) + "\n"
     else:
-        print(render(report, findings), end="")
-    sys.stdout.flush()
-    return 1 if judged == "wrong" else 0
+        text = render(report, findings)
+    if options.hand_over:
+        text = f"{_HANDED_OVER}{json.dumps([code, text])}\n"
+    print(text, end="", flush=True)
+    return code
 
 
 def _start(options: argparse.Namespace) -> int:
     """Start ranks as `torchring run` does, and print the report of their rank 0. Raises LaunchError."""
     hosts = hosts_of(options)
     num_proc = options.num_proc if hosts or options.num_proc else _DEFAULT_RANKS
-    command = [str(_SCRIPT), "--backend", options.backend, "--timeout", str(options.timeout)]
+    command = [str(_SCRIPT), "--hand-over", "--backend", options.backend, "--timeout", str(options.timeout)]
     command += ["--json"] if options.json else []
     os.environ.pop(CHOICE, None)  # TORCHRING_LAUNCHER=none of the shell's would have each rank start others
-    seconds = _LONGEST_SECONDS + 5 * options.timeout
-    deadline = time.monotonic() + seconds
-    stop = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))  # which `start` passes on to the ranks
-    stop.daemon = True
+    waiting: float = options.timeout
+    limits = (waiting + _STARTING_SECONDS, 4 * waiting + _MEASURING_SECONDS, _ENDING_SECONDS)
+    step, deadline, is_late = 0, time.monotonic() + limits[0], False
+
+    def is_over() -> bool:
+        nonlocal step, deadline, is_late
+        printed = _printed(out)
+        reached = 2 if _REPORT.search(printed) else int(_BEGUN in printed)
+        if reached > step:
+            step, deadline = reached, time.monotonic() + limits[reached]
+        is_late = time.monotonic() >= deadline
+        return is_late
+
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with _redirected(STDOUT, out), _redirected(STDERR, err):
-            stop.start()
-            try:
-                code = start(command, num_proc, hosts, dict(options.env))
-            finally:
-                is_late = time.monotonic() >= deadline
-                stop.cancel()
-        printed, said = (os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace") for file in (out, err))
+            code = start(command, num_proc, hosts, dict(options.env), is_over=is_over)
+        printed, said = _printed(out), _printed(err)
+    is_stopped = code in _STOPPED_CODES and not is_late
     if report := _REPORT.search(printed):
-        print(report[0], end="", flush=True)
-        return 1 if code or is_late else 0
-    if not is_late and (code == 2 or code in _STOPPED_CODES):  # no rank could be started, or Ctrl-C
+        its_code, text = json.loads(report[1])
+        print(text, end="", flush=True)
+        return code if is_stopped else its_code if is_late else max(its_code, min(code, 1))
+    if (code == 2 and not is_late) or is_stopped:  # no rank could be started, or Ctrl-C
         lines = said.splitlines(keepends=True)
         sys.stderr.write("".join(line for line in lines if line.startswith("torchring run: ")))
         return code
-    how = f"rank 0 did not report within {seconds:g} s" if is_late else f"they ended with exit code {code} before that"
+    late = f"rank 0 did not {'report' if step else 'start'} within {limits[step]:g} s"
+    how = late if is_late else f"they ended with exit code {code} before that"
     problem = f"ranks were started, but there is no report: {how}; the last lines on stderr: {_last_lines(said)}"
     return _deliver(options, Report(launcher="torchring run", problems=[problem]))
+
+
+def _printed(file: IO[bytes]) -> str:
+    return os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace")
 
 
 @contextlib.contextmanager

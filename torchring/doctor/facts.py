@@ -10,6 +10,8 @@ import os
 import platform
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -24,6 +26,13 @@ from torchring.rendezvous.addresses import gloo_address, list_interfaces, resolv
 _PACKAGES: Final = ("torchring", "torch", "triton", "numpy", "mpi4py")
 _LISTENING: Final = "0A"  # in /proc/net/tcp
 _CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
+_MPI_SECONDS: Final = 20.0
+_ASK_MPI: Final = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().splitlines()[0])
+"""
 
 
 def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
@@ -32,7 +41,8 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
     What cannot be found out is left unknown.
 
     Args:
-        joins_mpi: whether this process will communicate over MPI. Otherwise MPI is loaded, but not initialised.
+        joins_mpi: whether this process will communicate over MPI. Otherwise MPI is loaded in another process, because
+            a library that does not fit may crash or hang.
     """
     interfaces = list_interfaces()
     available, limit = memory_bytes()
@@ -125,12 +135,18 @@ def ask_mpi(joins_mpi: bool) -> str | None:
     if importlib.util.find_spec("mpi4py") is None:
         return None
     try:
-        import mpi4py
+        if joins_mpi:
+            from mpi4py import MPI
 
-        mpi4py.rc.initialize = joins_mpi
-        from mpi4py import MPI
-
-        return MPI.Get_library_version().strip("\0 \n").split(", package")[0].splitlines()[0]
+            said = MPI.Get_library_version().splitlines()[0]
+        else:
+            # Without what a launcher tells its ranks: this process takes part in no MPI job.
+            environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_"))}
+            ran = subprocess.run(
+                [sys.executable, "-c", _ASK_MPI], env=environ, capture_output=True, timeout=_MPI_SECONDS, check=True
+            )
+            said = ran.stdout.decode().splitlines()[-1]  # after what the library itself may print
+        return said.strip("\0 ").split(", package")[0]
     except Exception:  # a library that does not fit may raise anything
         return ""
 

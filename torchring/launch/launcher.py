@@ -29,7 +29,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -124,6 +124,7 @@ def start(
     env: Mapping[str, str] | None = None,
     launcher: str = "auto",
     output: OutputOptions | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run `python COMMAND...` in `num_proc` processes that find each other, and wait for them.
 
@@ -139,6 +140,7 @@ def start(
             OMP_NUM_THREADS, and no others.
         launcher: "local" (this machine only), "mpirun", "ssh", or "auto".
         output: how to show the output of the processes. With ssh, each host writes the log files of its own ranks.
+        is_over: called every 50 ms. Once it returns True, the processes end as after SIGTERM.
 
     Returns the exit code of the first process that failed, or 0 if none failed. A process that signal n ended has exit
     code 128 + n. With several hosts over ssh, "first" is the host whose processes ended first.
@@ -157,10 +159,10 @@ def start(
     env, output = {JOB: secrets.token_hex(8), **(env or {})}, output or OutputOptions()
     if launcher == "mpirun":
         jobs = [_Job("mpirun", _mpirun(filled, command, env), {}, is_mpirun=True)]
-        return _supervise(jobs, _open_output(output))
+        return _supervise(jobs, _open_output(output), is_over)
     jobs = _agents(filled, command, env, output)
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
-    return _supervise(jobs, _open_output(OutputOptions()) if len(jobs) > 1 else None)
+    return _supervise(jobs, _open_output(OutputOptions()) if len(jobs) > 1 else None, is_over)
 
 
 def _open_output(options: OutputOptions) -> Output:
@@ -212,13 +214,8 @@ class _Job:
             os.write(self.lifeline, bytes([number]))
 
 
-def run_alone(command: Sequence[str]) -> int:
-    """Run `command` on this machine, and wait for it. Signals work as for `start`. Returns the exit code as `start`."""
-    return _supervise([_Job(command[0], list(command), {})], None)
-
-
-def _supervise(jobs: Sequence[_Job], output: Output | None) -> int:
-    """Wait for all jobs. The first failure, or a signal, ends the others. A second signal kills them at once."""
+def _supervise(jobs: Sequence[_Job], output: Output | None, is_over: Callable[[], bool]) -> int:
+    """Wait for all jobs. A failure, a signal or `is_over` ends the others. A second signal kills them at once."""
     code = 0
     started: list[_Job] = []
     with noted_signals() as received:
@@ -231,6 +228,8 @@ def _supervise(jobs: Sequence[_Job], output: Output | None) -> int:
             running = list(started)
             heartbeat_at = time.monotonic() + _HEARTBEAT_SECONDS
             while running and not code and not received:
+                if is_over():
+                    received.append(signal.SIGTERM)
                 for job in [job for job in running if job.process.poll() is not None]:
                     running.remove(job)
                     code = code or _exit_code(job)
