@@ -12,15 +12,20 @@ import pytest
 def grid(names: str, *axes: Sequence[Any], keep: Callable[..., bool] | None = None) -> pytest.MarkDecorator:
     """Parametrize over the product of the axes. Points that `keep` turns down are marked `grid`.
 
-    Without `keep`, every value of the first axis meets every value of the others, but these side by side instead of
-    crossed: of 2 x 3 x 3 points, 6 are kept.
+    Without `keep`, every value of the first axis meets every value of the others. Of three axes, whose first is no
+    shorter than the second, every value of any axis meets every value of any other: of 3 x 3 x 2 points, 9 are kept.
 
-        grid("kind, size, dtype", ["ring", "direct"], [2, 3, 5], [fp16, fp32, fp64])
-        kept: ring with (2, fp16), (3, fp32), (5, fp64); direct with (3, fp32), (5, fp64), (2, fp16)
+        grid("kind, size, dtype", ["ring", "direct", "native"], [2, 3, 5], [fp16, fp32])
+        kept: ring with (2, fp16), (3, fp32), (5, fp16); direct with (3, fp16), (5, fp32), (2, fp16); native with
+        (5, fp16), (2, fp32), (3, fp16)
     """
     first, *others = axes
     longest = max((len(axis) for axis in others), default=1)
-    beside = {(i, *((i + turn) % len(axis) for axis in others)) for i in range(len(first)) for turn in range(longest)}
+    beside = {
+        (i, *((turn + (k == 0) * i) % len(axis) for k, axis in enumerate(others)))
+        for i in range(len(first))
+        for turn in range(longest)
+    }
     points = []
     for indices in itertools.product(*(range(len(axis)) for axis in axes)):
         values = [axis[index] for axis, index in zip(axes, indices, strict=True)]

@@ -22,9 +22,11 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import queue
 import resource
 import shutil
@@ -167,6 +169,7 @@ def run_pooled(fn: Callable[..., Any], world_size: int, *args: Any, deadline: fl
 
     After each call the ranks shut torchring down. A file descriptor, thread, exit function or process group left open
     is a failure, and so is a function, class or constant of torchring that was replaced: such tests use `run_ranks`.
+    Ranks that have not made the same number of worlds and groups are a failure: no later call would find its peers.
     A pool that has failed in any way is replaced.
     """
     pool = _pools.pop(world_size, None) or _Pool(world_size)
@@ -287,6 +290,7 @@ class _Rank:
         self.rank, self.log, self.expected = rank, log, expected
         self.is_pooled = payload is None
         self.exit_code: int | None = None
+        self.num_opened: tuple[int, int] | None = None  # worlds and process groups so far, of a pooled rank
         self._reset()
         self.channel, theirs = context.Pipe(duplex=self.is_pooled)
         arguments = (payload, rank, world_size, environ, str(log), theirs)
@@ -313,6 +317,8 @@ class _Rank:
         self.exit_code = self.process.exitcode  # first: what an ended process has sent is complete
         if not self.channel.closed and self.channel.poll():
             try:
+                if self.is_pooled:
+                    self.num_opened = self.channel.recv()
                 message = self.channel.recv_bytes()
                 self.result, self.error = pickle.loads(message)
                 self.answered = True
@@ -381,6 +387,9 @@ class _Pool:
             if any(report.failed for report in reports):
                 self.close()
             left = leftovers.sweep()
+            counts = [rank.num_opened for rank in self.ranks if rank.answered]
+            if len(set(counts)) > 1:
+                left.append(f"other numbers of worlds and groups on the ranks: {counts}")
         _raise_if_failed(fn, reports, left)
         return [rank.result for rank in self.ranks]
 
@@ -479,13 +488,18 @@ def _serve(rank: int, world_size: int, channel: connection.Connection) -> None:
             answer, exit_code = _answer(payload, rank, world_size, environ)
             if exit_code == 0 and (left := _left_in_process(before)):
                 answer = pickle.dumps((None, (f"left behind: {'; '.join(left)}", "")))
+            world: Any = sys.modules["torchring.world"]
+            channel.send((world._num_inits, world._num_groups))
             channel.send_bytes(answer)
 
 
 def _train_once(rank: int, world_size: int) -> None:
-    """What torch and torchring do on first use, and keep, is no leak."""
+    """What torch and torchring do on first use, and keep, is no leak. All modules are there before one is changed."""
     import torchring
 
+    for module in pkgutil.walk_packages(torchring.__path__, "torchring."):
+        if not module.name.startswith("torchring.bench.") and not module.name.endswith(".__main__"):
+            importlib.import_module(module.name)
     for algorithm in ("auto", "ring"):
         model = torch.nn.Linear(2, 2)
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm=algorithm)
@@ -524,6 +538,8 @@ def _state_of_process() -> dict[str, Any]:
         "working directory": os.getcwd(),
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "settings": (gc.isenabled(), torch.get_default_dtype(), torch.is_grad_enabled(), sys.excepthook),
+        "default device": torch.get_default_device(),
+        "determinism": torch.get_deterministic_debug_mode(),
     }
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torchring":

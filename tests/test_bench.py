@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import test_bench_gpu
 import torch
-from harness import run_ranks
+from harness import patient, run_ranks
 
 import torchring
 from torchring.bench import allreduce, measure, memory, netns, network, step
@@ -233,7 +233,7 @@ def test_the_first_failure_ends_all_and_is_named(
     started = time.monotonic()
     commands = [python("rank 0", "import time; time.sleep(60)"), python("rank 1", f"import os, sys; {ending}")]
     assert measure.run_together(commands) == code
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < patient(5)
     assert re.fullmatch(rf"rank 1 \(pid \d+\) ended first, {how}\n", capfd.readouterr().err)
 
 
@@ -251,7 +251,7 @@ def test_after_a_failure_others_have_last_words_but_no_say(
     ]
     started = time.monotonic()
     assert measure.run_together(commands) == 3
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < patient(5)
     said = capfd.readouterr().err
     assert re.fullmatch(r"rank 1 \(pid \d+\) ended first, with exit code 3\nrank 1 is lost\n", said)
 

@@ -28,6 +28,7 @@ from torchring.collectives import service as collectives_module
 from torchring.collectives import shared_memory as exchange_module
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError
 from torchring.kernels import reference
+from torchring.linux import open_process
 from torchring.memory import host as host_module
 from torchring.transport.c10d import C10dTransport
 
@@ -570,7 +571,7 @@ def _leave_work_behind(rank: int, size: int, folder: str) -> Any:
     marker = Path(folder, "interrupted")
     if rank == 0:
         return _interrupted(marker, lambda: torchring.all_reduce(torch.ones(1), async_op=True).wait())
-    ending = os.pidfd_open(pid)
+    ending = open_process(pid)
     _wait_for(marker)
     started = time.monotonic()
     select.select([ending], [], [], 5.0)

@@ -1,6 +1,6 @@
 """The harness must fail when a rank fails: each test here breaks something on purpose.
 
-run_ranks: endings, deadline, leftovers, environment · run_threads · run_script · the gpu marker of conftest.py
+run_ranks: endings, deadline, leftovers, environment · run_threads · run_script · the gpu marker of conftest.py · grids
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import atexit
 import contextlib
 import gc
 import io
+import itertools
+import math
 import os
 import re
 import shutil
@@ -324,6 +326,7 @@ def test_ranks_end_when_the_tests_are_killed(tmp_path: Path, fresh: bool, monkey
 def _pooled(rank: int, world_size: int, how: str) -> int:
     """Rank 1 does what `how` says; returns the process id."""
     import torchring
+    from torchring import world
     from torchring.memory import host
 
     torchring.init()
@@ -342,6 +345,14 @@ def _pooled(rank: int, world_size: int, how: str) -> int:
             atexit.register(print)
         elif how == "grad mode":
             torch.set_grad_enabled(False)
+        elif how == "default device":
+            torch.set_default_device("meta")
+        elif how == "determinism":
+            torch.use_deterministic_algorithms(True)
+        elif how == "worlds":
+            world._num_inits += 1
+        elif how == "groups":
+            world._num_groups += 1
         elif how == "process group":
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         elif how == "exit":
@@ -375,6 +386,10 @@ def test_pooled_ranks_stay_alive_and_draw_the_same_numbers() -> None:
         ("signal", "rank 1: left behind: signal handlers"),
         ("exit function", "rank 1: left behind: exit functions"),
         ("grad mode", "rank 1: left behind: settings"),
+        ("default device", "rank 1: left behind: default device"),
+        ("determinism", "rank 1: left behind: determinism 2, was 0"),
+        ("worlds", r"left behind: other numbers of worlds and groups on the ranks: \[\(\d, 0\), \(\d, 0\)\]"),
+        ("groups", r"left behind: other numbers of worlds and groups on the ranks: \[\(\d, 0\), \(\d, 1\)\]"),
         ("process group", "rank 1: left behind: .*process group True, was False"),
         ("exit", "rank 1: exit code 3 before it returned a result"),
         ("hang", r"rank 1: still running after \d\.\d s, killed"),
@@ -499,3 +514,16 @@ def _run_pytest(rank: int, world_size: int, folder: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as output:
         pytest.main(["-q", "-p", "no:cacheprovider", folder])
     return output.getvalue()
+
+
+# Grids.
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 2), (5, 3, 4), (2, 2, 4)])
+def test_of_a_grid_every_pair_of_values_is_kept(sizes: tuple[int, ...]) -> None:
+    points = grid("a, b, c", *map(range, sizes)).args[1]
+    kept = [point.values for point in points if not point.marks]
+    assert len(points) == math.prod(sizes)
+    assert len(kept) == sizes[0] * max(sizes[1:])
+    for a, b in itertools.combinations(range(3), 2):
+        assert len({(values[a], values[b]) for values in kept}) == sizes[a] * sizes[b]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 from pathlib import Path
 
@@ -20,10 +21,10 @@ ORDER = [
 # fmt: on
 
 
-def imports() -> set[tuple[str, str]]:
+def imports(package: Path = PACKAGE) -> set[tuple[str, str]]:
     """(room that imports, room imported from), at the top of modules or inside functions."""
     found = set()
-    for room in sorted(PACKAGE.iterdir()):
+    for room in sorted(package.iterdir()):
         for file in room.rglob("*.py") if room.is_dir() else [room]:
             for node in ast.walk(ast.parse(file.read_text() if file.suffix == ".py" else "")):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
@@ -31,14 +32,62 @@ def imports() -> set[tuple[str, str]]:
                     assert node.level < 2, f"{file}: a relative import from outside"
                     names = [] if node.level else [f"{node.module}.{name}" for name in names]
                 found |= {(room.stem, name.split(".")[1]) for name in names if name.startswith("torchring.")}
-    return found
+    return {(room, other if other in ORDER else "__init__") for room, other in found}
+
+
+def upward(seen: set[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [pair for pair in seen if ORDER.index(pair[0]) < ORDER.index(pair[1])]
 
 
 def test_imports_go_one_way() -> None:
-    seen = {(room, other if other in ORDER else "__init__") for room, other in imports()}
+    seen = imports()
     assert {room for room, _ in seen} >= {*ORDER} - {"kernels", "errors", "linux", "threads", "dynamo", "__main__"}
-    assert [pair for pair in seen if ORDER.index(pair[0]) < ORDER.index(pair[1])] == []
+    assert upward(seen) == []
     assert ("optimizer", "gradients") in seen  # and not the other way round
+
+
+def test_the_search_for_imports_the_other_way_can_fail(tmp_path: Path) -> None:
+    (tmp_path / "optimizer.py").write_text("from torchring.gradients.plan import Plan")
+    (tmp_path / "gradients").mkdir()
+    (tmp_path / "gradients" / "plan.py").write_text("def f():\n    from torchring.optimizer import wrap")
+    assert upward(imports(tmp_path)) == [("gradients", "optimizer")]
+
+
+def sort_modules(folder: Path, package: Path) -> list[str]:
+    """Modules of the folder, each behind those that it imports at its top. Raises graphlib.CycleError."""
+    prefix = ".".join(("torchring", *folder.relative_to(package).parts, ""))
+    entries = {entry.stem for entry in folder.iterdir()}
+    graph = {}
+    for file in folder.glob("*.py"):
+        names = []
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                source = f"{prefix if node.level else ''}{node.module or ''}".rstrip(".")
+                names += [f"{source}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+        heads = [name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)]
+        graph[file.stem] = {head if head in entries else "__init__" for head in heads} - {file.stem}
+    return [*graphlib.TopologicalSorter(graph).static_order()]
+
+
+def test_modules_of_one_folder_import_without_a_cycle() -> None:
+    folders = {file.parent for room in PACKAGE.iterdir() for file in room.rglob("*.py")} | {PACKAGE}
+    assert len(folders) > 10
+    for folder in folders:
+        sort_modules(folder, PACKAGE)
+
+
+@pytest.mark.parametrize(
+    "statement", ["from torchring.world import a", "import torchring.world", "from .world import a"]
+)
+def test_the_search_for_cycles_can_fail(statement: str, tmp_path: Path) -> None:
+    (tmp_path / "memory.py").write_text(statement)
+    (tmp_path / "world.py").touch()
+    assert sort_modules(tmp_path, tmp_path) == ["world", "memory"]
+    (tmp_path / "world.py").write_text("from torchring import memory")
+    with pytest.raises(graphlib.CycleError):
+        sort_modules(tmp_path, tmp_path)
 
 
 def is_import_of_top_level_kernels(node: ast.AST) -> bool:

@@ -580,16 +580,21 @@ def test_inline_time_is_exposed_time() -> None:
 
 
 def test_a_threads_time_is_exposed_only_in_finish() -> None:
-    with opened(2, threaded=True, mover=RecordingMover(seconds=0.2)) as (scheduler, mover):
+    gate = threading.Event()
+    with opened(2, threaded=True, mover=RecordingMover(seconds=0.2, gate=gate)) as (scheduler, mover):
         begin(scheduler, round_number=0, step=0, hold=False)
         for bucket in scheduler.buckets:
             pack(bucket)
             scheduler.launch_packed()
+        in_launches = scheduler.round.exposed_seconds
+        gate.set()  # not before: launching waits for no reduction
         wait_until(lambda: mover.order == [0, 1])
         time.sleep(0.25)
+        started = time.perf_counter()
         scheduler.finish()
+        in_finish = time.perf_counter() - started
         assert scheduler.round.busy_seconds >= 0.4
-        assert scheduler.round.exposed_seconds < 0.2
+        assert 0.0 < scheduler.round.exposed_seconds - in_launches <= in_finish
 
 
 def test_a_thread_begins_with_its_first_reduction_and_ends_on_close() -> None:

@@ -382,7 +382,7 @@ def _ends_without_shutdown(rank: int, size: int, hosts: int) -> Any:
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_under_mpi_a_script_that_ends_leaves_the_world(hosts: int) -> None:
-    assert run_ranks(_ends_without_shutdown, 2, hosts)[0] < 4.0
+    assert run_ranks(_ends_without_shutdown, 2, hosts)[0] < patient(4.0)
 
 
 # ---- beside torch.distributed
@@ -454,7 +454,7 @@ def _told_another_size(rank: int, size: int) -> Any:
 
 def test_different_world_sizes_are_an_error_on_every_rank_at_once() -> None:
     for seconds, message in run_ranks(_told_another_size, 2):
-        assert seconds < 3.0
+        assert seconds < patient(3.0)
         assert "2" in message
         assert "3" in message
 
@@ -475,7 +475,7 @@ def test_a_rank_that_never_shows_up_is_named(absent: int) -> None:
     for rank in {0, 1, 2} - {absent}:
         peers, who, seconds = results[rank]
         assert (peers, who) == ((absent,), rank)
-        assert 0.9 < seconds < 4.0
+        assert 0.9 < seconds < patient(4.0)
 
 
 def _no_store(rank: int, size: int) -> Any:
