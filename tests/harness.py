@@ -514,9 +514,9 @@ def _left_in_process(before: dict[str, Any]) -> list[str]:
     import torchring
 
     torchring.shutdown()
-    gc.collect()
-    end = time.monotonic() + patient(_SETTLE)  # threads may take a moment
+    end = time.monotonic() + patient(_SETTLE)  # threads may take a moment, and hold what an error refers to until then
     while True:
+        gc.collect()
         now = _state_of_process()
         before.update({what: value for what, value in now.items() if what not in before})
         differing = [what for what, value in before.items() if now.get(what) != value]
