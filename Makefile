@@ -15,7 +15,8 @@ test: $(INSTALLED)  ## everything that CI checks
 test-all: $(INSTALLED)  ## the same with full grids, soaks and other platforms: before a release
 	$(MAKE) --no-print-directory --jobs 2 lint types tests MARKED=""
 
-# Three processes on two cores: tests of ranks wait, but with four they wait for each other (8 min instead of 12). A file's tests stay together, and share what they set up.
+# Three processes on two cores: most tests of ranks wait; with four, ranks that poll take the cores from each other.
+# A file's tests stay together, and share what they set up.
 # mpirun is in BIN. Without bytecode each process that a test starts would compile torchring anew, for 0.4 s.
 MARKED = not grid
 tests: $(INSTALLED)
