@@ -22,7 +22,7 @@ from torchring.errors import FirstFailure, PeerLostError, RingError
 from torchring.threads import SerialThread
 
 
-class PendingOnThread:
+class PendingInLane:
     """One reduction in a lane. See `PendingReduction`.
 
     Args:
@@ -37,11 +37,12 @@ class PendingOnThread:
     ) -> None:
         self.span: tuple[float, float] | None = None
         self._failure = failure
-        self._future: Future[NonFinite | None] = Future()
-        if thread is None:
-            self._future.set_result(self._run(reduce))
-        else:
+        self._future: Future[NonFinite | None]
+        if thread is not None:
             self._future = thread.submit(lambda: self._run(reduce))
+        else:
+            self._future = Future()
+            self._future.set_result(self._run(reduce))
 
     def advance(self) -> bool:
         return True
@@ -70,7 +71,7 @@ class PendingOnThread:
 
 
 class Lanes:
-    """Threads that take reductions in turn. Used by one thread.
+    """Lanes that take reductions in turn, each with a thread of its own or none. Used by one thread.
 
     Args:
         count: number of lanes.
@@ -85,11 +86,11 @@ class Lanes:
         self._threads = [SerialThread(f"torchring-lane-{i}") if in_background else None for i in range(count)]
         self._num_started = 0
 
-    def start(self, reduce: Callable[[int], NonFinite | None]) -> PendingOnThread:
+    def start(self, reduce: Callable[[int], NonFinite | None]) -> PendingInLane:
         """Call `reduce(lane)` in the next lane."""
         lane = self._num_started % len(self._threads)
         self._num_started += 1
-        return PendingOnThread(self._threads[lane], lambda: reduce(lane), self.failure)
+        return PendingInLane(self._threads[lane], lambda: reduce(lane), self.failure)
 
     def close(self) -> None:
         for thread in filter(None, self._threads):
@@ -112,7 +113,7 @@ class ThreadedMover(Generic[W]):
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
         return self._mover.open_wires(specs)
 
-    def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> PendingOnThread:
+    def start(self, wire: W, *, scale: float = 1.0, tag: int = 0) -> PendingInLane:
         return self._lanes.start(lambda lane: self._mover.all_reduce(wire, scale=scale, tag=tag, lane=lane))
 
     def fail(self, error: RingError) -> None:
