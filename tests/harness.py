@@ -55,6 +55,7 @@ _READ_AT_IMPORT = ("OMP_NUM_THREADS", "TRITON_INTERPRET")  # a forked rank is to
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _SET_BY_LAUNCHERS = (*_TORCHRUN, "OMPI_", "PMI_", "PMIX_", "SLURM_")  # beginnings of names
 _CACHES = ("torchinductor_", "torchelastic_")  # PyTorch leaves these in TMPDIR
+LEFT_ON_PURPOSE = "torchring_test"  # files that tests of this module leave; their names end with the tests' process id
 _TRACKED = "sem.mp-"  # multiprocessing's semaphores: its resource tracker removes those of a dead process, in time
 _PATIENCE = 5.0  # seconds that the other ranks get once one has failed
 _SETTLE = 0.5  # seconds that processes may take to die, and files to vanish, after the last rank has ended
@@ -645,6 +646,7 @@ class _Leftovers:
     def files(self) -> list[str]:
         """New files in /dev/shm that no process uses (others' programs may be busy there too), and those in TMPDIR."""
         names = set(os.listdir("/dev/shm")) - self.shm_before
+        names -= {name for name in names if name.startswith(LEFT_ON_PURPOSE) and not name.endswith(f"_{os.getpid()}")}
         shm = [Path("/dev/shm", name) for name in sorted(names) if not name.startswith(_TRACKED)]
         tmp = [str(path) for path in Path(self.tmpdir).iterdir() if not path.name.startswith(_CACHES)]
         return [str(path) for path in shm if _is_abandoned(path)] + tmp

@@ -29,6 +29,7 @@ from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bound
 from torchring.allreduce.threaded import ThreadedMover
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.memory import host as host_module
+from torchring.transport import culprit as culprit_module
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
 
@@ -441,6 +442,14 @@ def test_two_movers_in_two_threads_do_not_take_each_others_signals(kind: str) ->
     assert run_movers(kind, 3, body, num_movers=2) == [right] * 3
 
 
+@pytest.fixture
+def _one_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks only one can be late or gone, so nobody need look for long whether another one is to blame."""
+    monkeypatch.setattr(culprit_module, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(culprit_module, "_STAY_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("_one_suspect")
 @pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 def test_a_rank_that_leaves_is_named(kind: str) -> None:
     def body(rank: int, mover: Mover[Any]) -> Any:
@@ -455,6 +464,7 @@ def test_a_rank_that_leaves_is_named(kind: str) -> None:
     assert run_movers(kind, 2, body)[0] == (1,)
 
 
+@pytest.mark.usefixtures("_one_suspect")
 @pytest.mark.parametrize("kind", [*KINDS, *INLINE])
 def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
     has_failed = threading.Event()

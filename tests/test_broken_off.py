@@ -8,11 +8,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import patient, run_ranks
+from harness import patient, run_ranks, wait_until
 
 import torchring
 from torchring.errors import RingError
@@ -69,7 +70,14 @@ class _Rank:
             parameter.register_post_accumulate_grad_hook(hook)
 
 
-def _raise_on_one(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
+def _stay_until_all_are_done(rank: int, size: int, folder: Path) -> None:
+    """Stay alive: nobody may need another rank's end to hear of what that rank did."""
+    done = [folder / f"done{peer}" for peer in range(size)]
+    done[rank].touch()
+    wait_until(lambda: all(file.exists() for file in done), "all ranks to be done", seconds=20.0)
+
+
+def _raise_on_one(rank: int, size: int, hosts: str, algorithm: str, overlap: str, folder: Path) -> Any:
     here = _Rank(rank, hosts, algorithm, overlap)
     assert here.step() == here.step() == [float(size)]
     if rank == 1:  # another size, behind the back of everybody: this rank alone cannot go on
@@ -77,13 +85,15 @@ def _raise_on_one(rank: int, size: int, hosts: str, algorithm: str, overlap: str
         here.at_hook(4, lambda: setattr(first, "data", torch.ones(7)))
     failed = here.attempt()
     again = here.attempt()
-    time.sleep(3.0)  # alive: nobody may need this rank's end to hear of it
+    _stay_until_all_are_done(rank, size, folder)
     return failed, again
 
 
 @in_every_case
-def test_an_error_of_one_rank_alone_is_told_on_all_hosts(hosts: str, algorithm: str, overlap: str) -> None:
-    results = run_ranks(_raise_on_one, len(_HOSTS[hosts]), hosts, algorithm, overlap)
+def test_an_error_of_one_rank_alone_is_told_on_all_hosts(
+    hosts: str, algorithm: str, overlap: str, tmp_path: Path
+) -> None:
+    results = run_ranks(_raise_on_one, len(_HOSTS[hosts]), hosts, algorithm, overlap, tmp_path)
     for rank, (((kind, text), seconds), (again, _)) in enumerate(results):
         assert seconds < patient(3.0), (rank, kind, text)  # the time-out is 30
         if rank == 1:
@@ -94,26 +104,30 @@ def test_an_error_of_one_rank_alone_is_told_on_all_hosts(hosts: str, algorithm: 
         assert again[0] in ("GradientError", "RingError", "PeerLostError"), again
 
 
-def _interrupt(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
+def _interrupt(rank: int, size: int, hosts: str, algorithm: str, overlap: str, folder: Path) -> Any:
     here = _Rank(rank, hosts, algorithm, overlap)
     assert here.step() == here.step() == [float(size)]
     if rank:
-        time.sleep(1.5)
-        return [here.attempt(2.0), here.attempt(20.0)]
+        wait_until((folder / "interrupted").exists, "rank 0 to be interrupted")
+        results = [here.attempt(2.0), here.attempt(20.0)]
+    else:
 
-    def control_c(*_: object) -> None:
-        raise KeyboardInterrupt
+        def control_c(*_: object) -> None:
+            (folder / "interrupted").touch()
+            raise KeyboardInterrupt
 
-    signal.signal(signal.SIGALRM, control_c)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)  # while it waits for the others
-    results = [here.attempt(1.0), here.attempt(10.0)]
-    time.sleep(4.0)
+        signal.signal(signal.SIGALRM, control_c)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)  # while it waits for the others
+        results = [here.attempt(1.0), here.attempt(10.0)]
+    _stay_until_all_are_done(rank, size, folder)
     return results
 
 
 @in_every_case
-def test_after_control_c_nobody_trains_on_what_it_left(hosts: str, algorithm: str, overlap: str) -> None:
-    first, *others = run_ranks(_interrupt, len(_HOSTS[hosts]), hosts, algorithm, overlap)
+def test_after_control_c_nobody_trains_on_what_it_left(
+    hosts: str, algorithm: str, overlap: str, tmp_path: Path
+) -> None:
+    first, *others = run_ranks(_interrupt, len(_HOSTS[hosts]), hosts, algorithm, overlap, tmp_path)
     (interrupted, _), (next_step, _) = first
     assert interrupted[0] == "KeyboardInterrupt"
     assert next_step[0] == "GradientError"
@@ -151,20 +165,21 @@ def test_a_first_round_broken_off_after_its_last_bucket(hosts: str, algorithm: s
             assert result == [total] or isinstance(result, tuple), attempts
 
 
-def _shut_down(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
+def _shut_down(rank: int, size: int, hosts: str, algorithm: str, overlap: str, folder: Path) -> Any:
     here = _Rank(rank, hosts, algorithm, overlap)
     assert here.step() == here.step() == [float(size)]
     if rank == 0:
         here.at_hook(4, torchring.shutdown)
     result = here.attempt()
-    if rank == 0:
-        time.sleep(2.0)
+    _stay_until_all_are_done(rank, size, folder)
     return result
 
 
 @in_every_case
-def test_shutdown_inside_backward_keeps_nobody_waiting(hosts: str, algorithm: str, overlap: str) -> None:
-    for result, seconds in run_ranks(_shut_down, len(_HOSTS[hosts]), hosts, algorithm, overlap):
+def test_shutdown_inside_backward_keeps_nobody_waiting(
+    hosts: str, algorithm: str, overlap: str, tmp_path: Path
+) -> None:
+    for result, seconds in run_ranks(_shut_down, len(_HOSTS[hosts]), hosts, algorithm, overlap, tmp_path):
         assert seconds < patient(10.0), result
         assert isinstance(result, tuple) or result == [float(len(_HOSTS[hosts]))]  # had all that it needed
 

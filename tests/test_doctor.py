@@ -726,7 +726,7 @@ def test_a_process_that_hangs_before_it_is_a_rank(tmp_path: Path) -> None:
     hang = "import os, time\nif os.environ.get('RANK') == '1':\n"
     hang += f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n    time.sleep(60)\n"
     (tmp_path / "sitecustomize.py").write_text(hang)
-    ran = run_doctor([*DOCTOR, "-np", "2", "--timeout", "3"], PYTHONPATH=str(tmp_path))
+    ran = run_doctor([*DOCTOR, "-np", "2", "--timeout", "2"], PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1, ran.stderr
     assert "rank 1 of 2 did not show up" in " ".join(ran.stdout.split())
     with pytest.raises(ProcessLookupError):

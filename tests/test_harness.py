@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from grids import grid
-from harness import RanksFailed, count_open_fds, run_pooled, run_ranks, run_script, run_threads
+from harness import LEFT_ON_PURPOSE, RanksFailed, count_open_fds, run_pooled, run_ranks, run_script, run_threads
 
 
 def _square(rank: int, world_size: int, offset: int = 0) -> tuple[int, int]:
@@ -261,7 +261,7 @@ def _leave_a_file(rank: int, world_size: int, folder: str | None, name: str) -> 
 
 
 def test_leaked_shared_memory_is_found() -> None:
-    name = f"torchring_test_{os.getpid()}"
+    name = f"{LEFT_ON_PURPOSE}_{os.getpid()}"
     try:
         with pytest.raises(RanksFailed, match=f"left behind: file /dev/shm/{name}"):
             run_ranks(_leave_a_file, 2, "/dev/shm", name)
