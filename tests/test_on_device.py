@@ -253,7 +253,7 @@ _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
     "strided gradients, fp16": (_strided_gradients, ({"compression": "fp16"},), 1e-12),
 }
 
-# What they show of the host's part, test_semantics.py shows for the CPU; of the device's part, others here show as much.
+# What these show of the host's part, test_semantics.py shows, too; of the device's part, the others show as much.
 _IN_GRID = {
     "unused on some ranks, zeroed in place", "unused on all ranks", "two backwards, zeroed in place", "synchronize",
     "accumulate", "tied", "number, empty, strided", "channels_last", "kept detached gradients", "retain_graph",
