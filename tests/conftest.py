@@ -15,6 +15,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in _LONG)
 
 
+# PyTorch's store asks the name server for the name of each host that connects, 127.0.0.1 included. Where a question now
+# and then gets no answer, that stops the store for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
+
 def pytest_configure() -> None:
     """Tests send themselves these signals, which a process started with nohup or in the background ignores."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
