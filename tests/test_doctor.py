@@ -736,6 +736,7 @@ def test_a_process_that_hangs_before_it_is_a_rank(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None, reason="takes mpirun and mpi4py"
 )
+@pytest.mark.grid
 def test_as_ranks_of_mpirun_over_mpi() -> None:
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
     ran = run_doctor([*mpirun, *DOCTOR, "--backend", "mpi", "--json"], TMPDIR="/tmp")  # Open MPI: a short one

@@ -312,7 +312,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("fresh", [False, True])
+@grid("fresh", [False, True], keep=lambda fresh: not fresh)
 def test_ranks_end_when_the_tests_are_killed(tmp_path: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness._SETTLE", 10.0)  # the fork server needs a second to take itself down
     script = tmp_path / "suicide.py"
@@ -383,11 +383,11 @@ def test_pooled_ranks_stay_alive_and_draw_the_same_numbers() -> None:
         ("file", "rank 1: left behind: open files"),
         ("thread", "rank 1: left behind: threads .*forgotten"),
         ("function", "rank 1: left behind: definition torchring.memory.host._host_identity"),
-        ("signal", "rank 1: left behind: signal handlers"),
-        ("exit function", "rank 1: left behind: exit functions"),
-        ("grad mode", "rank 1: left behind: settings"),
-        ("default device", "rank 1: left behind: default device"),
-        ("determinism", "rank 1: left behind: determinism 2, was 0"),
+        pytest.param("signal", "rank 1: left behind: signal handlers", marks=pytest.mark.grid),
+        pytest.param("exit function", "rank 1: left behind: exit functions", marks=pytest.mark.grid),
+        pytest.param("grad mode", "rank 1: left behind: settings", marks=pytest.mark.grid),
+        pytest.param("default device", "rank 1: left behind: default device", marks=pytest.mark.grid),
+        pytest.param("determinism", "rank 1: left behind: determinism 2, was 0", marks=pytest.mark.grid),
         ("worlds", r"left behind: other numbers of worlds and groups on the ranks: \[\(\d, 0\), \(\d, 0\)\]"),
         ("groups", r"left behind: other numbers of worlds and groups on the ranks: \[\(\d, 0\), \(\d, 1\)\]"),
         ("process group", "rank 1: left behind: .*process group True, was False"),

@@ -387,7 +387,7 @@ def network(tmp_path: Path) -> Iterator[tuple[Network, Cluster]]:
 
 
 @needs_hosts
-@pytest.mark.parametrize("launcher", ["ssh", pytest.param("mpirun", marks=needs_mpirun)])
+@pytest.mark.parametrize("launcher", ["ssh", pytest.param("mpirun", marks=[needs_mpirun, pytest.mark.grid])])
 def test_hosts_that_are_apart(launcher: str, network: tuple[Network, Cluster]) -> None:
     """Started on the first of them, which is not gone to by ssh."""
     hosts, cluster = network

@@ -6,8 +6,10 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
+from harness import run_script
 
 from torchring.threads import SerialThread
 
@@ -106,3 +108,29 @@ def test_the_thread_ends() -> None:
     while any(thread.name == "a-worker-that-ends" for thread in threading.enumerate()):
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+STUCK = """
+import sys, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from torchring.threads import SerialThread
+
+class Slow:
+    sleep = time.sleep
+    def __del__(self):
+        self.sleep(2)
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+SerialThread("stuck").submit(lambda: store.wait(["never"], timedelta(seconds=2)))
+sys.destroyed_late = Slow()
+sys.exit(5)
+"""
+
+
+def test_a_thread_that_is_stuck_at_exit_changes_no_exit_code(tmp_path: Path) -> None:
+    """The thread returns from C++ while the interpreter is taken down, and is not let back into Python."""
+    (script := tmp_path / "stuck.py").write_text(STUCK)
+    ran = run_script([script])
+    assert ran.returncode == 5, ran.stderr
+    assert "terminate" not in ran.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import queue
 import threading
 import time
@@ -99,3 +100,17 @@ def _end_all() -> None:
     end = time.monotonic() + _JOIN_SECONDS
     for thread in list(_threads):
         thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in _threads):
+        _outlive_stuck_threads()
+
+
+def _outlive_stuck_threads() -> None:
+    """Keep the exit code, even if a thread returns from C++ code while the interpreter is taken down.
+
+    Python before 3.14 ends such a thread with pthread_exit (python/cpython#87135). The C++ frames of the thread do not
+    let that pass, and call std::terminate, which would end the process with SIGABRT. Here std::terminate puts the
+    thread to sleep, and the process ends as it would have.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        pause = ctypes.CDLL(None).pause
+        ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(pause)  # std::set_terminate
