@@ -433,6 +433,7 @@ def test_allreduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytes
     assert [row[0] for row in rows] == ["1 KiB", "1 MiB"]
 
 
+@pytest.mark.grid
 def test_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Without DDP, which `test_network` trains, too: every rival starts ranks of its own, and that takes time."""
     monkeypatch.setattr(step, "RIVALS", {name: step.RIVALS[name] for name in ("torchring", "alone")})

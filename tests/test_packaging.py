@@ -177,7 +177,8 @@ torchring.misspelt  # wrong
 """
 
 
-@pytest.mark.parametrize("kind", [pytest.param("wheel", marks=pytest.mark.grid), "editable"])
+@pytest.mark.grid
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_users_of_an_installed_package_have_its_types(
     kind: str, source: Path, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
