@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 from harness import patient
 
 import torchring
@@ -39,6 +40,7 @@ SIGNATURES = {
         "overlap_ratio: 'float') -> None"
     ),
     "TopologyError": _ERROR,
+    "SyncBatchNorm": str(inspect.signature(torch.nn.BatchNorm2d)),
     "Work": "(future: 'Future[torch.Tensor]') -> 'None'",
     "all_gather": "(tensor: 'torch.Tensor', async_op: 'bool' = False) -> 'torch.Tensor | Work'",
     "all_gather_object": "(obj: '_T') -> 'list[_T]'",
@@ -48,6 +50,7 @@ SIGNATURES = {
     "broadcast": "(tensor: 'torch.Tensor', src: 'int' = 0, async_op: 'bool' = False) -> 'torch.Tensor | Work'",
     "broadcast_object": "(obj: '_T | None', src: 'int' = 0) -> '_T'",
     "broadcast_optimizer_state": "(optimizer: 'Optimizer', src: 'int' = 0) -> 'None'",
+    "convert_sync_batchnorm": "(module: 'torch.nn.Module') -> 'torch.nn.Module'",
     "broadcast_parameters": ("(model_or_state_dict: 'torch.nn.Module | Mapping[str, Any]', src: 'int' = 0) -> 'None'"),
     "device": "() -> 'torch.device'",
     "init": (

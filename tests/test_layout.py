@@ -16,7 +16,8 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "rendezvous", "memory", "world", "accelerators", "transport",
-    "collectives", "allreduce", "gradients", "optimizer", "launch", "doctor", "cli", "__main__", "__init__", "bench",
+    "collectives", "norms", "allreduce", "gradients", "optimizer", "launch", "doctor", "cli", "__main__", "__init__",
+    "bench",
 ]
 # fmt: on
 

@@ -8,6 +8,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     optimizer.py    wrap                                  cli.py, launch/, doctor/   the commands
     gradients/      from autograd to the optimizer's step
     allreduce/      sums a bucket over ranks
+    norms.py        SyncBatchNorm
     collectives/    all_reduce, broadcast, ... for scripts
     transport/      messages between hosts                accelerators.py            devices with streams
     world.py        which ranks train together
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         RingError,
         TopologyError,
     )
+    from torchring.norms import SyncBatchNorm, convert_sync_batchnorm
     from torchring.optimizer import DistributedOptimizer, Stats, wrap
     from torchring.world import (
         device,
@@ -73,6 +75,7 @@ __all__ = [
     "PlanMismatchError",
     "RingError",
     "Stats",
+    "SyncBatchNorm",
     "TopologyError",
     "Work",
     "all_gather",
@@ -84,6 +87,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "convert_sync_batchnorm",
     "device",
     "init",
     "is_initialized",
@@ -104,6 +108,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
         "collectives": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object "
         "reduce_scatter",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
+        "norms": "SyncBatchNorm convert_sync_batchnorm",
         "optimizer": "DistributedOptimizer Stats wrap",
         "collectives.initial_state": "broadcast_optimizer_state broadcast_parameters",
         "world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",

@@ -76,9 +76,9 @@ def hand_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def all_gather(backend: Backend, tensor: torch.Tensor) -> list[torch.Tensor]:
+def all_gather(backend: Backend, tensor: torch.Tensor, signature: Signature | None = None) -> list[torch.Tensor]:
     data = plain(tensor.reshape(1) if tensor.dim() == 0 else tensor)
-    signature = signature_of("all_gather", data, any_rows=True)
+    signature = signature or signature_of("all_gather", data, any_rows=True)
     if not data.shape[1:].numel():  # rows without elements: only the number of rows travels
         counts = backend.all_gather(bytes_of(torch.tensor([len(data)], device="cpu")), signature)
         return [tensor.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]

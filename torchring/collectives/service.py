@@ -138,9 +138,14 @@ class Collectives:
 
         return self.run("all_gather_object", operation)
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, in rank order. Sizes of dimension 0 may differ."""
-        return self.run("all_gather", lambda backend: operations.all_gather(backend, tensor))
+    def all_gather(self, tensor: torch.Tensor, signature: Signature | None = None) -> list[torch.Tensor]:
+        """The tensors of all ranks, in rank order. Sizes of dimension 0 may differ.
+
+        Args:
+            signature: what to call the collective in errors, where it is part of another operation.
+        """
+        what = "all_gather" if signature is None else signature.operation
+        return self.run(what, lambda backend: operations.all_gather(backend, tensor, signature))
 
     def check_equal(self, description: Sequence[str]) -> None:
         """Raise PlanMismatchError, which names the first difference, on every rank unless all pass equal lines."""

@@ -1,0 +1,208 @@
+"""SyncBatchNorm: what one process computes on the batches of all ranks, forward and backward; and what cannot be."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_same_on_all_ranks
+from grids import grid
+from harness import run_pooled
+from test_optimizer_contract import attempt
+from torch import Tensor, nn
+
+import torchring
+
+_SIZES = {2: (3, 5), 3: (4, 0, 1)}  # samples per rank: unequal, none, one
+_STEPS = 2
+
+
+def _model(dtype: torch.dtype, *, affine: bool = True, momentum: float | None = 0.1) -> nn.Sequential:
+    torch.manual_seed(0)
+    norms = (nn.BatchNorm2d(4, affine=affine, momentum=momentum), nn.BatchNorm1d(3, affine=affine))
+    return nn.Sequential(nn.Conv2d(2, 4, 3), norms[0], nn.ReLU(), nn.Flatten(), nn.Linear(16, 3), norms[1]).to(dtype)
+
+
+def _batch(rank: int, size: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    n = _SIZES[size][rank]
+    x = 50 + 3 * torch.randn(n, 2, 4, 4, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.randn(n, 3, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _train(model: nn.Module, optimizer: Any, batches: Callable[[int], tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Gradients of each step, and what the model is in the end. The loss is a sum, so batches may differ in size."""
+    gradients, of_inputs, outputs = [], [], []
+    for step in range(_STEPS):
+        x, y = batches(step)
+        x.requires_grad_()
+        optimizer.zero_grad()
+        result = model(x)
+        (result * y).sum().backward()
+        assert x.grad is not None
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        of_inputs.append(x.grad)
+        outputs.append(result.detach())
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(torch.full((1, 2, 4, 4), 49.0, dtype=result.dtype))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return {"gradients": gradients, "inputs": of_inputs, "outputs": outputs, "state": state, "evaluated": evaluated}
+
+
+def _as_ranks(rank: int, size: int, dtype: torch.dtype, options: dict[str, Any], no_sync: bool) -> dict[str, Any]:
+    model = torchring.convert_sync_batchnorm(_model(dtype, **options))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, op="sum")
+    if no_sync:
+        plain_step = optimizer.step
+        optimizer.step = lambda: (optimizer.synchronize(), plain_step())  # type: ignore[method-assign]
+        with optimizer.no_sync():
+            return _train(model, optimizer, lambda step: _batch(rank, size, step, dtype))
+    return _train(model, optimizer, lambda step: _batch(rank, size, step, dtype))
+
+
+def _as_one(size: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Any]:
+    model = _model(dtype, **options)
+
+    def all_batches(step: int) -> tuple[Tensor, Tensor]:
+        parts = [_batch(rank, size, step, dtype) for rank in range(size)]
+        return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+    return _train(model, torch.optim.SGD(model.parameters(), lr=0.01), all_batches)
+
+
+@grid(
+    "size, dtype, options",
+    [2, 3],
+    [torch.float64, torch.float32],
+    [{}, {"affine": False}, {"momentum": None}],
+    keep=lambda size, dtype, options: size == 2 or (dtype == torch.float64 and not options),
+)
+def test_ranks_are_as_one_process_with_all_batches(size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    _compare(size, dtype, options, run_pooled(_as_ranks, size, dtype, options, False))
+
+
+def test_inside_no_sync_statistics_are_of_all_ranks_too() -> None:
+    _compare(2, torch.float64, {}, run_pooled(_as_ranks, 2, torch.float64, {}, True), gradients=False)
+
+
+def _compare(
+    size: int, dtype: torch.dtype, options: dict[str, Any], ranks: list[dict[str, Any]], *, gradients: bool = True
+) -> None:
+    one = _as_one(size, dtype, options)
+    close: dict[str, float] = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
+    for name, value in one["state"].items():
+        assert_same_on_all_ranks([rank["state"][name] for rank in ranks])
+        torch.testing.assert_close(ranks[0]["state"][name], value, **close, msg=lambda m, name=name: f"{name}: {m}")
+    for rank in ranks:
+        torch.testing.assert_close(rank["evaluated"], one["evaluated"], **close)
+        if gradients:  # those of no_sync() are this rank's own, until the step
+            torch.testing.assert_close(rank["gradients"], one["gradients"], **close)
+    for step in range(_STEPS):
+        for what in ("inputs", "outputs"):
+            torch.testing.assert_close(torch.cat([rank[what][step] for rank in ranks]), one[what][step], **close)
+
+
+def _in_bfloat16(rank: int, size: int) -> list[Any]:
+    """Outputs of a layer in bf16 and of the same layer under autocast, and the largest differences from fp32."""
+    torch.manual_seed(rank)
+    x = torch.randn(64, 4, 3)
+    layers = [torchring.SyncBatchNorm(4, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
+    exact = layers[0](x)
+    inputs = [x.bfloat16().requires_grad_() for _ in range(2)]
+    results = [layers[1](inputs[0])]
+    with torch.autocast("cpu", torch.bfloat16):
+        results.append(layers[2](inputs[1]))
+    for result in results:
+        result.float().square().sum().backward()
+    errors = [float((result.float() - exact).abs().max().detach()) for result in results]
+    kept = copy.deepcopy(layers[1]), pickle.loads(pickle.dumps(layers[1]))
+    same = [torch.equal(layer.running_mean, layers[1].running_mean) for layer in kept]
+    return [[r.dtype for r in results], [i.grad.dtype for i in inputs if i.grad is not None], errors, same]
+
+
+def test_half_precision() -> None:
+    for dtypes, of_gradients, errors, same in run_pooled(_in_bfloat16, 2):
+        assert dtypes == of_gradients == [torch.bfloat16] * 2
+        assert max(errors) < 0.05
+        assert all(same)
+
+
+def _wrong(rank: int, size: int, how: str) -> str:
+    torch.manual_seed(0)
+    model = torchring.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    other = torchring.SyncBatchNorm(4)
+    x = torch.randn(5, 3)
+
+    def run() -> None:
+        if how == "forward twice" and rank == 1:
+            model(x)
+        if how == "another layer" and rank == 1:
+            other(x[:, :1].expand(5, 4))
+        result = model(x[:0] if how == "no values" else x)
+        result.sum().backward()
+        if how == "backward twice" and rank == 1:
+            model(x)
+
+    return attempt(run)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("forward twice", ["SyncBatchNorm(1 forward)", "SyncBatchNorm(1 backward)"]),
+        ("another layer", ["SyncBatchNorm(forward)", "SyncBatchNorm(1 forward)"]),
+        ("no values", ["needs more than one value of each channel, got 0 on all ranks"]),
+    ],
+)
+def test_ranks_that_do_not_run_the_same_are_told(how: str, said: list[str]) -> None:
+    for problem in run_pooled(_wrong, 2, how):
+        assert all(text in problem for text in said), problem
+
+
+def test_conversion_keeps_what_there_is() -> None:
+    shared = nn.BatchNorm1d(4)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(nn.BatchNorm2d(2, momentum=None), nn.LayerNorm(4))})
+    model["twice"] = shared
+    model["theirs"] = nn.SyncBatchNorm(3)
+    calls: list[int] = []
+    shared.register_forward_hook(lambda *_: calls.append(1))
+    before = {name: id(value) for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    keys = list(model.state_dict())
+    assert torchring.convert_sync_batchnorm(model) is model
+    assert {name: id(value) for name, value in [*model.named_parameters(), *model.named_buffers()]} == before
+    assert list(model.state_dict()) == keys
+    assert model["a"] is model["twice"]
+    layers = [model["a"], model["b"][0], model["theirs"]]
+    assert all(type(layer) is torchring.SyncBatchNorm for layer in layers)
+    assert [layer.label for layer in layers] == ["a", "b.0", "theirs"]
+    assert isinstance(model["b"][1], nn.LayerNorm)
+    model["a"](torch.randn(3, 4))
+    assert calls == [1]
+    again = torchring.convert_sync_batchnorm(layers[1])
+    assert again is layers[1]
+    alone = nn.BatchNorm3d(2)
+    assert isinstance(torchring.convert_sync_batchnorm(alone), torchring.SyncBatchNorm)
+
+
+def test_a_world_of_one_is_batch_norm() -> None:
+    torch.manual_seed(1)
+    theirs, x = nn.BatchNorm2d(3), torch.randn(4, 3, 2, 2)
+    ours = torchring.convert_sync_batchnorm(copy.deepcopy(theirs))
+    assert torch.equal(ours(x), theirs(x))
+    assert torch.equal(ours.running_var, theirs.running_var)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"takes inputs of shape \[N, C\] or \[N, C, ...\], got \[3\]"):
+        ours(x[0, :, 0, 0])
+
+
+def test_layers_that_cannot_be_converted_are_named() -> None:
+    with pytest.raises(ValueError, match="0 has no shape yet"):
+        torchring.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+    model = nn.Sequential(nn.Linear(2, 2), nn.utils.parametrizations.weight_norm(nn.BatchNorm1d(2)))
+    with pytest.raises(ValueError, match="1 is parametrized; convert first"):
+        torchring.convert_sync_batchnorm(model)
