@@ -24,7 +24,7 @@ _OPTIONS = (
     "(optimizer: 'Optimizer', model: 'torch.nn.Module | None' = None, *, op: 'GradientOp' = 'mean', "
     "compression: 'Compression | None' = None, bucket_mb: 'float | None' = None, accumulate: 'int' = 1, "
     "algorithm: 'Algorithm' = 'auto', "
-    "overlap: 'Overlap' = 'auto', sync_initial_state: 'bool' = True)"
+    "overlap: 'Overlap' = 'auto', on_nonfinite: 'OnNonfinite' = 'raise', sync_initial_state: 'bool' = True)"
 )
 SIGNATURES = {
     "DistributedOptimizer": f"{_OPTIONS} -> 'None'",
@@ -37,7 +37,7 @@ SIGNATURES = {
         "(algorithm: 'str', reason: 'str', overlap: 'str', num_buckets: 'int', bytes_per_step: 'int', "
         "num_reductions: 'int', "
         "communication_ms: 'float', exposed_ms: 'float', mean_communication_ms: 'float', mean_exposed_ms: 'float', "
-        "overlap_ratio: 'float') -> None"
+        "overlap_ratio: 'float', num_skipped_steps: 'int' = 0) -> None"
     ),
     "TopologyError": _ERROR,
     "SyncBatchNorm": str(inspect.signature(torch.nn.BatchNorm2d)),

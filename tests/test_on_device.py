@@ -419,6 +419,25 @@ def _skipped(rank: int, size: int) -> list[Any]:
         return [skipped, trained, ""]
 
 
+def _left_out(rank: int, size: int) -> list[Any]:
+    """By on_nonfinite="skip": in the very step, although the device is late."""
+    with FakeAccelerator().installed():
+        model = _model_of_singles()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = torchring.wrap(sgd, model, bucket_mb=_SMALL_MB, on_nonfinite="skip")
+        changed = []
+        for step in range(6):
+            before = digest(model.parameters())
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 8)).sum()
+            if step in (2, 3) and rank == 1:
+                loss = loss + model[step].weight[0, 0] * torch.nan
+            loss.backward()
+            optimizer.step()
+            changed.append(digest(model.parameters()) != before)
+        return [changed, digest(model.parameters()), optimizer.stats().num_skipped_steps]
+
+
 # ---- choices, refusals
 
 
@@ -599,6 +618,7 @@ _SCENARIOS[2] |= {
         _not_finite, options={"op": "sum", "compression": "fp16"}, value=40_000.0, everywhere=True
     ),
     "skipped": _skipped,
+    "left out": _left_out,
     "choices": _choices,
     "captured": _captured,
     "converted": _converted,
@@ -740,6 +760,14 @@ def test_a_step_that_the_script_leaves_out_is_no_error() -> None:
     assert_same_on_all_ranks([trained for _, trained, _ in results])
     for _, _, problem in results:  # what was found in the step that was left out does not hide what comes later
         assert problem.startswith("GradientError: the gradient of 0.weight is not finite"), problem
+
+
+def test_a_step_that_torchring_leaves_out() -> None:
+    results = results_of("left out")
+    assert_same_on_all_ranks([trained for _, trained, _ in results])
+    for changed, _, num_skipped in results:
+        assert changed == [True, True, False, False, True, True]
+        assert num_skipped == 2
 
 
 def test_auto_says_what_it_is_and_why() -> None:

@@ -31,10 +31,12 @@ from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.sync import GradientSync
 from torchring.gradients.validation import (
     GradientOp,
+    OnNonfinite,
     check_free,
     check_options,
     check_same_model,
     check_same_parameters,
+    is_finite_gradient,
     named_parameters,
     parameters_of,
     sparse_parameters,
@@ -64,6 +66,7 @@ class Stats:
             wait for each other to start.
         mean_exposed_ms: mean of exposed_ms over the same reductions.
         overlap_ratio: share of the communication that `backward()` hid, from 0 to 1, over the same reductions.
+        num_skipped_steps: number of steps that on_nonfinite="skip" has left out.
     """
 
     algorithm: str
@@ -77,6 +80,7 @@ class Stats:
     mean_communication_ms: float
     mean_exposed_ms: float
     overlap_ratio: float
+    num_skipped_steps: int = 0
 
 
 def wrap(
@@ -89,6 +93,7 @@ def wrap(
     accumulate: int = 1,
     algorithm: Algorithm = "auto",
     overlap: Overlap = "auto",
+    on_nonfinite: OnNonfinite = "raise",
     sync_initial_state: bool = True,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
@@ -108,6 +113,10 @@ def wrap(
         overlap: "inline" (reduce in the thread that runs `backward()`), "thread" (in the background) or "auto":
             "thread", unless a thread would only compete with `backward()` for the cores. On CUDA, all of them reduce in
             a stream of torchring's own; with "inline" the stream that runs `backward()` waits for each bucket.
+        on_nonfinite: what `step()` does if a gradient has a NaN or an infinity. "raise" raises GradientError. "skip"
+            leaves the step out on all ranks, and counts it in `stats()`; on a GPU, the host then waits in each step for
+            the device. "ignore" makes the step. With "raise" and "ignore" a GPU is not waited for, so the error of
+            "raise" may come a step or two late. In a world of one rank only "skip" looks, and reads all gradients.
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
 
     Returns:
@@ -130,6 +139,7 @@ def wrap(
         accumulate=accumulate,
         algorithm=algorithm,
         overlap=overlap,
+        on_nonfinite=on_nonfinite,
         sync_initial_state=sync_initial_state,
     )
 
@@ -159,10 +169,11 @@ class DistributedOptimizer(Optimizer):
         accumulate: int = 1,
         algorithm: Algorithm = "auto",
         overlap: Overlap = "auto",
+        on_nonfinite: OnNonfinite = "raise",
         sync_initial_state: bool = True,
     ) -> None:
         world = default_world()
-        options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap)
+        options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite)
         open_it = functools.partial(self._open, world, optimizer, model, options, sync_initial_state)
         if world.size > 1:
             world.shared(OptimizerGroup).guard.run("wrap()", open_it)
@@ -247,7 +258,8 @@ class DistributedOptimizer(Optimizer):
             **kwargs: passed to the wrapped optimizer's `step()`.
 
         Returns:
-            What the wrapped optimizer returns: the loss if there is a closure.
+            What the wrapped optimizer returns: the loss if there is a closure. None for a step that was left out, see
+            `on_nonfinite`.
 
         Raises:
             GradientError: a gradient is not reduced or not finite, or parameters differ between ranks.
@@ -255,15 +267,42 @@ class DistributedOptimizer(Optimizer):
         """
         sync = self._live_sync()
         if sync is None:
-            return self._step_wrapped(closure, *args, **kwargs)
+            return self._step_alone(closure, *args, **kwargs)
         sync.before_step()
         if closure is not None:
             closure = functools.partial(self._evaluate, closure, sync)
-        elif not self._only_creates_state():
-            self._check_before_step(sync)
-        result = self._step_wrapped(closure, *args, **kwargs)
+        elif not self._only_creates_state() and not self._check_before_step(sync):
+            return None
+        try:
+            result = self._step_wrapped(closure, *args, **kwargs)
+        except _StepSkipped:
+            return None
         sync.has_stepped()
         return result
+
+    def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        """A step in a world of one, where no reduction has looked at the gradients."""
+        if self._options.on_nonfinite != "skip":
+            return self._step_wrapped(closure, *args, **kwargs)
+
+        def raise_unless_finite() -> None:
+            if not all(map(is_finite_gradient, self._names)):
+                self._num_skipped_alone += 1
+                raise _StepSkipped
+
+        def evaluate() -> Any:
+            assert closure is not None
+            with torch.enable_grad():
+                loss = closure()
+            raise_unless_finite()
+            return loss
+
+        try:
+            if closure is None:
+                raise_unless_finite()
+            return self._step_wrapped(evaluate if closure is not None else None, *args, **kwargs)
+        except _StepSkipped:
+            return None
 
     def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """An optimizer's step() need not take a closure, so a closure is passed only if there is one."""
@@ -330,7 +369,8 @@ class DistributedOptimizer(Optimizer):
         """What communication has cost so far, on this rank."""
         sync = self._live_sync()
         if sync is None:
-            return Stats("none", "a world of one sends nothing", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+            skipped = self._num_skipped_alone
+            return Stats("none", "a world of one sends nothing", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, skipped)
         reduction, timing = sync.reduction, sync.reduction.timing
         reduction.rounds.poll()
         num_timed = max(timing.num_rounds, 1)
@@ -347,6 +387,7 @@ class DistributedOptimizer(Optimizer):
             mean_communication_ms=timing.total_busy_ms / num_timed,
             mean_exposed_ms=timing.total_exposed_ms / num_timed,
             overlap_ratio=max(0.0, hidden / timing.total_busy_ms) if timing.total_busy_ms else 0.0,
+            num_skipped_steps=sync.num_skipped_steps,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -464,6 +505,7 @@ class DistributedOptimizer(Optimizer):
         self._sync: GradientSync | None = None
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_closed = False
+        self._num_skipped_alone = 0
         self._is_initialising = True
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self._is_initialising = False
@@ -478,6 +520,7 @@ class DistributedOptimizer(Optimizer):
             reduction,
             ReplicaCheck(world, self._names),
             accumulate=self._options.accumulate,
+            on_nonfinite=self._options.on_nonfinite,
             frozen=[p for p in parameters if not p.requires_grad],
             spec_of=functools.partial(spec_of, self._names, self._sparse),
             owner=self,
@@ -551,15 +594,16 @@ class DistributedOptimizer(Optimizer):
         sync.accept_parameters()
         with torch.enable_grad():
             loss = closure()
-        self._check_before_step(sync)
+        if not self._check_before_step(sync):
+            raise _StepSkipped
         if loss is None:
             return None
         mean = torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64).detach().clone()
         internal_collectives_of(sync.reduction.world).all_reduce(mean, "mean")
         return mean if isinstance(loss, torch.Tensor) else float(mean)
 
-    def _check_before_step(self, sync: GradientSync) -> None:
-        """Raise GradientError rather than train on something that is known to be wrong."""
+    def _check_before_step(self, sync: GradientSync) -> bool:
+        """Raise GradientError rather than train on something that is known to be wrong. Returns whether to step."""
         sync.check_backward()
         reduction, rank = sync.reduction, sync.reduction.world.rank
         model = self._model() if self._model is not None else None
@@ -568,7 +612,11 @@ class DistributedOptimizer(Optimizer):
         if not steps_exactly(self.optimizer, self._stepped):
             check_same_parameters(self.optimizer, self._names, rank)
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order
-        sync.check_gradients()
+        return sync.check_gradients()
+
+
+class _StepSkipped(BaseException):
+    """Leaves the wrapped optimizer's step() from within its closure. An optimizer may catch any other exception."""
 
 
 @functools.cache

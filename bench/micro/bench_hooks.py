@@ -88,6 +88,7 @@ def hooked(model: torch.nn.Module, mover: NoOpMover) -> Iterator[GradientSync]:
     sync = GradientSync(
         reduces,
         ReplicaCheck(world, names),
+        on_nonfinite="raise",
         accumulate=1,
         frozen=[],
         spec_of=lambda parameter: spec_of(names, set(), parameter),

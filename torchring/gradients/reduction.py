@@ -39,6 +39,7 @@ class Options:
     accumulate: int
     algorithm: str
     overlap: str
+    on_nonfinite: str = "raise"
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
@@ -143,6 +144,10 @@ class Reduction:
         if scheduler.ready_order is not None and scheduler.round.hold:
             self._rebuild(scheduler.ready_order)
         self.rounds.end()
+
+    def find_non_finite(self) -> NonFiniteGradient | None:
+        """Collective: as `non_finite`, of the last round on a device, too, which is waited for."""
+        return self.non_finite or self.rounds.find_non_finite()
 
     def needs_synchronize(self) -> bool:
         """Whether some gradient on this rank waits to be reduced, or was written to since."""

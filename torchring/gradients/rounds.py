@@ -38,6 +38,7 @@ from torchring.world import World
 
 # Round, what was found, in which parameter; control bits.
 _HEADER: Final = struct.Struct(f"{3 + len(ControlBits._fields)}q")
+_FINDING: Final = struct.Struct("3q")  # as in the header
 _IN_INPUT, _IN_SUM = 1, 2
 
 
@@ -101,6 +102,9 @@ class Rounds(Protocol):
     def agree(self, current: Round, buckets: Sequence[Bucket]) -> Agreement:
         """Collective: every bucket is REDUCED. After this, flags are 0 only where no rank has used the parameter."""
 
+    def find_non_finite(self) -> NonFiniteGradient | None:
+        """Collective, after `agree`: the first NaN or infinity of the round, if `agree` could not know of it yet."""
+
     def end(self) -> None:
         """Every gradient holds its result."""
 
@@ -149,6 +153,8 @@ class HostRounds:
                 # Looked up before a step: this rank may have no gradient before the bucket hands out the result.
                 return Agreement(sums, NonFiniteGradient(found.rank, name, partial(getattr, parameter, "grad")))
         return Agreement(sums, None)
+
+    def find_non_finite(self) -> None: ...
 
     def end(self) -> None:
         give_back()
@@ -263,6 +269,17 @@ class DeviceRounds:
         # The gradient of that round is gone. The parameter shows whether it was trained on.
         trained = self._parameters[index]
         return Agreement(control_sums, NonFiniteGradient(culprit, self._specs[index].name, lambda: trained))
+
+    def find_non_finite(self) -> NonFiniteGradient | None:
+        self._mover.accelerator.synchronize()
+        self._take_finished()
+        (kind, parameter), self._finding = self._finding or (0, 0), None
+        everybody = internal_collectives_of(self._world).all_gather_bytes(_FINDING.pack(0, kind, parameter))
+        found = _first_finding([_FINDING.unpack(theirs) for theirs in everybody])
+        if found is None:
+            return None
+        culprit, index = found
+        return NonFiniteGradient(culprit, self._specs[index].name, None)
 
     def end(self) -> None: ...
 

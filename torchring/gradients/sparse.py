@@ -23,12 +23,12 @@ class NonFiniteGradient(NamedTuple):
     rank: whose gradient had it; None if only the sum over ranks overflowed.
     name: name of the parameter.
     tensor: returns the tensor that shows whether the value is still there: the gradient, or on a device the parameter,
-        which may have been trained on it.
+        which may have been trained on it. None if the value has not been looked for since.
     """
 
     rank: int | None
     name: str
-    tensor: Callable[[], torch.Tensor | None]
+    tensor: Callable[[], torch.Tensor | None] | None
 
 
 class SparseReduction:

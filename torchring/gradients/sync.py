@@ -22,6 +22,7 @@ from torchring.gradients.module_wrappers import explain
 from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
 from torchring.gradients.replicas import ReplicaCheck
+from torchring.gradients.sparse import NonFiniteGradient
 
 
 class GradientSync:
@@ -31,6 +32,7 @@ class GradientSync:
         reduction: gets the gradients.
         replicas: says in every round whether somebody wrote to the parameters.
         accumulate: number of backwards per reduction.
+        on_nonfinite: what to do about NaN and infinities; see `wrap`.
         frozen: parameters of the optimizer that do not require a gradient. Looked at again after each backward.
         spec_of: what the plan needs to know of a parameter.
         owner: the optimizer; referred to weakly.
@@ -38,6 +40,7 @@ class GradientSync:
     Attributes:
         failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
         num_steps: how many optimizer steps this rank has made.
+        num_skipped_steps: how many steps were left out, because a gradient was not finite.
         in_backward: whether a backward of these parameters is under way.
     """
 
@@ -47,6 +50,7 @@ class GradientSync:
         replicas: ReplicaCheck,
         *,
         accumulate: int,
+        on_nonfinite: str,
         frozen: Sequence[torch.nn.Parameter],
         spec_of: Callable[[torch.nn.Parameter], ParameterSpec],
         owner: object,
@@ -54,9 +58,11 @@ class GradientSync:
         self.reduction = reduction
         self.owner = weakref.ref(owner)
         self.num_steps = 0
+        self.num_skipped_steps = 0
         self.failure: BaseException | None = None
         self.is_closed = False
         self._replicas = replicas
+        self._on_nonfinite = on_nonfinite
         self._frozen = list(frozen)
         self._spec_of = spec_of
 
@@ -182,8 +188,8 @@ class GradientSync:
                 "step() was called inside backward(), before all gradients are reduced; call it after backward()"
             )
 
-    def check_gradients(self) -> None:
-        """Before a step: raise GradientError if a gradient is known to be wrong."""
+    def check_gradients(self) -> bool:
+        """Before a step: raise GradientError if a gradient is known to be wrong. Returns whether to make the step."""
         world = self.reduction.world
         for parameter in self._frozen:
             if parameter.requires_grad and parameter.grad is not None:
@@ -203,19 +209,24 @@ class GradientSync:
                 parameters=(name,),
                 step=self.num_steps,
             )
-        if self.reduction.non_finite is not None:
-            rank, name, tensor = self.reduction.non_finite
-            grad = tensor()
-            values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
-            if values is not None and not bool(torch.isfinite(values).all()):  # the script may have mended it
-                origin = "the sum over ranks overflowed" if rank is None else f"NaN or infinity came from rank {rank}"
-                raise GradientError(
-                    f"the gradient of {name} is not finite; {origin}",
-                    rank=world.rank,
-                    peers=() if rank is None else (rank,),
-                    parameters=(name,),
-                    step=self.num_steps,
-                )
+        if self._on_nonfinite == "ignore":
+            return True
+        reduction, skips = self.reduction, self._on_nonfinite == "skip"
+        non_finite = reduction.find_non_finite() if skips else reduction.non_finite
+        if non_finite is None or not _is_there(non_finite):
+            return True
+        if skips:
+            self.num_skipped_steps += 1
+            return False
+        rank, name, _ = non_finite
+        origin = "the sum over ranks overflowed" if rank is None else f"NaN or infinity came from rank {rank}"
+        raise GradientError(
+            f"the gradient of {name} is not finite; {origin}",
+            rank=world.rank,
+            peers=() if rank is None else (rank,),
+            parameters=(name,),
+            step=self.num_steps,
+        )
 
     def _next_reduces(self) -> bool:
         """Whether the backward that begins now is to reduce. Raises GradientError if it could not be reduced right."""
@@ -331,3 +342,12 @@ class GradientSync:
         self.in_backward = False
         self.reduction.scheduler.abandon()
         self.reduction.world.break_off("the reduction of gradients", error)
+
+
+def _is_there(found: NonFiniteGradient) -> bool:
+    """Whether the value is still not finite: the script may have mended it."""
+    if found.tensor is None:
+        return True
+    grad = found.tensor()
+    values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
+    return values is not None and not bool(torch.isfinite(values).all())

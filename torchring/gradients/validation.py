@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchring.accelerators import accelerator_of
+from torchring.allreduce.contract import is_finite
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.errors import GradientError
 from torchring.gradients.group import OptimizerGroup
@@ -20,6 +21,7 @@ from torchring.gradients.reduction import Options
 from torchring.world import World
 
 GradientOp = Literal["mean", "sum"]
+OnNonfinite = Literal["raise", "skip", "ignore"]
 _OPS: Final = get_args(GradientOp)
 
 
@@ -30,6 +32,7 @@ def check_options(options: Options) -> None:
         ("compression", options.compression, tuple(COMPRESSIONS)),
         ("algorithm", options.algorithm, ALGORITHMS),
         ("overlap", options.overlap, OVERLAPS),
+        ("on_nonfinite", options.on_nonfinite, get_args(OnNonfinite)),
     ):
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
@@ -123,6 +126,15 @@ def check_free(names: Mapping[torch.nn.Parameter, str], world: World) -> None:
     if shared := group.module_wrappers.first_shared(trainable):
         index, kind = shared
         raise ValueError(explain(names[trainable[index]], kind))
+
+
+def is_finite_gradient(parameter: torch.nn.Parameter) -> bool:
+    """Whether `.grad` has no NaN and no infinity, or is None. Reads all of it."""
+    grad = parameter.grad
+    if grad is None:
+        return True
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return is_finite(torch.view_as_real(values) if values.is_complex() else values)
 
 
 def steps_exactly(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter]) -> bool:
