@@ -75,6 +75,8 @@ MEMBERS = {
         "defaults": "property",
         "load_state_dict": "(self, state_dict: 'Mapping[str, Any]') -> 'None'",
         "no_sync": "(self) -> 'AbstractContextManager[None]'",
+        "skip": "(self) -> 'None'",
+        "weigh": "(self, weight: 'float') -> 'None'",
         "param_groups": "property",
         "profile_hook_step": "(func: 'Callable[..., Any]') -> 'Callable[..., Any]'",
         **dict.fromkeys(

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import test_optimizer_contract as contract
 import test_semantics as semantics
+import test_weights
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
 from fake_device import FakeAccelerator, FakeMark, FakeStream
@@ -438,6 +439,15 @@ def _left_out(rank: int, size: int) -> list[Any]:
         return [changed, digest(model.parameters()), optimizer.stats().num_skipped_steps]
 
 
+def _weighed(rank: int, size: int, compression: str | None) -> Any:
+    """Weights, micro-steps, gradients in the wire buffer; ranks that skip."""
+    with FakeAccelerator().installed() as accelerator:
+        options = {"compression": compression, "bucket_mb": _SMALL_MB}
+        weighed = test_weights._weighted(rank, size, 2, "no_sync", torch.float64, 1, options)
+        skipped = test_weights._skipping(rank, size, True, options)
+        return [*weighed, *skipped], accelerator.races
+
+
 # ---- choices, refusals
 
 
@@ -619,6 +629,8 @@ _SCENARIOS[2] |= {
     ),
     "skipped": _skipped,
     "left out": _left_out,
+    "weighed": functools.partial(_weighed, compression=None),
+    "weighed, fp16": functools.partial(_weighed, compression="fp16"),
     "choices": _choices,
     "captured": _captured,
     "converted": _converted,
@@ -762,6 +774,16 @@ def test_a_step_that_the_script_leaves_out_is_no_error() -> None:
         assert problem.startswith("GradientError: the gradient of 0.weight is not finite"), problem
 
 
+@pytest.mark.parametrize(("name", "tolerance"), [("weighed", 1e-9), ("weighed, fp16", 0.05)])
+def test_weights_and_ranks_that_skip(name: str, tolerance: float) -> None:
+    results = results_of(name)
+    expected = [*test_weights._as_one(2, 2, torch.float64), *test_weights._skipping_as_one(2, True)]
+    assert [races for _, races in results] == [[], []]
+    for i, right in enumerate(expected):
+        assert_same_on_all_ranks([parameters[i] for parameters, _ in results])
+        torch.testing.assert_close(results[0][0][i], right, rtol=tolerance, atol=tolerance)
+
+
 def test_a_step_that_torchring_leaves_out() -> None:
     results = results_of("left out")
     assert_same_on_all_ranks([trained for _, trained, _ in results])
@@ -833,4 +855,4 @@ def test_a_world_of_one_can_be_made_to_reduce() -> None:
         assert [algorithm for _, algorithm, _ in found] == ["ring", "direct", "direct"]
         for gradients, _, control_sums in found:
             assert gradients == [[2.0], [3.0]]
-            assert control_sums == (1, 0, 0)
+            assert control_sums == ControlBits(odd_steps=1)

@@ -14,6 +14,7 @@ import torchring
 from torchring.errors import GradientError, RingError
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.sparse import SparseReduction
+from torchring.gradients.weights import Share
 
 ROWS, WIDTH = 7, 3
 
@@ -258,13 +259,13 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
     assert sparse.first_unsettled() == "table"
     sparse.mark_local(0)
     assert sparse.first_unsettled() == "table"
-    sparse.reduce()
+    sparse.reduce(Share(), 1.0)
     assert sparse.first_unsettled() is None
     expected = torch.zeros(ROWS, WIDTH)
     expected[:world_size] = 2.0 if is_sum else 2.0 / world_size
     assert_bitwise(parameter.grad.to_dense(), expected)
     reduced = parameter.grad
-    sparse.reduce()
+    sparse.reduce(Share(), 1.0)
     assert parameter.grad is reduced  # nothing new on any rank
     if is_sum:
         with pytest.raises(GradientError, match="summed over ranks before"):
@@ -276,12 +277,12 @@ def _accumulated_directly(rank: int, world_size: int, is_sum: bool) -> None:
     assert sparse.first_unsettled() is None
     parameter.grad = local(float("nan") if rank == 1 else 1.0)
     sparse.mark_local(0)
-    found = sparse.reduce()
+    found = sparse.reduce(Share(), 1.0)
     assert found is not None
     assert (found.rank, found.name) == (1, "table")
     assert found.tensor() is parameter.grad
     parameter.grad = local(1.0)
-    assert sparse.reduce() is None
+    assert sparse.reduce(Share(), 1.0) is None
 
 
 @pytest.mark.parametrize("is_sum", [False, True])

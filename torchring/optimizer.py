@@ -43,6 +43,7 @@ from torchring.gradients.validation import (
     spec_of,
     steps_exactly,
 )
+from torchring.gradients.weights import check_weight
 from torchring.world import World, default_world
 
 _T = TypeVar("_T")
@@ -155,6 +156,7 @@ class DistributedOptimizer(Optimizer):
         optimizer: the wrapped optimizer.
     """
 
+    _weight_alone: float
     # GradScaler must unscale by itself, and not hand the scale to a fused optimizer through this wrapper.
     _step_supports_amp_scaling = False
 
@@ -282,6 +284,7 @@ class DistributedOptimizer(Optimizer):
 
     def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """A step in a world of one, where no reduction has looked at the gradients."""
+        self._forget_weight_alone()
         if self._options.on_nonfinite != "skip":
             return self._step_wrapped(closure, *args, **kwargs)
 
@@ -335,8 +338,79 @@ class DistributedOptimizer(Optimizer):
 
         return step
 
+    def weigh(self, weight: float) -> None:
+        """Say that this rank's next loss is a mean over `weight` samples, or tokens. Call before that backward.
+
+        The reduced gradients are then sum(n_r * g_r) / sum(n_r) over ranks, where g_r is a rank's gradient and n_r its
+        weight: those of the mean over all samples, whatever the ranks' shares are. With `accumulate` or `no_sync()`,
+        each backward has its own weight, and the sums are over all of them. Until they are reduced, gradients in
+        `.grad` have the last weight as their unit.
+
+        All ranks must give a weight, or none. A weight costs no message. With weight 0, gradients count as zero,
+        whatever they are: NaN, too. `GradScaler`, clipping and closures need no change.
+
+        Args:
+            weight: 0, or from 2**-16 to 2**28. An int, a float, or a tensor of one element.
+
+        Raises:
+            TypeError: the weight is no number.
+            ValueError: the weight is out of range; op="sum", which has no mean; this optimizer is closed.
+            GradientError: called twice before a backward, called inside one, or some of the backwards that are reduced
+                together have a weight and others have none. `backward()` raises GradientError on all ranks if some of
+                them have not called `weigh`.
+        """
+        value = check_weight(weight)
+        if self._options.op == "sum":
+            raise ValueError("weigh() takes op='mean'; with op='sum', multiply the loss by its weight")
+        sync = self._live_sync()
+        if sync is None:
+            self._weigh_alone(value)
+        else:
+            sync.weigh(value)
+
+    def skip(self) -> None:
+        """Take part in the others' backward without one of this rank's own: where a batch is bad, or empty. Collective.
+
+        Call this in place of `backward()`, and then `step()` as the other ranks do. The mean is over the ranks that do
+        not skip. With `accumulate`, one of the n backwards is left out; if that is the last one, earlier gradients of
+        this rank are reduced with those of the others. If all ranks skip, gradients are zero, or stay None.
+
+        Raises:
+            GradientError: called inside `backward()`.
+            ValueError: this optimizer is closed.
+        """
+        sync = self._live_sync()
+        if sync is not None:
+            sync.skip()
+
+    def _weigh_alone(self, weight: float) -> None:
+        """In a world of one, `.grad` is the weighted mean of all backwards since the last step, at any time."""
+        before = self._weight_alone
+        self._forget_weight_alone()
+        if before and all(parameter.grad is None for parameter in self._names):  # the script has zeroed what there was
+            before = 0.0
+        total = before + weight
+        self._weight_alone = total
+        if weight == total and weight:
+            return
+        share = weight / total if weight else 0.0
+        for parameter in self._names:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * (1.0 - share)
+            if parameter.requires_grad:
+                scale = functools.partial(torch.mul, other=share) if share else torch.zeros_like
+                handle = parameter.register_hook(scale)  # type: ignore[no-untyped-call]
+                self._handles_of_weight.append(handle)
+
+    def _forget_weight_alone(self) -> None:
+        self._weight_alone = 0.0
+        while self._handles_of_weight:
+            self._handles_of_weight.pop().remove()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
+        if self._sync is not None:
+            self._sync.forget_weights()
         if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
             self.optimizer.zero_grad()
             return
@@ -506,6 +580,8 @@ class DistributedOptimizer(Optimizer):
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_closed = False
         self._num_skipped_alone = 0
+        self._weight_alone = 0.0  # of the backwards since the last step, in a world of one
+        self._handles_of_weight: list[torch.utils.hooks.RemovableHandle] = []
         self._is_initialising = True
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self._is_initialising = False

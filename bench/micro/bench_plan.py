@@ -47,7 +47,8 @@ def bench_build_plan(benchmark: BenchmarkFixture, remark: Remark, model: str, co
             assert slot.offset * bucket.wire_dtype.itemsize % ALIGNMENT_BYTES == 0
             end = slot.offset + slot.numel
         assert bucket.flags_offset >= end
-        assert bucket.numel == bucket.control_offset + (0 if bucket.index else len(ControlBits._fields))
+        num_control_elements = 0 if bucket.index else ControlBits.num_elements(bucket.wire_dtype)
+        assert bucket.numel == bucket.control_offset + num_control_elements
         assert bucket.wire_dtype == (torch.bfloat16 if compression else torch.float32)
 
 

@@ -21,6 +21,7 @@ from torchring.gradients.ledger import LOCAL, GradientLedger
 from torchring.gradients.packing import HostPacking, Packing
 from torchring.gradients.plan import BucketPlan, ControlBits, ParameterSpec, Slot
 from torchring.gradients.views import as_real, gradient_view, held, leave, storage_of
+from torchring.gradients.weights import Share
 
 # A gradient of this size or more is copied the moment it arrives: it is still in cache, and its memory goes straight
 # back to the allocator for the next gradient. Smaller gradients are only counted, and copied by one call per bucket: a
@@ -58,6 +59,7 @@ class Bucket:
             device `DeviceRounds` compares the flags.
         control_bits: what this rank tells the others, if the plan has room for control bits.
         non_finite: where the first NaN or infinity of this round came from.
+        share: what this rank contributes to the round, with weights.
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
         reduce_scale: the factor that the mover applies to the sum.
     """
@@ -108,6 +110,7 @@ class Bucket:
         if self._is_asynchronous:
             self.flags = torch.zeros(len(plan.slots), dtype=torch.float32, device="cpu")
         self.control_bits = ControlBits()
+        self.share = Share()
 
         # The round
         self.state = BucketState.IDLE
@@ -154,9 +157,13 @@ class Bucket:
         absent: list[int] = []
         for slot in self._missing:
             grad = self.parameters[slot].grad
-            (absent if grad is None else present).append(slot)
+            (absent if grad is None or self.share.is_absent else present).append(slot)
             if grad is None:
                 self.flags[slot] = 0
+            elif self.share.is_absent:
+                self.flags[slot] = 0
+                if grad is self._views[slot]:
+                    self._kept[slot] = grad.clone()
             elif self.ledger.is_settled(slot, grad):
                 self.flags[slot] = 0
                 if self._live_in_wire:
@@ -172,7 +179,7 @@ class Bucket:
 
     def control_sums(self) -> ControlBits:
         """The control bits of the last round, summed over ranks. On the host, where the plan has room for them."""
-        return ControlBits(*(round(value / self.reduce_scale) for value in self._control.tolist()))
+        return ControlBits.decode([value / self.reduce_scale for value in self._control.tolist()], self.plan.wire_dtype)
 
     def begin_reduce(self) -> None:
         """The wire buffer goes to the mover."""
@@ -187,10 +194,16 @@ class Bucket:
         if not self._live_in_wire and not self._is_abandoned:
             self._unpack([slot for slot, arrived in enumerate(self._has_arrived) if arrived])
 
-    def close_round(self) -> None:
-        """Backward is about to return: hand out gradients that only other ranks had computed, and become IDLE."""
+    def close_round(self, scale: float = 1.0) -> None:
+        """Backward is about to return: hand out gradients that only other ranks had computed, and become IDLE.
+
+        Args:
+            scale: another factor of the result.
+        """
         self._require(BucketState.IDLE)
         self.ledger.refuse_touched(self._has_arrived)
+        if scale != 1.0 and self._live_in_wire:
+            self.wire.tensor[: self.plan.flags_offset].mul_(scale)
         unused: set[int] = set()
         if self._missing:
             flags = self.flags.tolist()
@@ -198,14 +211,21 @@ class Bucket:
             self._hand_out([slot for slot in self._missing if slot not in unused])
             for slot in unused & self._kept.keys():
                 self._views[slot].copy_(self._kept[slot])
+        if scale != 1.0 and not self._live_in_wire:
+            for slot in set(range(len(self.names))) - unused:
+                grad = self.parameters[slot].grad
+                assert grad is not None
+                self.ledger.settle(slot, grad.mul_(scale))
         self.ledger.mark_reduced(unused)
-        if self._kept:
+        if self._kept or scale != 1.0:
             self.ledger.note_versions()
         self.reset()
 
     def abandon(self) -> None:
         """The round was broken off. A reduction under way still writes to the buffer, so gradients move out of it."""
         is_under_way = self.state in (BucketState.REDUCING, BucketState.REDUCED)
+        if self.state is BucketState.PACKED and self._scales_in_wire and self.share.factor:
+            self.wire.tensor[: self.plan.flags_offset].div_(self.share.factor)
         if not (is_under_way or (self._is_asynchronous and self.state is BucketState.PACKED)):
             return
         self._is_abandoned = True
@@ -213,6 +233,8 @@ class Bucket:
             grad = parameter.grad
             if grad is not None and (grad is self._views[slot] or slot in self._packed):
                 parameter.grad = self._apart(slot, grad)
+                if self._scales_in_wire and self.share.factor:
+                    parameter.grad.div_(self.share.factor)
                 self.ledger.status[slot] = LOCAL
 
     def reset(self) -> None:
@@ -227,6 +249,14 @@ class Bucket:
         """Another bucket is about to replace this one: let go of the buffer. The ledger stays."""
         self.ledger.release_views()
         del self.wire, self.flags, self.packing, self._control
+
+    @property
+    def _scales_in_wire(self) -> bool:
+        """Whether gradients are multiplied by the rank's factor in the wire buffer, and not by the copies there.
+
+        Two copies of one round may reach one place: where a gradient comes twice in one backward.
+        """
+        return self.share.factor != 1.0 and self._live_in_wire and not self._is_asynchronous
 
     def slot_at(self, element: int) -> int:
         """The slot that holds that element of the wire buffer."""
@@ -307,10 +337,12 @@ class Bucket:
         """Copy the gradients that were only counted on arrival."""
         arrived = [slot for slot, here in enumerate(self._has_arrived) if here]
         self._pack([slot for slot in arrived if not self.copies_on_arrival[slot]])
+        if self._scales_in_wire:
+            self.wire.tensor[: self.plan.flags_offset].mul_(self.share.factor)
         self.packing.finish_packing()
-        if not self._is_asynchronous:
-            for i in range(len(self._control)):
-                self._control[i] = self.control_bits[i]
+        if not self._is_asynchronous and self._control.numel():
+            elements = self.control_bits.encode(self.plan.wire_dtype)
+            self._control.copy_(torch.tensor(elements, dtype=torch.float64, device="cpu"))
         self._move(BucketState.PACKED)
 
     def _pack(self, slots: Sequence[int]) -> None:
@@ -320,6 +352,10 @@ class Bucket:
         views = [self._views[slot] for slot in slots]
         grads = [self.parameters[slot].grad for slot in slots]
         if any(map(operator.is_, grads, views)):  # accumulated in place
+            if self._is_asynchronous and self.share.factor != 1.0:
+                in_place = [view for grad, view in zip(grads, views, strict=True) if grad is view]
+                torch._foreach_mul_(in_place, self.share.factor)
+                self.packing.follow_current_stream()
             slots = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view]
             views = [self._views[slot] for slot in slots]
             grads = [self.parameters[slot].grad for slot in slots]
@@ -336,12 +372,13 @@ class Bucket:
         if not packed:
             return
         if not self._live_in_wire:
-            self.packing.pack(slots, self._reals(packed), views)
+            self.packing.pack(slots, self._reals(packed), views, self.share.factor)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, packed, strict=True)}
             return
         self._leave_held(slots, views)
         try:
-            self.packing.pack(slots, self._reals(packed), self._reals(views))
+            factor = self.share.factor if self._is_asynchronous else 1.0
+            self.packing.pack(slots, self._reals(packed), self._reals(views), factor)
             for slot, view in zip(slots, views, strict=True):
                 self.parameters[slot].grad = view
         except (RuntimeError, TypeError, ValueError) as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,12 +27,14 @@ class OptimizerGroup:
 
     Attributes:
         guard: runs what takes several collectives, and must not be left between two of them.
+        is_skipping: whether this rank takes part in a backward of the others without one of its own.
         module_wrappers: the DDP and FSDP instances of this process. None of them may reduce a member's parameters.
     """
 
     def __init__(self, world: World) -> None:
         self.module_wrappers = ModuleWrappers()
         self.guard = InterruptionGuard(world)
+        self.is_skipping = False
         self._world = world
         self._members: list[GradientSync] = []
         world.on_close(self.close)
@@ -51,6 +54,15 @@ class OptimizerGroup:
         """The members that reduce one of `parameters`."""
         wanted = {id(parameter) for parameter in parameters}
         return [m for m in self._members if not wanted.isdisjoint(map(id, m.reduction.parameters))]
+
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Members that a backward of other ranks reaches are absent on this rank."""
+        self.is_skipping = True
+        try:
+            yield
+        finally:
+            self.is_skipping = False
 
     def finish_backward(self, caller: GradientSync) -> None:
         """A backward that reached `caller` is about to return: finish the members that it has reached."""

@@ -130,6 +130,24 @@ class GradientLedger:
                 return self._names[slot], "was replaced by another tensor" if was_fine else status.value
         return None
 
+    def has_local(self) -> bool:
+        """Whether a gradient is there that no other rank has seen."""
+        return bool(self._local())
+
+    def holds_results(self) -> bool:
+        """Whether a gradient is there that is the same on all ranks, and was not zeroed since."""
+        grads = map(grad_of, self._parameters)
+        return any(status is REDUCED and grad is not None for status, grad in zip(self.status, grads, strict=True))
+
+    def scale_local(self, factor: float) -> None:
+        """Multiply the gradients that no other rank has seen."""
+        if local := self._local():
+            torch._foreach_mul_(local, factor)
+
+    def _local(self) -> list[torch.Tensor]:
+        grads = map(grad_of, self._parameters)
+        return [grad for status, grad in zip(self.status, grads, strict=True) if status is LOCAL and grad is not None]
+
     def refuse_sum_of_sums(self, slot: int) -> None:
         """Raise GradientError if backward has added to a gradient that was summed over ranks before."""
         grad = self._parameters[slot].grad

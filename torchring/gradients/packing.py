@@ -33,8 +33,10 @@ class Packing(Protocol):
     def follow_current_stream(self) -> None:
         """A gradient was computed on the current stream, so packing has to wait for that stream."""
 
-    def pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        """views[i] <- cast(grads[i] * scale). views[i] is the place of slot slots[i] in the wire buffer.
+    def pack(
+        self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float = 1.0
+    ) -> None:
+        """views[i] <- cast(grads[i] * scale * factor). views[i] is the place of slot slots[i] in the wire buffer.
 
         Raises RuntimeError, ValueError or TypeError for gradients that do not fit.
         """
@@ -62,11 +64,14 @@ class HostPacking:
 
     def follow_current_stream(self) -> None: ...
 
-    def pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        if self._scale == 1.0:
+    def pack(
+        self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float = 1.0
+    ) -> None:
+        scale = self._scale * factor
+        if scale == 1.0:
             torch._foreach_copy_(list(views), list(grads))
         else:
-            reference.pack(grads, views, scale=self._scale)
+            reference.pack(grads, views, scale=scale)
 
     def finish_packing(self) -> None: ...
 
@@ -120,24 +125,28 @@ class DevicePacking:
     def follow_current_stream(self) -> None:
         self._producers.add(self._accelerator.current_stream())
 
-    def pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    def pack(
+        self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float = 1.0
+    ) -> None:
         try:
-            self._launch_pack(slots, grads, views)
+            self._launch_pack(slots, grads, views, factor)
         except ValueError:  # by the table, before anything was launched
             odd = _odd(grads, views)
             if not odd:
                 raise
-            reference.pack([grads[i] for i in odd], [views[i] for i in odd], scale=self._scale)
+            reference.pack([grads[i] for i in odd], [views[i] for i in odd], scale=self._scale * factor)
             self._held.update((slots[i], grads[i]) for i in odd)
-            self._launch_pack(_without(slots, odd), _without(grads, odd), _without(views, odd))
+            self._launch_pack(_without(slots, odd), _without(grads, odd), _without(views, odd), factor)
 
-    def _launch_pack(self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    def _launch_pack(
+        self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float
+    ) -> None:
         # The table comes first: its columns are filled on the current stream.
         table = self._table(slots, views) if slots else None
         self._follow()
         if table is None:
             return
-        wire, found, scale = self._wire, self._found, self._scale
+        wire, found, scale = self._wire, self._found, self._scale * factor
         with span(self._name):
             self._stream.run(lambda: pack(grads, wire, table, scale=scale, found=found))
         self._held.update(zip(slots, grads, strict=True))

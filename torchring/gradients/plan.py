@@ -12,6 +12,8 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
+from torchring.gradients import weights
+
 ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, and 128-bit accesses on a GPU
 FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward
 
@@ -23,16 +25,40 @@ COMPRESSIONS: Final[dict[str | None, torch.dtype | None]] = {None: None, "fp16":
 
 
 class ControlBits(NamedTuple):
-    """What a rank tells the others in every round: 0 or 1 each. Summed over ranks: how many ranks have said 1.
+    """What a rank tells the others in every round: 0 or 1 each, and a weight. Sums over ranks count who has said 1.
 
     odd_steps: the rank has made an odd number of optimizer steps.
     parameters_changed: a parameter was written to outside `step()`.
     has_thawed: a parameter that was frozen requires a gradient.
+    is_weighted: the rank has given a weight.
+    is_unweighted: the rank has run a backward for which it has given no weight.
+    is_absent: the rank takes part without a gradient, and does not count.
+    weight: of the rank's gradients; 0 if none was given.
     """
 
     odd_steps: int = 0
     parameters_changed: int = 0
     has_thawed: int = 0
+    is_weighted: int = 0
+    is_unweighted: int = 0
+    is_absent: int = 0
+    weight: float = 0.0
+
+    @classmethod
+    def num_elements(cls, wire: torch.dtype) -> int:
+        """How many elements of a wire buffer of dtype `wire` hold the control bits."""
+        return len(cls._fields) - 1 + weights.num_elements(wire)
+
+    def encode(self, wire: torch.dtype) -> list[float]:
+        """The elements, which ranks add up."""
+        return [*self[:-1], *weights.encode(self.weight, wire)]
+
+    @classmethod
+    def decode(cls, elements: Sequence[float], wire: torch.dtype) -> ControlBits:
+        """The sums over ranks."""
+        num_bits = len(cls._fields) - 1
+        bits, weight = map(round, elements[:num_bits]), weights.decode(elements[num_bits:], wire)
+        return cls(*bits)._replace(weight=weight)
 
     def on_some_but_not_all(self, num_ranks: int) -> ControlBits:
         """Of a sum: for each bit 1 if some ranks have said 1 and others 0."""
@@ -217,7 +243,7 @@ def _lay_out(
     for parameter in members:
         slots.append(Slot(parameter, offset, specs[parameter].num_reals))
         offset += _round_up(specs[parameter].num_reals, wire)
-    num_control_bits = len(ControlBits._fields) if index == 0 else 0
+    num_control_bits = ControlBits.num_elements(wire) if index == 0 else 0
     return BucketPlan(index, dtype, wire, tuple(slots), offset, offset + len(slots) + num_control_bits)
 
 

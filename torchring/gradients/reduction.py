@@ -17,12 +17,14 @@ from torchring.allreduce import Mover
 from torchring.allreduce.device.stream import OnStream
 from torchring.allreduce.select import Choice, open_chosen, open_mover, open_on_device
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
+from torchring.errors import GradientError, in_step
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
 from torchring.gradients.scheduler import Round, Scheduler
 from torchring.gradients.sparse import NonFiniteGradient, SparseReduction
+from torchring.gradients.weights import Share, Weights
 from torchring.world import World
 
 _BUCKET_MB: Final = 25.0
@@ -66,6 +68,7 @@ class Reduction:
         control_sums: how many ranks had set each control bit in the last round.
         non_finite: the first NaN or infinity in the last round, if there was one.
         num_rounds: how many rounds are over.
+        weights: how much this rank's gradients count.
         timing: how long rounds took.
     """
 
@@ -78,6 +81,8 @@ class Reduction:
         self.control_sums = ControlBits()
         self.non_finite: NonFiniteGradient | None = None
         self.num_rounds = 0
+        self.weights = Weights()
+        self._share = Share()
         self.timing = Timing()
         self._options = options
         # The script's collectives: another rank may be calling one of those, instead of wrapping its optimizer.
@@ -111,18 +116,30 @@ class Reduction:
         self.scheduler.forget_order()  # the order knows nothing of the new parameters
         self._add(specs, parameters, self._plan(specs))
 
-    def begin(self, *, step: int, hold: bool, control_bits: ControlBits) -> None:
+    def begin(self, *, step: int, hold: bool, control_bits: ControlBits, is_absent: bool = False) -> None:
         """A round begins: its first gradient is about to arrive, or `finish` to be called.
 
         Sends nothing, except before the second round: the first round has shown the order in which gradients become
         ready, so the buckets are rebuilt. At that point zero_grad() has usually dropped the old buffers, so old and new
         buffers need not exist side by side. With `hold` buckets are rebuilt in `finish`: ranks whose optimizers take
         turns begin rounds in different orders.
+
+        Args:
+            is_absent: this rank has no gradient, and does not count.
         """
         scheduler = self.scheduler
         scheduler.settle()
         if scheduler.ready_order is not None and not hold:
             self._rebuild(scheduler.ready_order)
+        share = self._share = self.weights.share(is_absent=is_absent)
+        control_bits = control_bits._replace(
+            is_weighted=int(share.weight is not None),
+            is_unweighted=int(share.is_unweighted),
+            is_absent=int(is_absent),
+            weight=share.weight or 0.0,
+        )
+        for bucket in self.buckets:
+            bucket.share = share
         self.rounds.begin(self.buckets, control_bits)
         scheduler.begin(Round(scheduler.round.next_number, step, hold, control_bits))
         self.non_finite = None
@@ -136,14 +153,51 @@ class Reduction:
         self.rounds.backward_is_over()
         scheduler.finish()
         self.control_sums, self.non_finite = self.rounds.agree(scheduler.round, self.buckets)
-        scheduler.close_round()
-        in_sparse = self._sparse.reduce()
+        scale = self._weigh_result()
+        scheduler.close_round(scale)
+        in_sparse = self._sparse.reduce(self._share, scale)
         self.non_finite = self.non_finite or in_sparse
         self.num_rounds += 1
         self.world.num_reductions += 1
         if scheduler.ready_order is not None and scheduler.round.hold:
             self._rebuild(scheduler.ready_order)
         self.rounds.end()
+
+    def _weigh_result(self) -> float:
+        """By which the result of this round has to be multiplied. Raises GradientError if only some ranks gave weights.
+
+        Collective only in that case.
+        """
+        sums, size = self.control_sums, self.world.size
+        if sums.is_weighted and sums.is_unweighted:
+            mine = torch.tensor([int(self._share.is_unweighted)], device="cpu")
+            without = internal_collectives_of(self.world).all_gather(mine)
+            others = [rank for rank, is_unweighted in enumerate(without) if int(is_unweighted)]
+            raise in_step(
+                GradientError(
+                    f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} did not call "
+                    "optimizer.weigh() before this backward(), and other ranks did; call it on all ranks",
+                    rank=self.world.rank,
+                    peers=others,
+                )
+            )
+        if self._options.op == "sum":
+            return 1.0
+        return self.weights.result_scale(size, sums.is_weighted, sums.is_absent, sums.weight)
+
+    def has_local(self) -> bool:
+        """Whether a gradient is there that no other rank has seen."""
+        return any(bucket.ledger.has_local() for bucket in self.buckets) or self._sparse.has_local()
+
+    def holds_results(self) -> bool:
+        """Whether a gradient is there that an earlier round has reduced."""
+        return any(bucket.ledger.holds_results() for bucket in self.buckets)
+
+    def scale_local(self, factor: float) -> None:
+        """Multiply the gradients that no other rank has seen."""
+        for bucket in self.buckets:
+            bucket.ledger.scale_local(factor)
+        self._sparse.scale_local(factor)
 
     def find_non_finite(self) -> NonFiniteGradient | None:
         """Collective: as `non_finite`, of the last round on a device, too, which is waited for."""
@@ -194,6 +248,8 @@ class Reduction:
         plan = shifted(plan, buckets=len(self.buckets), parameters=first)
         self.rounds.expect(self.specs)
         self.scheduler.install([*self.buckets, *self._open(plan)])
+        if any(bucket.wire_dtype == torch.float16 for bucket in plan.buckets):
+            self.weights.expect_narrow_range()
 
     def _check_agreement(self, specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""

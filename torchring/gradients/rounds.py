@@ -37,7 +37,7 @@ from torchring.memory.heap import give_back, keep_freed
 from torchring.world import World
 
 # Round, what was found, in which parameter; control bits.
-_HEADER: Final = struct.Struct(f"{3 + len(ControlBits._fields)}q")
+_HEADER: Final = struct.Struct(f"{2 + len(ControlBits._fields)}qd")
 _FINDING: Final = struct.Struct("3q")  # as in the header
 _IN_INPUT, _IN_SUM = 1, 2
 
@@ -144,8 +144,10 @@ class HostRounds:
         if buckets:
             sums = buckets[0].control_sums()
         else:  # all gradients are sparse
-            tensor = torch.tensor(current.control_bits, device="cpu")
-            sums = ControlBits(*internal_collectives_of(self._world).all_reduce(tensor, "sum").tolist())
+            tensor = torch.tensor(current.control_bits.encode(torch.float64), dtype=torch.float64, device="cpu")
+            sums = ControlBits.decode(
+                internal_collectives_of(self._world).all_reduce(tensor, "sum").tolist(), torch.float64
+            )
         for bucket in buckets:
             if (found := bucket.non_finite) is not None:
                 slot = bucket.slot_at(found.element)

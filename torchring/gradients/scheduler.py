@@ -169,10 +169,10 @@ class Scheduler:
         self._wait()
         self.round.exposed_seconds += time.perf_counter() - started
 
-    def close_round(self) -> None:
-        """Every bucket is REDUCED, and ranks agree about the round: every gradient gets its result."""
+    def close_round(self, scale: float = 1.0) -> None:
+        """Every bucket is REDUCED, and ranks agree about the round: every gradient gets its result, times `scale`."""
         for bucket in self.buckets:
-            bucket.close_round()
+            bucket.close_round(scale)
         self.round.is_over = True
         self._keep_order()
 

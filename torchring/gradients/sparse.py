@@ -14,6 +14,7 @@ import torch
 from torchring.collectives.service import internal_collectives_of
 from torchring.errors import GradientError
 from torchring.gradients.plan import ParameterSpec
+from torchring.gradients.weights import Share
 from torchring.world import World
 
 
@@ -80,15 +81,29 @@ class SparseReduction:
         """Name of the first sparse parameter whose gradient must not be stepped on."""
         return next((s.name for i, s in enumerate(self._specs) if s.is_sparse and self._is_unsettled(i)), None)
 
-    def reduce(self) -> NonFiniteGradient | None:
+    def has_local(self) -> bool:
+        """Whether a gradient is there that no other rank has seen."""
+        return any(self._parameters[index].grad is not None for index in self._local)
+
+    def scale_local(self, factor: float) -> None:
+        """Multiply the gradients that no other rank has seen."""
+        for index in self._local:
+            if (grad := self._parameters[index].grad) is not None:
+                self._parameters[index].grad = grad * factor
+
+    def reduce(self, share: Share, scale: float) -> NonFiniteGradient | None:
         """Collective: reduce every sparse parameter that any rank used. Other parameters keep their `.grad`.
+
+        Args:
+            share: what this rank contributes.
+            scale: another factor of the result.
 
         Returns the first NaN or infinity, if there is any.
         """
         found = None
         for index, spec in enumerate(self._specs):
             if spec.is_sparse:
-                in_this_one = self._reduce_one(index, spec)
+                in_this_one = self._reduce_one(index, spec, share, scale)
                 found = found or in_this_one
         self._local.clear()
         return found
@@ -97,7 +112,7 @@ class SparseReduction:
         grad = self._parameters[index].grad
         return grad is not None and (index in self._local or grad is not self._reduced.get(index))
 
-    def _reduce_one(self, index: int, spec: ParameterSpec) -> NonFiniteGradient | None:
+    def _reduce_one(self, index: int, spec: ParameterSpec, share: Share, scale: float) -> NonFiniteGradient | None:
         parameter = self._parameters[index]
         grad = parameter.grad
         if grad is not None and not grad.is_sparse:
@@ -107,18 +122,18 @@ class SparseReduction:
                 parameters=(spec.name,),
             )
         collectives = internal_collectives_of(self._world)
-        if not collectives.any_rank(self._is_unsettled(index)):
+        if not collectives.any_rank(self._is_unsettled(index) and not share.is_absent):
             return None
-        if grad is None:
+        if grad is None or share.is_absent:
             device = parameter.device
             indices_of_none = torch.empty((1, 0), dtype=torch.int64, device=device)
             no_rows = torch.empty((0, *spec.shape[1:]), dtype=spec.dtype, device=device)
             grad = torch.sparse_coo_tensor(indices_of_none, no_rows, spec.shape, check_invariants=False)
         grad = grad.coalesce()
         indices = collectives.all_gather(grad.indices().t().contiguous())
-        values = collectives.all_gather(grad.values())
+        values = collectives.all_gather(grad.values() * share.factor if share.factor != 1.0 else grad.values())
         total = torch.sparse_coo_tensor(
-            torch.cat(indices).t(), torch.cat(values) * self._scale, spec.shape, check_invariants=False
+            torch.cat(indices).t(), torch.cat(values) * (self._scale * scale), spec.shape, check_invariants=False
         )
         parameter.grad = self._reduced[index] = total.coalesce()
         for rank, part in enumerate(values):

@@ -70,6 +70,8 @@ class GradientSync:
         self._accumulate = accumulate
         self._num_backwards = 0  # since the last reduction, without those inside no_sync()
         self._no_sync_depth = 0
+        self._weights = reduction.weights
+        self._handles_of_zero_weight: list[torch.utils.hooks.RemovableHandle] = []
 
         # The backward under way
         self.in_backward = False
@@ -124,9 +126,11 @@ class GradientSync:
                 self._begin(reduces=True)
             self._or_fail(self._finish_round)
             self._num_backwards = 0
+            self._weights.reset()
         elif self._no_sync_depth == 0:
             self._num_backwards += 1
         self.in_backward = False
+        self._end_zero_weight()
         if reduces:
             sums = self.reduction.control_sums
             steps_differ = bool(sums.on_some_but_not_all(self.reduction.world.size).odd_steps)
@@ -136,6 +140,9 @@ class GradientSync:
         """The backward under way has raised (out of memory, an error in a custom function): drop its round."""
         if self.in_backward:
             self.in_backward = False
+            if not self._group.is_skipping:
+                self._weights.withdraw()
+            self._end_zero_weight()
             if self._reduces:
                 self.reduction.scheduler.abandon()
 
@@ -143,6 +150,47 @@ class GradientSync:
         """A hook has raised. With no bucket sent yet, backward drops the round as after any other error."""
         if self._reduces and self.reduction.scheduler.has_launched:
             self._fail(error)
+
+    def weigh(self, weight: float) -> None:
+        """The loss of the next backward is a mean over `weight` samples. See `DistributedOptimizer.weigh`."""
+        if self.in_backward:
+            raise GradientError("weigh() was called inside backward(); call it before")
+        reduction, weights = self.reduction, self._weights
+        if weights.num_backwards and not reduction.has_local():  # the script has zeroed what there was
+            weights.reset()
+        may_accumulate = self._accumulate > 1 or self._no_sync_depth > 0 or weights.num_backwards > 0
+        if may_accumulate and reduction.holds_results():
+            raise GradientError(
+                "weigh() was called with gradients of an earlier step in .grad, which would get the weights of this "
+                "one; call optimizer.zero_grad() first"
+            )
+        factor = weights.give(weight)
+        if factor != 1.0:
+            reduction.scale_local(factor)
+        if not weight:  # whatever the loss is, a mean over nothing included
+            self._handles_of_zero_weight = [
+                parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+                for parameter in reduction.parameters
+            ]
+
+    def skip(self) -> None:
+        """Collective: take part in the reduction of the others' next backward. See `DistributedOptimizer.skip`."""
+        if self.in_backward:
+            raise GradientError("skip() was called inside backward(); call it in place of backward()")
+        self._weights.drop_next()
+        self._end_zero_weight()
+        if self._no_sync_depth > 0:
+            return
+        if self._num_backwards + 1 < self._accumulate:
+            self._num_backwards += 1
+            return
+        with torch.no_grad(), self._group.skipping():
+            self._begin(reduces=True)
+            self._group.finish_backward(self)
+
+    def forget_weights(self) -> None:
+        """The optimizer has zeroed all gradients."""
+        self._weights.reset()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -270,6 +318,8 @@ class GradientSync:
     def _begin(self, *, reduces: bool) -> None:
         self._reduces = reduces
         scheduler = self.reduction.scheduler
+        if not self._group.is_skipping:
+            self._or_fail(self._weights.begin)
         if reduces:
             self.reduction.world.raise_if_broken()
             self._or_fail(lambda: self._begin_round(hold=self._group.are_several))
@@ -282,7 +332,8 @@ class GradientSync:
 
     def _begin_round(self, *, hold: bool) -> None:
         bits = ControlBits(self.num_steps % 2, int(self._replicas.has_changed()), int(self._has_thawed()))
-        self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits)
+        is_absent = self._group.is_skipping and not self._weights.num_backwards
+        self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits, is_absent=is_absent)
 
     def _finish_round(self) -> None:
         self.reduction.finish()
@@ -313,6 +364,13 @@ class GradientSync:
         if wants[0]:
             self._or_fail(self._reduce_now)
             self._num_backwards = 0
+            self._weights.reset()
+
+    def _end_zero_weight(self) -> None:
+        """The backward of weight 0 is over."""
+        for handle in self._handles_of_zero_weight:
+            handle.remove()
+        self._handles_of_zero_weight = []
 
     def _has_thawed(self) -> bool:
         return any(parameter.requires_grad for parameter in self._frozen)

@@ -1,0 +1,305 @@
+"""`weigh` and `skip`: gradients are those of the mean over all samples, whatever the ranks' shares are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_same_on_all_ranks
+from grids import grid
+from harness import run_pooled
+from test_optimizer_contract import TINY_MB, attempt, small_model, values
+from torch import Tensor, nn
+
+import torchring
+from torchring.gradients import weights
+
+_STEPS = 4
+
+
+def _samples(rank: int, step: int, micro: int) -> Tensor:
+    """Of a rank's micro-step: another number each time, none now and then."""
+    n = (3 * rank + 5 * step + 2 * micro) % 7
+    return torch.randn(n, 6, generator=torch.Generator().manual_seed(100 * step + 10 * rank + micro)).double()
+
+
+def _loss(model: nn.Module, samples: Tensor) -> Tensor:
+    """The mean over the samples; NaN if there are none."""
+    return nn.functional.mse_loss(model(samples[:, :4]), samples[:, 4:])
+
+
+def _as_one(ranks: int, micros: int, dtype: torch.dtype) -> list[Tensor]:
+    """One process: each step takes the mean over the samples of all ranks and micro-steps."""
+    model = small_model(dtype)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(_STEPS):
+        sgd.zero_grad()
+        parts = [_samples(rank, step, micro).to(dtype) for rank in range(ranks) for micro in range(micros)]
+        _loss(model, torch.cat(parts)).backward()
+        sgd.step()
+    return values(model)
+
+
+def _weighted(
+    rank: int, size: int, micros: int, how: str, dtype: torch.dtype, unit: float, options: dict[str, Any]
+) -> list[Tensor]:
+    model = small_model(dtype)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    accumulate = micros if how == "accumulate" else 1
+    optimizer = torchring.wrap(sgd, model, accumulate=accumulate, **{"bucket_mb": TINY_MB, **options})
+    for step in range(_STEPS):
+        optimizer.zero_grad(set_to_none=step != 2)
+        for micro in range(micros):
+            samples = _samples(rank, step, micro).to(dtype)
+            optimizer.weigh(len(samples) * unit)
+            if how == "no_sync" and micro + 1 < micros:
+                with optimizer.no_sync():
+                    _loss(model, samples).backward()
+            else:
+                _loss(model, samples).backward()
+        optimizer.step()
+    return values(model)
+
+
+def _check(results: Sequence[list[Tensor]], expected: list[Tensor], tolerance: float = 1e-9) -> None:
+    for i, right in enumerate(expected):
+        assert_same_on_all_ranks([result[i] for result in results])
+        torch.testing.assert_close(results[0][i], right, rtol=tolerance, atol=tolerance)
+
+
+@grid(
+    "micros, how, size",
+    [1, 3],
+    ["accumulate", "no_sync"],
+    [2, 3],
+    keep=lambda micros, how, size: (micros > 1) == (how == "no_sync" or size == 3),
+)
+def test_the_mean_is_over_all_samples(micros: int, how: str, size: int) -> None:
+    results = run_pooled(_weighted, size, micros, how, torch.float64, 1, {})
+    _check(results, _as_one(size, micros, torch.float64))
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-3, 4096.0, 3e5], ids=str)
+@pytest.mark.parametrize("options", [{"compression": "fp16"}, {"compression": "bf16"}], ids=str)
+def test_weights_of_any_size_in_16_bits(options: dict[str, Any], unit: float) -> None:
+    results = run_pooled(_weighted, 2, 2, "accumulate", torch.float32, unit, options)
+    _check(results, _as_one(2, 2, torch.float32), 0.02)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"algorithm": "ring"}, {"algorithm": "native"}, {"overlap": "thread"}, {"bucket_mb": 25.0}],
+    ids=str,
+)
+def test_by_every_way_to_reduce(options: dict[str, Any]) -> None:
+    results = run_pooled(_weighted, 3, 2, "no_sync", torch.float64, 1, options)
+    _check(results, _as_one(3, 2, torch.float64))
+
+
+def test_a_world_of_one() -> None:
+    for how in ("accumulate", "no_sync"):
+        _check([_weighted(0, 1, 3, how, torch.float64, 1, {})], _as_one(1, 3, torch.float64))
+
+
+def _equal_weights(rank: int, size: int, weight: float | None) -> list[Tensor]:
+    model = small_model(torch.float32)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, bucket_mb=TINY_MB)
+    for step in range(3):
+        optimizer.zero_grad()
+        if weight is not None:
+            optimizer.weigh(weight)
+        _loss(model, _samples(rank + 1, step + 1, 1).float()).backward()
+        optimizer.step()
+    return values(model)
+
+
+def test_equal_weights_change_no_bit() -> None:
+    plain, weighted = (run_pooled(_equal_weights, 2, weight) for weight in (None, 8))
+    for mine, theirs in zip(plain[0], weighted[0], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def _kinds(rank: int, size: int, compression: str | None) -> list[Tensor]:
+    """Large, sparse, complex, unused and frozen parameters, the last of which thaws; gradients that lie in the wire."""
+    torch.manual_seed(0)
+    large, words = nn.Linear(300, 300).double(), nn.Embedding(5, 300, sparse=True, dtype=torch.float64)
+    phase = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+    late, unused = nn.Parameter(torch.ones(3).double(), requires_grad=False), nn.Parameter(torch.ones(2).double())
+    model = nn.ParameterDict({"phase": phase, "late": late, "unused": unused})
+    model["large"], model["words"] = large, words  # type: ignore[assignment]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torchring.wrap(sgd, model, compression=compression) if size > 1 else sgd
+    for step in range(3):
+        late.requires_grad_(step == 2)
+        optimizer.zero_grad(set_to_none=step == 0)
+        total = torch.zeros(()).double()
+        shares = {0: (1.0, 3.0), 1: (2.0, 2.0), 2: (0.5, 1.5)}[step]
+        for r in range(2) if size == 1 else (rank,):
+            loss = large(words(torch.tensor([r, step]))).square().mean() * (r + 1)
+            loss = loss + (phase * (1 + r + 1j)).abs().sum() + (late * (r + step)).sum()
+            total = total + (loss * shares[r] / sum(shares) if size == 1 else loss)
+        if size > 1:
+            optimizer.weigh(shares[rank])
+        total.backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@grid("compression", [None, "bf16"], keep=lambda compression: True)
+def test_all_kinds_of_parameters(compression: str | None) -> None:
+    _check(run_pooled(_kinds, 2, compression), _kinds(0, 1, None), 0.02 if compression else 1e-9)
+
+
+# Skipping
+
+
+def _skips(rank: int, step: int) -> bool:
+    return (rank + step) % 3 == 0
+
+
+def _skipping(rank: int, size: int, weighs: bool, options: dict[str, Any]) -> list[Tensor]:
+    model = small_model()
+    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+    optimizer = torchring.wrap(adam, model, **{"bucket_mb": TINY_MB, **options})
+    for step in range(6):
+        if step != 3:
+            optimizer.zero_grad()
+        if _skips(rank, step):
+            optimizer.skip()
+        else:
+            samples = _samples(rank + 1, 1, step)
+            if weighs:
+                optimizer.weigh(len(samples))
+            _loss(model, samples).backward()
+        optimizer.step()
+    return values(model)
+
+
+def _skipping_as_one(size: int, weighs: bool) -> list[Tensor]:
+    model = small_model()
+    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+    for step in range(6):
+        if step != 3:
+            adam.zero_grad()
+        parts = [_samples(rank + 1, 1, step) for rank in range(size) if not _skips(rank, step)]
+        shares = [len(part) if weighs else 1 for part in parts]
+        losses = [_loss(model, part) * share for part, share in zip(parts, shares, strict=True)]
+        (torch.stack(losses).sum() / sum(shares)).backward()
+        adam.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"algorithm": "ring"}], ids=str)
+@pytest.mark.parametrize("weighs", [False, True])
+def test_the_mean_is_over_ranks_that_do_not_skip(weighs: bool, options: dict[str, Any]) -> None:
+    _check(run_pooled(_skipping, 3, weighs, options), _skipping_as_one(3, weighs))
+
+
+def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
+    """With micro-steps; where all skip; with two optimizers, whose parameters one backward reaches."""
+    found = []
+    weight = nn.Parameter(torch.zeros(2).double())
+    optimizer = torchring.wrap(torch.optim.SGD([weight], lr=1.0), accumulate=2)
+    (weight * (rank + 1)).sum().backward()
+    if rank == 1:
+        optimizer.skip()
+    else:
+        (weight * 10).sum().backward()
+    found.append(weight.grad.tolist() if weight.grad is not None else [])  # (1 + 10 + 2) / 2
+    optimizer.zero_grad()
+    for _ in range(2):
+        optimizer.skip()
+    found.append(weight.grad.tolist() if weight.grad is not None else [])
+    optimizer.close()
+
+    parameters = [nn.Parameter(torch.zeros(2).double()) for _ in range(2)]
+    first, second = (torchring.wrap(torch.optim.SGD([p], lr=1.0)) for p in parameters)
+    if rank == 1:
+        first.skip()
+    else:
+        (parameters[0] * 3 + parameters[1] * 5).sum().backward()
+    found += [p.grad.tolist() if p.grad is not None else [] for p in parameters]
+    first.step()
+    second.step()
+    return found
+
+
+def test_skipping_with_micro_steps_and_with_several_optimizers() -> None:
+    for found in run_pooled(_skipping_some_of_several, 2):
+        assert found == [[6.5, 6.5], [], [3.0, 3.0], [5.0, 5.0]]
+
+
+# What is refused
+
+
+def _refused(rank: int, size: int, how: str) -> list[str]:
+    """What is raised here, on the rank that does it or on both."""
+    model = small_model()
+    op: Any = "sum" if how == "sum" else "mean"
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, op=op)
+    samples = _samples(1, 1, 1)
+    optimizer.zero_grad()
+
+    def run() -> None:
+        if how in ("sum", "forgotten on rank 1"):
+            if rank == 0 or how == "sum":
+                optimizer.weigh(3)
+        elif how == "twice":
+            optimizer.weigh(1)
+            optimizer.weigh(1)
+        elif how == "after an unweighted one":
+            with optimizer.no_sync():
+                _loss(model, samples).backward()
+            optimizer.weigh(1)
+        elif how == "then an unweighted one":
+            with optimizer.no_sync():
+                optimizer.weigh(1)
+                _loss(model, samples).backward()
+        elif how == "on results":
+            _loss(model, samples).backward()
+            with optimizer.no_sync():
+                optimizer.weigh(2)
+        else:
+            optimizer.weigh(eval(how))
+        _loss(model, samples).backward()
+
+    return [attempt(run), attempt(lambda: optimizer.step())]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("-1", "ValueError: a weight must be 0, or from 1.52588e-05 to 2.68435e+08, got -1"),
+        ("float('nan')", "ValueError: a weight must be 0, or from"),
+        ("float('inf')", "ValueError: a weight must be 0, or from"),
+        ("'3'", "TypeError: a weight is a number of samples or tokens, got str"),
+        ("True", "TypeError: a weight is a number of samples or tokens, got bool"),
+        ("sum", "ValueError: weigh() takes op='mean'"),
+        ("twice", "GradientError: weigh() was called twice before one backward()"),
+        ("after an unweighted one", "GradientError: weigh() was called after a backward() without a weight"),
+        ("then an unweighted one", "GradientError: this backward() has no weight, but an earlier one had one"),
+        ("on results", "GradientError: weigh() was called with gradients of an earlier step in .grad"),
+        ("forgotten on rank 1", "GradientError: rank 1 did not call optimizer.weigh() before this backward()"),
+    ],
+)
+def test_what_cannot_be_weighed_is_an_error_on_all_ranks(how: str, said: str) -> None:
+    for problem, of_step in run_pooled(_refused, 2, how):
+        assert said in problem
+        if how in ("forgotten on rank 1", "then an unweighted one"):
+            assert of_step.startswith("GradientError"), of_step
+
+
+def test_numbers_of_other_types_are_weights() -> None:
+    assert [weights.check_weight(w) for w in (3, 0, 0.5, torch.tensor(7), torch.tensor([2.5]))] == [3, 0, 0.5, 7, 2.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_sum_of_weights_is_exact_in_every_wire(dtype: torch.dtype) -> None:
+    numbers = [1.0, 4097.0, 0.25, 33333.0, 0.0, 2.0**24 + 1 if dtype != torch.float32 else 65.0]
+    total = torch.zeros(weights.num_elements(dtype), dtype=dtype)
+    for number in numbers:
+        total += torch.tensor(weights.encode(number, dtype), dtype=dtype)
+    assert weights.decode(total.tolist(), dtype) == math.fsum(numbers)

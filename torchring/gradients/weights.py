@@ -1,0 +1,160 @@
+"""How much a rank's gradients count: `weigh(n)` says that a loss is a mean over n samples, or tokens.
+
+A reduced gradient is then sum(n_r g_r) / sum(n_r) over ranks r, and over the backwards since the last reduction.
+
+Until a reduction, `.grad` holds sum(n_k g_k) / n, where n is the weight of the last backward: autograd adds gradients
+as they are, so what is there already is scaled before each backward. In the wire buffer gradients are multiplied by
+n / reference. The reference is a power of two near the mean weight of the last round, equal on all ranks, so that
+weights in the thousands do not overflow 16 bits. The sum of weights travels with the control bits, and the result is
+scaled by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from torchring.errors import GradientError
+
+_FRACTION_BITS: Final = 16
+_BITS: Final = 48
+_REFERENCE_OF_FP16: Final = 64.0
+LARGEST: Final = 2.0 ** (_BITS - _FRACTION_BITS - 4)  # the sum of 16 backwards still fits
+SMALLEST: Final = 2.0**-_FRACTION_BITS
+
+
+class Share(NamedTuple):
+    """What a rank contributes to a round.
+
+    weight: of all its backwards together; None if none has been given.
+    is_unweighted: the rank has run a backward for which it has given no weight.
+    factor: by which gradients are multiplied in the wire buffer.
+    is_absent: the rank has no gradient, and does not count.
+    """
+
+    weight: float | None = None
+    is_unweighted: bool = False
+    factor: float = 1.0
+    is_absent: bool = False
+
+
+class Weights:
+    """The weights of the backwards of one optimizer, on one rank.
+
+    Attributes:
+        num_backwards: how many backwards have contributed since the last reduction, those inside `no_sync()` included.
+        reference: see above.
+    """
+
+    def __init__(self) -> None:
+        self.num_backwards = 0
+        self.reference = 1.0
+        self._next: float | None = None  # for the backward that comes
+        self._unit: float | None = None  # the weight that local gradients are divided by
+        self._total: float | None = None
+        self._last: float | None = None  # of the backward under way
+
+    def expect_narrow_range(self) -> None:
+        """Gradients travel in fp16, which a weight in the thousands may overflow before a round has shown the mean."""
+        if self.reference == 1.0:
+            self.reference = _REFERENCE_OF_FP16
+
+    def give(self, weight: float) -> float:
+        """The next backward has this weight. Returns the factor that local gradients have to be scaled by before.
+
+        Raises GradientError if a weight was given already, or an earlier backward had none.
+        """
+        if self._next is not None:
+            raise GradientError("weigh() was called twice before one backward(); call it once before each")
+        if self.num_backwards and self._total is None:
+            raise GradientError(
+                "weigh() was called after a backward() without a weight whose gradients are not reduced yet; call "
+                "weigh() before each backward(), or zero_grad() first"
+            )
+        self._next = weight
+        if not weight:
+            return 1.0
+        unit, self._unit = self._unit, weight
+        return 1.0 if unit is None else unit / weight
+
+    def begin(self) -> None:
+        """A backward begins. Raises GradientError if it has no weight, and an earlier one had one."""
+        weight, self._next = self._next, None
+        if weight is None and self._total is not None:
+            raise GradientError(
+                "this backward() has no weight, but an earlier one had one whose gradients are not reduced yet; call "
+                "optimizer.weigh() before each backward()"
+            )
+        self._last = weight
+        if weight is not None:
+            self._total = (self._total or 0.0) + weight
+        self.num_backwards += 1
+
+    def withdraw(self) -> None:
+        """The backward under way was broken off."""
+        if self._last is not None and self._total is not None:
+            self._total -= self._last
+        self.num_backwards -= 1
+        if not self.num_backwards:
+            self.reset()
+
+    def drop_next(self) -> None:
+        """The backward that a weight was given for does not come."""
+        self._next = None
+
+    def reset(self) -> None:
+        """Local gradients are reduced, or gone. A weight that was given for the next backward stays."""
+        self.num_backwards = 0
+        self._total = None
+        self._unit = self._next or None
+
+    def share(self, *, is_absent: bool) -> Share:
+        """What this rank contributes to the round that begins."""
+        if is_absent:
+            return Share(is_absent=True)
+        if self._total is None:
+            return Share(is_unweighted=self.num_backwards > 0)
+        return Share(self._total, factor=(self._unit or 0.0) / self.reference)
+
+    def result_scale(self, num_ranks: int, num_weighted: int, num_absent: int, total: float) -> float:
+        """By which the result has to be multiplied, which was averaged over all ranks. All arguments are sums."""
+        if not num_weighted:
+            present = num_ranks - num_absent
+            return num_ranks / present if present else 1.0
+        scale = num_ranks * self.reference / total if total else 1.0
+        if total:
+            self.reference = 2.0 ** round(math.log2(total / num_ranks))
+        return scale
+
+
+def check_weight(weight: float) -> float:
+    """The weight as a float. Raises TypeError for what is no number, ValueError for what cannot be a weight."""
+    if isinstance(weight, (bool, str)) or not hasattr(weight, "__float__"):
+        raise TypeError(f"a weight is a number of samples or tokens, got {type(weight).__name__}")
+    value = float(weight)
+    if value != 0 and not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"a weight must be 0, or from {SMALLEST:g} to {LARGEST:g}, got {weight!r}")
+    return value
+
+
+def num_elements(dtype: torch.dtype) -> int:
+    """How many elements of a wire buffer of `dtype` hold a weight."""
+    return _BITS if dtype.itemsize == 2 else 1
+
+
+def encode(weight: float, dtype: torch.dtype) -> list[float]:
+    """The elements. 16 bits do not hold a weight, so there each element is a binary digit, whose sum counts ranks."""
+    if dtype.itemsize > 2:
+        return [weight]
+    number = round(weight * 2**_FRACTION_BITS)
+    return [float(number >> i & 1) for i in range(_BITS)]
+
+
+def decode(elements: Sequence[float], dtype: torch.dtype) -> float:
+    """The sum of weights whose elements were added up."""
+    if dtype.itemsize > 2:
+        return float(elements[0])
+    return float(sum(round(count) << i for i, count in enumerate(elements)) / 2**_FRACTION_BITS)
