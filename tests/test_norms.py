@@ -203,6 +203,13 @@ def test_a_world_of_one_is_batch_norm() -> None:
 def test_layers_that_cannot_be_converted_are_named() -> None:
     with pytest.raises(ValueError, match="0 has no shape yet"):
         torchring.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+    class Activated(nn.BatchNorm1d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).relu()
+
+    with pytest.raises(ValueError, match="0 is a Activated, which has a forward of its own"):
+        torchring.convert_sync_batchnorm(nn.Sequential(Activated(2)))
     model = nn.Sequential(nn.Linear(2, 2), nn.utils.parametrizations.weight_norm(nn.BatchNorm1d(2)))
     with pytest.raises(ValueError, match="1 is parametrized; convert first"):
         torchring.convert_sync_batchnorm(model)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checks import assert_same_on_all_ranks
 from grids import grid
-from harness import run_pooled
+from harness import run_pooled, run_ranks
 from test_optimizer_contract import TINY_MB, attempt, small_model, values
 from torch import Tensor, nn
 
@@ -272,7 +272,7 @@ def _refused(rank: int, size: int, how: str) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("-1", "ValueError: a weight must be 0, or from 1.52588e-05 to 2.68435e+08, got -1"),
+        ("-1", "ValueError: a weight must be 0, or from 0.000976562 to 2.68435e+08, got -1"),
         ("float('nan')", "ValueError: a weight must be 0, or from"),
         ("float('inf')", "ValueError: a weight must be 0, or from"),
         ("'3'", "TypeError: a weight is a number of samples or tokens, got str"),
@@ -281,7 +281,7 @@ def _refused(rank: int, size: int, how: str) -> list[str]:
         ("twice", "GradientError: weigh() was called twice before one backward()"),
         ("after an unweighted one", "GradientError: weigh() was called after a backward() without a weight"),
         ("then an unweighted one", "GradientError: this backward() has no weight, but an earlier one had one"),
-        ("on results", "GradientError: weigh() was called with gradients of an earlier step in .grad"),
+        ("on results", "GradientError: weights were given with gradients of an earlier step in .grad"),
         ("forgotten on rank 1", "GradientError: rank 1 did not call optimizer.weigh() before this backward()"),
     ],
 )
@@ -303,3 +303,122 @@ def test_the_sum_of_weights_is_exact_in_every_wire(dtype: torch.dtype) -> None:
     for number in numbers:
         total += torch.tensor(weights.encode(number, dtype), dtype=dtype)
     assert weights.decode(total.tolist(), dtype) == math.fsum(numbers)
+
+
+# Odd ways through
+
+
+def _pair(**options: Any) -> tuple[list[nn.Parameter], Any]:
+    parameters = [nn.Parameter(torch.zeros(2).double()) for _ in range(2)]
+    return parameters, torchring.wrap(torch.optim.SGD(parameters, lr=1.0), **options)
+
+
+def _first(*parameters: nn.Parameter) -> list[float | None]:
+    """The first element of each gradient."""
+    return [None if p.grad is None else float(p.grad[0]) for p in parameters]
+
+
+def _odd_ways(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    (a, _), first = _pair(accumulate=2)
+    (b, _), second = _pair(accumulate=2)
+    for micro in range(2):  # of several optimizers, ranks match backwards that do not reduce, too
+        if rank == 1 and micro == 0:
+            first.skip()
+        else:
+            (a * (micro + 1.0) + b).sum().backward()
+    found["several"] = _first(a)
+    first.close()
+    second.close()
+
+    (a, b), optimizer = _pair()
+    optimizer.weigh(0.0)
+    optimizer.close()
+    optimizer = torchring.wrap(torch.optim.SGD([a, b], lr=1.0))
+    (a + b).sum().backward()
+    found["closed"] = _first(a, b)
+
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        (a + b).sum().backward()
+    a.grad = b.grad = None  # past the optimizer
+    if rank == 1:
+        optimizer.skip()
+    else:
+        (a + b).sum().backward()
+    found["dropped"] = _first(a, b)
+
+    optimizer.zero_grad()
+    b.requires_grad_(False)
+    optimizer.weigh(float(rank))  # 0 on rank 0
+    (a * (rank + 1.0)).sum().backward()
+    found["frozen"] = _first(a, b)
+    optimizer.close()
+
+    (a, b), optimizer = _pair()
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        (a + b).sum().backward()
+        optimizer.step()
+    if rank == 1:
+        optimizer.skip()
+    else:
+        a.sum().backward()
+    found["kept in the wire"] = [*_first(a, b), attempt(optimizer.step)]
+    optimizer.close()
+
+    a, frozen = (nn.Parameter(torch.zeros(2).double(), requires_grad=i == 0) for i in range(2))
+    optimizer = torchring.wrap(torch.optim.SGD([a, frozen], lr=1.0))
+    frozen.requires_grad_(True)
+    optimizer.weigh(1)
+    with optimizer.no_sync():
+        (a + frozen).sum().backward()
+    optimizer.weigh(3)
+    (a * 5 + frozen * 5).sum().backward()
+    found["thawed"] = _first(a, frozen)
+    optimizer.close()
+
+    (a, b), optimizer = _pair()
+    (a + b).sum().backward()
+    optimizer.weigh(4)
+    with optimizer.no_sync():
+        found["on results"] = attempt((a + b).sum().backward)
+    return found
+
+
+def test_odd_ways() -> None:
+    for found in run_ranks(_odd_ways, 2):
+        assert found["several"] == [2.5]  # (1 + 2 on rank 0, 2 on rank 1) / 2
+        assert found["closed"] == [1.0, 1.0]
+        assert found["dropped"] == [1.0, 1.0]
+        assert found["frozen"] == [2.0, None]
+        assert found["kept in the wire"] == [2.0, 1.0, ""]
+        assert found["thawed"] == [4.0, 4.0]
+        assert "weights were given with gradients of an earlier step" in found["on results"]
+
+
+def test_odd_ways_in_a_world_of_one() -> None:
+    (weight, _), optimizer = _pair()
+    for set_to_none in (True, False):
+        for zeroes_first in (False, True, False, True):
+            if zeroes_first:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.weigh(4)
+            if not zeroes_first:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            weight.sum().backward()
+            assert _first(weight) == [1.0]
+    optimizer.weigh(4)
+    optimizer.skip()
+    assert _first(weight) == [1.0]
+    optimizer.zero_grad()
+    optimizer.weigh(0)
+    weight.sum().backward()
+    assert _first(weight) == [0.0]
+    optimizer.zero_grad()
+    weight.sum().backward()
+    assert _first(weight) == [1.0]
+    optimizer.weigh(0)
+    optimizer.close()
+    weight.sum().backward()
+    assert _first(weight) == [2.0]

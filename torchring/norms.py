@@ -95,7 +95,7 @@ def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
         `module`, or the new layer if `module` is a BatchNorm itself.
 
     Raises:
-        ValueError: a layer has no shape yet, or is parametrized.
+        ValueError: a layer has no shape yet, is parametrized, or is of a class with a forward of its own.
     """
     converted: dict[torch.nn.Module, torch.nn.Module] = {}
     for name, layer in module.named_modules():
@@ -113,6 +113,9 @@ def _convert(layer: _BatchNorm, name: str) -> SyncBatchNorm:
         raise ValueError(f"{name or 'the layer'} is parametrized; convert first, then register parametrizations")
     if isinstance(layer.weight, torch.nn.parameter.UninitializedParameter) or layer.num_features == 0:
         raise ValueError(f"{name or 'the layer'} has no shape yet; run a batch through the lazy module first")
+    if type(layer).forward not in (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward):
+        kind = type(layer).__name__
+        raise ValueError(f"{name or 'the layer'} is a {kind}, which has a forward of its own; convert it by hand")
     new = SyncBatchNorm.__new__(SyncBatchNorm)
     new.__dict__.update(layer.__dict__)
     new.label = name
@@ -143,6 +146,7 @@ class _Normalize(torch.autograd.Function):
         result = torch.nn.functional.batch_norm(wide, mean, variance, factor, offset, training=False, eps=eps)
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
         ctx.count, ctx.label, ctx.world = float(count), label, world
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, variance, count)
         return result.to(input.dtype), mean, variance, count
 
@@ -161,8 +165,8 @@ class _Normalize(torch.autograd.Function):
             centred *= _along_channels(inverse_deviation.square() * of_deviation, input)
             of_normal = gradient - _along_channels(of_mean, input) - centred
             of_input = (of_normal * _along_channels(factor, input)).to(input.dtype)
-        of_weight = None if weight is None else (own[1] * inverse_deviation).to(weight.dtype)
-        of_bias = None if weight is None else own[0].to(weight.dtype)
+        of_weight = (own[1] * inverse_deviation).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        of_bias = own[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return of_input, of_weight, of_bias, None, None, None
 
 

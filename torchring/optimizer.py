@@ -157,6 +157,8 @@ class DistributedOptimizer(Optimizer):
     """
 
     _weight_alone: float
+    _next_weight_alone: float
+    _is_weight_used: bool
     # GradScaler must unscale by itself, and not hand the scale to a fused optimizer through this wrapper.
     _step_supports_amp_scaling = False
 
@@ -347,10 +349,11 @@ class DistributedOptimizer(Optimizer):
         `.grad` have the last weight as their unit.
 
         All ranks must give a weight, or none. A weight costs no message. With weight 0, gradients count as zero,
-        whatever they are: NaN, too. `GradScaler`, clipping and closures need no change.
+        whatever they are: NaN, too. `GradScaler` and clipping need no change. The loss of a closure stays a plain mean
+        over ranks, so do not weigh under an optimizer that decides by the loss (LBFGS).
 
         Args:
-            weight: 0, or from 2**-16 to 2**28. An int, a float, or a tensor of one element.
+            weight: 0, or from 2**-10 to 2**28. An int, a float, or a tensor of one element.
 
         Raises:
             TypeError: the weight is no number.
@@ -374,41 +377,60 @@ class DistributedOptimizer(Optimizer):
         Call this in place of `backward()`, and then `step()` as the other ranks do. The mean is over the ranks that do
         not skip. With `accumulate`, one of the n backwards is left out; if that is the last one, earlier gradients of
         this rank are reduced with those of the others. If all ranks skip, gradients are zero, or stay None.
+        Not for closures, nor for models with SyncBatchNorm layers, which the other ranks run meanwhile: give such a
+        model an empty batch, with weight 0.
 
         Raises:
             GradientError: called inside `backward()`.
             ValueError: this optimizer is closed.
         """
         sync = self._live_sync()
-        if sync is not None:
+        if sync is None:
+            self._settle_weight_alone()
+        else:
             sync.skip()
 
     def _weigh_alone(self, weight: float) -> None:
         """In a world of one, `.grad` is the weighted mean of all backwards since the last step, at any time."""
-        before = self._weight_alone
-        self._forget_weight_alone()
-        if before and all(parameter.grad is None for parameter in self._names):  # the script has zeroed what there was
-            before = 0.0
-        total = before + weight
-        self._weight_alone = total
-        if weight == total and weight:
-            return
-        share = weight / total if weight else 0.0
+        self._settle_weight_alone()
+        if all(parameter.grad is None for parameter in self._names):
+            self._weight_alone = 0.0  # the script has dropped what there was
+        self._next_weight_alone = weight
         for parameter in self._names:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad * (1.0 - share)
             if parameter.requires_grad:
-                scale = functools.partial(torch.mul, other=share) if share else torch.zeros_like
-                handle = parameter.register_hook(scale)  # type: ignore[no-untyped-call]
+                handle = parameter.register_hook(self._weigh_gradient)  # type: ignore[no-untyped-call]
                 self._handles_of_weight.append(handle)
 
-    def _forget_weight_alone(self) -> None:
-        self._weight_alone = 0.0
+    def _weigh_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of the backward that a weight was given for, before it is added to `.grad`."""
+        weight, before = self._next_weight_alone, self._weight_alone
+        share = weight / (before + weight) if weight else 0.0
+        if not self._is_weight_used:
+            self._is_weight_used = True
+            for parameter in self._names:
+                if before and weight and parameter.grad is not None:
+                    parameter.grad = parameter.grad * (1.0 - share)
+        if not weight:
+            return torch.zeros_like(gradient)
+        return gradient * share if before else gradient
+
+    def _settle_weight_alone(self) -> None:
+        """The backward that a weight was given for is over, or does not come."""
+        if self._is_weight_used:
+            self._weight_alone += self._next_weight_alone
+        self._is_weight_used = False
         while self._handles_of_weight:
             self._handles_of_weight.pop().remove()
 
+    def _forget_weight_alone(self) -> None:
+        """All gradients are gone. A weight that was given for the next backward stays."""
+        if self._is_weight_used:
+            self._settle_weight_alone()
+        self._weight_alone = 0.0
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
+        self._forget_weight_alone()
         if self._sync is not None:
             self._sync.forget_weights()
         if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
@@ -517,6 +539,7 @@ class DistributedOptimizer(Optimizer):
 
         The wrapped optimizer can be used without torchring afterwards.
         """
+        self._settle_weight_alone()
         self._disconnect()
         self._is_closed = True
 
@@ -580,7 +603,10 @@ class DistributedOptimizer(Optimizer):
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_closed = False
         self._num_skipped_alone = 0
-        self._weight_alone = 0.0  # of the backwards since the last step, in a world of one
+        # In a world of one: of the backwards since the last step, and of the next, whose gradients may have come
+        self._weight_alone = 0.0
+        self._next_weight_alone = 0.0
+        self._is_weight_used = False
         self._handles_of_weight: list[torch.utils.hooks.RemovableHandle] = []
         self._is_initialising = True
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))

@@ -164,6 +164,8 @@ class Bucket:
                 self.flags[slot] = 0
                 if grad is self._views[slot]:
                     self._kept[slot] = grad.clone()
+                    self.parameters[slot].grad = None  # or it would count as one that the script holds
+                del grad
             elif self.ledger.is_settled(slot, grad):
                 self.flags[slot] = 0
                 if self._live_in_wire:
@@ -211,6 +213,7 @@ class Bucket:
             self._hand_out([slot for slot in self._missing if slot not in unused])
             for slot in unused & self._kept.keys():
                 self._views[slot].copy_(self._kept[slot])
+                self.parameters[slot].grad = self._views[slot]
         if scale != 1.0 and not self._live_in_wire:
             for slot in set(range(len(self.names))) - unused:
                 grad = self.parameters[slot].grad

@@ -136,8 +136,10 @@ class GradientLedger:
 
     def holds_results(self) -> bool:
         """Whether a gradient is there that is the same on all ranks, and was not zeroed since."""
-        grads = map(grad_of, self._parameters)
-        return any(status is REDUCED and grad is not None for status, grad in zip(self.status, grads, strict=True))
+        return any(
+            status is REDUCED and (grad := parameter.grad) is not None and self.is_settled(slot, grad)
+            for slot, (status, parameter) in enumerate(zip(self.status, self._parameters, strict=True))
+        )
 
     def scale_local(self, factor: float) -> None:
         """Multiply the gradients that no other rank has seen."""

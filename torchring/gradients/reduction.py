@@ -191,7 +191,7 @@ class Reduction:
 
     def holds_results(self) -> bool:
         """Whether a gradient is there that an earlier round has reduced."""
-        return any(bucket.ledger.holds_results() for bucket in self.buckets)
+        return any(bucket.ledger.holds_results() for bucket in self.buckets) or self._sparse.holds_results()
 
     def scale_local(self, factor: float) -> None:
         """Multiply the gradients that no other rank has seen."""
@@ -248,8 +248,8 @@ class Reduction:
         plan = shifted(plan, buckets=len(self.buckets), parameters=first)
         self.rounds.expect(self.specs)
         self.scheduler.install([*self.buckets, *self._open(plan)])
-        if any(bucket.wire_dtype == torch.float16 for bucket in plan.buckets):
-            self.weights.expect_narrow_range()
+        if self.buckets:
+            self.weights.expect([bucket.plan.wire_dtype for bucket in self.buckets])
 
     def _check_agreement(self, specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""

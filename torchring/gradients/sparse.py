@@ -85,6 +85,11 @@ class SparseReduction:
         """Whether a gradient is there that no other rank has seen."""
         return any(self._parameters[index].grad is not None for index in self._local)
 
+    def holds_results(self) -> bool:
+        """Whether a gradient is there that an earlier round has reduced."""
+        kept = ((self._parameters[index].grad, result) for index, result in self._reduced.items())
+        return any(grad is not None and grad is result for grad, result in kept)
+
     def scale_local(self, factor: float) -> None:
         """Multiply the gradients that no other rank has seen."""
         for index in self._local:

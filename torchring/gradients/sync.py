@@ -106,6 +106,7 @@ class GradientSync:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._end_zero_weight()
         self._group.leave(self)
         self.reduction.close()
         if not self.in_backward:
@@ -156,22 +157,22 @@ class GradientSync:
         if self.in_backward:
             raise GradientError("weigh() was called inside backward(); call it before")
         reduction, weights = self.reduction, self._weights
-        if weights.num_backwards and not reduction.has_local():  # the script has zeroed what there was
-            weights.reset()
+        self._drop_stale_weights()
         may_accumulate = self._accumulate > 1 or self._no_sync_depth > 0 or weights.num_backwards > 0
-        if may_accumulate and reduction.holds_results():
-            raise GradientError(
-                "weigh() was called with gradients of an earlier step in .grad, which would get the weights of this "
-                "one; call optimizer.zero_grad() first"
-            )
+        if may_accumulate:
+            self._refuse_results()
+        weight = weights.representable(weight)
         factor = weights.give(weight)
+        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]  # not adopted yet
         if factor != 1.0:
             reduction.scale_local(factor)
+            for grad in (p.grad for p in thawed if p.grad is not None):
+                grad.mul_(factor)
         if not weight:  # whatever the loss is, a mean over nothing included
-            self._handles_of_zero_weight = [
-                parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-                for parameter in reduction.parameters
-            ]
+            for parameter in (*reduction.parameters, *thawed):
+                if parameter.requires_grad:
+                    handle = parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+                    self._handles_of_zero_weight.append(handle)
 
     def skip(self) -> None:
         """Collective: take part in the reduction of the others' next backward. See `DistributedOptimizer.skip`."""
@@ -179,13 +180,9 @@ class GradientSync:
             raise GradientError("skip() was called inside backward(); call it in place of backward()")
         self._weights.drop_next()
         self._end_zero_weight()
-        if self._no_sync_depth > 0:
-            return
-        if self._num_backwards + 1 < self._accumulate:
-            self._num_backwards += 1
-            return
+        self._drop_stale_weights()
         with torch.no_grad(), self._group.skipping():
-            self._begin(reduces=True)
+            self._begin(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self._accumulate)
             self._group.finish_backward(self)
 
     def forget_weights(self) -> None:
@@ -319,7 +316,7 @@ class GradientSync:
         self._reduces = reduces
         scheduler = self.reduction.scheduler
         if not self._group.is_skipping:
-            self._or_fail(self._weights.begin)
+            self._or_fail(lambda: self._begin_weight(reduces=reduces))
         if reduces:
             self.reduction.world.raise_if_broken()
             self._or_fail(lambda: self._begin_round(hold=self._group.are_several))
@@ -350,6 +347,7 @@ class GradientSync:
         collectives = internal_collectives_of(self.reduction.world)
         if collectives.any_rank(self._has_thawed()):
             self._adopt_thawed()
+        self._drop_stale_weights()
         problem: GradientError | None = None
         needs = False
         try:
@@ -364,6 +362,24 @@ class GradientSync:
         if wants[0]:
             self._or_fail(self._reduce_now)
             self._num_backwards = 0
+            self._weights.reset()
+
+    def _begin_weight(self, *, reduces: bool) -> None:
+        self._weights.begin()
+        if self._weights.is_weighted and not reduces:
+            self._refuse_results()
+
+    def _refuse_results(self) -> None:
+        """Raise GradientError if weights would be given to results of an earlier step, too."""
+        if self.reduction.holds_results():
+            raise GradientError(
+                "weights were given with gradients of an earlier step in .grad, which would get the weights of this "
+                "step; call optimizer.zero_grad() before the first weigh()"
+            )
+
+    def _drop_stale_weights(self) -> None:
+        """Forget the backwards whose gradients the script has dropped, as model.zero_grad() does."""
+        if self._weights.num_backwards and not self.reduction.has_local():
             self._weights.reset()
 
     def _end_zero_weight(self) -> None:
@@ -398,6 +414,7 @@ class GradientSync:
         """This round cannot be finished: tell the peers that wait for this rank why."""
         self.failure = error
         self.in_backward = False
+        self._end_zero_weight()
         self.reduction.scheduler.abandon()
         self.reduction.world.break_off("the reduction of gradients", error)
 

@@ -23,7 +23,7 @@ _FRACTION_BITS: Final = 16
 _BITS: Final = 48
 _REFERENCE_OF_FP16: Final = 64.0
 LARGEST: Final = 2.0 ** (_BITS - _FRACTION_BITS - 4)  # the sum of 16 backwards still fits
-SMALLEST: Final = 2.0**-_FRACTION_BITS
+SMALLEST: Final = 2.0 ** (6 - _FRACTION_BITS)
 
 
 class Share(NamedTuple):
@@ -52,15 +52,27 @@ class Weights:
     def __init__(self) -> None:
         self.num_backwards = 0
         self.reference = 1.0
+        self._is_narrow = False
         self._next: float | None = None  # for the backward that comes
         self._unit: float | None = None  # the weight that local gradients are divided by
         self._total: float | None = None
         self._last: float | None = None  # of the backward under way
 
-    def expect_narrow_range(self) -> None:
-        """Gradients travel in fp16, which a weight in the thousands may overflow before a round has shown the mean."""
-        if self.reference == 1.0:
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the backwards since the last reduction have weights."""
+        return self._total is not None
+
+    def expect(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Gradients travel in these dtypes, the weight in the first."""
+        self._is_narrow = self._is_narrow or dtypes[0].itemsize == 2
+        # In fp16, a weight in the thousands may overflow before a round has shown the mean.
+        if torch.float16 in dtypes and self.reference == 1.0:
             self.reference = _REFERENCE_OF_FP16
+
+    def representable(self, weight: float) -> float:
+        """The weight that is sent: in 16 bits, a multiple of 2**-16."""
+        return round(weight * 2**_FRACTION_BITS) / 2**_FRACTION_BITS if self._is_narrow else weight
 
     def give(self, weight: float) -> float:
         """The next backward has this weight. Returns the factor that local gradients have to be scaled by before.
