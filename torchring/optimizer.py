@@ -24,6 +24,7 @@ from torchring.allreduce.select import Algorithm, Overlap
 from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters, check_broadcastable
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.dynamo import run_eagerly
+from torchring.gradients.alone import Alone
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import Compression
 from torchring.gradients.reduction import Options, Reduction
@@ -36,7 +37,6 @@ from torchring.gradients.validation import (
     check_options,
     check_same_model,
     check_same_parameters,
-    is_finite_gradient,
     named_parameters,
     parameters_of,
     sparse_parameters,
@@ -156,9 +156,6 @@ class DistributedOptimizer(Optimizer):
         optimizer: the wrapped optimizer.
     """
 
-    _weight_alone: float
-    _next_weight_alone: float
-    _is_weight_used: bool
     # GradScaler must unscale by itself, and not hand the scale to a fused optimizer through this wrapper.
     _step_supports_amp_scaling = False
 
@@ -285,27 +282,23 @@ class DistributedOptimizer(Optimizer):
         return result
 
     def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """A step in a world of one, where no reduction has looked at the gradients."""
-        self._forget_weight_alone()
+        """A step in a world of one."""
+        alone = self._alone
+        alone.forget()
         if self._options.on_nonfinite != "skip":
             return self._step_wrapped(closure, *args, **kwargs)
-
-        def raise_unless_finite() -> None:
-            if not all(map(is_finite_gradient, self._names)):
-                self._num_skipped_alone += 1
-                raise _StepSkipped
+        if closure is None:
+            return self._step_wrapped(None, *args, **kwargs) if alone.may_step() else None
 
         def evaluate() -> Any:
-            assert closure is not None
             with torch.enable_grad():
                 loss = closure()
-            raise_unless_finite()
+            if not alone.may_step():
+                raise _StepSkipped
             return loss
 
         try:
-            if closure is None:
-                raise_unless_finite()
-            return self._step_wrapped(evaluate if closure is not None else None, *args, **kwargs)
+            return self._step_wrapped(evaluate, *args, **kwargs)
         except _StepSkipped:
             return None
 
@@ -367,7 +360,7 @@ class DistributedOptimizer(Optimizer):
             raise ValueError("weigh() takes op='mean'; with op='sum', multiply the loss by its weight")
         sync = self._live_sync()
         if sync is None:
-            self._weigh_alone(value)
+            self._alone.weigh(value)
         else:
             sync.weigh(value)
 
@@ -386,53 +379,15 @@ class DistributedOptimizer(Optimizer):
         """
         sync = self._live_sync()
         if sync is None:
-            self._settle_weight_alone()
+            self._alone.settle()
         else:
             sync.skip()
 
-    def _weigh_alone(self, weight: float) -> None:
-        """In a world of one, `.grad` is the weighted mean of all backwards since the last step, at any time."""
-        self._settle_weight_alone()
-        if all(parameter.grad is None for parameter in self._names):
-            self._weight_alone = 0.0  # the script has dropped what there was
-        self._next_weight_alone = weight
-        for parameter in self._names:
-            if parameter.requires_grad:
-                handle = parameter.register_hook(self._weigh_gradient)  # type: ignore[no-untyped-call]
-                self._handles_of_weight.append(handle)
-
-    def _weigh_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient of the backward that a weight was given for, before it is added to `.grad`."""
-        weight, before = self._next_weight_alone, self._weight_alone
-        share = weight / (before + weight) if weight else 0.0
-        if not self._is_weight_used:
-            self._is_weight_used = True
-            for parameter in self._names:
-                if before and weight and parameter.grad is not None:
-                    parameter.grad = parameter.grad * (1.0 - share)
-        if not weight:
-            return torch.zeros_like(gradient)
-        return gradient * share if before else gradient
-
-    def _settle_weight_alone(self) -> None:
-        """The backward that a weight was given for is over, or does not come."""
-        if self._is_weight_used:
-            self._weight_alone += self._next_weight_alone
-        self._is_weight_used = False
-        while self._handles_of_weight:
-            self._handles_of_weight.pop().remove()
-
-    def _forget_weight_alone(self) -> None:
-        """All gradients are gone. A weight that was given for the next backward stays."""
-        if self._is_weight_used:
-            self._settle_weight_alone()
-        self._weight_alone = 0.0
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
-        self._forget_weight_alone()
+        self._alone.forget()
         if self._sync is not None:
-            self._sync.forget_weights()
+            self._sync.reduction.weights.reset()
         if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
             self.optimizer.zero_grad()
             return
@@ -465,7 +420,7 @@ class DistributedOptimizer(Optimizer):
         """What communication has cost so far, on this rank."""
         sync = self._live_sync()
         if sync is None:
-            skipped = self._num_skipped_alone
+            skipped = self._alone.num_skipped_steps
             return Stats("none", "a world of one sends nothing", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, skipped)
         reduction, timing = sync.reduction, sync.reduction.timing
         reduction.rounds.poll()
@@ -539,7 +494,7 @@ class DistributedOptimizer(Optimizer):
 
         The wrapped optimizer can be used without torchring afterwards.
         """
-        self._settle_weight_alone()
+        self._alone.settle()
         self._disconnect()
         self._is_closed = True
 
@@ -602,12 +557,7 @@ class DistributedOptimizer(Optimizer):
         self._sync: GradientSync | None = None
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_closed = False
-        self._num_skipped_alone = 0
-        # In a world of one: of the backwards since the last step, and of the next, whose gradients may have come
-        self._weight_alone = 0.0
-        self._next_weight_alone = 0.0
-        self._is_weight_used = False
-        self._handles_of_weight: list[torch.utils.hooks.RemovableHandle] = []
+        self._alone: Alone = Alone(names.keys())
         self._is_initialising = True
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self._is_initialising = False

@@ -185,10 +185,6 @@ class GradientSync:
             self._begin(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self._accumulate)
             self._group.finish_backward(self)
 
-    def forget_weights(self) -> None:
-        """The optimizer has zeroed all gradients."""
-        self._weights.reset()
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in here only accumulate, and do not count towards `accumulate`."""
