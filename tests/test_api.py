@@ -24,7 +24,8 @@ _OPTIONS = (
     "(optimizer: 'Optimizer', model: 'torch.nn.Module | None' = None, *, op: 'GradientOp' = 'mean', "
     "compression: 'Compression | None' = None, bucket_mb: 'float | None' = None, accumulate: 'int' = 1, "
     "algorithm: 'Algorithm' = 'auto', "
-    "overlap: 'Overlap' = 'auto', on_nonfinite: 'OnNonfinite' = 'raise', sync_initial_state: 'bool' = True)"
+    "overlap: 'Overlap' = 'auto', on_nonfinite: 'OnNonfinite' = 'raise', "
+    "sync_buffers: 'SyncBuffers | None' = 'mean', sync_initial_state: 'bool' = True)"
 )
 SIGNATURES = {
     "DistributedOptimizer": f"{_OPTIONS} -> 'None'",
@@ -58,6 +59,7 @@ SIGNATURES = {
         "-> 'World'"
     ),
     "is_initialized": "() -> 'bool'",
+    "join": "(*objects: 'Any') -> 'Iterator[None]'",
     "local_rank": "() -> 'int'",
     "local_size": "() -> 'int'",
     "node_rank": "() -> 'int'",

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from harness import run_threads
 from torch.distributed import ProcessGroupGloo
 
-from torchring.transport import gloo_links
+from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.transport import c10d, gloo_links
 
 LONG = timedelta(seconds=20)
 Meet = Callable[[], object]
@@ -101,3 +103,27 @@ def test_dropping_the_last_reference_closes_the_links() -> None:
         return gloo_links.has_timed_out(failure)
 
     assert run_groups(2, body) == [None, False]
+
+
+def _num_gloo_threads() -> int:
+    return sum("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+
+
+def test_none_of_its_threads_is_left_when_the_interpreter_goes_down() -> None:
+    """Such a thread may still have to drop a tensor, for which it needs the interpreter: SIGABRT."""
+    before = _num_gloo_threads()
+    barrier = threading.Barrier(2)
+
+    def body(rank: int, size: int, store: dist.Store) -> Any:
+        transport = c10d.C10dTransport(Rendezvous(store, rank, size, 20.0), "ending")
+        transport.all_reduce(torch.ones(3))
+        barrier.wait(20)
+        during = _num_gloo_threads()
+        barrier.wait(20)
+        if rank == 0:
+            c10d._let_go_at_exit()
+        barrier.wait(20)
+        return during
+
+    assert min(run_threads(body, 2)) > before
+    assert _num_gloo_threads() == before

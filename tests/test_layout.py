@@ -16,8 +16,8 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "rendezvous", "memory", "world", "accelerators", "transport",
-    "collectives", "norms", "allreduce", "gradients", "optimizer", "launch", "doctor", "cli", "__main__", "__init__",
-    "bench",
+    "collectives", "norms", "allreduce", "gradients", "optimizer", "joining", "launch", "doctor", "cli", "__main__",
+    "__init__", "bench",
 ]
 # fmt: on
 

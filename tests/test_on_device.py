@@ -16,6 +16,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import test_buffers
+import test_join
 import test_optimizer_contract as contract
 import test_semantics as semantics
 import test_weights
@@ -448,6 +450,19 @@ def _weighed(rank: int, size: int, compression: str | None) -> Any:
         return [*weighed, *skipped], accelerator.races
 
 
+def _joined(rank: int, size: int) -> Any:
+    with FakeAccelerator().installed() as accelerator:
+        result = test_join._uneven(rank, size, 1, True, {"bucket_mb": _SMALL_MB})
+        optimizer = torchring.wrap(torch.optim.SGD(small_model().parameters(), lr=0.1), on_nonfinite="skip")
+        return result, attempt(lambda: torchring.join(optimizer).__enter__()), accelerator.races
+
+
+def _running_statistics(rank: int, size: int, algorithm: str) -> Any:
+    with FakeAccelerator().installed() as accelerator:
+        options = {"algorithm": algorithm, "bucket_mb": _SMALL_MB}
+        return test_buffers.train_norms(rank, size, options, skips=(1,)), accelerator.races
+
+
 # ---- choices, refusals
 
 
@@ -630,6 +645,9 @@ _SCENARIOS[2] |= {
     "skipped": _skipped,
     "left out": _left_out,
     "weighed": functools.partial(_weighed, compression=None),
+    "joined": _joined,
+    "running statistics": functools.partial(_running_statistics, algorithm="direct"),
+    "running statistics, native": functools.partial(_running_statistics, algorithm="native"),
     "weighed, fp16": functools.partial(_weighed, compression="fp16"),
     "choices": _choices,
     "captured": _captured,
@@ -782,6 +800,21 @@ def test_weights_and_ranks_that_skip(name: str, tolerance: float) -> None:
     for i, right in enumerate(expected):
         assert_same_on_all_ranks([parameters[i] for parameters, _ in results])
         torch.testing.assert_close(results[0][0][i], right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["running statistics", "running statistics, native"])
+def test_buffers_follow_all_ranks(name: str) -> None:
+    results = results_of(name)
+    assert [races for _, races in results] == [[], []]
+    test_buffers.check_norms([buffers for buffers, _ in results], test_buffers.expected_norms(2, "mean", skips=(1,)))
+
+
+def test_ranks_with_different_numbers_of_batches() -> None:
+    results = results_of("joined")
+    assert [races for *_, races in results] == [[], []]
+    test_join._check([result for result, *_ in results], test_join._as_one(2, 1, True))
+    for _, refused, _ in results:
+        assert refused == 'ValueError: torchring.join() does not work with on_nonfinite="skip" on a GPU'
 
 
 def test_a_step_that_torchring_leaves_out() -> None:

@@ -5,7 +5,8 @@
 Start the script with `torchring run -np 2 script.py` or torchrun. To read the code, begin with `optimizer.py`, then go
 through `gradients/`. Imports go one way: a folder imports only from the folders below it.
 
-    optimizer.py    wrap                                  cli.py, launch/, doctor/   the commands
+    joining.py      ranks with more data than others     cli.py, launch/, doctor/   the commands
+    optimizer.py    wrap
     gradients/      from autograd to the optimizer's step
     allreduce/      sums a bucket over ranks
     norms.py        SyncBatchNorm
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         RingError,
         TopologyError,
     )
+    from torchring.joining import join
     from torchring.norms import SyncBatchNorm, convert_sync_batchnorm
     from torchring.optimizer import DistributedOptimizer, Stats, wrap
     from torchring.world import (
@@ -91,6 +93,7 @@ __all__ = [
     "device",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "node_rank",
@@ -108,6 +111,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
         "collectives": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object "
         "reduce_scatter",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
+        "joining": "join",
         "norms": "SyncBatchNorm convert_sync_batchnorm",
         "optimizer": "DistributedOptimizer Stats wrap",
         "collectives.initial_state": "broadcast_optimizer_state broadcast_parameters",

@@ -25,6 +25,7 @@ from torchring.collectives.initial_state import broadcast_optimizer_state, broad
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.dynamo import run_eagerly
 from torchring.gradients.alone import Alone
+from torchring.gradients.buffers import SyncBuffers, buffer_specs
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import Compression
 from torchring.gradients.reduction import Options, Reduction
@@ -95,6 +96,7 @@ def wrap(
     algorithm: Algorithm = "auto",
     overlap: Overlap = "auto",
     on_nonfinite: OnNonfinite = "raise",
+    sync_buffers: SyncBuffers | None = "mean",
     sync_initial_state: bool = True,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
@@ -102,7 +104,7 @@ def wrap(
     Args:
         optimizer: any torch.optim.Optimizer. Its parameters are on the CPU or on one GPU. It keeps its state.
         model: gives parameters their names in errors, shows which embeddings have sparse gradients, and has its buffers
-            copied from rank 0.
+            copied from rank 0, and kept equal after that.
         op: "mean" or "sum" over ranks.
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
             None sends them in their own dtype.
@@ -118,6 +120,11 @@ def wrap(
             leaves the step out on all ranks, and counts it in `stats()`; on a GPU, the host then waits in each step for
             the device. "ignore" makes the step. With "raise" and "ignore" a GPU is not waited for, so the error of
             "raise" may come a step or two late. In a world of one rank only "skip" looks, and reads all gradients.
+        sync_buffers: what `step()` does with the model's buffers, such as the running statistics of BatchNorm, which
+            each rank's forward changes in its own way. "mean" gives all ranks the mean over those that have data.
+            Integers and booleans follow rank 0. With "rank0" all buffers follow rank 0. None leaves buffers alone. The
+            buffers are those that `model` has now. They travel with the gradients of each `backward()` that reduces.
+            Other buffers than running statistics take a message in addition when they change for the first time.
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
 
     Returns:
@@ -141,6 +148,7 @@ def wrap(
         algorithm=algorithm,
         overlap=overlap,
         on_nonfinite=on_nonfinite,
+        sync_buffers=sync_buffers,
         sync_initial_state=sync_initial_state,
     )
 
@@ -171,10 +179,11 @@ class DistributedOptimizer(Optimizer):
         algorithm: Algorithm = "auto",
         overlap: Overlap = "auto",
         on_nonfinite: OnNonfinite = "raise",
+        sync_buffers: SyncBuffers | None = "mean",
         sync_initial_state: bool = True,
     ) -> None:
         world = default_world()
-        options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite)
+        options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers)
         open_it = functools.partial(self._open, world, optimizer, model, options, sync_initial_state)
         if world.size > 1:
             world.shared(OptimizerGroup).guard.run("wrap()", open_it)
@@ -264,12 +273,17 @@ class DistributedOptimizer(Optimizer):
 
         Raises:
             GradientError: a gradient is not reduced or not finite, or parameters differ between ranks.
-            ValueError: this optimizer is closed.
+            ValueError: this optimizer is closed, or a closure is given inside `torchring.join`.
         """
         sync = self._live_sync()
         if sync is None:
             return self._step_alone(closure, *args, **kwargs)
         sync.before_step()
+        if closure is not None and sync.reduction.world.is_joining:
+            raise ValueError(
+                "step(closure) was called inside torchring.join(), where ranks whose data has ended would not evaluate "
+                "the closure; call backward() and step() without a closure"
+            )
         if closure is not None:
             closure = functools.partial(self._evaluate, closure, sync)
         elif not self._only_creates_state() and not self._check_before_step(sync):
@@ -489,6 +503,23 @@ class DistributedOptimizer(Optimizer):
         """Load a state into the wrapped optimizer. All ranks must load the same state."""
         self.optimizer.load_state_dict(dict(state_dict))
 
+    def _check_joinable(self) -> None:
+        """Raise ValueError if this optimizer cannot be used inside `torchring.join`. A copy connects."""
+        sync = self._live_sync()
+        if sync is not None and not sync.can_skip_alone():
+            raise ValueError('torchring.join() does not work with on_nonfinite="skip" on a GPU')
+
+    def _take_over(self, src: int) -> None:
+        """Become what rank `src` has. Collective, outside backward. Gradients are dropped. For `torchring.join`."""
+        sync = self._live_sync()
+        assert sync is not None
+        self.zero_grad()
+        model = self._model() if self._model is not None else None
+        broadcast_parameters(model if model is not None else {name: p.data for p, name in self._names.items()}, src)
+        broadcast_optimizer_state(self.optimizer, src)
+        steps = torch.tensor([sync.num_steps], device="cpu")
+        sync.take_over(int(internal_collectives_of(sync.reduction.world).broadcast(steps, src)))
+
     def close(self) -> None:
         """Remove the hooks from the parameters and release buffers. All ranks should call this at the same point.
 
@@ -567,7 +598,9 @@ class DistributedOptimizer(Optimizer):
         parameters = list(self._names)
         trainable = [p for p in parameters if p.requires_grad]
         specs = [spec_of(self._names, self._sparse, p) for p in trainable]
-        reduction = Reduction(world, specs, trainable, self._options)
+        model = self._model() if self._model is not None else None
+        buffers = buffer_specs(model) if model is not None and self._options.sync_buffers is not None else []
+        reduction = Reduction(world, specs, trainable, self._options, buffers)
         self._sync = GradientSync(
             reduction,
             ReplicaCheck(world, self._names),

@@ -90,11 +90,20 @@ _open_threads: weakref.WeakSet[SerialThread] = weakref.WeakSet()
 # A SerialThread may be garbage while its thread still runs, so threads are kept apart.
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _JOIN_SECONDS: Final = 1.0  # for threads that are not stuck
+_at_last: list[Callable[[], None]] = []
+
+
+def at_last(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call `callback` when the interpreter exits, after the exit handlers of other modules. A decorator."""
+    _at_last.append(callback)
+    return callback
 
 
 @atexit.register  # registered on import, so that it runs after the exit handlers of other modules
 def _end_all() -> None:
     """Join all threads: none may return from an engine's C++ code while the interpreter is taken down."""
+    for callback in _at_last:
+        callback()
     for serial_thread in list(_open_threads):
         serial_thread.close()
     end = time.monotonic() + _JOIN_SECONDS

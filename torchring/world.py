@@ -43,8 +43,7 @@ BACKENDS: Final = get_args(Backend)
 _SCRIPTS_GROUP: Final = "torch.distributed"  # in place of a launcher: the script has made a process group
 _ADVICE: Final = (
     ". Its own output says whether it failed. If it did not, and others still have batches: give every rank equally "
-    "many, as torch's DistributedSampler does, or end the loop on all ranks at once, by a torchring.all_reduce of who "
-    "has batches left"
+    "many, as torch's DistributedSampler does, or put the loop into a `with torchring.join(optimizer):` block"
 )
 _GOODBYE_SECONDS: Final = 2.0  # for telling ranks of other hosts, if the way to the store may be cut
 _FORKED: Final = (
@@ -84,6 +83,8 @@ class World:
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
         failure: the error that broke this world. A broken world sends nothing more.
         opening: lock of the thread that opens what all threads share.
+        is_joining: whether the script is inside `torchring.join`, where ranks may have ended that take part in
+            reductions only.
         is_forked: whether this process is a child that the rank's process forked, and so no rank.
     """
 
@@ -114,6 +115,7 @@ class World:
         self.failure: RingError | None = None
         self.opening = threading.RLock()
         self._told_of_failure: weakref.WeakSet[Fails] = weakref.WeakSet()
+        self.is_joining = False
         self.is_forked = False
         self._pid = os.getpid()
         self._num_channels = 0

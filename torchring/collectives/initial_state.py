@@ -6,7 +6,7 @@ import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -69,6 +69,14 @@ def _check_broadcastable(tensors: Mapping[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} cannot be broadcast: {error}") from None
 
 
+class Stateful(Protocol):
+    """What a checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
 def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
     """Load rank `src`'s state and hyperparameters into `optimizer` on the other ranks. Collective.
 
@@ -84,19 +92,26 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
         ValueError: the state belongs to another optimizer.
         PlanMismatchError: another rank failed.
     """
+    broadcast_state(optimizer, src)
+
+
+def broadcast_state(stateful: Stateful, src: int = 0) -> None:
+    """`broadcast_optimizer_state`, for whatever has a state_dict: a scheduler, a GradScaler. Collective."""
     world = default_world()
     if world.size == 1:
         return
     collectives = collectives_of(world)
+    what = "the optimizer" if isinstance(stateful, Optimizer) else f"the {type(stateful).__name__}"
+    whose = f"{what}'s"
     mine: dict[str, torch.Tensor] = {}
-    outline = _outline(optimizer.state_dict(), "", mine)
+    outline = _outline(stateful.state_dict(), "", mine)
     problem: Exception | None = None
     data = b""
     try:
         data = _save(outline)
     except Exception as error:
-        problem = _cannot_be_sent(outline, _save, error)
-    collectives.raise_together(problem, "could not send its optimizer's state")
+        problem = _cannot_be_sent(what, outline, _save, error)
+    collectives.raise_together(problem, f"could not send {whose} state")
     digest = hashlib.sha256(data + digests(mine.values()).numpy().tobytes()).digest()
     if len(set(collectives.all_gather_bytes(digest))) == 1:
         return
@@ -104,8 +119,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
         try:
             _load(data)
         except Exception as error:
-            problem = _cannot_be_sent(outline, lambda value: _load(_save(value)), error)
-    collectives.raise_together(problem, "could not send its optimizer's state")
+            problem = _cannot_be_sent(what, outline, lambda value: _load(_save(value)), error)
+    collectives.raise_together(problem, f"could not send {whose} state")
     data = collectives.broadcast_bytes(data, src)
     wanted = mine
     state: dict[str, Any] = {}
@@ -115,14 +130,14 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
             state = _fill(_load(data), "", mine, wanted)
         except Exception as error:
             problem = error
-    collectives.raise_together(problem, "could not read the optimizer's state")
+    collectives.raise_together(problem, f"could not read {whose} state")
     collectives.broadcast_together(wanted.values(), src)
     if world.rank != src:
         try:
-            optimizer.load_state_dict(state)
+            stateful.load_state_dict(state)
         except Exception as error:
             problem = error
-    collectives.raise_together(problem, "could not load the optimizer's state")
+    collectives.raise_together(problem, f"could not load {whose} state")
 
 
 def _outline(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -170,14 +185,14 @@ def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _cannot_be_sent(outline: Any, send: Callable[[Any], object], error: Exception) -> TypeError:
+def _cannot_be_sent(owner: str, outline: Any, send: Callable[[Any], object], error: Exception) -> TypeError:
     """The error that says which value `send` fails with; `error` is what it raised for all of them together."""
-    what = "the optimizer's state"
+    what = f"{owner}'s state"
     for place, value in _leaves(outline, ""):
         try:
             send(value)
         except Exception as its_error:
-            what, error = f"{place} of the optimizer, of type {type(value).__name__},", its_error
+            what, error = f"{place} of {owner}, of type {type(value).__name__},", its_error
             break
     reason = str(error).partition("\n")[0]
     if isinstance(error, pickle.UnpicklingError):  # whose own text takes a page

@@ -17,7 +17,7 @@ from torchring.collectives.operations import Backend, SingleRank
 from torchring.collectives.shared_memory import SharedMemoryCollectives
 from torchring.collectives.signature import Signature, fingerprint, first_difference
 from torchring.dynamo import run_eagerly
-from torchring.errors import PlanMismatchError, in_step
+from torchring.errors import PlanMismatchError, RingError, in_step
 from torchring.memory.host import bytes_of
 from torchring.threads import SerialThread
 from torchring.transport.c10d import C10dTransport
@@ -32,11 +32,13 @@ class Collectives:
 
     Args:
         name: name of the sequence; unique in this world, equal on every rank.
+        is_scripts: whether the script decides when to call them, so that ranks which have ended would not.
     """
 
-    def __init__(self, world: World, name: str = "collectives") -> None:
+    def __init__(self, world: World, name: str = "collectives", *, is_scripts: bool = True) -> None:
         self.world = world
         self._name = name
+        self._is_scripts = is_scripts
         # Between hosts the first call opens it, because a backend takes a thread and a connection to each rank.
         self._backend: Backend | None = None
         if world.size == 1:
@@ -52,6 +54,7 @@ class Collectives:
     @run_eagerly
     def run(self, what: str, operation: Callable[[Backend], _T]) -> _T:
         """Run `operation` after earlier asynchronous operations. Error messages call the operation `what`."""
+        self._refuse_while_joining(what)
 
         def in_turn() -> _T:
             if self._last is not None and not self._last.done():
@@ -63,12 +66,21 @@ class Collectives:
     @run_eagerly
     def start(self, what: str, operation: Callable[[Backend], _T]) -> Future[_T]:
         """Run `operation` on the background thread."""
+        self._refuse_while_joining(what)
         return self._calls.run(what, lambda: self._start(what, operation))
 
     def _start(self, what: str, operation: Callable[[Backend], _T]) -> Future[_T]:
         future = self._background.submit(lambda: self._in_background.run(what, lambda: operation(self._opened())))
         self._last = future
         return future
+
+    def _refuse_while_joining(self, what: str) -> None:
+        if self._is_scripts and self.world.is_joining:
+            raise RingError(
+                f"{what} was called inside torchring.join(), where ranks whose data has ended would not take part; "
+                "call it before or after the with block",
+                rank=self.world.rank,
+            )
 
     def _opened(self) -> Backend:
         if self._backend is None:
@@ -188,7 +200,7 @@ class _Sequences:
 
 def _open(world: World) -> _Sequences:
     def open_both() -> _Sequences:
-        return _Sequences(Collectives(world), Collectives(world, "internal"))
+        return _Sequences(Collectives(world), Collectives(world, "internal", is_scripts=False))
 
     return InterruptionGuard(world).run("the first collective", open_both)
 

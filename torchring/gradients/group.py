@@ -28,6 +28,7 @@ class OptimizerGroup:
     Attributes:
         guard: runs what takes several collectives, and must not be left between two of them.
         is_skipping: whether this rank takes part in a backward of the others without one of its own.
+        has_ended: whether this rank's data has ended, inside `torchring.join`.
         module_wrappers: the DDP and FSDP instances of this process. None of them may reduce a member's parameters.
     """
 
@@ -35,6 +36,7 @@ class OptimizerGroup:
         self.module_wrappers = ModuleWrappers()
         self.guard = InterruptionGuard(world)
         self.is_skipping = False
+        self.has_ended = False
         self._world = world
         self._members: list[GradientSync] = []
         world.on_close(self.close)
@@ -64,6 +66,34 @@ class OptimizerGroup:
         finally:
             self.is_skipping = False
 
+    def owners(self) -> list[object]:
+        """The optimizers that are still there."""
+        return [owner for member in self._members if (owner := member.owner()) is not None]
+
+    def num_steps(self) -> int:
+        """How many steps this rank has made, with all optimizers."""
+        return sum(member.num_steps for member in self._members)
+
+    def follow_others(self) -> None:
+        """Collective: take part in the rounds of the ranks that still have data, until no rank has."""
+        self.has_ended = True
+        try:
+            with torch.no_grad(), self.skipping():
+                for member in self._members:
+                    member.forget_next_backward()
+                while self._follow_round():
+                    pass
+        finally:
+            self.has_ended = False
+
+    def _follow_round(self) -> bool:
+        """Take part in one round of the others. Returns whether there was any rank with data."""
+        if self.are_several:
+            return self._reduce_together()
+        (member,) = self._members
+        member.finish_backward(reduces=True)
+        return member.reduction.control_sums.has_ended < self._world.size
+
     def finish_backward(self, caller: GradientSync) -> None:
         """A backward that reached `caller` is about to return: finish the members that it has reached."""
         is_local = not any(member.wants_reduction for member in (caller, *self._members))
@@ -78,17 +108,21 @@ class OptimizerGroup:
         if not self.are_several:
             caller.finish_backward(reduces=caller.wants_reduction)
             return
-        if not caller.in_backward:  # finished already, together with another member
-            return
+        if caller.in_backward:  # or else finished already, together with another member
+            self._reduce_together()
+
+    def _reduce_together(self) -> bool:
+        """Collective: finish all members that a backward has reached on any rank. Returns whether any rank has data."""
         try:
             # 0: not reached on any rank; 1: accumulates; 2: reduces on some rank, and so on all.
-            wants = torch.tensor(
-                [member.in_backward + member.wants_reduction for member in self._members], device="cpu"
-            )
-            internal_collectives_of(self._world).all_reduce(wants, "max")
-            for member, want in zip(list(self._members), wants.tolist(), strict=True):
+            wants = [member.in_backward + member.wants_reduction for member in self._members]
+            agreed = torch.tensor([*wants, not self.has_ended], dtype=torch.int64, device="cpu")
+            internal_collectives_of(self._world).all_reduce(agreed, "max")
+            *wants, some_have_data = agreed.tolist()
+            for member, want in zip(list(self._members), wants, strict=True):
                 if want:
                     member.finish_backward(reduces=want == 2)
+            return bool(some_have_data)
         except BaseException:
             for member in self._members:
                 member.abandon_backward()

@@ -33,6 +33,8 @@ class ControlBits(NamedTuple):
     is_weighted: the rank has given a weight.
     is_unweighted: the rank has run a backward for which it has given no weight.
     is_absent: the rank takes part without a gradient, and does not count.
+    has_ended: the rank has no data left, inside `torchring.join`.
+    buffers_changed: a buffer has changed that is in no wire.
     weight: of the rank's gradients; 0 if none was given.
     """
 
@@ -42,6 +44,8 @@ class ControlBits(NamedTuple):
     is_weighted: int = 0
     is_unweighted: int = 0
     is_absent: int = 0
+    has_ended: int = 0
+    buffers_changed: int = 0
     weight: float = 0.0
 
     @classmethod

@@ -6,7 +6,7 @@ round the plan is rebuilt once, in the order in which rank 0's gradients really 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from torchring.allreduce.select import Choice, open_chosen, open_mover, open_on_
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.bucket import Bucket
+from torchring.gradients.buffers import BufferSpec, BufferSync, SyncBuffers
 from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
@@ -42,6 +43,7 @@ class Options:
     algorithm: str
     overlap: str
     on_nonfinite: str = "raise"
+    sync_buffers: SyncBuffers | None = None
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
@@ -58,6 +60,7 @@ class Reduction:
         world: has more than one rank.
         specs, parameters: those that require a gradient, in registration order.
         options: see `Options`.
+        buffers: those of the model, which `options.sync_buffers` makes equal.
 
     Attributes:
         specs, parameters: grow with `extend`.
@@ -69,11 +72,17 @@ class Reduction:
         non_finite: the first NaN or infinity in the last round, if there was one.
         num_rounds: how many rounds are over.
         weights: how much this rank's gradients count.
+        buffers: makes the model's buffers equal, if there are any.
         timing: how long rounds took.
     """
 
     def __init__(
-        self, world: World, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter], options: Options
+        self,
+        world: World,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[torch.nn.Parameter],
+        options: Options,
+        buffers: Sequence[BufferSpec] = (),
     ) -> None:
         self.world = world
         self.specs: list[ParameterSpec] = []
@@ -86,13 +95,15 @@ class Reduction:
         self.timing = Timing()
         self._options = options
         # The script's collectives: another rank may be calling one of those, instead of wrapping its optimizer.
-        self._check_agreement(specs, collectives_of(world))
+        self._check_agreement(specs, collectives_of(world), buffers)
         plan = self._plan(specs)
         self.mover, self.choice = self._open_mover(plan, specs[0].device)
         world.on_failure(self.mover)
         self.rounds: Rounds
+        follow: Callable[[], None] = _nothing
         if isinstance(self.mover, OnStream):
             self.rounds = DeviceRounds(world, self.mover, self.timing, self.specs, self.parameters)
+            follow = self.mover.stream.follow
         else:
             self.rounds = HostRounds(world, self.mover, self.timing)
         self._sparse = SparseReduction(
@@ -100,6 +111,10 @@ class Reduction:
         )
         self.scheduler = Scheduler((), self.mover, self._sparse.mark_local)
         self._add(specs, parameters, plan)
+        self.buffers: BufferSync | None = None
+        if options.sync_buffers is not None and buffers:
+            device = specs[0].device
+            self.buffers = BufferSync(world, buffers, options.sync_buffers, self.mover, device, follow)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -136,8 +151,12 @@ class Reduction:
             is_weighted=int(share.weight is not None),
             is_unweighted=int(share.is_unweighted),
             is_absent=int(is_absent),
+            buffers_changed=int(self.buffers is not None and self.buffers.has_changed()),
             weight=share.weight or 0.0,
         )
+        if self.buffers is not None:
+            self.buffers.begin(is_absent=is_absent)
+            scheduler.last = self.buffers if self.buffers.travels else None
         for bucket in self.buckets:
             bucket.share = share
         self.rounds.begin(self.buckets, control_bits)
@@ -154,6 +173,8 @@ class Reduction:
         scheduler.finish()
         self.control_sums, self.non_finite = self.rounds.agree(scheduler.round, self.buckets)
         scale = self._weigh_result()
+        if self.buffers is not None and self.control_sums.buffers_changed:
+            self.buffers.exchange_changed()
         scheduler.close_round(scale)
         in_sparse = self._sparse.reduce(self._share, scale)
         self.non_finite = self.non_finite or in_sparse
@@ -251,9 +272,12 @@ class Reduction:
         if self.buckets:
             self.weights.expect([bucket.plan.wire_dtype for bucket in self.buckets])
 
-    def _check_agreement(self, specs: Sequence[ParameterSpec], collectives: Collectives) -> None:
+    def _check_agreement(
+        self, specs: Sequence[ParameterSpec], collectives: Collectives, buffers: Sequence[BufferSpec] = ()
+    ) -> None:
         """Raise PlanMismatchError on every rank unless all are about to reduce the same things in the same way."""
-        collectives.check_equal(describe(specs, f"{self._options} on {self.world.size} ranks"))
+        lines = describe(specs, f"{self._options} on {self.world.size} ranks")
+        collectives.check_equal(lines + [f"buffer {i}: {spec.describe()}" for i, spec in enumerate(buffers)])
 
     def _open(self, plan: Plan) -> list[Bucket]:
         scale, is_sum = self._options.scale(self.world.size), self._options.op == "sum"
@@ -279,3 +303,6 @@ class Reduction:
                 bucket.release()
             collectives.barrier()  # memory is free when all ranks have let go of it
             self.scheduler.install(self._open(plan))
+
+
+def _nothing() -> None: ...

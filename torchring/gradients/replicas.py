@@ -56,7 +56,12 @@ class ReplicaCheck:
         self._num_accepted += 1
         self._watched = [(p, p._version) for p in parameters[start : start + _WATCHED]]
 
-    def after_round(self, alarmed: bool, num_steps: int = 0) -> None:
+    def accept_all(self) -> None:
+        """The parameters are those of another rank now, on all ranks."""
+        self._changed = False
+        self.accept()
+
+    def after_round(self, alarmed: bool, num_steps: int = 0, *, is_apart: bool = False) -> None:
         """Compare the replicas if something may have changed, or if it is time to. Collective then.
 
         A script may change parameters in every step, on all ranks alike. So only the 1st, 2nd, 4th, 8th ... alarm leads
@@ -65,12 +70,15 @@ class ReplicaCheck:
         Args:
             alarmed: whether something may have changed; equal on all ranks.
             num_steps: how many steps this rank has made, for the error.
+            is_apart: some ranks have no data left and do not step, so replicas may differ; equal on all ranks.
 
         Raises GradientError if the replicas differ.
         """
         due = self._num_rounds % STEPS_BETWEEN_CHECKS == 0
         self._num_rounds += 1
         self._num_steps = num_steps
+        if is_apart:
+            return
         if alarmed:
             self._num_alarms += 1
             due = due or self._num_alarms & (self._num_alarms - 1) == 0

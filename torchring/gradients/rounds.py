@@ -80,9 +80,11 @@ class Rounds(Protocol):
 
     Attributes:
         overlap: what `stats()` reports: "inline", "thread" or "stream".
+        knows_at_once: whether `agree` finds all that is not finite, so that `find_non_finite` is not collective.
     """
 
     overlap: str
+    knows_at_once: bool
 
     def open_wires(self, plan: Plan) -> Sequence[tuple[Wire, Callable[[float], Packing]]]:
         """Collective: for each bucket its wire buffer, and what makes its copies, given the scale before the cast."""
@@ -117,6 +119,8 @@ class Rounds(Protocol):
 
 class HostRounds:
     """Rounds that the host reduces. See `Rounds`."""
+
+    knows_at_once = True
 
     def __init__(self, world: World, mover: Mover[Any], timing: Timing) -> None:
         self.overlap = "thread" if mover.in_background else "inline"
@@ -197,6 +201,8 @@ class DeviceRounds:
         timing: gets the seconds of every round that the device has finished.
         specs, parameters: all of the optimizer's; both lists may grow.
     """
+
+    knows_at_once = False
 
     def __init__(
         self,

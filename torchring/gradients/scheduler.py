@@ -17,9 +17,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from torchring.allreduce import TAGS_PER_ROUND, Mover, PendingReduction
+from torchring.allreduce import TAGS_PER_ROUND, Mover, NonFinite, PendingReduction
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.plan import ControlBits
@@ -59,6 +59,29 @@ class Round:
         return self.number + (self.is_over or self.num_launched > 0)
 
 
+class Reducible(Protocol):
+    """What leaves in a round: a bucket, or the model's buffers."""
+
+    index: int
+    """Among the buckets; the buffers come last."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    @property
+    def wire(self) -> Any: ...
+
+    @property
+    def reduce_scale(self) -> float:
+        """The factor that the mover applies to the sum."""
+
+    def begin_reduce(self) -> None:
+        """The wire goes to the mover."""
+
+    def end_reduce(self, non_finite: NonFinite | None) -> None:
+        """The wire comes back reduced."""
+
+
 class Scheduler:
     """Moves buckets from state to state; nothing else does. For the thread that runs backward.
 
@@ -68,6 +91,7 @@ class Scheduler:
         mark_sparse: called with the index of a parameter that is in no bucket and has a new gradient.
 
     Attributes:
+        last: leaves behind all buckets, if there is anything.
         round: the round under way, or the last one.
         ready_order: the order in which the gradients of the first round became ready, by parameter index. None while
             that round is still to be finished, and after `forget_order`.
@@ -78,6 +102,7 @@ class Scheduler:
         self, buckets: Sequence[Bucket], mover: Mover[Any], mark_sparse: Callable[[int], None] | None = None
     ) -> None:
         self.buckets: list[Bucket] = []
+        self.last: Reducible | None = None
         self._slots: dict[int, tuple[Bucket, int]] = {}  # by parameter index: its bucket, and its slot there
         self._mover = mover
         self._mark_sparse = mark_sparse or _refuse_sparse
@@ -86,7 +111,7 @@ class Scheduler:
         # The round
         self.round = Round(0)
         self.is_waiting = False
-        self._pending: list[tuple[Bucket, PendingReduction]] = []
+        self._pending: list[tuple[Reducible, PendingReduction]] = []
         self._num_advanced = 0  # how many of `_pending` have this rank's part
 
         # The first round, after which the plan follows the order of gradients
@@ -165,6 +190,9 @@ class Scheduler:
             if bucket.state in (BucketState.IDLE, BucketState.FILLING):
                 bucket.fill_missing()
         self._launch_packed()
+        if self.last is not None:
+            self.last.index = len(self.buckets)
+            self._launch(self.last)
         started = time.perf_counter()
         self._wait()
         self.round.exposed_seconds += time.perf_counter() - started
@@ -203,7 +231,7 @@ class Scheduler:
             self.round.num_launched += 1
             self._launch(bucket)
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: Reducible) -> None:
         bucket.begin_reduce()
         started = time.perf_counter()
         scale, tag = bucket.reduce_scale, self.round.number * TAGS_PER_ROUND + bucket.index
@@ -245,7 +273,7 @@ class Scheduler:
         if not self._mover.in_background:
             self.round.busy_seconds += seconds
 
-    def _locating(self, bucket: Bucket, operation: Callable[[], _T]) -> _T:
+    def _locating(self, bucket: Reducible, operation: Callable[[], _T]) -> _T:
         """Have errors between ranks say which bucket it was."""
         try:
             return operation()

@@ -135,7 +135,8 @@ class GradientSync:
         if reduces:
             sums = self.reduction.control_sums
             steps_differ = bool(sums.on_some_but_not_all(self.reduction.world.size).odd_steps)
-            self._replicas.after_round(steps_differ or sums.parameters_changed > 0, self.num_steps)
+            is_alarmed = steps_differ or sums.parameters_changed > 0
+            self._replicas.after_round(is_alarmed, self.num_steps, is_apart=sums.has_ended > 0)
 
     def abandon_backward(self) -> None:
         """The backward under way has raised (out of memory, an error in a custom function): drop its round."""
@@ -178,12 +179,20 @@ class GradientSync:
         """Collective: take part in the reduction of the others' next backward. See `DistributedOptimizer.skip`."""
         if self.in_backward:
             raise GradientError("skip() was called inside backward(); call it in place of backward()")
+        self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self._accumulate)
+
+    def _take_part(self, *, reduces: bool) -> None:
+        """Collective: what a backward would do, with what is local already, or nothing."""
+        self.forget_next_backward()
+        with torch.no_grad(), self._group.skipping():
+            self._begin(reduces=reduces)
+            self._group.finish_backward(self)
+
+    def forget_next_backward(self) -> None:
+        """The backward that a weight may have been given for does not come."""
         self._weights.drop_next()
         self._end_zero_weight()
         self._drop_stale_weights()
-        with torch.no_grad(), self._group.skipping():
-            self._begin(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self._accumulate)
-            self._group.finish_backward(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -198,6 +207,9 @@ class GradientSync:
         """Collective: reduce whatever is local on any rank. Does nothing where nothing is local."""
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
+        if self.reduction.world.is_joining:  # others may have ended, and meet this with a round
+            self._take_part(reduces=True)
+            return
         with torch.no_grad():  # a graph on the gradients, of backward(create_graph=True), is cut here
             self._group.guard.run("synchronize()", self._synchronize)
 
@@ -214,7 +226,20 @@ class GradientSync:
     def has_stepped(self) -> None:
         """The optimizer has made a step."""
         self._replicas.accept()
+        if self.reduction.buffers is not None:
+            self.reduction.buffers.write()
         self.num_steps += 1
+
+    def take_over(self, num_steps: int) -> None:
+        """This rank has become like another rank, which has made `num_steps` steps. No gradient is left."""
+        self.num_steps = num_steps
+        self._num_backwards = 0
+        self._weights.reset()
+        self._replicas.accept_all()
+
+    def can_skip_alone(self) -> bool:
+        """Whether `step()` needs no other rank to find out whether to make the step."""
+        return self._on_nonfinite != "skip" or self.reduction.rounds.knows_at_once
 
     def check_backward(self) -> None:
         """Before a step: raise GradientError if the last backward failed, or is still under way."""
@@ -324,7 +349,12 @@ class GradientSync:
         self._group.finish_backward(self)
 
     def _begin_round(self, *, hold: bool) -> None:
-        bits = ControlBits(self.num_steps % 2, int(self._replicas.has_changed()), int(self._has_thawed()))
+        bits = ControlBits(
+            odd_steps=self.num_steps % 2,
+            parameters_changed=int(self._replicas.has_changed()),
+            has_thawed=int(self._has_thawed()),
+            has_ended=int(self._group.has_ended),
+        )
         is_absent = self._group.is_skipping and not self._weights.num_backwards
         self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits, is_absent=is_absent)
 

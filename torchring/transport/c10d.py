@@ -22,7 +22,7 @@ from torchring.accelerators import Backend
 from torchring.errors import FirstFailure, PeerTimeoutError, RingError, TopologyError
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.threads import SerialThread
+from torchring.threads import SerialThread, at_last
 from torchring.transport import gloo_links
 from torchring.transport.contract import closed, contiguous_bytes
 from torchring.transport.culprit import Culprits
@@ -84,6 +84,7 @@ class C10dTransport:
         self._links = Links(before)
         # No rank closes its links while others are still connecting: Gloo takes that for a failure.
         self._links.match(self.rank, rendezvous.all_gather(f"transport/{name}/connected", self._links.own_ends()))
+        _transports.add(self)
 
     def _connect(self, rendezvous: Rendezvous, places: Sequence[Place]) -> Backend:
         """Gloo connects all ranks with each other, or none. A rank that fails tells the others, which would wait."""
@@ -155,6 +156,12 @@ class C10dTransport:
             gloo_links.drop(last)
         self._under_way.clear()
         self._waiter.close()
+
+    def let_go_if_idle(self) -> None:
+        """The process ends: end Gloo's threads, unless they wait for peers. Links close as they would anyway."""
+        if self._pid == os.getpid() and self._group is not None and not self._under_way:
+            last, self._group = [self._group], None
+            gloo_links.drop(last)
 
     def _start(self, operation: Callable[[Backend], BackendWork | None], peer: int | None) -> C10dTransfer:
         work = self.guard(lambda: operation(self._open_group()), peer)
@@ -259,6 +266,20 @@ class C10dTransport:
             self._culprits.report(error)
         self.close()
         return error
+
+
+_transports: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
+
+
+@at_last
+def _let_go_at_exit() -> None:
+    """Have Gloo's threads end before the interpreter does.
+
+    A thread of Gloo drops the tensors of a collective some time after the collective's end, and needs the interpreter
+    for that. The interpreter would end the thread, amid C++ code, which ends the process with SIGABRT.
+    """
+    for transport in list(_transports):
+        transport.let_go_if_idle()
 
 
 def all_reduce_options(operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.AllreduceOptions:

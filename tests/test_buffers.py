@@ -1,0 +1,266 @@
+"""`sync_buffers`: what forward does to the buffers of a model is made equal on all ranks, after the step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_same_on_all_ranks
+from grids import grid
+from harness import run_pooled
+from test_optimizer_contract import TINY_MB, attempt
+from torch import Tensor, nn
+
+import torchring
+from torchring.gradients.buffers import buffer_specs
+
+_STEPS = 4
+
+
+def norm_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2), nn.BatchNorm1d(2)).to(dtype)
+
+
+def norm_batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return (torch.randn(5, 4, generator=generator) * (rank + 1) + rank).to(dtype)
+
+
+def _is_absent(rank: int, step: int, skips: Sequence[int]) -> bool:
+    return step == 2 and rank in skips
+
+
+def train_norms(rank: int, size: int, options: dict[str, Any], skips: Sequence[int] = ()) -> dict[str, Tensor]:
+    """What the model is after a few steps. In one of them, the ranks in `skips` have no batch."""
+    model = norm_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, **{"bucket_mb": TINY_MB, **options})
+    for step in range(_STEPS):
+        optimizer.zero_grad()
+        if _is_absent(rank, step, skips):
+            optimizer.skip()
+        else:
+            model(norm_batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def expected_norms(size: int, mode: str | None, skips: Sequence[int] = ()) -> dict[str, Tensor]:
+    """The same in one process, which runs each rank's forward on a model of its own."""
+    models = [norm_model() for _ in range(size)]
+    parameters = [list(model.parameters()) for model in models]
+    optimizers = [torch.optim.SGD(of_model, lr=0.1) for of_model in parameters]
+    for step in range(_STEPS):
+        present = [rank for rank in range(size) if not _is_absent(rank, step, skips)]
+        for rank in present:
+            models[rank].zero_grad()
+            models[rank](norm_batch(rank, step)).square().mean().backward()
+        means = [sum(parameters[r][i].grad for r in present) / len(present) for i in range(len(parameters[0]))]
+        for of_model, optimizer in zip(parameters, optimizers, strict=True):
+            for parameter, mean in zip(of_model, means, strict=True):
+                parameter.grad = mean.clone()
+            optimizer.step()
+        if mode is not None:
+            _equalize([dict(model.named_buffers()) for model in models], present, mode)
+    return models[0].state_dict()
+
+
+def _equalize(buffers: Sequence[dict[str, Tensor]], present: Sequence[int], mode: str) -> None:
+    for name, first in buffers[0].items():
+        if mode == "mean" and first.is_floating_point():
+            value = sum(buffers[rank][name] for rank in present) / len(present)
+        elif 0 in present:
+            value = first.clone()
+        else:
+            continue
+        for of_rank in buffers:
+            of_rank[name].copy_(value)
+
+
+def check_norms(results: Sequence[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    for name, right in expected.items():
+        assert_same_on_all_ranks([result[name] for result in results])
+        torch.testing.assert_close(results[0][name], right, rtol=1e-6, atol=1e-6)
+
+
+@grid("options", [{}, {"algorithm": "ring"}, {"algorithm": "native"}, {"overlap": "thread"}, {"bucket_mb": 25.0}])
+@pytest.mark.parametrize("mode", ["mean", "rank0"])
+def test_running_statistics_follow_all_ranks_or_rank_0(mode: str, options: dict[str, Any]) -> None:
+    results = run_pooled(train_norms, 3, {"sync_buffers": mode, **options})
+    check_norms(results, expected_norms(3, mode))
+
+
+@pytest.mark.parametrize("skips", [(0,), (1, 2)], ids=str)
+@pytest.mark.parametrize("mode", ["mean", "rank0"])
+def test_a_rank_without_a_batch_does_not_count(mode: str, skips: Sequence[int]) -> None:
+    results = run_pooled(train_norms, 3, {"sync_buffers": mode}, skips)
+    if mode == "rank0" and 0 in skips:  # buffers stay as each rank has them, for one step
+        for name in expected_norms(3, mode):
+            assert_same_on_all_ranks([result[name] for result in results])
+    else:
+        check_norms(results, expected_norms(3, mode, skips))
+
+
+def test_none_leaves_them_alone() -> None:
+    results = run_pooled(train_norms, 2, {"sync_buffers": None})
+    assert not torch.equal(results[0]["1.running_mean"], results[1]["1.running_mean"])
+    torch.testing.assert_close(results[0]["1.running_mean"], expected_norms(2, None)["1.running_mean"])
+
+
+class _Kinds(nn.Module):
+    """Buffers of all sorts, which forward changes in all sorts of ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("narrow", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("counts", torch.zeros(2, 2, dtype=torch.int64))
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1), persistent=False)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("grows", torch.zeros(1), persistent=False)
+        self.register_buffer("constant", torch.ones(2), persistent=False)
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("nothing", None)
+
+    def forward(self, value: int, is_first: bool) -> Tensor:
+        self.total += value
+        self.narrow.fill_(value)
+        self.phase.mul_(0.5).add_(complex(value, -value))
+        self.counts[0, 0] += 2**40 * value
+        self.seen[value % 3] = True
+        self.replaced = self.replaced + value
+        self.grows = torch.cat([self.grows, torch.ones(value)])
+        self.empty.zero_()
+        if is_first:
+            self.mask.add_(float(value))
+        return (self.weight * value).sum()
+
+
+def _kinds(rank: int, size: int, mode: str, algorithm: str) -> dict[str, Any]:
+    model = _Kinds()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torchring.wrap(sgd, model, sync_buffers=mode, algorithm=algorithm)
+    after = []
+    for step in range(4):
+        optimizer.zero_grad()
+        model(rank + step + 1, step == 0).backward()
+        before = model.total.clone()
+        optimizer.step()
+        after.append({name: value.clone() for name, value in model.named_buffers()})
+    sync = optimizer._sync.reduction.buffers
+    return {"after": after, "in the wire": sorted(sync.names), "before the last step": before}
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_buffers_of_all_kinds(algorithm: str) -> None:
+    results = run_pooled(_kinds, 2, "mean", algorithm)
+    for result in results:
+        del result["after"][0]["grows"], result["after"][-1]["grows"]
+    for step in (0, -1):
+        for name in results[0]["after"][step]:
+            assert_same_on_all_ranks([result["after"][step][name] for result in results])
+    first, last = results[0]["after"][0], results[0]["after"][-1]
+    assert first["total"] == 1.5
+    assert last["total"] == 1.5 + 2.5 + 3.5 + 4.5
+    assert first["narrow"].tolist() == [1.5] * 3
+    assert first["phase"].tolist() == [1.5 - 1.5j] * 2
+    assert last["counts"].tolist() == [[2**40 * (1 + 2 + 3 + 4), 0], [0, 0]]
+    assert first["seen"].tolist() == [False, True, False]
+    assert last["replaced"].tolist() == [12.0, 12.0]
+    assert first["mask"].tolist() == [[1.5, -torch.inf], [1.5, 1.5]]
+    assert [float(result["before the last step"]) for result in results] == [11.5, 12.5]  # nothing before the step
+    # One that was written to once takes no room for ever.
+    assert results[0]["in the wire"] == ["counts", "empty", "narrow", "phase", "replaced", "seen", "total"]
+
+
+def _once_more_before_the_step(rank: int, size: int) -> str:
+    model = norm_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loss = model(norm_batch(rank, 0)).square().mean()
+
+    def twice() -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+    return attempt(twice)
+
+
+def test_a_graph_may_be_used_again_until_the_step() -> None:
+    assert run_pooled(_once_more_before_the_step, 2) == ["", ""]
+
+
+def _refused(rank: int, size: int) -> dict[str, str]:
+    def wrap(change: Callable[[nn.Module], Any], **options: Any) -> str:
+        model = norm_model()
+        change(model)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return attempt(lambda: torchring.wrap(sgd, model, **options).close())
+
+    def add_buffer(model: nn.Module) -> None:
+        model.register_buffer(f"of_rank_{rank}", torch.zeros(2))
+
+    return {
+        "unknown": wrap(lambda model: None, sync_buffers="max"),
+        "other buffers": wrap(add_buffer, sync_initial_state=False),
+        "other modes": wrap(lambda model: None, sync_buffers=["mean", "rank0"][rank]),
+        "not looked at": wrap(add_buffer, sync_initial_state=False, sync_buffers=None),
+    }
+
+
+def test_wrong_options_and_other_buffers_are_refused_on_every_rank() -> None:
+    for errors in run_pooled(_refused, 2):
+        assert errors["unknown"] == "ValueError: sync_buffers must be one of 'mean', 'rank0', None, got 'max'"
+        assert errors["other buffers"].startswith("PlanMismatchError")
+        assert "buffer 0: rank 0 has of_rank_0 (2,) float32; rank 1 has of_rank_1" in errors["other buffers"]
+        assert "sync_buffers='mean'" in errors["other modes"]
+        assert "sync_buffers='rank0'" in errors["other modes"]
+        assert errors["not looked at"] == ""
+
+
+def _gone(rank: int, size: int) -> list[Tensor]:
+    """On one rank a buffer takes another shape; elsewhere a module is gone."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    norm = model[0]
+    for step in range(3):
+        optimizer.zero_grad()
+        model(norm_batch(rank, step, torch.float32)).square().mean().backward()
+        if step == 1 and rank == 1:
+            norm.running_mean = torch.zeros(2)
+        optimizer.step()
+        if step == 1 and rank == 1:
+            norm.running_mean = copy.deepcopy(norm.running_var)
+    return [norm.running_mean, norm.running_var]
+
+
+def test_a_buffer_of_another_shape_is_left_out_while_it_has_that_shape() -> None:
+    for results in zip(*run_pooled(_gone, 2), strict=True):
+        assert_same_on_all_ranks(results)
+
+
+def test_what_nobody_can_write_to_is_left_out() -> None:
+    model = _Kinds()
+    model.register_buffer("expanded", torch.zeros(1).expand(4))
+    model.register_module("synced", torchring.SyncBatchNorm(2))
+    model.register_module("shared", model.synced)
+    model.register_buffer("again", model.total)
+    names = [spec.name for spec in buffer_specs(model)]
+    assert {"total", "constant"} <= {*names}
+    left_out = {"expanded", "nothing", "again", *(f"synced.{key}" for key, _ in model.synced.named_buffers())}
+    assert len(left_out) == 6
+    assert left_out.isdisjoint(names)
+
+
+def test_a_model_that_is_gone_keeps_no_memory() -> None:
+    model = _Kinds()
+    spec = buffer_specs(model)[0]
+    assert spec.tensor() is model.total
+    del model
+    assert spec.tensor() is None

@@ -1,0 +1,124 @@
+"""`join`: ranks that have more data than others go on, and the others take part until all have ended.
+
+A rank that has ended runs a round for each round of the others, without gradients of its own. So means are over the
+ranks that still have data. A rank that has ended makes no steps: a step may depend on clipping, a loss scale or a
+schedule, which only the script knows. In the end all ranks take over what the rank that has made most steps has.
+
+Source: the idea is that of torch.distributed.algorithms.Join and of Horovod's join().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchring.collectives.initial_state import broadcast_parameters, broadcast_state
+from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.gradients.group import OptimizerGroup
+from torchring.optimizer import DistributedOptimizer
+from torchring.world import World, default_world
+
+
+@contextmanager
+def join(*objects: Any) -> Iterator[None]:
+    """A context manager for a loop whose ranks may have different numbers of batches. Collective, as is its end.
+
+        with torchring.join(optimizer, scheduler):
+            for batch in batches:
+                ...
+
+    A rank that leaves the block takes part in the reductions of the others until all have left. Gradients are averaged
+    over the ranks that are still inside. At the end, all ranks get parameters, buffers, optimizer state and the number
+    of steps from the rank that has made most steps, and what the other `objects` hold. Gradients are dropped.
+
+    Inside the block, only `backward()`, `skip()` and `synchronize()` may need other ranks. `torchring.all_reduce` and
+    the other collectives, `SyncBatchNorm` in training and `step(closure)` raise an error: ranks that have ended would
+    not take part. `synchronize()` always counts as one reduction, which the others meet with their next `backward()`.
+    An exception that leaves the block ends the block on all ranks.
+
+    Args:
+        *objects: all `DistributedOptimizer`s that exist, and whatever else the loop changes in step with them:
+            learning rate schedulers, a GradScaler, an averaged model; anything with `state_dict()` and
+            `load_state_dict()`. The same on all ranks.
+
+    Raises:
+        TypeError: an object has no state, or none is an optimizer.
+        ValueError: an optimizer is missing, is closed, or belongs to a world that was shut down; on_nonfinite="skip" on
+            a GPU, where `step()` needs the other ranks; the block is inside another one.
+        PlanMismatchError: another rank could not enter, or passes other objects.
+        RingError: another rank left the block with an exception.
+    """
+    world = default_world()
+    problem = _problem_with(objects, world)
+    if world.size == 1:
+        if problem is not None:
+            raise problem
+        yield
+        for each in objects:
+            if isinstance(each, DistributedOptimizer):
+                each.zero_grad()
+        return
+    group = world.shared(OptimizerGroup)
+    collectives = collectives_of(world)
+    if not world.is_joining:
+        collectives.raise_together(problem, "could not enter torchring.join()")
+        collectives.check_equal([f"object {i} of join(): {type(each).__name__}" for i, each in enumerate(objects)])
+        group.release_dead()
+        collectives.raise_together(_missing(objects, group), "could not enter torchring.join()")
+    elif problem is not None:
+        raise problem
+    world.is_joining = True
+    try:
+        yield
+    except BaseException as error:
+        if not getattr(error, "in_step", False):
+            world.break_off("torchring.join()", error)
+        raise
+    finally:
+        world.is_joining = False
+    group.guard.run("torchring.join()", group.follow_others)
+    _take_over(objects, world, group)
+
+
+def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
+    """What is wrong with the arguments, as far as this rank can see by itself."""
+    try:
+        if world.is_joining:
+            raise ValueError("torchring.join() was called inside torchring.join(); one block is enough")
+        if not any(isinstance(each, DistributedOptimizer) for each in objects):
+            raise TypeError("torchring.join() takes the optimizers that torchring.wrap() has returned, got none")
+        for each in objects:
+            if isinstance(each, DistributedOptimizer):
+                each._check_joinable()
+            elif not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise TypeError(f"torchring.join() takes objects with state_dict(), got {type(each).__name__}")
+    except Exception as error:
+        return error
+    return None
+
+
+def _missing(objects: Sequence[Any], group: OptimizerGroup) -> Exception | None:
+    missing = [owner for owner in group.owners() if not any(owner is each for each in objects)]
+    if not missing:
+        return None
+    return ValueError(
+        f"torchring.join() got {len(objects)} objects, and {len(missing)} DistributedOptimizers are missing; pass all, "
+        "or close() those that are not needed"
+    )
+
+
+def _take_over(objects: Sequence[Any], world: World, group: OptimizerGroup) -> None:
+    """Collective: all ranks become like the rank that has made most steps."""
+    steps = torch.tensor([group.num_steps()], device="cpu")
+    totals = [int(total) for total in internal_collectives_of(world).all_gather(steps)]
+    src = totals.index(max(totals))
+    for each in objects:
+        if isinstance(each, DistributedOptimizer):
+            each._take_over(src)
+        elif isinstance(each, torch.nn.Module):
+            broadcast_parameters(each, src)
+        else:
+            broadcast_state(each, src)
