@@ -27,6 +27,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FAST = {
     "train_digits.py": ("--epochs", "4", "--target", "0.8"),
     "train_char_gpt.py": ("--steps", "40", "--sample", "20", "--amp", "off"),
+    "train_sequences.py": ("--steps", "3"),
     "compare_with_ddp.py": ("--steps", "12", "--width", "128"),
 }
 
@@ -59,6 +60,7 @@ def _run_main(
     """The script's exit code, and what it prints."""
     torchring.wrap = functools.partial(torchring.wrap, **options)
     sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))  # as the interpreter does, unlike run_path
     exit_code: Any = 0
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
@@ -131,6 +133,29 @@ def test_train_char_gpt_learns(num_ranks: int) -> None:
     assert last < first - 1.5
     assert number(r"on (\d) rank\(s\)", stdout) == num_ranks
     assert "the model writes:\n" in stdout
+
+
+@grid("num_ranks", [1, 2, 3], keep=lambda num_ranks: num_ranks == 2)
+def test_train_sequences_shows_what_weights_change(num_ranks: int) -> None:
+    stdout, _ = fork_example("train_sequences.py", *FAST["train_sequences.py"], num_ranks=num_ranks)
+    assert number(r"(\d) rank\(s\) x 16 lines", stdout) == num_ranks
+    distances, losses = (
+        [number(rf"{name} {skipped}([\d.e+-]+)", stdout) for skipped in (" +", r" +\S+ +")]
+        for name in ("largest distance from reference", "held-out loss per token")
+    )
+    assert distances[0] < 1e-5
+    if num_ranks == 1:  # a rank alone has all tokens, and nothing to weigh against
+        assert distances[0] == distances[1]
+        assert losses[0] == losses[1]
+    else:
+        assert distances[1] > 0.05
+        assert losses[0] != losses[1]
+
+
+def test_train_sequences_fails_where_gradients_differ() -> None:
+    arguments = "--steps", "1", "--batch-size", "2"
+    _, stderr = fork_example("train_sequences.py", *arguments, num_ranks=2, exit_code=1, compression="bf16")
+    assert "gradients with weights are not those of the mean over all tokens" in stderr
 
 
 @grid("num_ranks", [2, 3], keep=lambda num_ranks: num_ranks == 2)
