@@ -179,6 +179,30 @@ def test_buffers_of_all_kinds(algorithm: str) -> None:
     assert results[0]["in the wire"] == ["counts", "empty", "narrow", "phase", "replaced", "seen", "total"]
 
 
+def _no_step(rank: int, size: int) -> list[Tensor]:
+    """A buffer changes once, in a step that is left out, as with a GradScaler."""
+    model = nn.Linear(2, 1)
+    model.register_buffer("scale", torch.ones(2))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    after = []
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == 0:
+            model.scale += rank
+        model(torch.ones(3, 2) * model.scale).sum().backward()
+        if step > 0:
+            optimizer.step()
+        after.append(model.scale.clone())
+    return after
+
+
+def test_a_change_before_a_step_that_is_left_out_is_not_forgotten() -> None:
+    results = run_pooled(_no_step, 2)
+    assert [result[0].tolist() for result in results] == [[1.0, 1.0], [2.0, 2.0]]
+    for result in results:
+        assert [after.tolist() for after in result[1:]] == [[1.5, 1.5]] * 3
+
+
 def _once_more_before_the_step(rank: int, size: int) -> str:
     model = norm_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)

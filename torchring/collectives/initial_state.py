@@ -101,8 +101,8 @@ def broadcast_state(stateful: Stateful, src: int = 0) -> None:
     if world.size == 1:
         return
     collectives = collectives_of(world)
-    what = "the optimizer" if isinstance(stateful, Optimizer) else f"the {type(stateful).__name__}"
-    whose = f"{what}'s"
+    name = "optimizer" if isinstance(stateful, Optimizer) else type(stateful).__name__
+    what, whose = f"the {name}", f"its {name}'s"
     mine: dict[str, torch.Tensor] = {}
     outline = _outline(stateful.state_dict(), "", mine)
     problem: Exception | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -130,9 +130,10 @@ class BufferSync:
         self._mover = mover
         self._device = device
         self._follow = follow
-        self._others = [spec for spec in specs if not spec.always]  # that take part when they have changed
-        self._seen = [_state_of(spec) for spec in self._others]
-        self._num_changes = [0] * len(self._others)
+        # Those that take part when they have changed, by name: what they were when they were equal, how often it was.
+        self._others = [spec for spec in specs if not spec.always]
+        self._seen = {spec.name: _state_of(spec) for spec in self._others}
+        self._num_changes = dict.fromkeys(self._seen, 0)
         self._wire: Wire | None = None
         self._layout = self._lay_out([spec for spec in specs if spec.always])
         self._open()
@@ -153,8 +154,11 @@ class BufferSync:
         return self._wire is not None
 
     def has_changed(self) -> bool:
-        """Whether a buffer that is not in the wire was written to, or replaced, since the last round."""
-        return any(_state_of(spec) != seen for spec, seen in zip(self._others, self._seen, strict=True))
+        """Whether a buffer that is not in the wire was written to, or replaced, and is not made equal since."""
+        return any(map(self._is_changed, self._others))
+
+    def _is_changed(self, spec: BufferSpec) -> bool:
+        return _state_of(spec) != self._seen[spec.name]
 
     def begin(self, *, is_absent: bool) -> None:
         """A round begins. An absent rank has no data, so its buffers do not count."""
@@ -173,36 +177,29 @@ class BufferSync:
     def exchange_changed(self) -> None:
         """Collective: exchange the buffers that are not in the wire and have changed on some rank."""
         collectives = internal_collectives_of(self._world)
-        states = list(map(_state_of, self._others))
-        mine = [state != seen for state, seen in zip(states, self._seen, strict=True)]
-        changed = collectives.all_reduce(torch.tensor(mine, dtype=torch.uint8, device="cpu"), "max").tolist()
-        self._num_changes = list(map(sum, zip(self._num_changes, changed, strict=True)))
-        layout = self._lay_out(list(itertools.compress(self._others, changed)))
+        mine = torch.tensor(list(map(self._is_changed, self._others)), dtype=torch.uint8, device="cpu")
+        changed = list(itertools.compress(self._others, collectives.all_reduce(mine, "max").tolist()))
+        layout = self._lay_out(changed)
         values = torch.zeros(layout.numel, dtype=layout.dtype, device=self._device)
         layout.pack(values, is_absent=self._is_absent)
         self._results.append((layout, collectives.all_reduce(values, "sum")))
-        self._seen = states
-        joins = [count >= _CHANGES_TO_JOIN for count in self._num_changes]
-        if any(joins):
+        for spec in changed:
+            self._num_changes[spec.name] += 1
+        if joins := [spec for spec in changed if self._num_changes[spec.name] >= _CHANGES_TO_JOIN]:
             self._join_wire(joins)
 
     def write(self) -> None:
         """The optimizer has stepped: give the buffers what the last round has found."""
-        if not self._results:
-            return
         for layout, values in self._results:
             layout.unpack(values)
+            self._seen.update((spec.name, _state_of(spec)) for spec in layout.specs if spec.name in self._seen)
         self._results = []
-        self._seen = list(map(_state_of, self._others))
 
-    def _join_wire(self, joins: Collection[bool]) -> None:
+    def _join_wire(self, joins: Sequence[BufferSpec]) -> None:
         """Collective: from now on these buffers are in the wire."""
         self._results = [(layout, values.clone()) for layout, values in self._results]  # the wire is about to go
-        self._layout = self._lay_out([*self._layout.specs, *itertools.compress(self._others, joins)])
-        stay = [not joins_now for joins_now in joins]
-        self._others = list(itertools.compress(self._others, stay))
-        self._seen = list(itertools.compress(self._seen, stay))
-        self._num_changes = list(itertools.compress(self._num_changes, stay))
+        self._layout = self._lay_out([*self._layout.specs, *joins])
+        self._others = [spec for spec in self._others if spec not in joins]
         self._wire = None
         internal_collectives_of(self._world).barrier()  # memory is free when all ranks have let go of the old wire
         self._open()
