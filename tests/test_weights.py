@@ -397,6 +397,39 @@ def test_odd_ways() -> None:
         assert "weights were given with gradients of an earlier step" in found["on results"]
 
 
+def _sparse_and_zeroed_in_place(rank: int, size: int) -> list[str]:
+    """Rank 0 alone uses the embedding in the second step; the third finds its gradient neither dropped nor zeroed."""
+    words = nn.Embedding(3, 2, sparse=True, dtype=torch.float64)
+    with torch.no_grad():
+        words.weight.fill_(1.0)
+    one = nn.Parameter(torch.ones(()).double())
+    model = nn.ParameterDict({"words": words.weight, "one": one})
+    model["embedding"] = words  # type: ignore[assignment]
+    optimizer = torchring.wrap(torch.optim.SGD([words.weight, one], lr=1.0), model, accumulate=2)
+
+    def train(step: int) -> None:
+        for micro in range(2):
+            optimizer.weigh(1 + 2 * rank)
+            used = words(torch.tensor([micro])).sum() if step != 1 or rank == 0 else 0.0
+            (one + used).backward()
+        optimizer.step()
+
+    train(0)
+    problems = []
+    for step in range(1, 3):
+        if step == 1:
+            optimizer.zero_grad(set_to_none=False)
+        problems.append(attempt(lambda step=step: train(step)))
+    return [*problems, str(words.weight.tolist())]
+
+
+def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_step() -> None:
+    for second, third, trained in run_pooled(_sparse_and_zeroed_in_place, 2):
+        assert second == ""
+        assert "weights were given with gradients of an earlier step in .grad" in third
+        assert trained == str([[0.5 - 0.125, 0.5 - 0.125], [0.5 - 0.125, 0.5 - 0.125], [1.0, 1.0]])
+
+
 def test_odd_ways_in_a_world_of_one() -> None:
     (weight, _), optimizer = _pair()
     for set_to_none in (True, False):
