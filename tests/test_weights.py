@@ -232,6 +232,23 @@ def test_skipping_with_micro_steps_and_with_several_optimizers() -> None:
         assert found == [[6.5, 6.5], [], [3.0, 3.0], [5.0, 5.0]]
 
 
+def _skipped_while_buckets_are_laid_out_again(rank: int, size: int, skips: Sequence[int]) -> list[Any]:
+    """The first backward shows another order than that of the plan, and the second one changes the plan."""
+    (a, b), optimizer = _pair(bucket_mb=0)
+    (b.sum() + a.sum()).backward()
+    if rank in skips:
+        optimizer.skip()
+    else:
+        a.sum().backward()
+    return [attempt(optimizer.step), *_first(a, b)]
+
+
+@pytest.mark.parametrize("skips", [(0, 1), (1,)], ids=str)
+def test_gradients_of_an_earlier_backward_stay_where_a_rank_skips(skips: Sequence[int]) -> None:
+    for found in run_pooled(_skipped_while_buckets_are_laid_out_again, 2, skips):
+        assert found == ["", 1.0 if len(skips) == 2 else 2.0, 1.0]
+
+
 # What is refused
 
 
