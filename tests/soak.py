@@ -60,12 +60,12 @@ def _steps(
     """Three steps, none of which does what is refused."""
     steps: list[Step] = []
     for s in range(NUM_STEPS):
-        how = draw(st.sampled_from(["each", "inside", "collected"]))
+        how = draw(st.sampled_from(["each", "inside", "collected", *([] if is_weighted else ["by hand"])]))
         most = _MAX_MICROS
         if how == "each" and (is_sum or (is_weighted and (accumulate > 1 or num_ranks == 1))):
             most = accumulate  # a result of this step may not get another gradient
         num_micros = draw(st.integers(1, most))
-        zero = draw(st.sampled_from(["none", "none", "zeros", "kept"]))
+        zero = draw(st.sampled_from(["none", "zeros", "model", "kept"]))
         may_accumulate = accumulate > 1 or how != "each"
         was_poisoned = s > 0 and steps[-1].poison is not None
         if zero == "kept" and (is_sum or was_poisoned or (is_weighted and (may_accumulate or num_ranks == 1))):

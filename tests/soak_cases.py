@@ -54,8 +54,9 @@ class Step:
     """One step of the optimizers.
 
     samples: batch sizes, by micro-step and rank.
-    how: "each" micro-step runs outside no_sync(), all but the last run "inside", or all, which are then "collected".
-    zero: gradients are set to "none" or "zeros" before the step, or "kept" from the step before.
+    how: "each" micro-step runs outside no_sync(), all but the last run "inside", or all, which are then "collected". Or
+        no backward runs: torch.autograd.grad gives the gradients, which are put into `.grad` "by hand".
+    zero: gradients are set to "none" or "zeros" before the step, to none by the "model", or "kept" from the last step.
     skips: ranks that call skip(), by micro-step.
     is_one_graph: the micro-steps are backwards of several losses on one graph.
     clips: gradients are clipped to a norm of 0.1.
@@ -113,7 +114,7 @@ class Case:
         """Whether gradients stay local after the last backward."""
         if step.how == "each":
             return step.num_micros % self.accumulate > 0
-        return step.how == "collected" or self.accumulate > 1
+        return step.how in ("collected", "by hand") or self.accumulate > 1
 
     @property
     def tolerance(self) -> float:
@@ -307,7 +308,24 @@ def _weight(case: Case, of: Step, rank: int, micro: int) -> float:
     return case.unit * of.samples[0 if of.is_one_graph else micro][rank]
 
 
+def _zero(how: str, model: Model, optimizers: Sequence[Any]) -> None:
+    if how == "model":
+        model.zero_grad()
+    elif how != "kept":
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=how == "none")
+
+
 # Under torchring
+
+
+def _put_gradients(loss: Tensor, model: Model) -> None:
+    """What backward does, past its hooks."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is not None:
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
 def _train(rank: int, case: Case) -> list[list[Tensor]]:
@@ -318,9 +336,7 @@ def _train(rank: int, case: Case) -> list[list[Tensor]]:
     seen = []
     for s, of in enumerate(case.steps):
         model.freeze(s)
-        for optimizer in optimizers:
-            if of.zero != "kept":
-                optimizer.zero_grad(set_to_none=of.zero == "none")
+        _zero(of.zero, model, optimizers)
         graph = _loss(case, model, rank, s, 0) if of.is_one_graph else None
         for micro in range(of.num_micros):
             is_last = micro + 1 == of.num_micros
@@ -335,7 +351,11 @@ def _train(rank: int, case: Case) -> list[list[Tensor]]:
                     for optimizer in optimizers:
                         optimizer.weigh(_weight(case, of, rank, micro))
                 loss = graph if graph is not None else _loss(case, model, rank, s, micro)
-                (loss * _factor(of, rank, micro)).backward(retain_graph=graph is not None and not is_last)
+                loss = loss * _factor(of, rank, micro)
+                if of.how == "by hand":
+                    _put_gradients(loss, model)
+                else:
+                    loss.backward(retain_graph=graph is not None and not is_last)
         if case.is_left_over(of) or any(part.absent for part in case.parts[: len(optimizers)]):
             for optimizer in optimizers:
                 optimizer.synchronize()
@@ -368,9 +388,7 @@ def _train_alone(case: Case, num_ranks: int) -> Iterator[list[Tensor]]:
     optimizers = _optimizers(case, model)
     for s, of in enumerate(case.steps):
         model.freeze(s)
-        for optimizer in optimizers:
-            if of.zero != "kept":
-                optimizer.zero_grad(set_to_none=of.zero == "none")
+        _zero(of.zero, model, optimizers)
         for window in case.windows(of):
             _add_gradients(case, model, s, window, num_ranks)
         if of.clips:
