@@ -372,7 +372,7 @@ def _train(rank: int, case: Case) -> list[list[Tensor]]:
 def _train_all(rank: int, size: int, batch: Batch) -> list[Any]:
     """For each case, what the parameters are after each step on rank 0, and their digests on the others."""
     with unittest.mock.patch.object(host_module, "_host_identity", return_value=f"host {batch.hosts[rank]}"):
-        torchring.init(timeout_seconds=20)
+        torchring.init(timeout_seconds=60)
         found = [_train(rank, case) for case in batch.cases]
         torchring.shutdown()
     digests = [[digest(values) for values in steps] for steps in found]
@@ -436,7 +436,7 @@ def check(batch: Batch, counts: Counter[str] | None = None) -> None:
     """Run all cases of the batch on ranks, and compare them with one process. Raises AssertionError."""
     num_ranks = len(batch.hosts)
     torch.set_num_threads(1)  # models are tiny, and threads would only wait for cores
-    results = run_pooled(_train_all, num_ranks, batch, deadline=60)
+    results = run_pooled(_train_all, num_ranks, batch, deadline=120)
     for i, case in enumerate(batch.cases):
         for s, expected in enumerate(_train_alone(case, num_ranks)):
             assert_same_on_all_ranks([digests[i][s] for digests, _ in results])
