@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all tests mutants bench docs lint types clean
+.PHONY: demo test test-all tests soak mutants bench docs lint types clean
 
 demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
 	$(BIN)/torchring run -np 2 examples/train_digits.py
@@ -23,11 +23,16 @@ tests: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -m "$(MARKED)" --durations 15 \
 	    --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
+# Not `python tests/soak.py`: processes for ranks would import it, and hypothesis, once more.
+SECONDS ?= 600
+soak: $(INSTALLED)  ## random models, options and steps on 1 to 4 ranks against one process, for SECONDS
+	PYTHONPATH=tests $(BIN)/python -c "import soak, sys; sys.exit(soak.main())" --seconds $(SECONDS) \
+	    $(if $(SEED),--seed $(SEED))
+
 NUM ?= 200
-SEED ?= 0
 JOBS ?= 1
 mutants: $(VENV)/.mutants  ## break NUM lines of the core, one at a time, and list those that no test notices: hours
-	nice -n 10 $(BIN)/python tests/mutants.py --num $(NUM) --seed $(SEED) --jobs $(JOBS) $(if $(ONLY),--only $(ONLY))
+	nice -n 10 $(BIN)/python tests/mutants.py --num $(NUM) --seed $(or $(SEED),0) --jobs $(JOBS) $(if $(ONLY),--only $(ONLY))
 
 $(VENV)/.mutants: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mutants]'
@@ -49,7 +54,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # Without bytecode: the tests compile what they import, a tenth of what pip would compile in 40 s.
 $(INSTALLED): pyproject.toml constraints.txt

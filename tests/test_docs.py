@@ -268,6 +268,13 @@ def test_every_algorithm_is_described() -> None:
         assert sorted(described) == sorted(f'"{value}"' for value in values)
 
 
+def test_every_mistake_of_ddp_has_its_row_and_its_test() -> None:
+    table = rows(section(DOCS / "ddp.md", "## Mistakes that DDP does not notice"))
+    tests = re.findall(r"^def (test_\w+)", (ROOT / "tests" / "test_ddp_mistakes.py").read_text(), re.MULTILINE)
+    assert len(table) == 9
+    assert ["test_without_a_mistake_all_agree", *(code_spans(cells[3])[0] for cells in table)] == tests
+
+
 def test_the_reference_has_every_public_name() -> None:
     named = re.findall(r"^::: torchring\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     assert sorted(named) == torchring.__all__

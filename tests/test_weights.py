@@ -232,6 +232,23 @@ def test_skipping_with_micro_steps_and_with_several_optimizers() -> None:
         assert found == [[6.5, 6.5], [], [3.0, 3.0], [5.0, 5.0]]
 
 
+def _skipped_while_buckets_are_laid_out_again(rank: int, size: int, skips: Sequence[int]) -> list[Any]:
+    """The first backward shows another order than that of the plan, and the second one changes the plan."""
+    (a, b), optimizer = _pair(bucket_mb=0)
+    (b.sum() + a.sum()).backward()
+    if rank in skips:
+        optimizer.skip()
+    else:
+        a.sum().backward()
+    return [attempt(optimizer.step), *_first(a, b)]
+
+
+@pytest.mark.parametrize("skips", [(0, 1), (1,)], ids=str)
+def test_gradients_of_an_earlier_backward_stay_where_a_rank_skips(skips: Sequence[int]) -> None:
+    for found in run_pooled(_skipped_while_buckets_are_laid_out_again, 2, skips):
+        assert found == ["", 1.0 if len(skips) == 2 else 2.0, 1.0]
+
+
 # What is refused
 
 
@@ -395,6 +412,39 @@ def test_odd_ways() -> None:
         assert found["kept in the wire"] == [2.0, 1.0, ""]
         assert found["thawed"] == [4.0, 4.0]
         assert "weights were given with gradients of an earlier step" in found["on results"]
+
+
+def _sparse_and_zeroed_in_place(rank: int, size: int) -> list[str]:
+    """Rank 0 alone uses the embedding in the second step; the third finds its gradient neither dropped nor zeroed."""
+    words = nn.Embedding(3, 2, sparse=True, dtype=torch.float64)
+    with torch.no_grad():
+        words.weight.fill_(1.0)
+    one = nn.Parameter(torch.ones(()).double())
+    model = nn.ParameterDict({"words": words.weight, "one": one})
+    model["embedding"] = words  # type: ignore[assignment]
+    optimizer = torchring.wrap(torch.optim.SGD([words.weight, one], lr=1.0), model, accumulate=2)
+
+    def train(step: int) -> None:
+        for micro in range(2):
+            optimizer.weigh(1 + 2 * rank)
+            used = words(torch.tensor([micro])).sum() if step != 1 or rank == 0 else 0.0
+            (one + used).backward()
+        optimizer.step()
+
+    train(0)
+    problems = []
+    for step in range(1, 3):
+        if step == 1:
+            optimizer.zero_grad(set_to_none=False)
+        problems.append(attempt(lambda step=step: train(step)))
+    return [*problems, str(words.weight.tolist())]
+
+
+def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_step() -> None:
+    for second, third, trained in run_pooled(_sparse_and_zeroed_in_place, 2):
+        assert second == ""
+        assert "weights were given with gradients of an earlier step in .grad" in third
+        assert trained == str([[0.5 - 0.125, 0.5 - 0.125], [0.5 - 0.125, 0.5 - 0.125], [1.0, 1.0]])
 
 
 def test_odd_ways_in_a_world_of_one() -> None:

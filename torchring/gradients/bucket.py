@@ -162,8 +162,10 @@ class Bucket:
                 self.flags[slot] = 0
             elif self.share.is_absent:
                 self.flags[slot] = 0
-                if grad is self._views[slot]:
+                is_view = grad is self._views[slot]
+                if is_view or (self._live_in_wire and self.ledger.is_settled(slot, grad)):
                     self._kept[slot] = grad.clone()
+                if is_view:
                     self.parameters[slot].grad = None  # or it would count as one that the script holds
                 del grad
             elif self.ledger.is_settled(slot, grad):

@@ -86,8 +86,9 @@ class SparseReduction:
         return any(self._parameters[index].grad is not None for index in self._local)
 
     def holds_results(self) -> bool:
-        """Whether a gradient is there that an earlier round has reduced."""
-        kept = ((self._parameters[index].grad, result) for index, result in self._reduced.items())
+        """Whether a gradient is there that an earlier round has reduced, and that was not zeroed or added to since."""
+        since = self._zeroed | self._local
+        kept = ((self._parameters[i].grad, result) for i, result in self._reduced.items() if i not in since)
         return any(grad is not None and grad is result for grad, result in kept)
 
     def scale_local(self, factor: float) -> None:
@@ -141,6 +142,7 @@ class SparseReduction:
             torch.cat(indices).t(), torch.cat(values) * (self._scale * scale), spec.shape, check_invariants=False
         )
         parameter.grad = self._reduced[index] = total.coalesce()
+        self._zeroed.discard(index)
         for rank, part in enumerate(values):
             if not bool(torch.isfinite(part).all()):
                 return NonFiniteGradient(rank, spec.name, lambda: parameter.grad)
