@@ -63,17 +63,18 @@ def _steps(
     for s in range(NUM_STEPS):
         how = draw(st.sampled_from(["each", "inside", "collected", *([] if is_weighted else ["by hand"])]))
         most = _MAX_MICROS
-        if how == "each" and (is_sum or (is_weighted and (accumulate > 1 or num_ranks == 1))):
+        if how == "each" and (is_sum or (is_weighted and accumulate > 1)):
             most = accumulate  # a result of this step may not get another gradient
         num_micros = draw(st.integers(1, most))
         zero = draw(st.sampled_from(["none", "zeros", "model", "kept"]))
         may_accumulate = accumulate > 1 or how != "each"
         was_poisoned = s > 0 and steps[-1].poison is not None
-        if zero == "kept" and (is_sum or was_poisoned or (is_weighted and (may_accumulate or num_ranks == 1))):
+        if zero == "kept" and (is_sum or was_poisoned or (is_weighted and may_accumulate)):
             zero = "none"
-        # Of results that are there already, a mean over no samples at all would leave nothing.
         adds_to_results = zero == "kept" or (how == "each" and num_micros > accumulate)
-        sizes = st.tuples(*[st.integers(0 if is_weighted and not adds_to_results else 1, 5)] * num_ranks)
+        sizes = st.tuples(*[st.integers(0 if is_weighted else 1, 5)] * num_ranks)
+        if adds_to_results:  # a mean over no samples at all is refused
+            sizes = sizes.filter(any)
         samples = tuple(draw(sizes) for _ in range(num_micros))
         of = Step(samples, how, zero, is_one_graph=draw(st.booleans()), clips=draw(st.integers(0, 3)) == 3)
         probe = Case(0, (), (), (), options=(("accumulate", accumulate),))

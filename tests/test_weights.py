@@ -447,6 +447,31 @@ def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_s
         assert trained == str([[0.5 - 0.125, 0.5 - 0.125], [0.5 - 0.125, 0.5 - 0.125], [1.0, 1.0]])
 
 
+def _on_results(rank: int, size: int) -> list[Any]:
+    """Without zero_grad(), a backward adds to the result of an earlier one."""
+    w = nn.Parameter(torch.zeros(1).double())
+    optimizer = torchring.wrap(torch.optim.SGD([w], lr=0.1))
+
+    def train(*weights: float) -> list[float]:
+        optimizer.zero_grad()
+        for i, weight in enumerate(weights):
+            optimizer.weigh(weight)
+            (w * (1 + 4 * i)).sum().backward()
+        assert w.grad is not None
+        return w.grad.tolist()
+
+    added = [train(1, 3), train(2, 2 - 2 * min(rank, 1)), train(0, 1)]
+    return [added, attempt(lambda: train(1, 0))]
+
+
+def test_a_backward_that_adds_to_results() -> None:
+    for size in (1, 2):
+        for added, all_zero in run_pooled(_on_results, size):
+            assert added == [[6.0], [6.0], [5.0]]
+            if size > 1:
+                assert all_zero.startswith("GradientError: all ranks gave weight 0 to a backward() that adds")
+
+
 def test_odd_ways_in_a_world_of_one() -> None:
     (weight, _), optimizer = _pair()
     for set_to_none in (True, False):

@@ -13,7 +13,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -298,7 +298,7 @@ class DistributedOptimizer(Optimizer):
     def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """A step in a world of one."""
         alone = self._alone
-        alone.forget()
+        alone.synchronize()
         if self._options.on_nonfinite != "skip":
             return self._step_wrapped(closure, *args, **kwargs)
         if closure is None:
@@ -393,13 +393,13 @@ class DistributedOptimizer(Optimizer):
         """
         sync = self._live_sync()
         if sync is None:
-            self._alone.settle()
+            self._alone.skip()
         else:
             sync.skip()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
-        self._alone.forget()
+        self._alone.forget_gradients()
         if self._sync is not None:
             self._sync.reduction.weights.reset()
         if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
@@ -419,7 +419,9 @@ class DistributedOptimizer(Optimizer):
             GradientError: called inside `backward()`, or refused on another rank.
         """
         sync = self._live_sync()
-        if sync is not None:
+        if sync is None:
+            self._alone.synchronize()
+        else:
             sync.synchronize()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -428,7 +430,7 @@ class DistributedOptimizer(Optimizer):
         What counts is where `backward()` runs, not where the loss was computed.
         """
         sync = self._live_sync()
-        return sync.no_sync() if sync is not None else nullcontext()
+        return sync.no_sync() if sync is not None else self._alone.no_sync()
 
     def stats(self) -> Stats:
         """What communication has cost so far, on this rank."""
@@ -588,7 +590,7 @@ class DistributedOptimizer(Optimizer):
         self._sync: GradientSync | None = None
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_closed = False
-        self._alone: Alone = Alone(names.keys())
+        self._alone: Alone = Alone(names.keys(), options.accumulate)
         self._is_initialising = True
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self._is_initialising = False

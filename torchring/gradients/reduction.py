@@ -92,6 +92,7 @@ class Reduction:
         self.num_rounds = 0
         self.weights = Weights()
         self._share = Share()
+        self._may_lose_results = False  # if all ranks give weight 0
         self.timing = Timing()
         self._options = options
         # The script's collectives: another rank may be calling one of those, instead of wrapping its optimizer.
@@ -147,6 +148,7 @@ class Reduction:
         if scheduler.ready_order is not None and not hold:
             self._rebuild(scheduler.ready_order)
         share = self._share = self.weights.share(is_absent=is_absent)
+        self._may_lose_results = share.weight == 0.0 and self.holds_results()
         control_bits = control_bits._replace(
             is_weighted=int(share.weight is not None),
             is_unweighted=int(share.is_unweighted),
@@ -185,9 +187,10 @@ class Reduction:
         self.rounds.end()
 
     def _weigh_result(self) -> float:
-        """By which the result of this round has to be multiplied. Raises GradientError if only some ranks gave weights.
+        """By which the result of this round has to be multiplied.
 
-        Collective only in that case.
+        Raises GradientError if only some ranks gave weights, which is collective then, or if all weights are 0 where
+        gradients of an earlier round would get that weight, too.
         """
         sums, size = self.control_sums, self.world.size
         if sums.is_weighted and sums.is_unweighted:
@@ -200,6 +203,14 @@ class Reduction:
                     "optimizer.weigh() before this backward(), and other ranks did; call it on all ranks",
                     rank=self.world.rank,
                     peers=others,
+                )
+            )
+        if sums.is_weighted and not sums.weight and self._may_lose_results:
+            raise in_step(
+                GradientError(
+                    "all ranks gave weight 0 to a backward() that adds to gradients of an earlier one; call "
+                    "optimizer.zero_grad() before it, or leave it out on all ranks",
+                    rank=self.world.rank,
                 )
             )
         if self._options.op == "sum":

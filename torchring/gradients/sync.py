@@ -23,6 +23,7 @@ from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
 from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.sparse import NonFiniteGradient
+from torchring.gradients.weights import ON_RESULTS
 
 
 class GradientSync:
@@ -398,10 +399,7 @@ class GradientSync:
     def _refuse_results(self) -> None:
         """Raise GradientError if weights would be given to results of an earlier step, too."""
         if self.reduction.holds_results():
-            raise GradientError(
-                "weights were given with gradients of an earlier step in .grad, which would get the weights of this "
-                "step; call optimizer.zero_grad() before the first weigh()"
-            )
+            raise GradientError(ON_RESULTS)
 
     def _drop_stale_weights(self) -> None:
         """Forget the backwards whose gradients the script has dropped, as model.zero_grad() does."""

@@ -25,6 +25,11 @@ _REFERENCE_OF_FP16: Final = 64.0
 LARGEST: Final = 2.0 ** (_BITS - _FRACTION_BITS - 4)  # the sum of 16 backwards still fits
 SMALLEST: Final = 2.0 ** (6 - _FRACTION_BITS)
 
+ON_RESULTS: Final = (
+    "weights were given with gradients of an earlier step in .grad, which would get the weights of this step; call "
+    "optimizer.zero_grad() before the first weigh()"
+)
+
 
 class Share(NamedTuple):
     """What a rank contributes to a round.
