@@ -176,7 +176,7 @@ def test_buffers_of_all_kinds(algorithm: str) -> None:
     assert first["mask"].tolist() == [[1.5, -torch.inf], [1.5, 1.5]]
     assert [float(result["before the last step"]) for result in results] == [11.5, 12.5]  # nothing before the step
     # One that was written to once takes no room for ever.
-    assert results[0]["in the wire"] == ["counts", "empty", "narrow", "phase", "replaced", "seen", "total"]
+    assert results[0]["in the wire"] == ["counts", "narrow", "phase", "replaced", "seen", "total"]
 
 
 def _no_step(rank: int, size: int) -> list[Tensor]:
@@ -201,6 +201,105 @@ def test_a_change_before_a_step_that_is_left_out_is_not_forgotten() -> None:
     assert [result[0].tolist() for result in results] == [[1.0, 1.0], [2.0, 2.0]]
     for result in results:
         assert [after.tolist() for after in result[1:]] == [[1.5, 1.5]] * 3
+
+
+class _Normalizes(nn.Module):
+    """Runs the kernel of BatchNorm on buffers of its own, which the kernel writes to without a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(2))
+        self.register_buffer("running_var", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, training=True)
+
+
+def _without_a_trace(rank: int, size: int) -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(4, 2), _Normalizes(), torch.jit.trace(nn.BatchNorm1d(2), torch.ones(3, 2)))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(norm_batch(rank, 0, torch.float32)).square().mean().backward()
+    optimizer.step()
+    return [value.clone() for value in model.buffers()]
+
+
+def test_statistics_of_layers_that_are_no_batchnorm() -> None:
+    results = run_pooled(_without_a_trace, 2)
+    assert len(results[0]) == 5
+    for each in zip(*results, strict=True):
+        assert_same_on_all_ranks(each)
+        assert float(each[0].double().square().sum()) > 0
+
+
+def _large(rank: int, size: int, dtype: torch.dtype) -> list[Any]:
+    """Masks of the largest finite value, which are loaded anew, so that all ranks find them changed."""
+    model = nn.Linear(2, 1)
+    model.register_buffer("mask", torch.full((2,), torch.finfo(dtype).min, dtype=dtype))
+    model.register_buffer("code", torch.tensor([2**63 - 1 - 2**20, -5]))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(4):
+        optimizer.zero_grad()
+        if step < 2:
+            model.load_state_dict(state)
+        else:
+            model.mask.mul_(1.0 if rank else 0.5)
+            model.code += 3 - rank
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if step == 1:
+            loaded, travelling = [model.mask.clone(), model.code.clone()], list(optimizer._sync.reduction.buffers.names)
+    return [loaded, travelling, model.mask.clone(), model.code.clone()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_values_as_large_as_can_be(dtype: torch.dtype) -> None:
+    results = run_pooled(_large, 3, dtype)
+    largest, code = torch.finfo(dtype).min, 2**63 - 1 - 2**20
+    for (mask, loaded_code), travelling, changed, changed_code in results:
+        assert mask.tolist() == [largest] * 2
+        assert loaded_code.tolist() == [code, -5]
+        assert travelling == []  # what was loaded alike on all ranks is no change
+        torch.testing.assert_close(changed / largest, torch.full((2,), (2.5 / 3) ** 2, dtype=dtype))
+        assert changed_code.tolist() == [code + 6, 1]
+
+
+def _two_of_one_model(rank: int, size: int) -> list[Any]:
+    model = norm_model()
+    parts = [list(model[0].parameters()), list(model[3].parameters())]
+    one, other = (torchring.wrap(torch.optim.SGD(part, lr=0.1), model) for part in parts)
+    model(norm_batch(rank, 0)).square().mean().backward()
+    one.step()
+    other.step()
+    buffers = [optimizer._sync.reduction.buffers for optimizer in (one, other)]
+    return [buffers[1], *(value.clone() for value in model.buffers())]
+
+
+def test_the_first_of_several_optimizers_of_one_model_has_its_buffers() -> None:
+    results = run_pooled(_two_of_one_model, 2)
+    for nothing, *_ in results:
+        assert nothing is None
+    for each in zip(*(result[1:] for result in results), strict=True):
+        assert_same_on_all_ranks(each)
+
+
+def _left_out_and_thawed(rank: int, size: int) -> list[Tensor]:
+    """The first round is followed by a round for what was thawed, and its step is left out."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.register_buffer("scale", torch.ones(()))
+    model[1].bias.requires_grad_(False)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, on_nonfinite="skip")
+    model[1].bias.requires_grad_(True)
+    model.scale.add_(rank)
+    (model(norm_batch(rank, 0, torch.float32)).square().mean() * (torch.nan if rank else 1.0)).backward()
+    optimizer.step()
+    assert optimizer.stats().num_skipped_steps == 1
+    return [value.clone() for value in model.buffers()]
+
+
+def test_buffers_are_equal_after_a_step_that_is_skipped() -> None:
+    for each in zip(*run_pooled(_left_out_and_thawed, 2), strict=True):
+        assert_same_on_all_ranks(each)
 
 
 def _once_more_before_the_step(rank: int, size: int) -> str:

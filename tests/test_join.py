@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from checks import assert_same_on_all_ranks
 from grids import grid
@@ -239,6 +240,10 @@ def _wrong_inside(rank: int, size: int) -> dict[str, str]:
         found["forward"] = attempt(lambda: model(torch.ones(2, 4)))
         found["closure"] = attempt(lambda: optimizer.step(lambda: 0.0))
         found["nested"] = attempt(lambda: torchring.join(optimizer).__enter__())
+        found["wrap"] = attempt(lambda: torchring.wrap(torch.optim.SGD(small_model().parameters())))
+        found["group"] = attempt(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}))
+        found["groups"] = str(len(optimizer.param_groups))
+        found["close"] = attempt(optimizer.close)
         model.eval()
         for _ in range(rank):
             optimizer.zero_grad()
@@ -250,13 +255,23 @@ def _wrong_inside(rank: int, size: int) -> dict[str, str]:
 
 def test_what_ranks_that_have_ended_would_miss_is_refused() -> None:
     for found in run_pooled(_wrong_inside, 2):
-        for what in ("all_reduce", "async", "forward"):
-            assert "was called inside torchring.join(), where ranks whose data has ended" in found[what]
-        assert found["async"].startswith("RingError: broadcast")
-        assert found["forward"].startswith("RingError: SyncBatchNorm")
-        assert found["closure"].startswith("ValueError: step(closure) was called inside torchring.join()")
+        refused = " was called inside torchring.join(), where ranks whose data has ended would not take part; call it"
+        for what, name in (
+            *(("all_reduce", "all_reduce"), ("async", "broadcast"), ("forward", "SyncBatchNorm")),
+            *(("closure", "step(closure)"), ("wrap", "wrap()"), ("group", "add_param_group()"), ("close", "close()")),
+        ):
+            assert found[what].startswith(f"ValueError: {name}{refused}"), found[what]
+        assert found["groups"] == "1"
         assert found["nested"] == "ValueError: torchring.join() was called inside torchring.join(); one block is enough"
         assert found["after"] == ""
+
+
+class _Unsendable:
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedule": [1, lambda step: 0.5**step]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
 
 
 def _wrong_arguments(rank: int, size: int) -> dict[str, str]:
@@ -275,6 +290,7 @@ def _wrong_arguments(rank: int, size: int) -> dict[str, str]:
         "none": enter(),
         "plain": enter(optimizer.optimizer),
         "number": enter(optimizer, unlisted, 5),
+        "unsendable": enter(optimizer, unlisted, _Unsendable()),
         "missing": enter(optimizer),
         "on one rank": enter(*((optimizer, unlisted) if rank else (optimizer, unlisted, 5))),
         "another order": enter(*((optimizer, unlisted, model) if rank else (model, optimizer, unlisted))),
@@ -297,6 +313,8 @@ def test_wrong_arguments_are_an_error_on_every_rank() -> None:
         takes = "TypeError: torchring.join() takes the optimizers that torchring.wrap() has returned, got none"
         assert found["none"] == found["plain"] == takes
         assert found["number"] == "TypeError: torchring.join() takes objects with state_dict(), got int"
+        assert found["unsendable"].startswith("TypeError: schedule[1] of the _Unsendable, of type function, cannot be")
+        assert found["unsendable"].endswith("Leave it out, and restore it on all ranks after the with block")
         assert "1 DistributedOptimizers are missing" in found["missing"]
         told = "PlanMismatchError: rank 0 could not enter torchring.join(): TypeError"
         assert found["on one rank"].startswith(told if rank else "TypeError: torchring.join() takes objects")
@@ -306,6 +324,68 @@ def test_wrong_arguments_are_an_error_on_every_rank() -> None:
         assert found["another world"] == f"ValueError: {shut}"
         assert shut in found["another world on one rank"]
         assert found["right"] == found["right again"] == ""
+
+
+class _Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2).double()
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def _all_that_belongs(rank: int, size: int, mode: str | None) -> dict[str, Any]:
+    """Parameters outside of the model, a schedule with milestones, a cache of each rank, constants; two blocks."""
+    torch.manual_seed(rank)
+    model = _Added()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(sgd, [1, 3, 3])
+    optimizer = torchring.wrap(sgd, model, sync_buffers=mode)
+    extra = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer.add_param_group({"params": [extra]})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model.cache = torch.full((1 + rank,), 10.0 + rank)
+    for _ in range(2):
+        with torchring.join(schedule, optimizer, scaler):
+            for step in range(2 + 2 * rank):
+                optimizer.zero_grad()
+                loss = (_loss(model, rank, step) + extra.sum()) * (torch.inf if step > 1 else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    found = [*values(model), extra.detach(), torch.tensor(scaler.get_scale())]
+    return {"equal": found, "milestones": str(schedule.milestones), "cache": model.cache.tolist()}
+
+
+@pytest.mark.parametrize("mode", ["mean", None])
+def test_all_that_belongs_to_training_is_taken_over_and_nothing_else(mode: str | None) -> None:
+    """Rank 1 goes on with steps that its scaler leaves out: the scale is that of the rank that ended last."""
+    results = run_pooled(_all_that_belongs, 2, mode)
+    for each in zip(*(result["equal"] for result in results), strict=True):
+        assert_same_on_all_ranks(each)
+    assert float(results[0]["equal"][-1]) == 8.0 / 2**4
+    assert [result["milestones"] for result in results] == ["Counter({3: 2, 1: 1})"] * 2
+    assert [result["cache"] for result in results] == [[10.0], [11.0, 11.0]]
+
+
+def _shuts_down(rank: int, size: int) -> str:
+    model = small_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def body() -> None:
+        with torchring.join(optimizer):
+            torchring.shutdown()
+
+    return attempt(body)
+
+
+def test_shutdown_inside_the_block_is_an_error() -> None:
+    for error in run_pooled(_shuts_down, 2):
+        assert (
+            error == "ValueError: torchring.shutdown() was called inside torchring.join(); call it after the with block"
+        )
 
 
 def _raises(rank: int, size: int) -> str:

@@ -1,8 +1,8 @@
-"""`join`: ranks that have more data than others go on, and the others take part until all have ended.
+"""`join`: ranks that have more data than others, or stop later, go on. The others take part until all have ended.
 
 A rank that has ended runs a round for each round of the others, without gradients of its own. So means are over the
 ranks that still have data. A rank that has ended makes no steps: a step may depend on clipping, a loss scale or a
-schedule, which only the script knows. In the end all ranks take over what the rank that has made most steps has.
+schedule, which only the script knows. In the end all ranks take over what the rank that has ended last has.
 
 Source: the idea is that of torch.distributed.algorithms.Join and of Horovod's join().
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchring.collectives.initial_state import broadcast_parameters, broadcast_state
+from torchring.collectives.initial_state import broadcast_parameters, broadcast_state, check_sendable
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.gradients.group import OptimizerGroup
 from torchring.optimizer import DistributedOptimizer
@@ -32,20 +32,23 @@ def join(*objects: Any) -> Iterator[None]:
 
     A rank that leaves the block takes part in the reductions of the others until all have left. Gradients are averaged
     over the ranks that are still inside. At the end, all ranks get parameters, buffers, optimizer state and the number
-    of steps from the rank that has made most steps, and what the other `objects` hold. Gradients are dropped.
+    of steps from the rank that has left last, and the state of the other `objects`. Gradients are dropped. Buffers
+    that `wrap(..., sync_buffers=None)` leaves alone are left alone here, too.
 
     Inside the block, only `backward()`, `skip()` and `synchronize()` may need other ranks. `torchring.all_reduce` and
-    the other collectives, `SyncBatchNorm` in training and `step(closure)` raise an error: ranks that have ended would
-    not take part. `synchronize()` always counts as one reduction, which the others meet with their next `backward()`.
-    An exception that leaves the block ends the block on all ranks.
+    the other collectives, `SyncBatchNorm` in training, `step(closure)`, `wrap`, `add_param_group` and `close` raise
+    ValueError: ranks that have ended would not take part. `synchronize()` always counts as one reduction, which the
+    others meet with their next `backward()`. Gradients of `no_sync()`, or of an incomplete group of `accumulate`, that
+    a rank leaves behind are reduced with the next ones of the others. An exception that leaves the block ends the block
+    on all ranks; so do not yield from inside a block: the end of a generator is an exception.
 
     Args:
         *objects: all `DistributedOptimizer`s that exist, and whatever else the loop changes in step with them:
-            learning rate schedulers, a GradScaler, an averaged model; anything with `state_dict()` and
-            `load_state_dict()`. The same on all ranks.
+            learning rate schedulers, a GradScaler, or anything else with `state_dict()` and `load_state_dict()`. Of a
+            torch.nn.Module, such as an averaged model, parameters and buffers are meant. The same on all ranks.
 
     Raises:
-        TypeError: an object has no state, or none is an optimizer.
+        TypeError: an object has no state, or a state that cannot be sent, or none is an optimizer.
         ValueError: an optimizer is missing, is closed, or belongs to a world that was shut down; on_nonfinite="skip" on
             a GPU, where `step()` needs the other ranks; the block is inside another one.
         PlanMismatchError: another rank could not enter, or passes other objects.
@@ -79,8 +82,16 @@ def join(*objects: Any) -> Iterator[None]:
         raise
     finally:
         world.is_joining = False
-    group.guard.run("torchring.join()", group.follow_others)
-    _take_over(objects, world, group)
+    if not world.is_open:
+        raise ValueError("torchring.shutdown() was called inside torchring.join(); call it after the with block")
+    src = _last(group.guard.run("torchring.join()", group.follow_others), world, group)
+    for each in objects:
+        if isinstance(each, DistributedOptimizer):
+            each._take_over(src)
+        elif isinstance(each, torch.nn.Module):
+            broadcast_parameters(each, src)
+        else:
+            broadcast_state(each, src)
 
 
 def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
@@ -95,6 +106,8 @@ def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
                 each._check_joinable()
             elif not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise TypeError(f"torchring.join() takes objects with state_dict(), got {type(each).__name__}")
+            elif not isinstance(each, torch.nn.Module):
+                check_sendable(each)
     except Exception as error:
         return error
     return None
@@ -110,15 +123,8 @@ def _missing(objects: Sequence[Any], group: OptimizerGroup) -> Exception | None:
     )
 
 
-def _take_over(objects: Sequence[Any], world: World, group: OptimizerGroup) -> None:
-    """Collective: all ranks become like the rank that has made most steps."""
-    steps = torch.tensor([group.num_steps()], device="cpu")
-    totals = [int(total) for total in internal_collectives_of(world).all_gather(steps)]
-    src = totals.index(max(totals))
-    for each in objects:
-        if isinstance(each, DistributedOptimizer):
-            each._take_over(src)
-        elif isinstance(each, torch.nn.Module):
-            broadcast_parameters(each, src)
-        else:
-            broadcast_state(each, src)
+def _last(num_followed: int, world: World, group: OptimizerGroup) -> int:
+    """Collective: the rank that has followed the fewest rounds of others. Of several, the one with most steps."""
+    mine = torch.tensor([num_followed, -group.num_steps()], device="cpu")
+    everybody = internal_collectives_of(world).all_gather(mine.unsqueeze(0))
+    return min(range(world.size), key=lambda rank: everybody[rank].flatten().tolist())

@@ -183,6 +183,7 @@ class DistributedOptimizer(Optimizer):
         sync_initial_state: bool = True,
     ) -> None:
         world = default_world()
+        world.refuse_in_join("wrap()")
         options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers)
         open_it = functools.partial(self._open, world, optimizer, model, options, sync_initial_state)
         if world.size > 1:
@@ -279,12 +280,8 @@ class DistributedOptimizer(Optimizer):
         if sync is None:
             return self._step_alone(closure, *args, **kwargs)
         sync.before_step()
-        if closure is not None and sync.reduction.world.is_joining:
-            raise ValueError(
-                "step(closure) was called inside torchring.join(), where ranks whose data has ended would not evaluate "
-                "the closure; call backward() and step() without a closure"
-            )
         if closure is not None:
+            sync.reduction.world.refuse_in_join("step(closure)")
             closure = functools.partial(self._evaluate, closure, sync)
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
@@ -465,6 +462,8 @@ class DistributedOptimizer(Optimizer):
         if self._is_initialising:  # Optimizer.__init__, whose groups the wrapped optimizer has already
             return
         sync = self._live_sync()
+        if sync is not None:
+            sync.reduction.world.refuse_in_join("add_param_group()")
         self.optimizer.add_param_group(param_group)
         added: list[torch.nn.Parameter] = self.param_groups[-1]["params"]
         self._stepped += added
@@ -517,16 +516,19 @@ class DistributedOptimizer(Optimizer):
         assert sync is not None
         self.zero_grad()
         model = self._model() if self._model is not None else None
-        broadcast_parameters(model if model is not None else {name: p.data for p, name in self._names.items()}, src)
+        of_model = dict(model.named_parameters()) if model is not None else {}
+        tensors = {name: p.data for name, p in of_model.items() if p not in self._names}
+        broadcast_parameters({**tensors, **{name: p.data for p, name in self._names.items()}}, src)
         broadcast_optimizer_state(self.optimizer, src)
-        steps = torch.tensor([sync.num_steps], device="cpu")
-        sync.take_over(int(internal_collectives_of(sync.reduction.world).broadcast(steps, src)))
+        sync.take_over(src)
 
     def close(self) -> None:
         """Remove the hooks from the parameters and release buffers. All ranks should call this at the same point.
 
         The wrapped optimizer can be used without torchring afterwards.
         """
+        if self._sync is not None:
+            self._sync.reduction.world.refuse_in_join("close()")
         self._alone.settle()
         self._disconnect()
         self._is_closed = True
@@ -601,7 +603,10 @@ class DistributedOptimizer(Optimizer):
         trainable = [p for p in parameters if p.requires_grad]
         specs = [spec_of(self._names, self._sparse, p) for p in trainable]
         model = self._model() if self._model is not None else None
-        buffers = buffer_specs(model) if model is not None and self._options.sync_buffers is not None else []
+        buffers = []
+        if model is not None and self._options.sync_buffers is not None:
+            taken = world.shared(OptimizerGroup).synced_buffers()  # by an optimizer of the same model
+            buffers = [spec for spec in buffer_specs(model) if (spec.module, spec.key) not in taken]
         reduction = Reduction(world, specs, trainable, self._options, buffers)
         self._sync = GradientSync(
             reduction,

@@ -103,7 +103,8 @@ def at_last(callback: Callable[[], None]) -> Callable[[], None]:
 def _end_all() -> None:
     """Join all threads: none may return from an engine's C++ code while the interpreter is taken down."""
     for callback in _at_last:
-        callback()
+        with contextlib.suppress(Exception):  # the threads have to be joined all the same
+            callback()
     for serial_thread in list(_open_threads):
         serial_thread.close()
     end = time.monotonic() + _JOIN_SECONDS

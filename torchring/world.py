@@ -231,6 +231,14 @@ class World:
             with contextlib.suppress(RingError):  # the store may be gone
                 self.rendezvous.with_timeout(_GOODBYE_SECONDS).publish_once(ended_key(self.rank), encode_error(error))
 
+    def refuse_in_join(self, what: str) -> None:
+        """Raise ValueError inside `torchring.join`, for what needs all ranks."""
+        if self.is_joining:
+            raise ValueError(
+                f"{what} was called inside torchring.join(), where ranks whose data has ended would not take part; "
+                "call it before or after the with block"
+            )
+
     def refuse_fork(self) -> None:
         """Raise in a forked child, which is not a rank."""
         if self.is_forked:

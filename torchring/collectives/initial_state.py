@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,11 @@ from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable, is_movable
 from torchring.collectives.service import collectives_of
 from torchring.world import default_world
+
+_ADVICE_AT_START: Final = (
+    "Set it after torchring.wrap, or pass sync_initial_state=False to torchring.wrap if all ranks start alike"
+)
+_DICTS: Final = (dict, OrderedDict, Counter)  # that torch.load(weights_only=True) gives back; others become dicts
 
 
 def broadcast_parameters(model_or_state_dict: torch.nn.Module | Mapping[str, Any], src: int = 0) -> None:
@@ -95,14 +101,24 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
     broadcast_state(optimizer, src)
 
 
+def check_sendable(stateful: Stateful) -> None:
+    """Raise TypeError, with its place, for a value that `broadcast_state` could not send."""
+    outline = _outline(stateful.state_dict(), "", {})
+    try:
+        _load(_save(outline))
+    except Exception as error:
+        advice = "Leave it out, and restore it on all ranks after the with block"
+        raise _cannot_be_sent(_name_of(stateful), outline, lambda value: _load(_save(value)), error, advice) from error
+
+
 def broadcast_state(stateful: Stateful, src: int = 0) -> None:
     """`broadcast_optimizer_state`, for whatever has a state_dict: a scheduler, a GradScaler. Collective."""
     world = default_world()
     if world.size == 1:
         return
     collectives = collectives_of(world)
-    name = "optimizer" if isinstance(stateful, Optimizer) else type(stateful).__name__
-    what, whose = f"the {name}", f"its {name}'s"
+    name = _name_of(stateful)
+    whose = f"its {name}'s"
     mine: dict[str, torch.Tensor] = {}
     outline = _outline(stateful.state_dict(), "", mine)
     problem: Exception | None = None
@@ -110,7 +126,7 @@ def broadcast_state(stateful: Stateful, src: int = 0) -> None:
     try:
         data = _save(outline)
     except Exception as error:
-        problem = _cannot_be_sent(what, outline, _save, error)
+        problem = _cannot_be_sent(name, outline, _save, error)
     collectives.raise_together(problem, f"could not send {whose} state")
     digest = hashlib.sha256(data + digests(mine.values()).numpy().tobytes()).digest()
     if len(set(collectives.all_gather_bytes(digest))) == 1:
@@ -119,7 +135,7 @@ def broadcast_state(stateful: Stateful, src: int = 0) -> None:
         try:
             _load(data)
         except Exception as error:
-            problem = _cannot_be_sent(what, outline, lambda value: _load(_save(value)), error)
+            problem = _cannot_be_sent(name, outline, lambda value: _load(_save(value)), error)
     collectives.raise_together(problem, f"could not send {whose} state")
     data = collectives.broadcast_bytes(data, src)
     wanted = mine
@@ -140,13 +156,18 @@ def broadcast_state(stateful: Stateful, src: int = 0) -> None:
     collectives.raise_together(problem, f"could not load {whose} state")
 
 
+def _name_of(stateful: Stateful) -> str:
+    return "optimizer" if isinstance(stateful, Optimizer) else type(stateful).__name__
+
+
 def _outline(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     """A copy of a state_dict in which tensors have no values; those are put into `tensors`, by their place.
 
     Numpy's numbers become Python's, which weights_only loading accepts (a learning rate may well be an np.float64).
     """
     if isinstance(value, dict):
-        return {key: _outline(item, _inside(place, key), tensors) for key, item in value.items()}
+        items = {key: _outline(item, _inside(place, key), tensors) for key, item in value.items()}
+        return type(value)(items) if type(value) in _DICTS else items
     if type(value) in (list, tuple):
         return type(value)(_outline(item, _inside(place, i), tensors) for i, item in enumerate(value))
     if type(value) is torch.Tensor and value.layout == torch.strided and is_movable(value.device):
@@ -158,7 +179,7 @@ def _outline(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
 def _fill(outline: Any, place: str, mine: Mapping[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Any:
     """The state_dict of an outline; its tensors, also put into `wanted`, are this rank's own where they fit."""
     if isinstance(outline, dict):
-        return {key: _fill(item, _inside(place, key), mine, wanted) for key, item in outline.items()}
+        return type(outline)({key: _fill(item, _inside(place, key), mine, wanted) for key, item in outline.items()})
     if type(outline) in (list, tuple):
         return type(outline)(_fill(item, _inside(place, i), mine, wanted) for i, item in enumerate(outline))
     if isinstance(outline, torch.Tensor) and outline.device.type == "meta":
@@ -185,22 +206,21 @@ def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _cannot_be_sent(owner: str, outline: Any, send: Callable[[Any], object], error: Exception) -> TypeError:
+def _cannot_be_sent(
+    owner: str, outline: Any, send: Callable[[Any], object], error: Exception, advice: str = _ADVICE_AT_START
+) -> TypeError:
     """The error that says which value `send` fails with; `error` is what it raised for all of them together."""
-    what = f"{owner}'s state"
+    what = f"the {owner}'s state"
     for place, value in _leaves(outline, ""):
         try:
             send(value)
         except Exception as its_error:
-            what, error = f"{place} of {owner}, of type {type(value).__name__},", its_error
+            what, error = f"{place} of the {owner}, of type {type(value).__name__},", its_error
             break
     reason = str(error).partition("\n")[0]
     if isinstance(error, pickle.UnpicklingError):  # whose own text takes a page
         reason = "torch.load(weights_only=True) does not accept it"
-    problem = TypeError(
-        f"{what} cannot be sent to other ranks: {reason}. Set it after torchring.wrap, or pass "
-        "sync_initial_state=False to torchring.wrap if all ranks start alike"
-    )
+    problem = TypeError(f"{what} cannot be sent to other ranks: {reason}. {advice}")
     problem.__cause__ = error
     return problem
 

@@ -17,7 +17,7 @@ from torchring.collectives.operations import Backend, SingleRank
 from torchring.collectives.shared_memory import SharedMemoryCollectives
 from torchring.collectives.signature import Signature, fingerprint, first_difference
 from torchring.dynamo import run_eagerly
-from torchring.errors import PlanMismatchError, RingError, in_step
+from torchring.errors import PlanMismatchError, in_step
 from torchring.memory.host import bytes_of
 from torchring.threads import SerialThread
 from torchring.transport.c10d import C10dTransport
@@ -32,7 +32,7 @@ class Collectives:
 
     Args:
         name: name of the sequence; unique in this world, equal on every rank.
-        is_scripts: whether the script decides when to call them, so that ranks which have ended would not.
+        is_scripts: whether the script decides when to call them. Ranks that have ended would not call these.
     """
 
     def __init__(self, world: World, name: str = "collectives", *, is_scripts: bool = True) -> None:
@@ -54,7 +54,7 @@ class Collectives:
     @run_eagerly
     def run(self, what: str, operation: Callable[[Backend], _T]) -> _T:
         """Run `operation` after earlier asynchronous operations. Error messages call the operation `what`."""
-        self._refuse_while_joining(what)
+        self._refuse_in_join(what)
 
         def in_turn() -> _T:
             if self._last is not None and not self._last.done():
@@ -66,7 +66,7 @@ class Collectives:
     @run_eagerly
     def start(self, what: str, operation: Callable[[Backend], _T]) -> Future[_T]:
         """Run `operation` on the background thread."""
-        self._refuse_while_joining(what)
+        self._refuse_in_join(what)
         return self._calls.run(what, lambda: self._start(what, operation))
 
     def _start(self, what: str, operation: Callable[[Backend], _T]) -> Future[_T]:
@@ -74,13 +74,9 @@ class Collectives:
         self._last = future
         return future
 
-    def _refuse_while_joining(self, what: str) -> None:
-        if self._is_scripts and self.world.is_joining:
-            raise RingError(
-                f"{what} was called inside torchring.join(), where ranks whose data has ended would not take part; "
-                "call it before or after the with block",
-                rank=self.world.rank,
-            )
+    def _refuse_in_join(self, what: str) -> None:
+        if self._is_scripts:
+            self.world.refuse_in_join(what)
 
     def _opened(self) -> Backend:
         if self._backend is None:

@@ -4,7 +4,7 @@ Each rank's forward sees other data, so each rank's buffers come to differ. The 
 a wire of their own, at the end of each backward that reduces. The result is written after `step()`: until then a graph
 may still need what the buffers held in forward.
 
-Layers that keep running statistics always take part: their kernels leave no trace in autograd's version counters. Other
+Running statistics always take part: the kernels that write them leave no trace in autograd's version counters. Other
 buffers take part when they have changed on some rank, which travels as a control bit. A first change is exchanged in
 messages of its own. A buffer that changes again joins the wire.
 """
@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from torchring.allreduce import Mover, NonFinite, Wire
+from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable
-from torchring.collectives.service import internal_collectives_of
+from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.norms import SyncBatchNorm
 from torchring.world import World
 
 SyncBuffers = Literal["mean", "rank0"]
-_BYTES_ALIGNMENT: Final = 16  # of a buffer among bytes: of the widest dtype
+_WIRE: Final = torch.float64  # holds the sum of fp32 values, and every integer of 32 bits
 _CHANGES_TO_JOIN: Final = 2  # a buffer that is written to once, as by load_state_dict(), need not travel ever after
 
 
@@ -52,11 +52,21 @@ class BufferSpec:
         """Whether values can be averaged. Integers and booleans cannot."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether fp64 does not hold every value."""
+        return self.dtype in (torch.int64, torch.uint64)
+
+    @property
+    def num_values(self) -> int:
+        """Elements of a wire that hold the buffer."""
+        return math.prod(self.shape) * (2 if self.is_wide or self.dtype.is_complex else 1)
+
     def tensor(self) -> torch.Tensor | None:
         """The buffer as it is now. None if it is gone, or has become another shape or dtype."""
         module = self.module()
         buffer = None if module is None else getattr(module, self.key, None)
-        if not isinstance(buffer, torch.Tensor) or (buffer.shape, buffer.dtype) != (self.shape, self.dtype):
+        if not isinstance(buffer, torch.Tensor) or buffer.dtype != self.dtype or buffer.shape != self.shape:
             return None
         return buffer
 
@@ -76,13 +86,14 @@ def buffer_specs(model: torch.nn.Module) -> list[BufferSpec]:
     for prefix, module in model.named_modules():
         if isinstance(module, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
             continue
-        for key, buffer in module.named_buffers(recurse=False):
+        own = dict(module.named_buffers(recurse=False))
+        has_statistics = not own.keys().isdisjoint(("running_mean", "running_var"))
+        for key, buffer in own.items():
             if id(buffer) in seen or not _is_writable(buffer):
                 continue
             seen.add(id(buffer))
             name = f"{prefix}.{key}" if prefix else key
-            always = isinstance(module, _NormBase)
-            specs.append(BufferSpec(name, tuple(buffer.shape), buffer.dtype, always, weakref.ref(module), key))
+            specs.append(BufferSpec(name, tuple(buffer.shape), buffer.dtype, has_statistics, weakref.ref(module), key))
     return specs
 
 
@@ -106,9 +117,10 @@ class BufferSync:
         mode: "mean" averages over the ranks that have data, and integers follow rank 0; "rank0": all follow rank 0.
         mover: reduces the wire.
         device: where the wire is.
-        follow: called when the wire is packed on the current stream.
+        follow: called when the wire was packed on the current stream.
 
     Attributes:
+        specs: all buffers, those that are in no wire included.
         index: of the wire among the buckets.
     """
 
@@ -123,21 +135,23 @@ class BufferSync:
         device: torch.device,
         follow: Callable[[], None],
     ) -> None:
+        self.specs = specs
         self.index = 0
-        self._is_absent = False
         self._world = world
         self._mode: SyncBuffers = mode
         self._mover = mover
         self._device = device
         self._follow = follow
-        # Those that take part when they have changed, by name: what they were when they were equal, how often it was.
+        # Buffers that take part when they have changed. By name: what they were when they were equal, and how often
+        # they were not.
         self._others = [spec for spec in specs if not spec.always]
         self._seen = {spec.name: _state_of(spec) for spec in self._others}
         self._num_changes = dict.fromkeys(self._seen, 0)
         self._wire: Wire | None = None
-        self._layout = self._lay_out([spec for spec in specs if spec.always])
-        self._open()
-        self._results: list[tuple[_Layout, torch.Tensor]] = []  # to be written after the step
+        self._open([spec for spec in specs if spec.always])
+        # The round
+        self._is_absent = False
+        self._results: list[tuple[_Layout, bool]] = []  # to be written after the step; whether all ranks gave all
 
     @property
     def names(self) -> list[str]:
@@ -153,150 +167,202 @@ class BufferSync:
         """Whether there is a wire to be reduced."""
         return self._wire is not None
 
-    def has_changed(self) -> bool:
-        """Whether a buffer that is not in the wire was written to, or replaced, and is not made equal since."""
-        return any(map(self._is_changed, self._others))
-
-    def _is_changed(self, spec: BufferSpec) -> bool:
-        return _state_of(spec) != self._seen[spec.name]
-
     def begin(self, *, is_absent: bool) -> None:
         """A round begins. An absent rank has no data, so its buffers do not count."""
         self._is_absent = is_absent
         self._results = []
 
+    def has_changed(self) -> bool:
+        """Whether a buffer that is not in the wire was written to, or replaced, and is not made equal since."""
+        return any(map(self._is_changed, self._others))
+
+    def lacks_some(self) -> bool:
+        """Whether a buffer that is in the wire is gone, or has another shape, on this rank."""
+        return any(spec.tensor() is None for spec in self._layout.specs)
+
     def begin_reduce(self) -> None:
         """The wire goes to the mover."""
-        self._layout.pack(self.wire.tensor, is_absent=self._is_absent)
+        self._layout.pack(is_absent=self._is_absent)
         self._follow()
 
     def end_reduce(self, non_finite: NonFinite | None) -> None:
         """The wire comes back reduced. What is not finite there is the script's: a mask may well hold infinities."""
-        self._results.append((self._layout, self.wire.tensor))
 
-    def exchange_changed(self) -> None:
-        """Collective: exchange the buffers that are not in the wire and have changed on some rank."""
-        collectives = internal_collectives_of(self._world)
-        mine = torch.tensor(list(map(self._is_changed, self._others)), dtype=torch.uint8, device="cpu")
-        changed = list(itertools.compress(self._others, collectives.all_reduce(mine, "max").tolist()))
-        layout = self._lay_out(changed)
-        values = torch.zeros(layout.numel, dtype=layout.dtype, device=self._device)
-        layout.pack(values, is_absent=self._is_absent)
-        self._results.append((layout, collectives.all_reduce(values, "sum")))
-        for spec in changed:
-            self._num_changes[spec.name] += 1
-        if joins := [spec for spec in changed if self._num_changes[spec.name] >= _CHANGES_TO_JOIN]:
-            self._join_wire(joins)
+    def end_round(self, *, is_complete: bool, some_changed: bool) -> None:
+        """Every rank has taken part, and agrees about the arguments. Collective if `some_changed`.
+
+        Args:
+            is_complete: every rank has contributed all buffers in the wire.
+            some_changed: a buffer that is not in the wire has changed on some rank.
+        """
+        if self.travels:
+            self._results.append((self._layout, is_complete))
+        if some_changed:
+            self._exchange_changed()
 
     def write(self) -> None:
         """The optimizer has stepped: give the buffers what the last round has found."""
-        for layout, values in self._results:
-            layout.unpack(values)
-            self._seen.update((spec.name, _state_of(spec)) for spec in layout.specs if spec.name in self._seen)
+        for layout, is_complete in self._results:
+            layout.unpack(is_complete=is_complete)
+            self._accept(layout.specs)
         self._results = []
+
+    def take_over(self, src: int) -> None:
+        """Collective, between rounds: all buffers get the values of rank `src`, unless they have other shapes."""
+        collectives = collectives_of(self._world)
+        tensors = [spec.tensor() for spec in self.specs]
+        are_there = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8, device="cpu")
+        collectives.all_reduce(are_there, "min")
+        everywhere = [tensor for tensor, there in zip(tensors, are_there.tolist(), strict=True) if there]
+        collectives.broadcast_together([tensor.detach() for tensor in everywhere if tensor is not None], src)
+        self._results = []
+        self._accept(self.specs)
+
+    def _is_changed(self, spec: BufferSpec) -> bool:
+        return _state_of(spec) != self._seen[spec.name]
+
+    def _accept(self, specs: Sequence[BufferSpec]) -> None:
+        """These buffers are equal on all ranks, as far as they have the same shape."""
+        self._seen.update((spec.name, _state_of(spec)) for spec in specs if spec.name in self._seen)
+
+    def _exchange_changed(self) -> None:
+        """Collective: exchange the buffers that are not in the wire and differ between ranks since a change."""
+        collectives = internal_collectives_of(self._world)
+        mine = torch.tensor(list(map(self._is_changed, self._others)), dtype=torch.uint8, device="cpu")
+        changed = list(itertools.compress(self._others, collectives.all_reduce(mine, "max").tolist()))
+        digests_of_ranks = torch.stack(collectives.all_gather(_digests_of(changed)))
+        differs = (digests_of_ranks != digests_of_ranks[0]).flatten(2).any(2).any(0).tolist()
+        differing = list(itertools.compress(changed, differs))
+        self._accept([spec for spec, is_other in zip(changed, differs, strict=True) if not is_other])
+        if not differing:
+            return
+        layout = self._lay_out(differing)
+        layout.attach(torch.zeros(layout.numel, dtype=_WIRE, device=self._device))
+        layout.pack(is_absent=self._is_absent)
+        collectives.all_reduce(layout.wire, "sum")
+        self._results.append((layout, False))
+        for spec in differing:
+            self._num_changes[spec.name] += 1
+        if joins := [spec for spec in differing if self._num_changes[spec.name] >= _CHANGES_TO_JOIN]:
+            self._join_wire(joins)
 
     def _join_wire(self, joins: Sequence[BufferSpec]) -> None:
         """Collective: from now on these buffers are in the wire."""
-        self._results = [(layout, values.clone()) for layout, values in self._results]  # the wire is about to go
-        self._layout = self._lay_out([*self._layout.specs, *joins])
-        self._others = [spec for spec in self._others if spec not in joins]
-        self._wire = None
+        if self.travels:
+            self._layout.attach(self._layout.wire.clone())  # of the result; the wire is about to go
+            self._wire = None
         internal_collectives_of(self._world).barrier()  # memory is free when all ranks have let go of the old wire
-        self._open()
+        self._others = [spec for spec in self._others if spec not in joins]
+        self._open([*self._layout.specs, *joins])
 
-    def _open(self) -> None:
-        if self._layout.specs:
-            (self._wire,) = self._mover.open_wires([(self._layout.numel, self._layout.dtype)])
+    def _open(self, specs: Sequence[BufferSpec]) -> None:
+        """Collective, if there are any."""
+        self._layout = self._lay_out(specs)
+        if specs:
+            self._wire = self._mover.open_wires([(self._layout.numel, _WIRE)])[0]
+            self._layout.attach(self._wire.tensor)
 
     def _lay_out(self, specs: Sequence[BufferSpec]) -> _Layout:
-        return _Layout(specs, self._mode, self._world.rank, self._device)
+        return _Layout(specs, self._mode, self._world)
 
 
 class _Layout:
-    """Where each buffer is in a wire: values that have a mean, then the bytes of the others, then a count for each.
+    """Where each buffer is in a wire: values that have a mean, integers, integers of 64 bits; then a count for each.
 
-    Bytes travel as numbers from 0 to 255, of rank 0 alone. The other ranks add zeros, so bytes arrive as they are. A
-    count says how many ranks have contributed a buffer.
+    Of means, each rank contributes the share 1 / size, so that a sum of large values does not overflow. An integer of
+    64 bits travels as two of 32. Integers are of rank 0 alone. The other ranks add zeros, so integers arrive as they
+    are. A count says how many ranks have contributed a buffer.
 
     Attributes:
-        dtype: fp32, or fp64 if a buffer has double precision.
+        specs: in the order of the wire.
+        numel: of the wire.
+        wire: see `attach`.
     """
 
-    def __init__(self, specs: Sequence[BufferSpec], mode: SyncBuffers, rank: int, device: torch.device) -> None:
-        self.specs = sorted(specs, key=lambda spec: not spec.has_mean)  # stable, so alike on all ranks
-        is_wide = any(spec.dtype in (torch.float64, torch.complex128) for spec in self.specs)
-        self.dtype = torch.float64 if is_wide else torch.float32
-        sizes = list(map(_num_values, self.specs))
-        offsets = list(itertools.accumulate(sizes, initial=0))
-        self._num_values = offsets[-1]
-        self._bytes_offset = offsets[sum(spec.has_mean for spec in self.specs)]
-        self.numel = self._num_values + len(sizes)
-        self._is_mine = [rank == 0 or (mode == "mean" and spec.has_mean) for spec in self.specs]
+    wire: torch.Tensor
 
-        # This rank's buffers as they travel, and the place of each among them.
-        self._values = torch.zeros(self._num_values, dtype=self.dtype, device=device)
-        self._bytes = torch.zeros(self._num_values - self._bytes_offset, dtype=torch.uint8, device=device)
-        self._places = [self._place(spec, offset) for spec, offset in zip(self.specs, offsets, strict=False)]
-        lengths = torch.tensor(sizes, dtype=torch.int64, device="cpu")
-        self._spec_of_value = torch.arange(len(sizes), device="cpu").repeat_interleave(lengths).to(device)
-        self._counts: tuple[list[bool], torch.Tensor] | None = None  # as a list and on the device, of the last round
+    def __init__(self, specs: Sequence[BufferSpec], mode: SyncBuffers, world: World) -> None:
+        self.specs = sorted(specs, key=lambda spec: (not spec.has_mean, spec.is_wide))  # stable: alike on all ranks
+        self._size = world.size
+        self._is_mean = mode == "mean"
+        self._is_mine = [world.rank == 0 or (self._is_mean and spec.has_mean) for spec in self.specs]
+        self._offsets = list(itertools.accumulate((spec.num_values for spec in self.specs), initial=0))
+        self._num_means = sum(spec.has_mean for spec in self.specs)
+        self._num_narrow = len(self.specs) - sum(spec.is_wide for spec in self.specs)
+        self.numel = self._offsets[-1] + len(self.specs)
+
+    def attach(self, wire: torch.Tensor) -> None:
+        """Use this wire from now on. [numel] fp64."""
+        self.wire = wire
+        self._means = wire[: self._offsets[self._num_means]]
+        self._halves = wire[self._offsets[self._num_narrow] : self._offsets[-1]]
+        self._counts = wire[self._offsets[-1] :]
+        self._wide = torch.zeros(self._halves.numel() // 2, dtype=torch.int64, device=wire.device)
+        self._places = list(map(self._place, range(len(self.specs))))
 
     @torch.no_grad()
-    def pack(self, wire: torch.Tensor, *, is_absent: bool) -> None:
+    def pack(self, *, is_absent: bool) -> None:
         """Write what this rank contributes."""
-        is_there = self._copy_in()
-        mine = [not is_absent and mine and there for mine, there in zip(self._is_mine, is_there, strict=True)]
-        if self._counts is None or self._counts[0] != mine:
-            self._counts = mine, torch.tensor(mine, dtype=self.dtype, device="cpu").to(wire.device)
-        counts = self._counts[1]
-        wire[self._num_values :].copy_(counts)
-        wire[: self._num_values].copy_(torch.where(counts[self._spec_of_value] > 0, self._values, 0.0))
+        self.wire.zero_()
+        if is_absent:
+            return
+        tensors = [spec.tensor() if mine else None for spec, mine in zip(self.specs, self._is_mine, strict=True)]
+        self._wide.zero_()
+        self._copy(tensors, to_places=True)
+        self._halves.copy_(self._wide.view(torch.int32))
+        if self._is_mean:
+            self._means.mul_(1.0 / self._size)
+        self._counts.copy_(torch.tensor([tensor is not None for tensor in tensors], dtype=_WIRE, device="cpu"))
 
     @torch.no_grad()
-    def unpack(self, wire: torch.Tensor) -> None:
-        """Give each buffer the mean of what the ranks have contributed. Buffers that no rank has given stay."""
-        self._copy_in()
-        counts = wire[self._num_values :][self._spec_of_value]
-        self._values.copy_(torch.where(counts > 0, wire[: self._num_values] / counts, self._values))
-        self._bytes.copy_(self._values[self._bytes_offset :])
-        buffers, places = self._pairs()
-        torch._foreach_copy_(buffers, places)
+    def unpack(self, *, is_complete: bool) -> None:
+        """Give each buffer the mean of what the ranks have contributed. Buffers that no rank has given stay.
 
-    def _copy_in(self) -> list[bool]:
-        """Copy this rank's buffers to `_values`. Returns for each whether it is there."""
-        buffers, places = self._pairs()
-        torch._foreach_copy_(places, buffers)
-        self._values[self._bytes_offset :].copy_(self._bytes)
-        if len(buffers) == len(self.specs):
-            return [True] * len(buffers)
-        return [spec.tensor() is not None for spec in self.specs]
+        Args:
+            is_complete: every rank has contributed what it could. If not, a device is waited for.
+        """
+        tensors = [spec.tensor() for spec in self.specs]
+        if not is_complete:
+            for i, count in enumerate(map(round, self._counts.tolist())):
+                if not count:
+                    tensors[i] = None
+                elif self._is_mean and i < self._num_means:
+                    self._places[i].mul_(self._size / count)
+        self._wide.view(torch.int32).copy_(self._halves)
+        self._copy(tensors, to_places=False)
 
-    def _pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The buffers that are there, as real numbers, and their places."""
+    def _copy(self, tensors: Sequence[torch.Tensor | None], *, to_places: bool) -> None:
+        """Copy the buffers that are not None to their places, or back."""
         buffers, places = [], []
-        for spec, place in zip(self.specs, self._places, strict=True):
-            if (buffer := spec.tensor()) is not None:
-                buffers.append(torch.view_as_real(buffer) if spec.dtype.is_complex else buffer)
+        for tensor, place in zip(tensors, self._places, strict=True):
+            if tensor is not None:
+                buffers.append(_plain(tensor))
                 places.append(place)
-        return buffers, places
+        if buffers:
+            torch._foreach_copy_(*((places, buffers) if to_places else (buffers, places)))
 
-    def _place(self, spec: BufferSpec, offset: int) -> torch.Tensor:
-        if spec.has_mean:
-            shape = (*spec.shape, 2) if spec.dtype.is_complex else spec.shape
-            return self._values[offset : offset + _num_values(spec)].view(shape)
-        offset -= self._bytes_offset
-        return self._bytes[offset : offset + _num_bytes(spec)].view(spec.dtype).view(spec.shape)
-
-
-def _num_values(spec: BufferSpec) -> int:
-    """Elements of a wire that hold the buffer."""
-    if spec.has_mean:
-        return math.prod(spec.shape) * (2 if spec.dtype.is_complex else 1)
-    return math.ceil(_num_bytes(spec) / _BYTES_ALIGNMENT) * _BYTES_ALIGNMENT
+    def _place(self, i: int) -> torch.Tensor:
+        spec, start, end = self.specs[i], self._offsets[i], self._offsets[i + 1]
+        if spec.is_wide:
+            first = self._offsets[self._num_narrow]
+            return self._wide[(start - first) // 2 : (end - first) // 2].view(spec.shape)
+        return self.wire[start:end].view((*spec.shape, 2) if spec.dtype.is_complex else spec.shape)
 
 
-def _num_bytes(spec: BufferSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers, or as signed integers."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor
+
+
+def _digests_of(specs: Sequence[BufferSpec]) -> torch.Tensor:
+    """A row for each buffer; zeros for one that has another shape."""
+    tensors = [spec.tensor() for spec in specs]
+    rows = digests([tensor.detach() for tensor in tensors if tensor is not None])
+    found = torch.zeros(len(specs), *rows.shape[1:], dtype=rows.dtype, device="cpu")
+    found[torch.tensor([tensor is not None for tensor in tensors], dtype=torch.bool, device="cpu")] = rows
+    return found
 
 
 def _state_of(spec: BufferSpec) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -70,21 +71,31 @@ class OptimizerGroup:
         """The optimizers that are still there."""
         return [owner for member in self._members if (owner := member.owner()) is not None]
 
+    def synced_buffers(self) -> set[tuple[weakref.ref[torch.nn.Module], str]]:
+        """Module and key of the buffers that a member makes equal."""
+        syncs = [member.reduction.buffers for member in self._members]
+        return {(spec.module, spec.key) for sync in syncs if sync is not None for spec in sync.specs}
+
     def num_steps(self) -> int:
         """How many steps this rank has made, with all optimizers."""
         return sum(member.num_steps for member in self._members)
 
-    def follow_others(self) -> None:
-        """Collective: take part in the rounds of the ranks that still have data, until no rank has."""
+    def follow_others(self) -> int:
+        """Collective: take part in the rounds of the ranks that still have data, until no rank has.
+
+        Returns how many rounds that were: fewest on the ranks that were last.
+        """
+        num_rounds = 0
         self.has_ended = True
         try:
             with torch.no_grad(), self.skipping():
                 for member in self._members:
                     member.forget_next_backward()
                 while self._follow_round():
-                    pass
+                    num_rounds += 1
         finally:
             self.has_ended = False
+        return num_rounds
 
     def _follow_round(self) -> bool:
         """Take part in one round of the others. Returns whether there was any rank with data."""

@@ -35,6 +35,7 @@ class ControlBits(NamedTuple):
     is_absent: the rank takes part without a gradient, and does not count.
     has_ended: the rank has no data left, inside `torchring.join`.
     buffers_changed: a buffer has changed that is in no wire.
+    buffers_missing: a buffer is gone that is in a wire.
     weight: of the rank's gradients; 0 if none was given.
     """
 
@@ -46,6 +47,7 @@ class ControlBits(NamedTuple):
     is_absent: int = 0
     has_ended: int = 0
     buffers_changed: int = 0
+    buffers_missing: int = 0
     weight: float = 0.0
 
     @classmethod

@@ -96,7 +96,7 @@ class Reduction:
         self.timing = Timing()
         self._options = options
         # The script's collectives: another rank may be calling one of those, instead of wrapping its optimizer.
-        self._check_agreement(specs, collectives_of(world), buffers)
+        self._check_agreement(specs, collectives_of(world), buffers if options.sync_buffers else ())
         plan = self._plan(specs)
         self.mover, self.choice = self._open_mover(plan, specs[0].device)
         world.on_failure(self.mover)
@@ -154,6 +154,7 @@ class Reduction:
             is_unweighted=int(share.is_unweighted),
             is_absent=int(is_absent),
             buffers_changed=int(self.buffers is not None and self.buffers.has_changed()),
+            buffers_missing=int(self.buffers is not None and self.buffers.lacks_some()),
             weight=share.weight or 0.0,
         )
         if self.buffers is not None:
@@ -175,8 +176,10 @@ class Reduction:
         scheduler.finish()
         self.control_sums, self.non_finite = self.rounds.agree(scheduler.round, self.buckets)
         scale = self._weigh_result()
-        if self.buffers is not None and self.control_sums.buffers_changed:
-            self.buffers.exchange_changed()
+        if self.buffers is not None:
+            sums = self.control_sums
+            is_complete = not (sums.is_absent or sums.buffers_missing)
+            self.buffers.end_round(is_complete=is_complete, some_changed=sums.buffers_changed > 0)
         scheduler.close_round(scale)
         in_sparse = self._sparse.reduce(self._share, scale)
         self.non_finite = self.non_finite or in_sparse

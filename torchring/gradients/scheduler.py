@@ -91,7 +91,7 @@ class Scheduler:
         mark_sparse: called with the index of a parameter that is in no bucket and has a new gradient.
 
     Attributes:
-        last: leaves behind all buckets, if there is anything.
+        last: leaves after all buckets, if there is anything.
         round: the round under way, or the last one.
         ready_order: the order in which the gradients of the first round became ready, by parameter index. None while
             that round is still to be finished, and after `forget_order`.

@@ -227,16 +227,22 @@ class GradientSync:
     def has_stepped(self) -> None:
         """The optimizer has made a step."""
         self._replicas.accept()
-        if self.reduction.buffers is not None:
-            self.reduction.buffers.write()
+        self._write_buffers()
         self.num_steps += 1
 
-    def take_over(self, num_steps: int) -> None:
-        """This rank has become like another rank, which has made `num_steps` steps. No gradient is left."""
-        self.num_steps = num_steps
+    def take_over(self, src: int) -> None:
+        """Collective: this rank's parameters have become those of rank `src`, and no gradient is left."""
+        if self.reduction.buffers is not None:
+            self.reduction.buffers.take_over(src)
+        steps = torch.tensor([self.num_steps], device="cpu")
+        self.num_steps = int(internal_collectives_of(self.reduction.world).broadcast(steps, src))
         self._num_backwards = 0
         self._weights.reset()
         self._replicas.accept_all()
+
+    def _write_buffers(self) -> None:
+        if self.reduction.buffers is not None:
+            self.reduction.buffers.write()
 
     def can_skip_alone(self) -> bool:
         """Whether `step()` needs no other rank to find out whether to make the step."""
@@ -284,6 +290,7 @@ class GradientSync:
             return True
         if skips:
             self.num_skipped_steps += 1
+            self._write_buffers()
             return False
         rank, name, _ = non_finite
         origin = "the sum over ranks overflowed" if rank is None else f"NaN or infinity came from rank {rank}"
