@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeGuard
 
 import torch
 
@@ -64,11 +65,17 @@ class BufferSpec:
 
     def tensor(self) -> torch.Tensor | None:
         """The buffer as it is now. None if it is gone, or has become another shape or dtype."""
+        buffer = self.find()
+        return buffer if self.fits(buffer) else None
+
+    def find(self) -> object:
+        """What the module has under the key. A large model has hundreds of buffers, so this is quick."""
         module = self.module()
-        buffer = None if module is None else getattr(module, self.key, None)
-        if not isinstance(buffer, torch.Tensor) or buffer.dtype != self.dtype or buffer.shape != self.shape:
-            return None
-        return buffer
+        buffers = None if module is None else module.__dict__.get("_buffers")
+        return buffers.get(self.key) if isinstance(buffers, dict) else getattr(module, self.key, None)
+
+    def fits(self, buffer: object) -> TypeGuard[torch.Tensor]:
+        return isinstance(buffer, torch.Tensor) and buffer.dtype == self.dtype and buffer.shape == self.shape
 
     def describe(self) -> str:
         """What ranks must agree on."""
@@ -178,7 +185,7 @@ class BufferSync:
 
     def lacks_some(self) -> bool:
         """Whether a buffer that is in the wire is gone, or has another shape, on this rank."""
-        return any(spec.tensor() is None for spec in self._layout.specs)
+        return any(buffer is None for buffer in self._layout.tensors())
 
     def begin_reduce(self) -> None:
         """The wire goes to the mover."""
@@ -290,6 +297,16 @@ class _Layout:
         self._num_means = sum(spec.has_mean for spec in self.specs)
         self._num_narrow = len(self.specs) - sum(spec.is_wide for spec in self.specs)
         self.numel = self._offsets[-1] + len(self.specs)
+        self._fitting: list[torch.Tensor | None] = [None] * len(self.specs)  # that were found last
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """The buffers as they are now; None as in `BufferSpec.tensor`."""
+        found = list(map(BufferSpec.find, self.specs))
+        if any(map(operator.is_not, found, self._fitting)):
+            self._fitting = [
+                buffer if spec.fits(buffer) else None for spec, buffer in zip(self.specs, found, strict=True)
+            ]
+        return list(self._fitting)
 
     def attach(self, wire: torch.Tensor) -> None:
         """Use this wire from now on. [numel] fp64."""
@@ -306,7 +323,7 @@ class _Layout:
         self.wire.zero_()
         if is_absent:
             return
-        tensors = [spec.tensor() if mine else None for spec, mine in zip(self.specs, self._is_mine, strict=True)]
+        tensors = [buffer if mine else None for buffer, mine in zip(self.tensors(), self._is_mine, strict=True)]
         self._wide.zero_()
         self._copy(tensors, to_places=True)
         self._halves.copy_(self._wide.view(torch.int32))
@@ -321,7 +338,7 @@ class _Layout:
         Args:
             is_complete: every rank has contributed what it could. If not, a device is waited for.
         """
-        tensors = [spec.tensor() for spec in self.specs]
+        tensors = self.tensors()
         if not is_complete:
             for i, count in enumerate(map(round, self._counts.tolist())):
                 if not count:
