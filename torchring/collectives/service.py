@@ -19,6 +19,7 @@ from torchring.collectives.signature import Signature, fingerprint, first_differ
 from torchring.dynamo import run_eagerly
 from torchring.errors import PlanMismatchError, in_step
 from torchring.memory.host import bytes_of
+from torchring.stalls.page import Track
 from torchring.threads import SerialThread
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
@@ -47,6 +48,7 @@ class Collectives:
         self._calls = InterruptionGuard(world)
         self._in_background = InterruptionGuard(world)
         self._last: Future[Any] | None = None
+        self._track = Track.private(name) if world.progress is None else world.progress.open_track(name)
         world.on_close(self.close)
 
     @run_eagerly
@@ -56,7 +58,7 @@ class Collectives:
         def in_turn() -> _T:
             if self._last is not None and not self._last.done():
                 return self._start(what, operation).result()
-            return operation(self._opened())
+            return self._operate(what, operation)
 
         return self._calls.run(what, in_turn)
 
@@ -66,9 +68,12 @@ class Collectives:
         return self._calls.run(what, lambda: self._start(what, operation))
 
     def _start(self, what: str, operation: Callable[[Backend], _T]) -> Future[_T]:
-        future = self._background.submit(lambda: self._in_background.run(what, lambda: operation(self._opened())))
+        future = self._background.submit(lambda: self._in_background.run(what, lambda: self._operate(what, operation)))
         self._last = future
         return future
+
+    def _operate(self, what: str, operation: Callable[[Backend], _T]) -> _T:
+        return self._track.run(what, lambda: operation(self._opened()))
 
     def _opened(self) -> Backend:
         if self._backend is None:

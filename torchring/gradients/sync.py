@@ -23,6 +23,7 @@ from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
 from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.sparse import NonFiniteGradient
+from torchring.stalls.page import Phase
 
 
 class GradientSync:
@@ -117,6 +118,7 @@ class GradientSync:
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
         if not self.in_backward:
+            self._enter(Phase.BACKWARD)
             self._begin(reduces=self._next_reduces())
         self.watch.arm()
 
@@ -131,6 +133,7 @@ class GradientSync:
         elif self._no_sync_depth == 0:
             self._num_backwards += 1
         self.in_backward = False
+        self._enter(Phase.OUTSIDE)
         self._end_zero_weight()
         if reduces:
             sums = self.reduction.control_sums
@@ -205,16 +208,19 @@ class GradientSync:
 
     def before_step(self) -> None:
         """The optimizer is about to write to the parameters: note whether somebody else has."""
+        self._enter(Phase.STEP)
         self._replicas.has_changed()
 
     def accept_parameters(self) -> None:
-        """The parameters are as the optimizer has left them."""
+        """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
+        self._enter(Phase.OUTSIDE)
         self._replicas.accept()
 
     def has_stepped(self) -> None:
         """The optimizer has made a step."""
         self._replicas.accept()
         self.num_steps += 1
+        self._enter(Phase.OUTSIDE)
 
     def check_backward(self) -> None:
         """Before a step: raise GradientError if the last backward failed, or is still under way."""
@@ -268,6 +274,12 @@ class GradientSync:
             parameters=(name,),
             step=self.num_steps,
         )
+
+    def _enter(self, phase: Phase) -> None:
+        """Other ranks see what this rank is doing."""
+        progress = self.reduction.world.progress
+        if progress is not None:
+            progress.enter(phase, self.num_steps)
 
     def _next_reduces(self) -> bool:
         """Whether the backward that begins now is to reduce. Raises GradientError if it could not be reduced right."""
