@@ -240,9 +240,11 @@ class Progress:
                 found.append(CurrentWait(track.key, position, since, wait, awaited, thread == self.thread))
         in_tracks = {track.thread for track in list(self.tracks) if track.waiting_since}
         for thread, (since, ranks) in list(self._awaited.items()):
-            if thread not in in_tracks:
-                what = Wait(self.operations.get(thread, "torchring.init()"))
-                found.append(CurrentWait(0, 0, since, what, ranks, thread == self.thread))
+            what = self.operations.get(thread)
+            if not self.tracks:  # the script has not called anything else yet
+                what = what or "torchring.init()"
+            if thread not in in_tracks and what is not None:  # else it is a helper of a thread that waits in a track
+                found.append(CurrentWait(0, 0, since, Wait(what), ranks, thread == self.thread))
         return found
 
     def write_sample(self, phase: Phase, place: str, waits: Sequence[CurrentWait]) -> None:
