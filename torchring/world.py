@@ -235,9 +235,11 @@ class World:
             reason = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
             text = with_way_out(f"{what} was interrupted by {reason}, so ranks are out of step")
             cause = RingError(text, rank=self.rank, peers=(self.rank,))
-        elif isinstance(cause, PeerTimeoutError) and self._stalls is not None and not cause.explanation:
-            cause.explanation = self._stalls.explain(cause.peers)
-        self.fail(cause)
+        try:
+            if isinstance(cause, PeerTimeoutError) and self._stalls is not None and not cause.explanation:
+                cause.explanation = self._stalls.explain(cause.peers)
+        finally:
+            self.fail(cause)
 
     def raise_if_broken(self) -> None:
         """Raise the error that broke this world, if there is one."""

@@ -19,7 +19,6 @@ from torchring.collectives.signature import Signature, fingerprint, first_differ
 from torchring.dynamo import run_eagerly
 from torchring.errors import PlanMismatchError, in_step
 from torchring.memory.host import bytes_of
-from torchring.stalls.page import Track
 from torchring.threads import SerialThread
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
@@ -48,7 +47,7 @@ class Collectives:
         self._calls = InterruptionGuard(world)
         self._in_background = InterruptionGuard(world)
         self._last: Future[Any] | None = None
-        self._track = Track.private(name) if world.progress is None else world.progress.open_track(name)
+        self._track = None if world.progress is None else world.progress.open_track(name)
         world.on_close(self.close)
 
     @run_eagerly
@@ -73,6 +72,8 @@ class Collectives:
         return future
 
     def _operate(self, what: str, operation: Callable[[Backend], _T]) -> _T:
+        if self._track is None:  # a world of one
+            return operation(self._opened())
         return self._track.run(what, lambda: operation(self._opened()))
 
     def _opened(self) -> Backend:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import struct
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -23,7 +24,6 @@ from torchring.memory.host import HostGroup, SharedBlock
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.stalls import stacks
 from torchring.stalls.page import (
-    PAGE_BYTES,
     CurrentWait,
     Progress,
     Snapshot,
@@ -85,7 +85,7 @@ class StallMonitor:
     """Watches how long this rank waits, and knows what the other ranks do.
 
     Args:
-        block: the pages of the ranks of this host; PAGE_BYTES each.
+        block: the pages of the ranks of this host, `page.PAGE_BYTES` each.
         limit: seconds of waiting after which this rank warns; 0 for never. Then there is no timer thread.
 
     Attributes:
@@ -201,7 +201,7 @@ class StallMonitor:
         pause = min(_LONGEST_PAUSE_SECONDS, self._limit / 3)
         self._publish_at = time.monotonic() + pause
         self._num_published += 1
-        message = _HEADER.pack(self._num_published, now, pause) + bytes(self._pages[self._rank])
+        message = _HEADER.pack(self._num_published, now, pause) + zlib.compress(bytes(self._pages[self._rank]), 1)
         key = _page_key(self._rank)
         self._publishing = self._start(lambda store: store.set(key, message))  # type: ignore[arg-type]
 
@@ -225,11 +225,11 @@ class StallMonitor:
             messages = [None] * len(self._others)
         self._reading = None
         for rank, data in zip(self._others, messages, strict=True):
-            if data is not None and len(data) == _HEADER.size + PAGE_BYTES:
+            if data is not None:
                 number, then, pause = _HEADER.unpack_from(data)
                 known = self._messages.get(rank)
                 if known is None or known.number != number:
-                    snapshot = read_page(data[_HEADER.size :], then)
+                    snapshot = read_page(zlib.decompress(data[_HEADER.size :]), then)
                     if snapshot is not None and snapshot.waits is not None and snapshot.waits[1] < _LASTING * pause:
                         snapshot = replace(snapshot, waits=None)  # over by now, or there would be another message
                     self._messages[rank] = _Message(number, time.monotonic(), pause, snapshot)
