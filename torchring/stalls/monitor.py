@@ -36,6 +36,7 @@ from torchring.stalls.report import Peer, describe_ranks, describe_wait, is_sile
 from torchring.threads import PeriodicThread
 
 WARNING_SECONDS: Final = 30.0
+_SHORTEST_TICK_SECONDS: Final = 0.02
 _LONGEST_TICK_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 10.0  # between two messages to the store
 _SILENT_PAUSES: Final = 1.4  # without a message
@@ -121,7 +122,8 @@ class StallMonitor:
 
         self._thread: PeriodicThread | None = None
         if limit > 0:
-            self._thread = PeriodicThread("torchring-stalls", self.tick, min(_LONGEST_TICK_SECONDS, limit / 4))
+            seconds = max(_SHORTEST_TICK_SECONDS, min(_LONGEST_TICK_SECONDS, limit / 4))
+            self._thread = PeriodicThread("torchring-stalls", self.tick, seconds)
 
     def close(self) -> None:
         """End the thread."""

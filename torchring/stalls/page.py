@@ -22,7 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -327,12 +327,12 @@ class Snapshot:
 
     def older(self, seconds: float) -> Snapshot:
         """The same, as it is `seconds` later if nothing has changed."""
-        changes: dict[str, Any] = {"age": self.age + seconds}
-        if self.last_seen is not None:
-            changes["last_seen"] = self.last_seen + seconds
-        if self.waits is not None:
-            changes["waits"] = self.waits[0], self.waits[1] + seconds
-        return Snapshot(**{**vars(self), **changes})
+        return replace(
+            self,
+            age=self.age + seconds,
+            last_seen=None if self.last_seen is None else self.last_seen + seconds,
+            waits=None if self.waits is None else (self.waits[0], self.waits[1] + seconds),
+        )
 
 
 def read_page(page: memoryview | bytes, now: int | None = None) -> Snapshot | None:
