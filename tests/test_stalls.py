@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_pooled, run_ranks, wait_until
 
 import torchring
@@ -23,8 +25,12 @@ from torchring import cli
 from torchring.errors import PeerTimeoutError, RingError
 from torchring.linux import open_process
 from torchring.memory import host as host_module
+from torchring.memory.host import HostGroup
 from torchring.rendezvous.environment import STACKS
+from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.stalls import monitor as monitor_module
 from torchring.stalls import stacks
+from torchring.stalls.monitor import StallMonitor
 from torchring.stalls.page import (
     PAGE_BYTES,
     CurrentWait,
@@ -263,6 +269,29 @@ def test_a_stopped_rank_is_said_to_be_stopped() -> None:
     assert "in barrier for rank 1. Rank 1 (pid" in message
     assert "outside of forward, backward and step()" in message
     assert "its process is stopped" in message
+
+
+def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    hosts = [HostGroup(rank, [], 5.0) for rank in range(2)]
+    first, second = (
+        StallMonitor(Rendezvous(store, rank, 2, 5.0), host, host.allocate(PAGE_BYTES), 1000.0)
+        for rank, host in enumerate(hosts)
+    )
+    assert first.explain([1]) == "Rank 1 has not said yet what it is doing"
+    second.progress.enter(Phase.STEP, 8)
+    second.tick()
+    wait_until(lambda: "in step 8" in first.explain([1]), "the message of rank 1")
+    assert "no sign of life" not in first.explain([1])
+    second.close()
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 100.0, monotonic_ns=time.monotonic_ns)
+    monkeypatch.setattr(monitor_module, "time", clock)
+    said = first.explain([1])
+    assert ", last heard of 100 s ago, " in said
+    assert "it has shown no sign of life for 100 s" in said
+    first.close()
+    for host in hosts:
+        host.close()
 
 
 # ---- timeouts
