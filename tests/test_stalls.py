@@ -22,7 +22,7 @@ from harness import run_pooled, run_ranks, wait_until
 
 import torchring
 from torchring import cli
-from torchring.errors import PeerTimeoutError, RingError
+from torchring.errors import RingError
 from torchring.linux import open_process
 from torchring.memory import host as host_module
 from torchring.memory.host import HostGroup
@@ -298,42 +298,54 @@ def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: p
 
 
 def _time_out(rank: int, size: int, folder: str, topology: str, limit: float) -> Any:
+    """Rank 1 stands still in the backward of step 2."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     with on_hosts(rank, topology, timeout_seconds=3.0, stall_warning_seconds=limit):
-        world = default_world()
-        assert world.host is not None
-        assert world._stalls is not None
-        world.host.timeout_seconds = 1.0  # on one host; where ranks meet, a loaded machine takes its time
+        monitor, host = default_world()._stalls, default_world().host
+        assert monitor is not None
+        assert host is not None
+        host.timeout_seconds = 1.0  # where ranks meet, a loaded machine takes its time
         assert ("torchring-stalls" in [thread.name for thread in threading.enumerate()]) is (limit > 0)
-        heard: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-        torchring.barrier()
-        with logged(handler):
-            error = None
-            if rank == 1:
-                Path(folder, "pipe").read_bytes()
-            else:
-                if limit:
-                    explain = world._stalls.explain
-                    wait_until(lambda: "in _time_out" in explain([1]), "rank 1 to wait")
-                with pytest.raises(PeerTimeoutError) as caught:
-                    torchring.all_reduce(torch.ones(1))
-                error = caught.value.peers, caught.value.explanation, str(caught.value)
-                Path(folder, "pipe").write_bytes(b"")
-    return error, heard
+        model = _model()
+        algorithm = "direct" if topology == "one host" else "ring"
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm=algorithm)
+        for _ in range(2):  # after which the buckets are in their final order
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+        def pause(_: torch.Tensor) -> None:
+            Path(folder, "pipe").read_bytes()
+
+        if rank == 1:
+            model[0].weight.register_hook(pause)
+        loss = model(torch.ones(2, 4)).sum()
+        if rank == 0:
+            where = "in pause" if limit else "in backward"
+            wait_until(lambda: where in monitor.explain([1]), "rank 1 to pause")
+        with logged(handler), pytest.raises(RingError) as caught:
+            loss.backward()
+        if rank == 0:
+            Path(folder, "pipe").write_bytes(b"")
+        error = caught.value
+        optimizer.close()
+    return type(error).__name__, error.peers, error.explanation, str(error), heard
 
 
 @pytest.mark.parametrize(("topology", "limit"), [("one host", _LIMIT), ("one host", 0.0), ("apart", _LIMIT)])
 def test_a_timeout_carries_the_same(topology: str, limit: float, tmp_path: Path) -> None:
+    """Without a timer thread, what the training threads have stamped."""
     os.mkfifo(tmp_path / "pipe")
-    (error, heard), (_, heard_by_late) = run_pooled(_time_out, 2, str(tmp_path), topology, limit)
-    peers, explanation, text = error
-    assert peers == (1,)
-    assert re.match(r"Rank 1 \(pid \d+\)(, last heard of .* ago,)? has been outside of", explanation), explanation
-    assert ("in _time_out" in explanation) is (limit > 0)
+    (kind, peers, explanation, text, heard), late = run_pooled(_time_out, 2, str(tmp_path), topology, limit)
+    assert (kind, peers) == ("PeerTimeoutError", (1,))
+    where = r"Rank 1 \(pid \d+\)(, last heard of .* ago,)? has been in backward for \d+(\.\d)? s, in step 2"
+    assert re.match(where, explanation), explanation
+    assert ("in pause" in explanation) is (limit > 0)
     assert text.endswith(f"]. {explanation}")
-    assert heard_by_late == []
     assert len(heard) <= (1 if limit else 0), heard
+    assert late[-1] == [], "the late rank waits for nobody"
 
 
 def _cross(rank: int, size: int) -> Any:
