@@ -13,7 +13,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -221,10 +220,10 @@ class StallMonitor:
             return
         try:
             messages = reading.result(seconds)
-        except FutureTimeout:
-            return
-        except Exception:  # the store is gone
-            messages = [None] * len(self._others)
+        except Exception:
+            if not reading.done():  # the store has not answered yet
+                return
+            messages = [None] * len(self._others)  # the store is gone
         self._reading = None
         for rank, data in zip(self._others, messages, strict=True):
             if data is not None:
