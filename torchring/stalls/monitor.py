@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import struct
 import time
 import zlib
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from torch.distributed import DistError, Store
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from torchring.memory.host import HostGroup, SharedBlock
 from torchring.rendezvous.rendezvous import Rendezvous
@@ -203,8 +204,8 @@ class StallMonitor:
         self._publish_at = time.monotonic() + pause
         self._num_published += 1
         message = _HEADER.pack(self._num_published, now, pause) + zlib.compress(bytes(self._pages[self._rank]), 1)
-        key = _page_key(self._rank)
-        self._publishing = self._start(lambda store: store.set(key, message))  # type: ignore[arg-type]
+        may_be_gone = self._rendezvous.store_host not in (None, self._rank)
+        self._publishing = self._start(partial(_send, _page_key(self._rank), message, may_be_gone))
 
     def _look(self, *, wait: bool = False) -> None:
         """Read the messages of the ranks of other hosts; if `wait` is false, take them in at a later call."""
@@ -274,6 +275,23 @@ class StallMonitor:
         if wanted and wanted != self._printed_for:
             self._printed_for = wanted
             stacks.print_own(self._rank)
+
+
+def _send(key: str, message: bytes, may_be_gone: bool, store: Store) -> None:
+    """Publish a page. Sends nothing if the rank that hosts the store has ended: TCPStore would print a page itself."""
+    if not may_be_gone or _listens(store):
+        store.set(key, message)  # type: ignore[arg-type]  # takes bytes, too
+
+
+def _listens(store: Store) -> bool:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        try:
+            socket.create_connection((store.host, store.port), timeout=_ANSWER_SECONDS).close()
+        except OSError:
+            return False
+    return True
 
 
 def _set(store: Store, key: str, value: str) -> None:
