@@ -55,8 +55,8 @@ SIGNATURES = {
     "broadcast_parameters": ("(model_or_state_dict: 'torch.nn.Module | Mapping[str, Any]', src: 'int' = 0) -> 'None'"),
     "device": "() -> 'torch.device'",
     "init": (
-        "(backend: 'Backend' = 'auto', *, timeout_seconds: 'float | None' = None, process_group: 'bool' = False) "
-        "-> 'World'"
+        "(backend: 'Backend' = 'auto', *, timeout_seconds: 'float | None' = None, process_group: 'bool' = False, "
+        "stall_warning_seconds: 'float | None' = None) -> 'World'"
     ),
     "is_initialized": "() -> 'bool'",
     "join": "(*objects: 'Any') -> 'Iterator[None]'",

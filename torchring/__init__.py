@@ -12,7 +12,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     norms.py        SyncBatchNorm
     collectives/    all_reduce, broadcast, ... for scripts
     transport/      messages between hosts                accelerators.py            devices with streams
-    world.py        which ranks train together
+    world.py        which ranks train together            stalls/                    who keeps the others waiting
     memory/         memory that the ranks of a host share
     rendezvous/     where ranks find each other           kernels/                   Triton kernels
 

@@ -21,6 +21,7 @@ from torchring.launch.arguments import hosts_of, positive, setting
 from torchring.launch.launcher import LAUNCHERS, LaunchError, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import Stopped, signals_raise
+from torchring.rendezvous.environment import STACKS
 
 _BENCH: Final = Path(__file__).with_name("bench")
 _PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have to remove a network
@@ -62,6 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--log-dir", metavar="DIR", help="also write what rank N prints to DIR/rankN.log, on the host where it runs"
     )
     run.add_argument("--quiet", action="store_true", help="with --log-dir: do not show it here")
+    run.add_argument(
+        "--stacks-on-stall",
+        action="store_true",
+        help="when a process waits for long, have those that it waits for print their Python stacks",
+    )
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     run.add_argument("script", nargs="?", metavar="SCRIPT", help="the Python script, or a folder with a __main__.py")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the script")
@@ -107,7 +113,8 @@ def _run(options: argparse.Namespace) -> int:
     try:
         command = [*_program(options.script, options.module), *options.arguments]
         output = OutputOptions(options.tag_output, options.log_dir, options.quiet)
-        return start(command, options.num_proc, hosts_of(options), dict(options.env), options.launcher, output)
+        env = dict(options.env) | ({STACKS: "1"} if options.stacks_on_stall else {})
+        return start(command, options.num_proc, hosts_of(options), env, options.launcher, output)
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
     return 2

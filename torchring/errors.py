@@ -25,6 +25,7 @@ class RingError(RuntimeError):
         step: optimizer step, counted from 0.
         seconds: how long this rank had waited.
         in_step: whether every rank raises at this point, so that ranks can go on together without `shutdown()`.
+        explanation: what the ranks in `peers` did last, a sentence each. Empty except in a PeerTimeoutError.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RingError(RuntimeError):
         self.step = step
         self.seconds = seconds
         self.in_step = False
+        self.explanation = ""
 
     def locate(self, *, bucket: int, parameters: Sequence[str], step: int) -> None:
         """Add where in the training step the error happened. The layer that raises the error does not know of
@@ -68,7 +70,8 @@ class RingError(RuntimeError):
             where.append(f"parameters {first} .. {last}" if first != last else f"parameter {first}")
         if self.seconds is not None:
             where.append(f"after {self.seconds:.2f} s")
-        return f"{self.message} [{', '.join(where)}]" if where else self.message
+        text = f"{self.message} [{', '.join(where)}]" if where else self.message
+        return f"{text}. {self.explanation}" if self.explanation else text
 
 
 class PlanMismatchError(RingError):
@@ -80,7 +83,11 @@ class PeerLostError(RingError):
 
 
 class PeerTimeoutError(RingError):
-    """A peer is alive but did not arrive within the timeout. `peers` names the late ranks."""
+    """A peer is alive but did not arrive within the timeout. `peers` names the late ranks.
+
+    `explanation` says what each of them did last: step, phase (forward, backward, step() or outside), since when, and
+    where in the script.
+    """
 
 
 class GradientError(RingError):

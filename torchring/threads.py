@@ -1,5 +1,5 @@
-"""A daemon thread that runs functions in order. Unlike the threads of concurrent.futures, it never holds up interpreter
-exit, because it may be waiting for a peer that is gone."""
+"""Daemon threads: one that runs functions in order, and one that calls a function now and then. Unlike the threads of
+concurrent.futures, they never hold up interpreter exit, because they may be waiting for a peer that is gone."""
 
 from __future__ import annotations
 
@@ -86,7 +86,45 @@ class SerialThread:
             del future, result, error
 
 
-_open_threads: weakref.WeakSet[SerialThread] = weakref.WeakSet()
+class PeriodicThread:
+    """Calls `method` every `seconds`, until it is closed or the object of the method is gone.
+
+    Nobody hears of what the method raises: an error that no wait of this process has caused must not end the process.
+    """
+
+    def __init__(self, name: str, method: Callable[[], object], seconds: float) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._seconds = seconds
+        # Not an Event, whose lock another thread may hold when this process forks, or a signal handler closes this.
+        self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+        _open_threads.add(self)
+        _threads.add(self._thread)
+
+    def close(self) -> None:
+        """The thread ends when a call that is under way returns."""
+        self._stop.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the closed thread to end."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _work(self) -> None:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                self._stop.get(timeout=self._seconds)
+                return
+            method = self._method()
+            if method is None:
+                return
+            with contextlib.suppress(Exception):
+                method()
+            del method
+
+
+_open_threads: weakref.WeakSet[SerialThread | PeriodicThread] = weakref.WeakSet()
 # A SerialThread may be garbage while its thread still runs, so threads are kept apart.
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _JOIN_SECONDS: Final = 1.0  # for threads that are not stuck
@@ -105,8 +143,8 @@ def _end_all() -> None:
     for callback in _at_last:
         with contextlib.suppress(Exception):  # the threads have to be joined all the same
             callback()
-    for serial_thread in list(_open_threads):
-        serial_thread.close()
+    for open_thread in list(_open_threads):
+        open_thread.close()
     end = time.monotonic() + _JOIN_SECONDS
     for thread in list(_threads):
         thread.join(max(0.0, end - time.monotonic()))

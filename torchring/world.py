@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import json
+import math
 import os
 import sys
 import threading
@@ -22,7 +23,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from torchring.errors import PeerLostError, RingError, TopologyError, decode_error, encode_error, with_way_out
+from torchring.errors import (
+    PeerLostError,
+    PeerTimeoutError,
+    RingError,
+    TopologyError,
+    decode_error,
+    encode_error,
+    with_way_out,
+)
 from torchring.memory.host import HostGroup, connect
 from torchring.rendezvous.environment import (
     CHOICE,
@@ -35,6 +44,8 @@ from torchring.rendezvous.environment import (
 )
 from torchring.rendezvous.rendezvous import Rendezvous, ended_key
 from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
+from torchring.stalls.monitor import WARNING_SECONDS, StallMonitor, warn_of_absent
+from torchring.stalls.page import PAGE_BYTES, Progress
 
 _T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
@@ -75,12 +86,14 @@ class World:
         store_host: the rank whose process hosts the store; None if no rank's process does.
         backend: the engine between hosts, "gloo" or "mpi"; the same on every rank.
         job: the launcher's name for the job that all these ranks belong to; "" if the launcher gives none.
+        stall_warning_seconds: how long this rank waits before it logs which rank is missing; 0 for never.
 
     Attributes:
         host: the ranks that share memory with this rank.
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
         num_cores: number of processor cores that the ranks of this host may use together.
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
+        progress: where this rank says what it is doing. None in a world of one.
         failure: the error that broke this world. A broken world sends nothing more.
         opening: lock of the thread that opens what all threads share.
         is_joining: whether the script is inside `torchring.join`, where ranks may have ended that take part in
@@ -100,18 +113,22 @@ class World:
         store_host: int | None = None,
         backend: str = "gloo",
         job: str = "",
+        stall_warning_seconds: float = WARNING_SECONDS,
     ) -> None:
         self.rank = rank
         self.size = size
         self.launcher = launcher
         self.backend = backend
         self.timeout_seconds = timeout_seconds
+        self.stall_warning_seconds = stall_warning_seconds
         self.rendezvous: Rendezvous | None = None
         self.host: HostGroup | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ((rank,),)
         self.num_cores = len(os.sched_getaffinity(0))
         self.is_open = True
         self.num_reductions = 0
+        self.progress: Progress | None = None
+        self._stalls: StallMonitor | None = None
         self.failure: RingError | None = None
         self.opening = threading.RLock()
         self._told_of_failure: weakref.WeakSet[Fails] = weakref.WeakSet()
@@ -140,11 +157,13 @@ class World:
         """Find out which ranks share memory, and check that all ranks were given the same backend."""
         self.rendezvous = rendezvous
         rendezvous.store_host = store_host
+        rendezvous.on_wait = warn_of_absent(self.rank, self.stall_warning_seconds)
         rendezvous.check_job(job)
         rendezvous.agree_on_size()
         rendezvous.claim_rank()
         self.host = connect(rendezvous)
         rendezvous.watch = self.host.check_peers
+        self._watch_stalls(rendezvous, self.host)
         mine = {"host": self.host.ranks, "cores": sorted(os.sched_getaffinity(0)), "backend": self.backend}
         cards = [json.loads(text) for text in rendezvous.all_gather("world", json.dumps(mine).encode())]
         if len(first := {card["backend"]: peer for peer, card in reversed([*enumerate(cards)])}) > 1:
@@ -153,6 +172,13 @@ class World:
         self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
         self.num_cores = len(set().union(*(cards[peer]["cores"] for peer in self.host.ranks)))
         rendezvous.confirm_opening()
+
+    def _watch_stalls(self, rendezvous: Rendezvous, host: HostGroup) -> None:
+        """From now on the ranks see what this rank is doing."""
+        self._stalls = StallMonitor(rendezvous, host, host.allocate(PAGE_BYTES), self.stall_warning_seconds)
+        self.on_close(self._stalls.close)
+        self.progress = self._stalls.progress
+        rendezvous.on_wait = host.on_wait = self.progress.await_ranks
 
     @property
     def node_rank(self) -> int:
@@ -211,7 +237,11 @@ class World:
             reason = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
             text = with_way_out(f"{what} was interrupted by {reason}, so ranks are out of step")
             cause = RingError(text, rank=self.rank, peers=(self.rank,))
-        self.fail(cause)
+        try:
+            if isinstance(cause, PeerTimeoutError) and self._stalls is not None and not cause.explanation:
+                cause.explanation = self._stalls.explain(cause.peers)
+        finally:
+            self.fail(cause)
 
     def raise_if_broken(self) -> None:
         """Raise the error that broke this world, if there is one."""
@@ -293,7 +323,13 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def init(backend: Backend = "auto", *, timeout_seconds: float | None = None, process_group: bool = False) -> World:
+def init(
+    backend: Backend = "auto",
+    *,
+    timeout_seconds: float | None = None,
+    process_group: bool = False,
+    stall_warning_seconds: float | None = None,
+) -> World:
     """Join the world that the launcher started. Collective. `wrap` and the collectives call init() themselves.
 
     If the script has made a process group, torchring uses its rank, size and store, and nothing else of it: the
@@ -306,12 +342,16 @@ def init(backend: Backend = "auto", *, timeout_seconds: float | None = None, pro
         process_group: also make torch.distributed's default process group, unless the script has made one: over NCCL
             for tensors on a GPU, over Gloo for others. `DistributedSampler(dataset)` and metrics that call `dist.*`
             need a process group. `shutdown()` destroys a process group that init() has made.
+        stall_warning_seconds: a rank that has waited for others for that long logs a warning through
+            `logging.getLogger("torchring")`, once for each wait: which ranks are missing, and what each of them did
+            last. Default: 30. 0 turns the warning off. Ranks may have different values.
 
     Returns:
         The default world. A second call returns the same world.
 
     Raises:
-        ValueError: the backend is unknown, the timeout is not positive, or the open world has another one.
+        ValueError: the backend is unknown, the timeout is not positive, stall_warning_seconds is negative, or the open
+            world has another one.
         TopologyError: the launcher's environment is incomplete, ranks were told different world sizes or backends,
             processes that were launched as one job would each see a world of size 1, or the launcher did not start MPI.
         PeerTimeoutError: a rank did not show up.
@@ -323,21 +363,30 @@ def init(backend: Backend = "auto", *, timeout_seconds: float | None = None, pro
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if timeout_seconds is not None and not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds!r}")
+    if stall_warning_seconds is not None and not 0 <= stall_warning_seconds < math.inf:
+        raise ValueError(f"stall_warning_seconds must be finite and not negative, got {stall_warning_seconds!r}")
     if _default is None:
-        _default = _join(backend, DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds)
+        _default = _join(
+            backend,
+            DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds,
+            WARNING_SECONDS if stall_warning_seconds is None else stall_warning_seconds,
+        )
     else:
-        _check_open_world(_default, backend, timeout_seconds)
+        _check_open_world(_default, backend, timeout_seconds, stall_warning_seconds)
     if process_group:
         _make_process_group(_default)
     return _default
 
 
-def _check_open_world(world: World, backend: Backend, timeout_seconds: float | None) -> None:
+def _check_open_world(
+    world: World, backend: Backend, timeout_seconds: float | None, stall_warning_seconds: float | None
+) -> None:
     """Raise unless `world`, which is open, is what init() was asked for."""
     if world.size == 1:
         _refuse_to_stay_alone()
     for name, wanted, own in (
         ("timeout_seconds", timeout_seconds, world.timeout_seconds),
+        ("stall_warning_seconds", stall_warning_seconds, world.stall_warning_seconds),
         ("backend", backend, world.backend),
     ):
         if wanted not in (None, "auto", own):
@@ -347,7 +396,7 @@ def _check_open_world(world: World, backend: Backend, timeout_seconds: float | N
             )
 
 
-def _join(backend: Backend, timeout_seconds: float) -> World:
+def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float) -> World:
     """Open the world that the launcher, or the script's process group, describes. Collective."""
     global _num_inits, _pid
     launch = _launched()
@@ -383,6 +432,7 @@ def _join(backend: Backend, timeout_seconds: float) -> World:
         store_host=store_host,
         backend="gloo" if backend == "auto" else backend,
         job=launch.job,
+        stall_warning_seconds=stall_warning_seconds,
     )
     if world.size > 1:
         os.environ[MEMBER] = membership(os.environ, _pid, world.rank, world.size, world.local_rank)

@@ -49,11 +49,13 @@ class InterruptionGuard:
                 text = with_way_out(f"{what} was called inside {earlier}, or after {earlier} was interrupted")
                 raise RingError(text, rank=self._world.rank, peers=(self._world.rank,))
             self._under_way[thread] = what
+            self._name(thread, what)
             while not self._turn.acquire(timeout=_LOOK_SECONDS):
                 self._world.raise_if_broken()
             result = operation()
             self._turn.release()
             del self._under_way[thread]
+            self._unname(thread, what)
             is_over = True
             return result
         except BaseException as error:
@@ -62,6 +64,16 @@ class InterruptionGuard:
             if getattr(error, "in_step", False):
                 self._turn.release()
                 del self._under_way[thread]
+                self._unname(thread, what)
                 raise
             self._world.break_off(what, error)
             raise
+
+    def _name(self, thread: int, what: str) -> None:
+        """Have messages about waits name the outermost operation that this thread is in."""
+        if (progress := self._world.progress) is not None:
+            progress.operations.setdefault(thread, what)
+
+    def _unname(self, thread: int, what: str) -> None:
+        if (progress := self._world.progress) is not None and progress.operations.get(thread) is what:
+            del progress.operations[thread]

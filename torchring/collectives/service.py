@@ -49,6 +49,7 @@ class Collectives:
         self._calls = InterruptionGuard(world)
         self._in_background = InterruptionGuard(world)
         self._last: Future[Any] | None = None
+        self._track = None if world.progress is None else world.progress.open_track(name)
         world.on_close(self.close)
 
     @run_eagerly
@@ -59,7 +60,7 @@ class Collectives:
         def in_turn() -> _T:
             if self._last is not None and not self._last.done():
                 return self._start(what, operation).result()
-            return operation(self._opened())
+            return self._operate(what, operation)
 
         return self._calls.run(what, in_turn)
 
@@ -70,13 +71,18 @@ class Collectives:
         return self._calls.run(what, lambda: self._start(what, operation))
 
     def _start(self, what: str, operation: Callable[[Backend], _T]) -> Future[_T]:
-        future = self._background.submit(lambda: self._in_background.run(what, lambda: operation(self._opened())))
+        future = self._background.submit(lambda: self._in_background.run(what, lambda: self._operate(what, operation)))
         self._last = future
         return future
 
     def _refuse_in_join(self, what: str) -> None:
         if self._is_scripts:
             self.world.refuse_in_join(what)
+
+    def _operate(self, what: str, operation: Callable[[Backend], _T]) -> _T:
+        if self._track is None:  # a world of one
+            return operation(self._opened())
+        return self._track.run(what, lambda: operation(self._opened()))
 
     def _opened(self) -> Backend:
         if self._backend is None:

@@ -162,7 +162,7 @@ class BufferSync:
 
     @property
     def names(self) -> list[str]:
-        return [spec.name for spec in self._layout.specs]
+        return self._layout.names
 
     @property
     def wire(self) -> Any:
@@ -281,7 +281,7 @@ class _Layout:
     are. A count says how many ranks have contributed a buffer.
 
     Attributes:
-        specs: in the order of the wire.
+        specs: in the order of the wire; and their names.
         numel: of the wire.
         wire: see `attach`.
     """
@@ -290,6 +290,7 @@ class _Layout:
 
     def __init__(self, specs: Sequence[BufferSpec], mode: SyncBuffers, world: World) -> None:
         self.specs = sorted(specs, key=lambda spec: (not spec.has_mean, spec.is_wide))  # stable: alike on all ranks
+        self.names = [spec.name for spec in self.specs]
         self._size = world.size
         self._is_mean = mode == "mean"
         self._is_mine = [world.rank == 0 or (self._is_mean and spec.has_mean) for spec in self.specs]

@@ -110,7 +110,8 @@ class Reduction:
         self._sparse = SparseReduction(
             world, self.specs, self.parameters, options.scale(world.size), is_sum=options.op == "sum"
         )
-        self.scheduler = Scheduler((), self.mover, self._sparse.mark_local)
+        self._track = world.progress.open_numbered_track("gradients") if world.progress is not None else None
+        self.scheduler = Scheduler((), self.mover, self._sparse.mark_local, self._track)
         self._add(specs, parameters, plan)
         self.buffers: BufferSync | None = None
         if options.sync_buffers is not None and buffers:
@@ -261,6 +262,8 @@ class Reduction:
     def close(self) -> None:
         """End threads and links. Gradients stay where they are."""
         self.mover.close()
+        if self._track is not None and self.world.progress is not None:
+            self.world.progress.close_track(self._track)
 
     def _open_mover(self, plan: Plan, device: torch.device) -> tuple[Mover[Any], Choice]:
         world, options, wires = self.world, self._options, wires_of(plan)

@@ -23,6 +23,7 @@ from torchring.allreduce import TAGS_PER_ROUND, Mover, NonFinite, PendingReducti
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.plan import ControlBits
+from torchring.stalls.page import Track, Wait
 
 _T = TypeVar("_T")
 
@@ -89,6 +90,7 @@ class Scheduler:
         buckets: in plan order.
         mover: reduces the buckets.
         mark_sparse: called with the index of a parameter that is in no bucket and has a new gradient.
+        track: where other ranks see which buckets this rank has launched, and for which one it waits.
 
     Attributes:
         last: leaves after all buckets, if there is anything.
@@ -99,13 +101,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], mover: Mover[Any], mark_sparse: Callable[[int], None] | None = None
+        self,
+        buckets: Sequence[Bucket],
+        mover: Mover[Any],
+        mark_sparse: Callable[[int], None] | None = None,
+        track: Track | None = None,
     ) -> None:
         self.buckets: list[Bucket] = []
         self.last: Reducible | None = None
         self._slots: dict[int, tuple[Bucket, int]] = {}  # by parameter index: its bucket, and its slot there
         self._mover = mover
         self._mark_sparse = mark_sparse or _refuse_sparse
+        self._track = track or Track.private("gradients")
         self.install(buckets)
 
         # The round
@@ -202,6 +209,7 @@ class Scheduler:
         for bucket in self.buckets:
             bucket.close_round(scale)
         self.round.is_over = True
+        self._track.finish(self.round.next_number * TAGS_PER_ROUND - 1)
         self._keep_order()
 
     def abandon(self) -> None:
@@ -235,7 +243,8 @@ class Scheduler:
         bucket.begin_reduce()
         started = time.perf_counter()
         scale, tag = bucket.reduce_scale, self.round.number * TAGS_PER_ROUND + bucket.index
-        reduction = self._locating(bucket, lambda: self._mover.start(bucket.wire, scale=scale, tag=tag))
+        self._track.begin(tag)
+        reduction = self._waiting(bucket, lambda: self._mover.start(bucket.wire, scale=scale, tag=tag))
         self._pending.append((bucket, reduction))
         self._stood_still(time.perf_counter() - started)
         self.advance()
@@ -250,10 +259,10 @@ class Scheduler:
         pending, self._pending = self._pending, []
         self._num_advanced, self.is_waiting = 0, False
         for bucket, reduction in pending:
-            self._locating(bucket, reduction.contribute)
+            self._waiting(bucket, reduction.contribute)
         problem: GradientError | None = None
         for bucket, reduction in pending:
-            non_finite = self._locating(bucket, reduction.wait)
+            non_finite = self._waiting(bucket, reduction.wait)
             if discard or problem is not None:
                 continue
             try:
@@ -272,6 +281,11 @@ class Scheduler:
         self.round.exposed_seconds += seconds
         if not self._mover.in_background:
             self.round.busy_seconds += seconds
+
+    def _waiting(self, bucket: Reducible, operation: Callable[[], _T]) -> _T:
+        """Have other ranks, and warnings, say that this rank waits for a bucket."""
+        wait = Wait("the reduction of gradients", self.round.step, bucket.index, bucket.names[0])
+        return self._track.waiting(wait, lambda: self._locating(bucket, operation))
 
     def _locating(self, bucket: Reducible, operation: Callable[[], _T]) -> _T:
         """Have errors between ranks say which bucket it was."""

@@ -24,6 +24,7 @@ from torchring.gradients.reduction import Reduction
 from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.sparse import NonFiniteGradient
 from torchring.gradients.weights import ON_RESULTS
+from torchring.stalls.page import Phase
 
 
 class GradientSync:
@@ -118,6 +119,7 @@ class GradientSync:
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
         if not self.in_backward:
+            self._enter(Phase.BACKWARD)
             self._begin(reduces=self._next_reduces())
         self.watch.arm()
 
@@ -132,6 +134,7 @@ class GradientSync:
         elif self._no_sync_depth == 0:
             self._num_backwards += 1
         self.in_backward = False
+        self._enter(Phase.OUTSIDE)
         self._end_zero_weight()
         if reduces:
             sums = self.reduction.control_sums
@@ -218,10 +221,12 @@ class GradientSync:
 
     def before_step(self) -> None:
         """The optimizer is about to write to the parameters: note whether somebody else has."""
+        self._enter(Phase.STEP)
         self._replicas.has_changed()
 
     def accept_parameters(self) -> None:
-        """The parameters are as the optimizer has left them."""
+        """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
+        self._enter(Phase.OUTSIDE)
         self._replicas.accept()
 
     def has_stepped(self) -> None:
@@ -229,6 +234,7 @@ class GradientSync:
         self._replicas.accept()
         self._write_buffers()
         self.num_steps += 1
+        self._enter(Phase.OUTSIDE)
 
     def take_over(self, src: int) -> None:
         """Collective: this rank's parameters have become those of rank `src`, and no gradient is left."""
@@ -291,6 +297,7 @@ class GradientSync:
         if skips:
             self.num_skipped_steps += 1
             self._write_buffers()
+            self._enter(Phase.OUTSIDE)
             return False
         rank, name, _ = non_finite
         origin = "the sum over ranks overflowed" if rank is None else f"NaN or infinity came from rank {rank}"
@@ -301,6 +308,12 @@ class GradientSync:
             parameters=(name,),
             step=self.num_steps,
         )
+
+    def _enter(self, phase: Phase) -> None:
+        """Other ranks see what this rank is doing."""
+        progress = self.reduction.world.progress
+        if progress is not None:
+            progress.enter(phase, self.num_steps)
 
     def _next_reduces(self) -> bool:
         """Whether the backward that begins now is to reduce. Raises GradientError if it could not be reduced right."""

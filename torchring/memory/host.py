@@ -77,6 +77,7 @@ class HostGroup:
     Attributes:
         ranks: their world ranks, ascending. Always contains `rank`.
         index: position of this rank in `ranks`.
+        on_wait: see `Rendezvous`.
     """
 
     def __init__(self, rank: int, peers: Sequence[_Peer], timeout_seconds: float) -> None:
@@ -84,6 +85,7 @@ class HostGroup:
         self.ranks = tuple(sorted([rank, *(peer.rank for peer in peers)]))
         self.index = self.ranks.index(rank)
         self.timeout_seconds = timeout_seconds
+        self.on_wait: Callable[[Sequence[int], float], None] | None = None
         self._peers = {peer.rank: peer for peer in peers}
         self._num_blocks = 0
         self._is_closed = False
@@ -204,13 +206,24 @@ class HostGroup:
                     if list(needed()) != list(late):
                         continue
                     raise
-                if late and time.monotonic() - started > self.timeout_seconds + grace_seconds:
+                waited = time.monotonic() - started
+                if late and self.on_wait is not None:
+                    self.on_wait(late, waited)
+                if late and waited > self.timeout_seconds + grace_seconds:
                     names = ", ".join(f"rank {rank}" for rank in late)
                     raise PeerTimeoutError(f"{names} alive, but did not arrive", rank=self.rank, peers=late)
         except RingError as error:
             error.seconds = time.monotonic() - started
             self.report_failure(error)
             raise
+        finally:
+            if self.on_wait is not None:
+                self.on_wait((), 0.0)
+
+    def process_of(self, rank: int) -> tuple[int, int] | None:
+        """(pid, pidfd) of a peer. None if the peer is a thread of this process, or not visible here, or gone."""
+        peer = self._peers.get(rank)
+        return (peer.pid, peer.pidfd) if peer is not None and peer.pidfd >= 0 else None
 
     def _send(self, peer: _Peer, message: bytes, descriptor: int) -> None:
         try:

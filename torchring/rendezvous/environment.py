@@ -27,6 +27,7 @@ from torchring.errors import TopologyError
 CHOICE: Final = "TORCHRING_LAUNCHER"
 MEMBER: Final = "TORCHRING_MEMBER"
 JOB: Final = "TORCHRING_JOB"  # from `torchring run`
+STACKS: Final = "TORCHRING_STACKS_ON_STALL"  # from `torchring run --stacks-on-stall`
 _PART: Final = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")  # of a host list; commas inside brackets stay
 _FIRST_PORT: Final = 15_000  # below those that Linux hands out to clients, 32768 and up
 _NUM_PORTS: Final = 15_000

@@ -47,6 +47,8 @@ class Rendezvous:
     Attributes:
         watch: raises if one of the given ranks is known to be dead. None until there is a way to know.
         store_host: the rank whose process hosts the store. None if another process hosts the store.
+        on_wait: called now and then while this rank waits for ranks: with the ranks, and the seconds so far. Called
+            without ranks when the wait is over.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
@@ -56,6 +58,7 @@ class Rendezvous:
         self.timeout_seconds = timeout_seconds
         self.watch: Callable[[Sequence[int]], None] | None = None
         self.store_host: int | None = None
+        self.on_wait: Callable[[Sequence[int], float], None] | None = None
         self._num_all_gathers: dict[str, int] = {}
         self._published_once: dict[str, bytes] = {}
         self._store_calls = _CallsWithDeadline()
@@ -144,6 +147,15 @@ class Rendezvous:
         Raises PeerTimeoutError that names the owner if the key does not appear in time, or the error that another rank
         passed to `give_up`.
         """
+        try:
+            self._wait_for(key, owner)
+        finally:
+            if self.on_wait is not None:
+                self.on_wait((), 0.0)
+        value: bytes = self._call(lambda: self.store.get(key))
+        return value
+
+    def _wait_for(self, key: str, owner: int) -> None:
         started = time.monotonic()
         pause = 0.0005
         # Polling, because TCPStore.wait with a short timeout prints a C++ warning each time the timeout passes.
@@ -164,10 +176,10 @@ class Rendezvous:
                         break
                     raise
             self.raise_if_given_up()
+            if self.on_wait is not None:
+                self.on_wait((owner,), waited)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
-        value: bytes = self._call(lambda: self.store.get(key))
-        return value
 
     def all_gather(self, name: str, value: bytes) -> list[bytes]:
         """All-gather small values: returns the value of every rank, in rank order. Every rank must call it."""
@@ -179,6 +191,13 @@ class Rendezvous:
     def is_published(self, key: str) -> bool:
         """Whether `key` is there already. Does not wait for `key`."""
         return bool(self._call(lambda: self.store.check([key])))
+
+    def start(self, operation: Callable[[Store], _T]) -> Future[_T]:
+        """Call `operation` with the store, after the calls under way. Does not wait; nobody else hears of errors.
+
+        Raises dist.DistNetworkError if the store is known to be gone.
+        """
+        return self._store_calls.start(lambda: operation(self.store))
 
     def give_up(self, error: RingError) -> None:
         """Have every rank that waits in `fetch`, now or later, raise `error` instead of waiting for the timeout."""
@@ -227,6 +246,22 @@ class _CallsWithDeadline:
         self._broken: dist.DistNetworkError | None = None
         # Ends the thread when this object is gone. At exit the thread ends by itself.
         weakref.finalize(self, self._worker.close).atexit = False
+
+    def start(self, operation: Callable[[], _T]) -> Future[_T]:
+        """Run `operation` without waiting for what it returns or raises."""
+        with self._submitting:
+            if self._broken is not None:
+                raise self._broken
+            return self._worker.submit(lambda: self._noting(operation))
+
+    def _noting(self, operation: Callable[[], _T]) -> _T:
+        if self._broken is not None:  # since this was submitted
+            raise self._broken
+        try:
+            return operation()
+        except dist.DistNetworkError as error:
+            self._broken = error
+            raise
 
     def call(self, operation: Callable[[], _T], seconds: float) -> _T:
         """What `operation` returns or raises. FutureTimeout after `seconds`, or if an earlier operation still runs."""
