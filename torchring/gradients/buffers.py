@@ -281,7 +281,8 @@ class _Layout:
     are. A count says how many ranks have contributed a buffer.
 
     Attributes:
-        specs: in the order of the wire; and their names.
+        specs: in the order of the wire.
+        names: of the buffers, in this order.
         numel: of the wire.
         wire: see `attach`.
     """
