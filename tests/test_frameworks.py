@@ -152,7 +152,7 @@ def _lightning(rank: int) -> dict[str, Any]:
 
 
 def _buffers_and_copies(rank: int) -> dict[str, Any]:
-    """What DDP does and torchring leaves to the script."""
+    """What DDP does in its constructor and in forward; copies of the model are left to the script."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
     torchring.broadcast_parameters(model)
@@ -160,10 +160,8 @@ def _buffers_and_copies(rank: int) -> dict[str, Any]:
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model)
     model(torch.randn(16, 8)).square().mean().backward()
     optimizer.step()
-    before = digest(model.buffers())
-    torchring.broadcast_parameters(dict(model.named_buffers()))
     return {"teacher": digest(teacher.parameters()), "student": digest(model.parameters()),
-            "before": before, "after": digest(model.buffers())}  # fmt: skip
+            "buffers": digest(model.buffers())}  # fmt: skip
 
 
 def _all(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
@@ -211,6 +209,5 @@ def test_ten_lines_change() -> None:
 def test_buffers_and_copies(outcomes: list[Any]) -> None:
     found = [rank["_buffers_and_copies"] for rank in outcomes]
     assert_same_on_all_ranks([rank["teacher"] for rank in found])
-    assert_same_on_all_ranks([rank["after"] for rank in found])
-    assert found[0]["before"] != found[1]["before"]
+    assert_same_on_all_ranks([rank["buffers"] for rank in found])
     assert found[0]["teacher"] == found[0]["student"]

@@ -311,7 +311,7 @@ def test_optimizer_state_from_a_peer_runs_no_code(tmp_path: Path) -> None:
     The sender, who would refuse to send it, is one that does not look.
     """
     sender, receiver = run_ranks(_receive_traps, 2, str(tmp_path))
-    assert sender.startswith("rank 1 could not read the optimizer's state: UnpicklingError")
+    assert sender.startswith("rank 1 could not read its optimizer's state: UnpicklingError")
     assert receiver.startswith("refused, lr 0.25: ")
     assert "mkdir" in receiver
     assert [path.name for path in tmp_path.iterdir()] == ["object"]

@@ -15,7 +15,7 @@ from soak_cases import Batch, Case, Part, Step, check
 _CASES_PER_BATCH = 4  # at least
 
 
-@pytest.mark.parametrize(("num_ranks", "num_batches"), [(1, 3), (2, 6), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "num_batches"), [(1, 2), (2, 4), (3, 2), (4, 1)])
 def test_random_trainings_agree_with_one_process(num_ranks: int, num_batches: int) -> None:
     counts: Counter[str] = Counter()
 
