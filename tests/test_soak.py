@@ -27,7 +27,8 @@ def test_random_trainings_agree_with_one_process(num_ranks: int, num_batches: in
     run()
     print(counts)
     assert counts["cases"] >= num_batches * _CASES_PER_BATCH
-    assert {"weights", "several backwards", "several optimizers", "synchronize()"} <= counts.keys()
+    if num_ranks == 2:
+        assert {"weights", "several backwards", "several optimizers", "synchronize()"} <= counts.keys()
 
 
 _CASE = Case(
