@@ -188,9 +188,9 @@ def compare(name: str, build: Callable[[], Workload], options: argparse.Namespac
     def prepare(rival: str) -> None:
         for others in members.values():
             for member in others:
-                group.leave(member)
+                group.remove(member)
         for member in members[rival]:
-            group.join(member)
+            group.add(member)
 
     spreads = measure.take_turns(
         {rival: functools.partial(t.step, workload, batches) for rival, t in trainers.items()},

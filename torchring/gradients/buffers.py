@@ -85,8 +85,8 @@ class BufferSpec:
 def buffer_specs(model: torch.nn.Module) -> list[BufferSpec]:
     """The buffers that may differ between ranks, each once.
 
-    Left out: buffers of SyncBatchNorm layers, which are equal anyway, and what nobody can write to (sparse, expanded,
-    without a shape).
+    Left out: buffers of SyncBatchNorm layers, which are equal anyway, and what cannot be averaged or written to:
+    sparse, expanded and quantized tensors, and those without a shape.
     """
     seen: set[int] = set()
     specs = []
@@ -105,7 +105,7 @@ def buffer_specs(model: torch.nn.Module) -> list[BufferSpec]:
 
 
 def _is_writable(buffer: torch.Tensor) -> bool:
-    if isinstance(buffer, torch.nn.parameter.UninitializedBuffer):
+    if isinstance(buffer, torch.nn.parameter.UninitializedBuffer) or buffer.is_quantized:
         return False
     try:
         check_dense(buffer)

@@ -46,10 +46,10 @@ class OptimizerGroup:
     def are_several(self) -> bool:
         return len(self._members) > 1
 
-    def join(self, member: GradientSync) -> None:
+    def add(self, member: GradientSync) -> None:
         self._members.append(member)
 
-    def leave(self, member: GradientSync) -> None:
+    def remove(self, member: GradientSync) -> None:
         if member in self._members:
             self._members.remove(member)
 

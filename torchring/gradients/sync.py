@@ -85,7 +85,7 @@ class GradientSync:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._num_wrappers_seen = -1  # ModuleWrappers.num_built when these parameters were checked last
         self._group = reduction.world.shared(OptimizerGroup)
-        self._group.join(self)
+        self._group.add(self)
         self._attach()
 
     @property
@@ -109,7 +109,7 @@ class GradientSync:
             handle.remove()
         self._handles = []
         self._end_zero_weight()
-        self._group.leave(self)
+        self._group.remove(self)
         self.reduction.close()
         if not self.in_backward:
             self.watch.close()  # the two refer to each other; a closed watch needs no garbage collector
