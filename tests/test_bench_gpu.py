@@ -417,6 +417,7 @@ def check_rows(rows: list[dict[str, Any]], section: str, *keys: str) -> list[dic
     return found
 
 
+@pytest.mark.grid
 def test_gpu(tmp_path: Path) -> None:
     """As a user starts it, for the sections that take no kernels of ours between ranks."""
     out = tmp_path / "results.json"
