@@ -72,8 +72,10 @@ def _steps(
         if zero == "kept" and (is_sum or was_poisoned or (is_weighted and may_accumulate)):
             zero = "none"
         adds_to_results = zero == "kept" or (how == "each" and num_micros > accumulate)
-        sizes = st.tuples(*[st.integers(0 if is_weighted else 1, 5)] * num_ranks)
-        if adds_to_results:  # a mean over no samples at all is refused
+        # Where a mean over no samples at all is refused, a rank that does not skip has some.
+        may_be_none = is_weighted and not (adds_to_results and most_skip)
+        sizes = st.tuples(*[st.integers(0 if may_be_none else 1, 5)] * num_ranks)
+        if adds_to_results:
             sizes = sizes.filter(any)
         samples = tuple(draw(sizes) for _ in range(num_micros))
         of = Step(samples, how, zero, is_one_graph=draw(st.booleans()), clips=draw(st.integers(0, 3)) == 3)
