@@ -364,7 +364,7 @@ class DistributedOptimizer(Optimizer):
             ValueError: the weight is out of range; op="sum", which has no mean; this optimizer is closed.
             GradientError: called twice before a backward, called inside one, or some of the backwards that are reduced
                 together have a weight and others have none. `backward()` raises GradientError on all ranks if some of
-                them have not called `weigh`.
+                them have not called `weigh`, or if all weights are 0 and `.grad` holds gradients of an earlier one.
         """
         value = check_weight(weight)
         if self._options.op == "sum":
