@@ -447,6 +447,23 @@ def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_s
         assert trained == str([[0.5 - 0.125, 0.5 - 0.125], [0.5 - 0.125, 0.5 - 0.125], [1.0, 1.0]])
 
 
+def _thawed_without_samples(rank: int, size: int) -> list[Any]:
+    """A parameter thaws in a step in which no rank has samples: a second round for the same backward."""
+    w, late = nn.Parameter(torch.ones(1).double()), nn.Parameter(torch.ones(1).double(), requires_grad=False)
+    optimizer = torchring.wrap(torch.optim.SGD([w, late], lr=0.1))
+    for step in range(3):
+        late.requires_grad_(step > 0)
+        optimizer.zero_grad()
+        optimizer.weigh(0 if step < 2 else 1)
+        (w * late).sum().backward()
+        optimizer.step()
+    return [w.tolist(), late.tolist()]
+
+
+def test_a_parameter_thaws_where_no_rank_has_samples() -> None:
+    assert run_pooled(_thawed_without_samples, 2) == [[[0.9], [0.9]]] * 2
+
+
 def _on_results(rank: int, size: int) -> list[Any]:
     """Without zero_grad(), a backward adds to the result of an earlier one."""
     w = nn.Parameter(torch.zeros(1).double())

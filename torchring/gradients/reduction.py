@@ -133,7 +133,9 @@ class Reduction:
         self.scheduler.forget_order()  # the order knows nothing of the new parameters
         self._add(specs, parameters, self._plan(specs))
 
-    def begin(self, *, step: int, hold: bool, control_bits: ControlBits, is_absent: bool = False) -> None:
+    def begin(
+        self, *, step: int, hold: bool, control_bits: ControlBits, is_absent: bool = False, is_again: bool = False
+    ) -> None:
         """A round begins: its first gradient is about to arrive, or `finish` to be called.
 
         Sends nothing, except before the second round: the first round has shown the order in which gradients become
@@ -143,13 +145,14 @@ class Reduction:
 
         Args:
             is_absent: this rank has no gradient, and does not count.
+            is_again: another round for the same backward, which has left its results in `.grad`.
         """
         scheduler = self.scheduler
         scheduler.settle()
         if scheduler.ready_order is not None and not hold:
             self._rebuild(scheduler.ready_order)
         share = self._share = self.weights.share(is_absent=is_absent)
-        self._may_lose_results = share.weight == 0.0 and self.holds_results()
+        self._may_lose_results = share.weight == 0.0 and not is_again and self.holds_results()
         control_bits = control_bits._replace(
             is_weighted=int(share.weight is not None),
             is_unweighted=int(share.is_unweighted),

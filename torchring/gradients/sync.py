@@ -369,7 +369,7 @@ class GradientSync:
         """The outermost backward is about to return."""
         self._group.finish_backward(self)
 
-    def _begin_round(self, *, hold: bool) -> None:
+    def _begin_round(self, *, hold: bool, is_again: bool = False) -> None:
         bits = ControlBits(
             odd_steps=self.num_steps % 2,
             parameters_changed=int(self._replicas.has_changed()),
@@ -377,7 +377,7 @@ class GradientSync:
             has_ended=int(self._group.has_ended),
         )
         is_absent = self._group.is_skipping and not self._weights.num_backwards
-        self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits, is_absent=is_absent)
+        self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits, is_absent=is_absent, is_again=is_again)
 
     def _finish_round(self) -> None:
         self.reduction.finish()
@@ -387,7 +387,7 @@ class GradientSync:
 
     def _reduce_now(self) -> None:
         """A round of its own for what is local, outside backward."""
-        self._begin_round(hold=True)
+        self._begin_round(hold=True, is_again=True)
         self.reduction.finish()
 
     def _synchronize(self) -> None:
