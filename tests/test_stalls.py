@@ -683,6 +683,24 @@ def test_only_ranks_that_all_wait_are_locked() -> None:
     assert "none of them can go on" in describe_wait(0, wait_for(), {1: waiting, 2: waiting}, 30.0, 30.0)
     assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting, 2: computing}, 30.0, 30.0)
     assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting}, 300.0, 300.0), "not for long"
+    for stopped in (Peer(snapshot(3, waits=True), is_stopped=True), Peer(snapshot(3, waits=True), is_silent=True)):
+        assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting, 2: stopped}, 30.0, 30.0)
+
+
+def test_a_long_place_keeps_its_line_and_a_longer_one_is_no_old_one() -> None:
+    page = memoryview(bytearray(PAGE_BYTES))
+    progress = Progress(page)
+    folder = "層" * 300
+    code = compile("def f(): return look(thread)\nresult = f()", f"/{folder}/file.py", "exec")
+    names: dict[str, object] = {"look": place_of, "thread": threading.get_ident()}
+    exec(code, names)
+    _, place = names["result"]  # type: ignore[misc]
+    assert str(place).startswith(f"…{'層' * 112}/file.py:1 in f")
+    for text, kept in (("a.py:1 in f", "a.py:1 in f"), ("層" * 400, "層" * 400), ("\x00" * 400, "\x00" * 100)):
+        progress.write_sample(Phase.OUTSIDE, text, ())
+        found = read_page(page)
+        assert found is not None
+        assert found.place == kept
 
 
 def test_a_private_track_is_no_trouble() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import logging
 import queue
 import threading
 import time
@@ -15,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 _T = TypeVar("_T")
+_logger: Final = logging.getLogger("torchring")
 _Task = tuple["Future[Any]", Callable[[], Any]]
 
 
@@ -89,7 +91,8 @@ class SerialThread:
 class PeriodicThread:
     """Calls `method` every `seconds`, until it is closed or the object of the method is gone.
 
-    Nobody hears of what the method raises: an error that no wait of this process has caused must not end the process.
+    What the method raises is logged, as debugging information: an error that no wait of this process has caused must
+    not end the process.
     """
 
     def __init__(self, name: str, method: Callable[[], object], seconds: float) -> None:
@@ -119,8 +122,10 @@ class PeriodicThread:
             method = self._method()
             if method is None:
                 return
-            with contextlib.suppress(Exception):
+            try:
                 method()
+            except Exception:
+                _logger.debug("the timer thread of torchring has failed, and goes on", exc_info=True)
             del method
 
 

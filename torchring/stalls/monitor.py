@@ -32,7 +32,7 @@ from torchring.stalls.page import (
     want_stacks,
 )
 from torchring.stalls.places import place_of
-from torchring.stalls.report import Peer, describe_ranks, describe_wait, is_silent, missing_ranks
+from torchring.stalls.report import Peer, describe_ranks, describe_wait, duration, is_silent, missing_ranks
 from torchring.threads import PeriodicThread
 
 WARNING_SECONDS: Final = 30.0
@@ -59,8 +59,8 @@ def warn_of_absent(rank: int, limit: float) -> Callable[[Sequence[int], float], 
             has_warned = True
             names = ", ".join(map(str, ranks))
             _logger.warning(
-                f"rank {rank} has waited for {seconds:.0f} s in torchring.init() for rank {names}, which has not come "
-                "there yet, or cannot reach the store"
+                f"rank {rank} has waited for {duration(seconds)} in torchring.init() for rank {names}, which has not "
+                "come there yet, or cannot reach the store"
             )
 
     return on_wait
@@ -121,9 +121,10 @@ class StallMonitor:
         self._looked_for: set[tuple[int, int]] = set()
 
         self._thread: PeriodicThread | None = None
+        self._seconds = max(_SHORTEST_TICK_SECONDS, min(_LONGEST_TICK_SECONDS, limit / 4))
+        self._ticked_at = time.monotonic()
         if limit > 0:
-            seconds = max(_SHORTEST_TICK_SECONDS, min(_LONGEST_TICK_SECONDS, limit / 4))
-            self._thread = PeriodicThread("torchring-stalls", self.tick, seconds)
+            self._thread = PeriodicThread("torchring-stalls", self.tick, self._seconds)
 
     def close(self) -> None:
         """End the thread."""
@@ -136,6 +137,9 @@ class StallMonitor:
         """What the timer thread does each time."""
         waits = self.progress.waits()
         self.progress.write_sample(*place_of(self.progress.thread), waits)
+        ticked_at, self._ticked_at = self._ticked_at, time.monotonic()
+        # This process may have been stopped itself, and not have taken in yet what has come meanwhile.
+        was_stopped = self._ticked_at - ticked_at > _SILENT_SECONDS + self._seconds
         if self._others:
             self._take_in(0.0)
             self._publish(waits)
@@ -148,7 +152,7 @@ class StallMonitor:
             if self._others and seconds >= self._limit * _FIRST_LOOK and identity not in self._looked_for:
                 self._looked_for.add(identity)
                 self._look()
-            if seconds >= self._limit and identity not in self._has_warned:
+            if seconds >= self._limit and not was_stopped and identity not in self._has_warned:
                 self._has_warned.add(identity)
                 self._warn(wait, seconds)
         if self._prints_stacks:
@@ -266,6 +270,8 @@ class StallMonitor:
 
     def _print_own_stacks(self) -> None:
         """If other ranks want to see the stacks of this rank, and could not send the signal."""
+        if stacks.is_taken():  # by the script, since `offer`
+            self.progress.offer_stacks(stacks.NO_SIGNAL)
         wanted = self.progress.stacks_wanted()
         if self._others and self._num_published and not _is_under_way(self._asking):
             if self._asking is not None and self._asking.exception() is None:

@@ -254,8 +254,14 @@ class Progress:
             words[_Word.SAMPLED_SINCE] = max(words[_PHASE_SINCE_AT], words[_Word.SAMPLED_AT])
             words[_Word.SAMPLED_PHASE] = phase
         lines = [[wait.key, wait.since, str(wait.wait)[:200], wait.is_in_training] for wait in waits]
-        text = json.dumps({"place": place[:400], "waits": lines[:4]}).encode()
-        if text != self._written and len(text) <= len(self._text):
+        samples = (
+            {"place": place[:400], "waits": lines[:4]},
+            {"place": place[:100], "waits": []},
+            {"place": "", "waits": []},
+        )
+        texts = (json.dumps(sample, ensure_ascii=False).encode(errors="replace") for sample in samples)
+        text = next(text for text in texts if len(text) <= len(self._text))
+        if text != self._written:
             self._written = text
             words[_Word.TEXT_CHECKSUM] = 0
             self._text[: len(text)] = text
@@ -399,7 +405,7 @@ def want_stacks(page: memoryview, stall: int, send: Callable[[int], bool]) -> bo
     words = page[:_TEXT].cast("q")
     if words[_Word.WANTED] == stall:
         return False
-    if words[_Word.STACK_SIGNAL] and send(int(words[_Word.STACK_SIGNAL])):
+    if words[_Word.STACK_SIGNAL] > 0 and send(int(words[_Word.STACK_SIGNAL])):
         words[_Word.SIGNALLED] = stall
     words[_Word.WANTED] = stall
     return True

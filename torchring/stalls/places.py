@@ -17,6 +17,7 @@ _TORCH: Final = f"{os.path.dirname(torch.__file__)}{os.sep}"
 _PATHS: Final = sysconfig.get_paths()
 _LIBRARIES: Final = tuple(f"{folder}{os.sep}" for folder in {_PATHS["purelib"], _PATHS["platlib"]})
 _STANDARD: Final = tuple(f"{folder}{os.sep}" for folder in {_PATHS["stdlib"], _PATHS["platstdlib"]})
+_LONGEST_PATH: Final = 120  # so that line, function and caller have room on the page
 _PHASE_OF: Final = {
     (os.path.join(_TORCH, "nn", "modules", "module.py"), "_call_impl"): Phase.FORWARD,
     (os.path.join(_TORCH, "autograd", "graph.py"), "_engine_run_backward"): Phase.BACKWARD,
@@ -68,8 +69,9 @@ def _short(file: str) -> str:
     """A path within a library, or below the working directory, where that is shorter."""
     for folder in (os.path.dirname(_TORCH.rstrip(os.sep)) + os.sep, *_LIBRARIES, _working_directory()):
         if folder and file.startswith(folder):
-            return file[len(folder) :]
-    return file
+            file = file[len(folder) :]
+            break
+    return file if len(file) <= _LONGEST_PATH else f"…{file[-_LONGEST_PATH:]}"
 
 
 def _working_directory() -> str:

@@ -58,12 +58,13 @@ def missing_ranks(wait: CurrentWait, peers: Mapping[int, Peer]) -> list[int]:
 def describe_wait(rank: int, wait: CurrentWait, peers: Mapping[int, Peer], seconds: float, limit: float) -> str:
     """The warning of a rank that has waited for `seconds`."""
     missing = missing_ranks(wait, peers)
-    head = f"rank {rank} has waited for {_duration(seconds)} in {wait.wait}"
+    head = f"rank {rank} has waited for {duration(seconds)} in {wait.wait}"
     if not missing:
         return f"{head}. All ranks have come there: the transfer is slow, or the network is cut"
     text = f"{head} for {_names(missing)}. {describe_ranks(missing, peers)}"
     waits = [peer.snapshot.waits if peer.snapshot is not None else None for peer in peers.values()]
-    if all(other is not None and other[1] >= _LONG_WAIT * limit for other in waits):
+    can_run = not any(peer.is_stopped or peer.is_silent for peer in peers.values())
+    if can_run and all(other is not None and other[1] >= _LONG_WAIT * limit for other in waits):
         text += (
             ". All ranks wait, in different operations, so none of them can go on: let every rank call the same "
             "operations in the same order"
@@ -83,18 +84,18 @@ def _describe(rank: int, peer: Peer) -> str:
         return f"Rank {rank} has not said yet what it is doing"
     text = f"Rank {rank} (pid {snapshot.pid})"
     if peer.heard is not None and peer.heard >= 1.0:
-        text += f", last heard of {_duration(peer.heard)} ago,"
+        text += f", last heard of {duration(peer.heard)} ago,"
     if snapshot.waits is not None:
         what, seconds = snapshot.waits
-        text += f" itself has waited for {_duration(seconds)} in {what}"
+        text += f" itself has waited for {duration(seconds)} in {what}"
     else:
-        text += f" has been {snapshot.phase} for {_duration(snapshot.age)}, in step {snapshot.step}"
+        text += f" has been {snapshot.phase} for {duration(snapshot.age)}, in step {snapshot.step}"
     if snapshot.place:
         text += f", at {snapshot.place}"
     if peer.is_stopped:
         text += "; its process is stopped (SIGSTOP, Ctrl-Z or a debugger)"
     if snapshot.last_seen is not None and (peer.is_silent or peer.is_stopped):
-        text += f"; it has shown no sign of life for {_duration(snapshot.last_seen)}"
+        text += f"; it has shown no sign of life for {duration(snapshot.last_seen)}"
     if peer.was_asked:
         text += "; it was told to print its Python stacks to its standard error"
     return text
@@ -106,5 +107,6 @@ def _names(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}{more}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in words."""
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

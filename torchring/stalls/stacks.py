@@ -16,6 +16,7 @@ from torchring.rendezvous.environment import STACKS
 _SIGNAL: Final = (
     signal.SIGRTMAX - 7
 )  # whose default action ends a process; so it is sent to none that does not catch it
+NO_SIGNAL: Final = -1  # the timer thread prints the stacks, if it can run
 _STDERR: Final = 2
 
 
@@ -24,13 +25,18 @@ def is_wanted() -> bool:
     return os.environ.get(STACKS) == "1"
 
 
+def is_taken() -> bool:
+    """Whether the script has a handler of its own for the signal."""
+    return signal.getsignal(_SIGNAL) is not signal.SIG_DFL
+
+
 def offer() -> int:
     """Have a signal print the stacks of this process, from now on until it ends. Returns the number of the signal.
 
-    Returns 0 if the script uses the signal itself.
+    Returns NO_SIGNAL if the script uses the signal itself.
     """
-    if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
-        return 0
+    if is_taken():
+        return NO_SIGNAL
     faulthandler.register(_SIGNAL, file=_STDERR, all_threads=True)
     return int(_SIGNAL)
 
