@@ -169,3 +169,29 @@ def test_a_world_of_one() -> None:
         optimizer.close()
     with pytest.raises(ValueError, match="on_nonfinite must be one of 'raise', 'skip', 'ignore', got 'stop'"):
         torchring.wrap(torch.optim.SGD([weight], lr=0.1), on_nonfinite="stop")  # type: ignore[arg-type]
+
+
+def _before_all_skip(rank: int, size: int, mode: str) -> list[Any]:
+    """NaN in one backward, and none at all in the next, which all ranks leave out."""
+    model = small_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, on_nonfinite=mode)
+    start = _flat(model)
+    (loss_on(model, rank, 0) * (torch.nan if rank == 0 else 1.0)).backward()
+    optimizer.skip()
+    error = attempt(optimizer.step)
+    has_stepped = not torch.equal(_flat(model), start)
+    optimizer.zero_grad()
+    optimizer.skip()
+    optimizer.step()
+    loss_on(model, rank, 1).backward()
+    optimizer.step()
+    return [error, has_stepped, optimizer.stats().num_skipped_steps, bool(_flat(model).isfinite().all())]
+
+
+@pytest.mark.parametrize("mode", ["raise", "skip"])
+def test_a_nan_is_not_forgotten_where_all_ranks_skip_the_next_backward(mode: str) -> None:
+    for error, has_stepped, num_skipped, is_finite in run_pooled(_before_all_skip, 2, mode):
+        assert ("is not finite; NaN or infinity came from rank 0" in error) == (mode == "raise")
+        assert not has_stepped
+        assert num_skipped == (mode == "skip")
+        assert is_finite

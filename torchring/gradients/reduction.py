@@ -89,6 +89,7 @@ class Reduction:
         self.parameters: list[torch.nn.Parameter] = []
         self.control_sums = ControlBits()
         self.non_finite: NonFiniteGradient | None = None
+        self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the round under way
         self.num_rounds = 0
         self.weights = Weights()
         self._share = Share()
@@ -168,7 +169,7 @@ class Reduction:
             bucket.share = share
         self.rounds.begin(self.buckets, control_bits)
         scheduler.begin(Round(scheduler.round.next_number, step, hold, control_bits))
-        self.non_finite = None
+        self._found_before, self.non_finite = self.non_finite, None
 
     def finish(self) -> None:
         """Backward is over: reduce what is left and return when every gradient holds the result.
@@ -187,6 +188,8 @@ class Reduction:
         scheduler.close_round(scale)
         in_sparse = self._sparse.reduce(self._share, scale)
         self.non_finite = self.non_finite or in_sparse
+        if self.control_sums.is_absent == self.world.size:  # all gradients are what they were
+            self.non_finite = self.non_finite or self._found_before
         self.num_rounds += 1
         self.world.num_reductions += 1
         if scheduler.ready_order is not None and scheduler.round.hold:
