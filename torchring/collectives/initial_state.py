@@ -105,10 +105,10 @@ def check_sendable(stateful: Stateful) -> None:
     """Raise TypeError, with its place, for a value that `broadcast_state` could not send."""
     outline = _outline(stateful.state_dict(), "", {})
     try:
-        _load(_save(outline))
+        _send_and_load(outline)
     except Exception as error:
         advice = "Leave it out, and restore it on all ranks after the with block"
-        raise _cannot_be_sent(_name_of(stateful), outline, lambda value: _load(_save(value)), error, advice) from error
+        raise _cannot_be_sent(_name_of(stateful), outline, _send_and_load, error, advice) from error
 
 
 def broadcast_state(stateful: Stateful, src: int = 0) -> None:
@@ -135,7 +135,7 @@ def broadcast_state(stateful: Stateful, src: int = 0) -> None:
         try:
             _load(data)
         except Exception as error:
-            problem = _cannot_be_sent(name, outline, lambda value: _load(_save(value)), error)
+            problem = _cannot_be_sent(name, outline, _send_and_load, error)
     collectives.raise_together(problem, f"could not send {whose} state")
     data = collectives.broadcast_bytes(data, src)
     wanted = mine
@@ -204,6 +204,10 @@ def _save(value: Any) -> bytes:
 
 def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _send_and_load(value: Any) -> Any:
+    return _load(_save(value))
 
 
 def _cannot_be_sent(

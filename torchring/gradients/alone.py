@@ -88,8 +88,7 @@ class Alone:
         """Several ranks would reduce what there is."""
         if self._is_next_used:
             self.settle()
-        self._holds_results = self._holds_results or self._num_backwards > 0
-        self._total, self._num_backwards, self._num_counted = 0.0, 0, 0
+        self._end_group()
 
     def forget_gradients(self) -> None:
         """All gradients are gone. A weight that was given for the next backward stays."""
@@ -105,8 +104,12 @@ class Alone:
     def _count(self) -> None:
         self._num_counted += 1
         if self._num_counted >= self._accumulate:
-            self._is_next_used = False
-            self.synchronize()
+            self._end_group()
+
+    def _end_group(self) -> None:
+        """What was reduced together is a result now."""
+        self._holds_results = self._holds_results or self._num_backwards > 0
+        self._total, self._num_backwards, self._num_counted = 0.0, 0, 0
 
     def _weigh_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of the backward that a weight was given for, before it is added to `.grad`."""
