@@ -1,0 +1,45 @@
+"""The exceptions of Horovod's API, under Horovod's names. `horovod.common.exceptions` has the originals."""
+
+from __future__ import annotations
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed on all ranks: ranks disagreed about it, or one of them is gone.
+
+    After a disagreement the library is usable as before. `torchring.horovod.elastic.run` restores the committed state
+    and runs the function again.
+    """
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+    """The hosts of the job have changed, or are about to. Raised at a commit, on all ranks at the same one.
+
+    Attributes:
+        skip_sync: whether hosts were only removed. The ranks that stay agree already.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+    def __str__(self) -> str:
+        return "the hosts of the job have changed"
+
+
+class HorovodVersionMismatchError(ImportError):
+    """A framework has another version than the one that Horovod was built for. torchring, which is not built for one
+    version, never raises it: the name is for scripts that catch it.
+
+    Attributes:
+        name: of the framework.
+        version: that was found.
+        installed_version: that Horovod was built for.
+    """
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(f"built for {name} {installed_version}, found {name} {version}", name=name)
+        self.version = version
+        self.installed_version = installed_version
+
+    def __reduce__(self) -> tuple[type[HorovodVersionMismatchError], tuple[str | None, str, str]]:
+        return type(self), (self.name, self.version, self.installed_version)
