@@ -168,7 +168,7 @@ def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False
 
     def operation(backend: Backend) -> torch.Tensor:
         splits = [len(part) for part in torch.arange(tensor.shape[0], device="cpu").tensor_split(world.size)]
-        signature = signature_of("reduce_scatter", tensor, f"op={op!r}")
+        signature = signature_of("reduce_scatter", [tensor], f"op={op!r}")
         parts = operations.all_to_all(backend, tensor, splits, signature)[0]
         return operations.reduce_parts(parts, op)
 
@@ -220,7 +220,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
             raise ValueError(f"splits need {world.size} counts that add up to {rows} rows, got {shares}")
 
     def operation(backend: Backend) -> Any:
-        signature = signature_of("all_to_all", tensor, any_rows=True)
+        signature = signature_of("all_to_all", [tensor], any_rows=True)
         parts, counts = operations.all_to_all(backend, tensor, shares, signature)
         return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchring.collectives.signature import Signature, mismatch
 from torchring.kernels import reference
+from torchring.memory.host import tensor_of
 from torchring.transport.c10d import C10dTransport, all_reduce_options
 
 _REDUCE_OPS = {
@@ -30,7 +31,16 @@ class GlooCollectives:
     def __init__(self, transport: C10dTransport) -> None:
         self._transport = transport
 
-    def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
+    def all_reduce(self, parts: Sequence[torch.Tensor], op: str, signature: Signature) -> None:
+        if len(parts) == 1:
+            self._all_reduce(parts[0], op, signature)
+            return
+        data = torch.cat(list(parts)) if parts else torch.empty(0, device="cpu")
+        self._all_reduce(data, op, signature)
+        if parts:
+            torch._foreach_copy_(list(parts), list(torch.split(data, [part.numel() for part in parts])))
+
+    def _all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
         # Gloo's minimum and maximum keep or lose a NaN, depending on which rank holds it.
         may_lose = op in ("min", "max") and data.is_floating_point() and data.numel() > 0
         has_nan = any(row[0] for row in self._agree(signature, [int(may_lose and bool(data.amax().isnan()))]))
@@ -73,6 +83,9 @@ class GlooCollectives:
             self._transport.collective(lambda group: group.allgather([gathered], [padded]))
         return [part[:size] for part, size in zip(gathered, sizes, strict=True)]
 
+    def exchange(self, data: bytes, signature: Signature) -> list[bytes]:
+        return [part.numpy().tobytes() for part in self.all_gather(tensor_of(data), signature)]
+
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
         rows = self._agree(signature, [piece.numel() for piece in pieces])
         sizes = [int(row[self._transport.rank]) for row in rows]
@@ -94,7 +107,7 @@ class GlooCollectives:
         """Compare signatures, and return the `sizes` of all ranks, in one small message."""
         # Every row has room for the most sizes that any collective sends, so that all rows are equally long.
         room = self._transport.size
-        text = torch.frombuffer(bytearray(signature.text.ljust(Signature.MAX_BYTES, b"\0")), dtype=torch.int64)
+        text = torch.frombuffer(bytearray(signature.text), dtype=torch.int64)
         mine = torch.cat([torch.tensor([signature.checksum, *sizes, *[0] * (room - len(sizes))], device="cpu"), text])
         rows = [torch.empty_like(mine) for _ in range(room)]
         self._transport.collective(lambda group: group.allgather([rows], [mine]))

@@ -21,9 +21,10 @@ _REDUCIBLE = (
 class Backend(Protocol):
     """Collectives on flat CPU tensors; see `SharedMemoryCollectives`."""
 
-    def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None: ...
+    def all_reduce(self, parts: Sequence[torch.Tensor], op: str, signature: Signature) -> None: ...
     def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None: ...
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]: ...
+    def exchange(self, data: bytes, signature: Signature) -> list[bytes]: ...
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]: ...
     def barrier(self, signature: Signature) -> None: ...
     def close(self) -> None: ...
@@ -32,13 +33,16 @@ class Backend(Protocol):
 class SingleRank:
     """The backend of a world of one, where every collective returns what it was given."""
 
-    def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
+    def all_reduce(self, parts: Sequence[torch.Tensor], op: str, signature: Signature) -> None:
         """The mean, sum, minimum, maximum and product of one value is that value."""
 
     def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None: ...
 
     def all_gather(self, data: torch.Tensor, signature: Signature) -> list[torch.Tensor]:
         return [data.clone()]
+
+    def exchange(self, data: bytes, signature: Signature) -> list[bytes]:
+        return [data]
 
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
         return [piece.clone() for piece in pieces]
@@ -50,17 +54,31 @@ class SingleRank:
 
 @torch.no_grad()
 def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
-    flat = plain(tensor).view(-1)
-    backend.all_reduce(flat, op, signature_of("all_reduce", tensor, f"op={op!r}"))
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
+    all_reduce_together(backend, (tensor,), op)
     return tensor
+
+
+@torch.no_grad()
+def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: str) -> None:
+    """Combine tensors over all ranks, in place, as if they were one tensor. This takes one exchange, not one for each.
+
+    tensors: of one dtype, and of any shapes, strides and devices, which `check_dense`, `check_writable` and
+        `check_reducible` accept. They must not share memory.
+    Raises TypeError if dtypes differ, and PlanMismatchError if another rank passes other shapes, dtypes or another op.
+    """
+    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        raise TypeError(f"tensors that are reduced together need one dtype, got {[str(t.dtype) for t in tensors]}")
+    flat = [plain(tensor).view(-1) for tensor in tensors]
+    backend.all_reduce(flat, op, signature_of("all_reduce", tensors, f"op={op!r}"))
+    for tensor, part in zip(tensors, flat, strict=True):
+        if part.data_ptr() != tensor.data_ptr():
+            tensor.copy_(part.view(tensor.shape))
 
 
 @torch.no_grad()
 def broadcast(backend: Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
     data = plain(tensor)
-    backend.broadcast(bytes_of(data), src, signature_of("broadcast", tensor, f"src={src}"))
+    backend.broadcast(bytes_of(data), src, signature_of("broadcast", [tensor], f"src={src}"))
     if data.data_ptr() != tensor.data_ptr():
         tensor.copy_(data)
     return tensor
@@ -78,7 +96,7 @@ def hand_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 @torch.no_grad()
 def all_gather(backend: Backend, tensor: torch.Tensor, signature: Signature | None = None) -> list[torch.Tensor]:
     data = plain(tensor.reshape(1) if tensor.dim() == 0 else tensor)
-    signature = signature or signature_of("all_gather", data, any_rows=True)
+    signature = signature or signature_of("all_gather", [data], any_rows=True)
     if not data.shape[1:].numel():  # rows without elements: only the number of rows travels
         counts = backend.all_gather(bytes_of(torch.tensor([len(data)], device="cpu")), signature)
         return [tensor.new_empty(int(count.view(torch.int64)), *data.shape[1:]) for count in counts]
@@ -137,14 +155,6 @@ def check_reducible(tensor: torch.Tensor, op: str) -> None:
         raise TypeError(f"{tensor.dtype} cannot be reduced; these can: {', '.join(map(str, _REDUCIBLE))}")
     if op == "mean" and not tensor.is_floating_point():
         raise TypeError(f"the mean of {tensor.dtype} is not of that dtype; use op='sum', or convert to floating point")
-
-
-def tensor_of(data: bytes) -> torch.Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
 
 
 def _from_bytes(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torchring.collectives.shared_memory import SharedMemoryCollectives
 from torchring.collectives.signature import Signature, fingerprint, first_difference
 from torchring.dynamo import run_eagerly
 from torchring.errors import PlanMismatchError, in_step
-from torchring.memory.host import bytes_of
+from torchring.memory.host import bytes_of, tensor_of
 from torchring.threads import SerialThread
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
@@ -134,9 +134,7 @@ class Collectives:
             length = torch.tensor([len(mine)], device="cpu")
             backend.broadcast(bytes_of(length), src, signature)
             buffer = (
-                operations.tensor_of(mine)
-                if self.world.rank == src
-                else torch.empty(int(length), dtype=torch.uint8, device="cpu")
+                tensor_of(mine) if self.world.rank == src else torch.empty(int(length), dtype=torch.uint8, device="cpu")
             )
             backend.broadcast(buffer, src, signature)
             return buffer.numpy().tobytes()
@@ -147,10 +145,7 @@ class Collectives:
         """The `data` of all ranks, in rank order."""
         signature = Signature("all_gather_object")
 
-        def operation(backend: Backend) -> list[bytes]:
-            return [part.numpy().tobytes() for part in backend.all_gather(operations.tensor_of(data), signature)]
-
-        return self.run("all_gather_object", operation)
+        return self.run("all_gather_object", lambda backend: backend.exchange(data, signature))
 
     def all_gather(self, tensor: torch.Tensor, signature: Signature | None = None) -> list[torch.Tensor]:
         """The tensors of all ranks, in rank order. Sizes of dimension 0 may differ.

@@ -42,6 +42,7 @@ class SharedMemoryCollectives:
         self._group = group
         self._channel = Channel(group)
         self._stages = group.allocate(2 * STAGE_BYTES)
+        self._bytes = [memoryview(part.numpy()) for part in self._stages.parts]  # type: ignore[arg-type]
         # A header per rank and half: the signature's checksum, up to `size` sizes, and the signature's text for errors.
         self._num_words = 1 + group.size
         headers = group.allocate(2 * (8 * self._num_words + Signature.MAX_BYTES))
@@ -50,8 +51,16 @@ class SharedMemoryCollectives:
         self._num_rounds = 0
         self._views: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
-    def all_reduce(self, data: torch.Tensor, op: str, signature: Signature) -> None:
-        """In place. 16-bit values are combined in fp32 and rounded once. Every rank gets the same bits."""
+    def all_reduce(self, parts: Sequence[torch.Tensor], op: str, signature: Signature) -> None:
+        """In place, as if the flat `parts`, of one dtype, were one tensor. 16-bit values are combined in fp32 and
+        rounded once. Every rank gets the same bits."""
+        if len(parts) != 1:
+            data = torch.cat(list(parts)) if parts else torch.empty(0, device="cpu")
+            self.all_reduce([data], op, signature)
+            if parts:
+                torch._foreach_copy_(list(parts), list(torch.split(data, [part.numel() for part in parts])))
+            return
+        data = parts[0]
         size, me = self._group.size, self._group.index
         step = STAGE_BYTES // data.element_size()
         for start in range(0, max(data.numel(), 1), step):
@@ -101,6 +110,26 @@ class SharedMemoryCollectives:
                 piece.copy_(stage[: piece.numel()])
         return gathered
 
+    def exchange(self, data: bytes, signature: Signature) -> list[bytes]:
+        """The `data` of all ranks, in rank order; of any length on each rank. As all_gather, without tensors."""
+        begin = self._next_begin()
+        self._bytes[self._group.index][begin : begin + min(len(data), STAGE_BYTES)] = data[:STAGE_BYTES]
+        sizes = [row[0] for row in self._round(signature, [len(data)])]
+        gathered = [
+            bytes(stage[begin : begin + min(size, STAGE_BYTES)]) for stage, size in zip(self._bytes, sizes, strict=True)
+        ]
+        if max(sizes) <= STAGE_BYTES:
+            return gathered
+        pieces = [[first] for first in gathered]
+        for start in range(STAGE_BYTES, max(sizes), STAGE_BYTES):
+            begin = self._next_begin()
+            piece = data[start : start + STAGE_BYTES]
+            self._bytes[self._group.index][begin : begin + len(piece)] = piece
+            self._round(None)
+            for stage, size, found in zip(self._bytes, sizes, pieces, strict=True):
+                found.append(bytes(stage[begin : begin + max(0, min(size - start, STAGE_BYTES))]))
+        return [b"".join(found) for found in pieces]
+
     def all_to_all(self, pieces: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
         """Send the uint8 `pieces[r]`, of any length, to rank r. Returns what each rank sent to this rank."""
         size, me = self._group.size, self._group.index
@@ -132,6 +161,11 @@ class SharedMemoryCollectives:
     def close(self) -> None:
         """Nothing to release: the memory is freed with the last tensor that views it."""
 
+    def _next_begin(self) -> int:
+        """Where the half of the next round begins in every rank's staging buffer."""
+        self._num_rounds += 1
+        return STAGE_BYTES * (self._num_rounds & 1)
+
     def _next_half(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The half of the next round in every rank's staging buffer, as flat tensors of `dtype`, in rank order."""
         self._num_rounds += 1
@@ -153,7 +187,7 @@ class SharedMemoryCollectives:
         for i, size in enumerate(sizes, start=first + 1):
             mine[i] = size
         start = half * Signature.MAX_BYTES
-        self._texts[self._group.index][start : start + Signature.MAX_BYTES] = text.ljust(Signature.MAX_BYTES, b"\0")
+        self._texts[self._group.index][start : start + Signature.MAX_BYTES] = text
         self._channel.barrier()
         for index, words in enumerate(self._words):
             if words[first] != checksum:
