@@ -1,0 +1,30 @@
+"""Training that goes on from the last commit: `horovod.torch.elastic`.
+
+    @hvd.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, 90):
+            for state.batch in range(state.batch, num_batches): ...
+            state.commit()
+
+    train(hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0))
+
+A commit copies model, optimizer and the other values to host memory. After a failure that leaves all ranks alive,
+`run` restores the copy, and calls the function again. A lost rank still ends the job, with HorovodInternalError.
+"""
+
+from torchring.horovod.elastic.loop import run, run_fn
+from torchring.horovod.elastic.sampler import ElasticSampler
+from torchring.horovod.elastic.state import ObjectState, State, TorchState
+from torchring.horovod.exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
+
+__all__ = [
+    "ElasticSampler",
+    "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "run",
+    "run_fn",
+]

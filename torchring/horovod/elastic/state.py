@@ -1,0 +1,316 @@
+"""What an elastic job carries over a failure: a model, an optimizer, a sampler, and any other values."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import queue
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from torchring.horovod.elastic.sampler import ElasticSampler
+from torchring.horovod.exceptions import HostsUpdatedInterrupt
+
+_V = TypeVar("_V")
+
+# What changed, as Horovod's launcher counts: bits that add up.
+NO_UPDATE, REMOVED, ADDED = 0, 1, 2
+
+
+def _hvd() -> Any:
+    return importlib.import_module("torchring.horovod")  # which imports this module
+
+
+class State:
+    """The parts that every state has: `horovod.common.elastic.State`. Subclasses say what is saved, and how.
+
+    Args:
+        bcast_object: hands an object of rank 0's to all ranks. By default `torchring.horovod.broadcast_object`.
+        get_rank: returns this rank. By default `torchring.horovod.rank`.
+    """
+
+    _num_commits: int = 0
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
+    ) -> None:
+        self._bcast_object = bcast_object or (lambda obj: _hvd().broadcast_object(obj, name="elastic.state"))
+        self._rank = get_rank or (lambda: int(_hvd().rank()))
+        self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        self._last_updated_timestamp: float = 0
+        self._reset_callbacks: list[Callable[[], object]] = []
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
+        """Have `callbacks` called after each reset: init() has run, `sync` has not. For a learning rate that depends on
+        the number of ranks, say."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Forget host changes that were announced, call `reset`, then the callbacks."""
+        self._host_messages = queue.SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Announce that hosts have changed, at `timestamp`: 1 for removed, 2 for added, 3 for both. From any thread.
+
+        Only what rank 0 is told counts, at the next commit.
+        """
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save the state, and raise HostsUpdatedInterrupt if hosts have changed. Collective."""
+        self.save()
+        self._num_commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt on all ranks if rank 0 has been told of changed hosts. Collective."""
+        before = latest = self._last_updated_timestamp
+        changes = NO_UPDATE
+        while not self._host_messages.empty():
+            timestamp, change = self._host_messages.get()
+            if timestamp > before:
+                latest = max(latest, timestamp)
+                changes |= change
+        before, self._last_updated_timestamp, changes = self._bcast_object((before, latest, changes))
+        if self._last_updated_timestamp > before:
+            raise HostsUpdatedInterrupt(skip_sync=changes == REMOVED)
+
+    def save(self) -> None:
+        """Copy the state to host memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's state. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to the ranks that there are now. Does nothing here."""
+
+
+class ObjectState(State):
+    """Any values, given as keywords, as attributes: `horovod.common.elastic.ObjectState`.
+
+    A commit copies the values deeply, where Horovod keeps references: a list that grows after the commit is as long as
+    at the commit once it is restored. Values that cannot be copied are kept as they are.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved_state = {name: _copied(value) for name, value in kwargs.items()}
+        self._set_attributes(kwargs)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def save(self) -> None:
+        """Copy the values."""
+        self._saved_state = {name: _copied(getattr(self, name)) for name in self._saved_state}
+
+    def restore(self) -> None:
+        """Set the attributes to copies of the saved values."""
+        self._set_attributes({name: _copied(value) for name, value in self._saved_state.items()})
+
+    def sync(self) -> None:
+        """Set the attributes to rank 0's, and save them. Collective."""
+        if self._saved_state:
+            self._set_attributes(self._bcast_object({name: getattr(self, name) for name in self._saved_state}))
+            ObjectState.save(self)
+
+    def _set_attributes(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class StateHandler(Generic[_V]):
+    """Saves, restores and synchronises one value of a `TorchState`. The extension point for types of your own:
+
+        set_handler_registry([*get_handler_registry(), (MyType, MyHandler)])
+
+    Attributes:
+        value: what is handled.
+    """
+
+    def __init__(self, value: _V) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Copy the value's state to host memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Give the value the state that was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give the value rank 0's state. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to the ranks that there are now. Does nothing here."""
+
+    def set_value(self, value: _V) -> None:
+        """Handle another value from now on, and save it."""
+        self.value = value
+        self.save()
+
+
+class _StateDictHandler(StateHandler[_V]):
+    """Of a value with state_dict() and load_state_dict()."""
+
+    def __init__(self, value: _V) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = _to_host(self.value.state_dict())  # type: ignore[attr-defined]
+
+    def restore(self) -> None:
+        # A copy: optimizers go on to use tensors that they are given, and would change what is saved.
+        self.value.load_state_dict(_to_host(self._saved))  # type: ignore[attr-defined]
+
+
+class ModelStateHandler(_StateDictHandler[torch.nn.Module]):
+    """Of a module: its parameters and buffers."""
+
+    def sync(self) -> None:
+        """Broadcast parameters and buffers. Collective."""
+        _hvd().broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class OptimizerStateHandler(_StateDictHandler[torch.optim.Optimizer]):
+    """Of an optimizer: its state and the options of its groups."""
+
+    def sync(self) -> None:
+        """Broadcast state and options. Collective."""
+        _hvd().broadcast_optimizer_state(self.value, root_rank=0)
+
+
+class SamplerStateHandler(_StateDictHandler[ElasticSampler]):
+    """Of an ElasticSampler: epoch, and samples done."""
+
+    def sync(self) -> None:
+        """Go on where rank 0 is, and share out what is left. Collective."""
+        self.value.load_state_dict(_hvd().broadcast_object(self.value.state_dict(), name="elastic.sampler"))
+
+    def reset(self) -> None:
+        """Share out what is left to the ranks that there are now."""
+        self.value.reset()
+
+
+_Registry = list[tuple[type, Callable[[Any], StateHandler[Any]]]]
+_registry: _Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> _Registry:
+    """Which handler takes values of which type: the first that fits. The list itself, not a copy."""
+    return _registry
+
+
+def set_handler_registry(registry: _Registry) -> None:
+    """Use `registry` in states that are made from now on."""
+    global _registry
+    _registry = registry
+
+
+class TorchState(ObjectState):
+    """Model, optimizer, sampler, and any other values: `horovod.torch.elastic.TorchState`.
+
+        state = TorchState(model, optimizer, sampler=sampler, epoch=0)
+
+    Modules, optimizers and samplers are changed in place by `restore` and `sync`; other values are replaced. Assigning
+    a module to `state.model` has that module handled, and saves it. Where Horovod leaves the last commit as it was,
+    `sync` also saves.
+
+    Args:
+        model: a module.
+        optimizer: an optimizer.
+        kwargs: more of them, and other values, under the names that they get as attributes.
+    """
+
+    _handlers: Mapping[str, StateHandler[Any]] = {}
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        kwargs = {"model": model, "optimizer": optimizer, **kwargs}
+        handlers = {name: _handler(value) for name, value in kwargs.items()}
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self._handlers = {name: handler for name, handler in handlers.items() if handler is not None}
+        super().__init__(**{name: value for name, value in kwargs.items() if name not in self._handlers})
+
+    def save(self) -> None:
+        """Copy everything to host memory."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Give all ranks what rank 0 has, and save it. Collective."""
+        for handler in self._handlers.values():
+            handler.sync()
+            handler.save()
+        super().sync()
+
+    def reset(self) -> None:
+        """Adapt to the ranks that there are now."""
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._handlers:
+            self._handlers[name].set_value(value)
+        super().__setattr__(name, value)
+
+
+def _handler(value: Any) -> StateHandler[Any] | None:
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None
+
+
+def _to_host(state: Any) -> Any:
+    """A copy of a state dict whose tensors are in host memory."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, Mapping):
+        copied = OrderedDict((key, _to_host(value)) for key, value in state.items())
+        copied.__dict__.update(getattr(state, "__dict__", {}))  # a module's has versions there
+        return copied
+    if type(state) in (list, tuple):
+        return type(state)(map(_to_host, state))
+    return copy.deepcopy(state)
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # an open file, a generator
+        return value
