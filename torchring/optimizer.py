@@ -219,7 +219,7 @@ class DistributedOptimizer(Optimizer):
             collectives_of(world).check_equal([f"options: sync_initial_state={sync_initial_state}"])
         elif problem is not None:
             raise problem
-        self._initialise(optimizer, options, names, sparse_parameters(model), model)
+        self._initialise(optimizer, options, names, self._find_sparse(optimizer, model), model)
         if sync_initial_state:
             broadcast_parameters(model if model is not None else {name: p.data for p, name in names.items()})
             broadcast_optimizer_state(optimizer)
@@ -235,6 +235,10 @@ class DistributedOptimizer(Optimizer):
     def _name_parameters(self, optimizer: Optimizer, model: torch.nn.Module | None) -> dict[torch.nn.Parameter, str]:
         return named_parameters(optimizer, model)
 
+    def _find_sparse(self, optimizer: Optimizer, model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
+        """The parameters whose gradients are sparse."""
+        return sparse_parameters(model.modules() if model is not None else ())
+
     def _watch_replicas(self, world: World) -> ReplicaCheck:
         return ReplicaCheck(world, self._names)
 
@@ -244,7 +248,7 @@ class DistributedOptimizer(Optimizer):
 
     def _set_accumulate(self, accumulate: int) -> None:
         """Reduce in every so many backwards from now on."""
-        self._options = dataclasses.replace(self._options, accumulate=accumulate)
+        self._options = dataclasses.replace(self._options, accumulate=accumulate)  # type: ignore[has-type]
         self._alone.accumulate = accumulate
         if self._sync is not None:
             self._sync.accumulate = accumulate

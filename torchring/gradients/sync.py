@@ -304,7 +304,7 @@ class GradientSync:
             return True
         reduction, skips = self.reduction, self._on_nonfinite == "skip"
         non_finite = reduction.find_non_finite() if skips else reduction.non_finite
-        if non_finite is None or not _is_there(non_finite):
+        if non_finite is None or not is_still_there(non_finite):
             return True
         if skips:
             self.num_skipped_steps += 1
@@ -475,7 +475,7 @@ class GradientSync:
         self.reduction.world.break_off("the reduction of gradients", error)
 
 
-def _is_there(found: NonFiniteGradient) -> bool:
+def is_still_there(found: NonFiniteGradient) -> bool:
     """Whether the value is still not finite: the script may have mended it."""
     if found.tensor is None:
         return True

@@ -19,7 +19,7 @@ import torch
 
 def adasum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Combine tensors of one shape and floating-point dtype, whose number is a power of two. Of the same dtype."""
-    assert parts and len(parts) & (len(parts) - 1) == 0, len(parts)
+    assert len(parts) & (len(parts) - 1) == 0, len(parts)
     level = list(parts)
     while len(level) > 1:
         level = [_pair(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]

@@ -291,7 +291,7 @@ def nccl_built() -> int:
 
 def cuda_built() -> bool:
     """Whether this PyTorch has CUDA."""
-    return bool(torch.backends.cuda.is_built()) and torch.version.hip is None
+    return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:

@@ -357,14 +357,15 @@ class Engine:
                 self._finish(operations, [self._add_set(tuple(first.arguments["ranks"]))])
                 continue
             if first.kind == REMOVE_SET:
-                self._finish(operations, [self._remove_set(first.arguments["process set"])])
+                self._remove_set(first.arguments["process set"])
+                self._finish(operations)
                 continue
             if self.timeline is not None:
                 self.timeline.begin([response.first for response in batch])
             stream = next((operation.stream for operation in operations if operation is not None), None)
             try:
                 with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-                    if len(batch) == 1 and batch[0].is_inline:
+                    if len(batch) == 1 and batch[0].is_inline and len(batch[0].positions) == len(plane.ranks):
                         parts = _payloads(batch[0], submitted, values)
                         results = [carry_out_inline(plane, operations[0], first, parts)]
                     else:

@@ -172,12 +172,12 @@ class Negotiation:
                 touched.setdefault(request.key, {})[rank] = position
         responses = []
         for key in list(self._waiting if has_joined else touched):
-            requests = self._waiting[key]
-            if self._missing(key, requests):
+            waiting = self._waiting[key]
+            if self._missing(key, waiting):
                 continue
             del self._waiting[key]
             positions = touched.get(key, {})
-            responses.append(self._answer(requests, positions if positions.keys() == requests.keys() else {}))
+            responses.append(self._answer(waiting, positions if positions.keys() == waiting.keys() else {}))
         return responses
 
     def _missing(self, key: tuple[int, str], requests: Mapping[int, Request]) -> list[int]:
@@ -228,9 +228,9 @@ def _tensor_facts(first: Request, other: Request) -> list[tuple[str, Any, Any]]:
     for i, ((dtype, shape), (their_dtype, their_shape)) in enumerate(zip(first.tensors, other.tensors, strict=False)):
         of = f" of tensor {i}" if len(first.tensors) > 1 else ""
         facts.append((f"dtype{of}", dtype, their_dtype))
-        if first.kind in _FREE_ROWS:
-            shape, their_shape = ("*", *shape[1:]), ("*", *their_shape[1:])  # type: ignore[assignment]
-        facts.append((f"shape{of}", tuple(shape), tuple(their_shape)))
+        start = 1 if first.kind in _FREE_ROWS else 0
+        free = ("*",) * min(start, len(shape))
+        facts.append((f"shape{of}", (*free, *shape[start:]), (*free, *their_shape[start:])))
     return facts
 
 

@@ -11,6 +11,7 @@ Where the engine does not serve (a compressor of the script's own, a process set
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from torch.optim import Optimizer
 from torchring import optimizer as wrapping
 from torchring.errors import GradientError, RingError
 from torchring.gradients.replicas import ReplicaCheck
+from torchring.gradients.sync import GradientSync, is_still_there
+from torchring.gradients.validation import sparse_parameters
 from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
 from torchring.horovod.context import ProcessSet, context, global_process_set, rocm_built
@@ -96,6 +99,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         self._should_synchronize = True
         self._synchronized = False
         self._num_rounds_before = 0
+        self._has_warned = False
         context()
         try:
             super().__init__(
@@ -103,6 +107,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
                 op="sum" if op == mpi_ops.Sum else "mean",
                 compression=_COMPRESSION[compression] if self._reduces_together else None,
                 accumulate=self._passes,
+                on_nonfinite="ignore",
                 sync_buffers=None,
                 sync_initial_state=False,
             )
@@ -232,6 +237,20 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         names = super()._name_parameters(optimizer, model)
         return {parameter: self._given_names.get(parameter, name) for parameter, name in names.items()}
 
+    def _find_sparse(self, optimizer: Optimizer, model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
+        # Horovod's arguments do not say which modules use the parameters, so all modules of the process are looked at.
+        layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        return sparse_parameters(each for each in gc.get_objects() if issubclass(type(each), layers))
+
+    def _check_before_step(self, sync: GradientSync) -> bool:
+        may_step = super()._check_before_step(sync)
+        found = sync.reduction.non_finite
+        if found is not None and not self._has_warned and is_still_there(found):
+            self._has_warned = True
+            origin = "the sum over ranks overflowed" if found.rank is None else f"it came from rank {found.rank}"
+            _logger.warning("the gradient of %s has a NaN or an infinity: %s", found.name, origin)
+        return may_step
+
     def _watch_replicas(self, world: World) -> ReplicaCheck:
         return _LenientReplicaCheck(world, self._names)
 
@@ -246,6 +265,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         self._set = global_process_set
         self._given_names = {}
         self._should_synchronize, self._synchronized, self._num_rounds_before = True, False, 0
+        self._has_warned = False
         super().__setstate__(state)
 
 
