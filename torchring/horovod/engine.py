@@ -159,12 +159,17 @@ class Engine:
             plane.world.close()
 
     def submit(self, operation: Operation) -> None:
-        """Put an operation in line.
+        """Put an operation in line. The engine's thread will carry it out, if nobody waits for it before.
 
         Raises:
             ValueError: an operation of this name has been submitted, and is not done.
             HorovodInternalError: the world is closed, or broken.
         """
+        if self._put_in_line(operation) and self._rounds is not None:
+            self._rounds.wake()
+
+    def _put_in_line(self, operation: Operation) -> bool:
+        """Returns whether it is the first in line."""
         request = operation.request
         with self._state:
             self._raise_if_over()
@@ -179,10 +184,9 @@ class Engine:
                 self.timeline.submitted(request, self.world.rank)
             if self.is_local(request):
                 self._carry_out_alone(operation)
-                return
+                return False
             self._submitted.append(operation)
-            if self._rounds is not None and len(self._submitted) == 1:
-                self._rounds.wake()
+            return len(self._submitted) == 1
 
     def is_local(self, request: Request) -> bool:
         """Whether this rank is the only member of the process set."""
@@ -190,42 +194,38 @@ class Engine:
 
     def run(self, operation: Operation) -> Any:
         """Submit an operation and wait for its result."""
-        with self._state:
-            self._num_waiting += 1  # the engine's thread leaves the round to this thread
-        try:
-            self.submit(operation)
-            return self._wait(operation)
-        finally:
-            with self._state:
-                self._num_waiting -= 1
+        self._put_in_line(operation)  # and leave the engine's thread asleep: this thread runs the round
+        return self.wait(operation)
 
     def wait(self, operation: Operation) -> Any:
         """The result of a submitted operation. Raises its error."""
-        with self._state:
-            self._num_waiting += 1
+        self._num_waiting += 1
         try:
-            return self._wait(operation)
+            while not operation.is_done:
+                if self._submitted and self._turn.acquire(blocking=False):
+                    try:
+                        if self._submitted and not operation.is_done:
+                            self._round()
+                    finally:
+                        self._end_turn()
+                    continue
+                with self._state:
+                    if not operation.is_done and not (self._submitted and self._is_nobodys_turn()):
+                        self._state.wait(_WATCH_SECONDS)
+                    if not operation.is_done and self._is_closed:
+                        self._end_all(HorovodInternalError("Horovod has been shut down"))
         finally:
-            with self._state:
-                self._num_waiting -= 1
-
-    def _wait(self, operation: Operation) -> Any:
-        while not operation.is_done:
-            if self._submitted and self._turn.acquire(blocking=False):
-                try:
-                    if self._submitted and not operation.is_done:
-                        self._round()
-                finally:
-                    self._turn.release()
-                continue
-            with self._state:
-                if not operation.is_done and not (self._submitted and self._is_nobodys_turn()):
-                    self._state.wait(_WATCH_SECONDS)
-                if not operation.is_done and self._is_closed:
-                    self._end_all(HorovodInternalError("Horovod has been shut down"))
+            self._num_waiting -= 1
         if operation.error is not None:
             raise operation.error
         return operation.result
+
+    def _end_turn(self) -> None:
+        """Whoever waits may run the next round."""
+        self._turn.release()
+        if self._num_waiting > 1 or self._submitted:
+            with self._state:
+                self._state.notify_all()
 
     def _is_nobodys_turn(self) -> bool:
         if not self._turn.acquire(blocking=False):
@@ -257,7 +257,8 @@ class Engine:
     def _take_part(self) -> None:
         """Run a round if there is reason for it."""
         assert self._rounds is not None
-        with self._turn:
+        self._turn.acquire()
+        try:
             if self._is_closed:
                 return
             idle = time.monotonic() - self._last_round
@@ -266,6 +267,10 @@ class Engine:
                 self._round()
             elif self._in_flight:
                 self._watch()
+        finally:
+            self._turn.release()
+            with self._state:
+                self._state.notify_all()
 
     def _watch(self) -> None:
         """Something waits for other ranks: are these alive? Is it time for a warning?"""

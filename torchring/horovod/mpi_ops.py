@@ -54,7 +54,7 @@ from torchring.horovod.context import (
 )
 from torchring.horovod.engine import Operation, as_internal_error
 from torchring.horovod.exceptions import HorovodInternalError
-from torchring.horovod.negotiation import ALLREDUCE, BARRIER, JOIN, Request, name_of
+from torchring.horovod.negotiation import ALLREDUCE, BARRIER, JOIN, request_of
 
 __all__ = [
     "Adasum",
@@ -741,12 +741,12 @@ def _operation(
     handle = here.next_handle()  # counts calls, whether they have a name or not, as in Horovod
     if label is None:
         label = f"{kind}.{name}" if name is not None else f"{kind}.noname.{handle}"
+    equal = tuple(arguments.items()) if arguments is not None else ()
     if tensors:
-        arguments = {**(arguments or {}), "device": "CPU" if tensors[0].device.type == "cpu" else "GPU"}
-    described = tuple((name_of(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
+        equal += (("device", "CPU" if tensors[0].device.type == "cpu" else "GPU"),)
+    described = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
     number = process_set.process_set_id or 0
-    request = Request(kind, label, number, described, arguments or {}, splits, is_inline)
-    return Operation(request, tensors, handle)
+    return Operation(request_of(kind, label, number, described, equal, splits, is_inline), tensors, handle)
 
 
 def _check_op(op: int, what: str) -> str:
