@@ -16,7 +16,7 @@ _Collective = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def needs_grad(tensors: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
 
 def all_reduce(tensors: Sequence[Tensor], forward: _Collective, backward: _Collective) -> list[Tensor]:

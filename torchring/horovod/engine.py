@@ -287,7 +287,7 @@ class Engine:
             if operation is None:
                 continue
             waited = now - operation.since
-            text = f"{operation.request.kind} {key[1]!r} waits for {_ranks(missing)} since {waited:.0f} s"
+            text = f"{operation.request.kind} {key[1]!r} waits for {_ranks(missing)} since {waited:.1f} s"
             if waited > self._settings.stall_warning_seconds and key not in self._warned:
                 self._warned.add(key)
                 _logger.warning("%s", text)
@@ -452,6 +452,8 @@ class Engine:
         """Operations that are under way raise HorovodInternalError."""
         self.stop()
         self._end_all(HorovodInternalError("Horovod has been shut down"))
+        for process_set in [number for number in self.planes if number]:
+            self._remove_set(process_set)
 
     def stop(self) -> None:
         """End the thread."""

@@ -151,7 +151,7 @@ class HostsRounds:
         self._num_rounds += 1
         if self._begun < self._num_rounds:
             self._ring(self._num_rounds)
-        return [memoryview(part) for part in self._backend.exchange(data, Signature("negotiation"))]
+        return [memoryview(bytearray(part)) for part in self._backend.exchange(data, Signature("negotiation"))]
 
     def is_awaited(self) -> bool:
         return self._begun > self._num_rounds

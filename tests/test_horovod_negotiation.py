@@ -1,0 +1,144 @@
+"""The state machine that matches Horovod's collectives by name: which are ready, in which order, and what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from torchring.horovod.negotiation import (
+    BARRIER,
+    JOIN,
+    Negotiation,
+    Request,
+    Response,
+    decode_requests,
+    encode_requests,
+    mismatch,
+)
+
+
+def request(name: str, kind: str = "allreduce", *, process_set: int = 0, shape: tuple[int, ...] = (2,)) -> Request:
+    return Request(kind, name, process_set, (("float32", shape),), {"op": "Sum"})
+
+
+def names(responses: Sequence[Response]) -> list[str]:
+    return [response.first.name for response in responses]
+
+
+def test_requests_meet_by_name_whatever_their_order() -> None:
+    """The example of the module's docstring."""
+    negotiation = Negotiation({0: (0, 1)})
+    a, b = request("a"), request("b")
+    assert names(negotiation.advance([[a, b], [b]])) == ["b"]
+    assert dict(negotiation.waiting()) == {(0, "a"): [1]}
+    assert names(negotiation.advance([[], [a]])) == ["a"]
+    assert not negotiation.waiting()
+
+
+def test_all_ranks_come_to_the_same_order_and_nothing_is_lost() -> None:
+    """Random calls in random rounds: each rank's machine gives the same responses, each operation once."""
+    rng = random.Random(1)
+    sets = {0: (0, 1, 2), 1: (0, 2), 2: (1,)}
+    for _ in range(50):
+        wanted = [request(f"op{i}", process_set=rng.choice([0, 0, 1, 2])) for i in range(12)]
+        lines = []
+        for rank in range(3):
+            mine = [each for each in wanted if rank in sets[each.process_set]]
+            rng.shuffle(mine)
+            lines.append(mine)
+        machines = [Negotiation(sets) for _ in range(3)]
+        seen: list[str] = []
+        while any(lines):
+            counts = [rng.randint(0, len(line)) for line in lines]
+            submitted = [line[:count] for line, count in zip(lines, counts, strict=True)]
+            lines = [line[count:] for line, count in zip(lines, counts, strict=True)]
+            answers = [machine.advance(submitted) for machine in machines]
+            assert answers[0] == answers[1] == answers[2]
+            assert not any(response.error for response in answers[0])
+            seen += names(answers[0])
+        assert sorted(seen) == sorted(each.name for each in wanted)
+
+
+def test_equal_requests_of_all_ranks_take_the_short_way_to_the_same_responses() -> None:
+    mine = [request("a"), request("b", "broadcast")]
+    short = Negotiation({0: (0, 1)}).advance([mine, mine])
+    assert short == Negotiation({0: (0, 1)}).advance([mine, list(mine)])
+    assert [response.positions for response in short] == [{0: 0, 1: 0}, {0: 1, 1: 1}]
+
+
+def test_values_count_only_if_they_came_in_one_round() -> None:
+    inline = dataclasses.replace(request("a"), is_inline=True)
+    negotiation = Negotiation({0: (0, 1)})
+    negotiation.advance([[inline], []])
+    (late,) = negotiation.advance([[], [inline]])
+    assert not late.is_inline
+    (both,) = negotiation.advance([[inline], [inline]])
+    assert both.is_inline
+
+
+def test_a_rank_that_has_joined_is_not_waited_for_until_all_have() -> None:
+    negotiation = Negotiation({0: (0, 1, 2)})
+    joins = Request(JOIN, "join")
+    a = request("a")
+    assert negotiation.advance([[a], [], [joins]]) == []
+    (answer,) = negotiation.advance([[], [a], []])
+    assert answer.error == ""
+    assert list(answer.requests) == [0, 1]
+    (refused,) = negotiation.advance([[request("g", "allgather")], [request("g", "allgather")], []])
+    assert "join" in refused.error
+    (met,) = negotiation.advance([[Request(BARRIER, "b")], [Request(BARRIER, "b")], []])
+    assert met.error == ""
+    assert negotiation.advance([[joins], [], []]) == []
+    (last,) = negotiation.advance([[], [joins], []])
+    assert last.last_to_join == 1
+    assert not negotiation.joined  # they may begin again
+    assert negotiation.advance([[a], [a], []]) == []
+
+
+def test_joining_completes_what_waited_for_that_rank() -> None:
+    negotiation = Negotiation({0: (0, 1)})
+    assert negotiation.advance([[request("a")], []]) == []
+    assert names(negotiation.advance([[], [Request(JOIN, "join")]])) == ["a"]
+
+
+_PLAIN = request("x")
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (dataclasses.replace(_PLAIN, kind="join"), "collective of 'x': allreduce on rank 0, join on rank 1"),
+        (dataclasses.replace(_PLAIN, tensors=(("int32", (2,)),)), "dtype of 'x': float32 on rank 0, int32 on rank 1"),
+        (request("x", shape=(3,)), "shape of 'x': [2] on rank 0, [3] on rank 1"),
+        (dataclasses.replace(_PLAIN, arguments={"op": "Min"}), "op of 'x': Sum on rank 0, Min on rank 1"),
+        (dataclasses.replace(_PLAIN, tensors=_PLAIN.tensors * 2), "number of tensors of 'x': 1 on rank 0, 2 on rank 1"),
+        (_PLAIN, ""),
+    ],
+)  # fmt: skip
+def test_differences_are_named(other: Request, difference: str) -> None:
+    found = mismatch({0: _PLAIN, 1: other})
+    assert found.endswith(difference)
+    assert bool(found) == bool(difference)
+
+
+def test_rows_may_differ_where_they_are_gathered_but_not_the_rest_of_the_shape() -> None:
+    one, two = request("g", "allgather", shape=(1, 5)), request("g", "allgather", shape=(7, 5))
+    assert mismatch({0: one, 1: two}) == ""
+    assert "[*, 5] on rank 0, [*, 6] on rank 1" in mismatch({0: one, 1: request("g", "allgather", shape=(1, 6))})
+    assert "[*, 5] on rank 0, [*] on rank 1" in mismatch({0: one, 1: request("g", "allgather", shape=(1,))})
+
+
+def test_requests_survive_the_way_to_other_ranks() -> None:
+    sent = [
+        Request(
+            "alltoall", 'a "name"\nof two lines', 3, (("bool", ()), ("int8", (0, 2))), {"root rank": 1}, (1, 2), True
+        ),
+        Request(BARRIER, "b"),
+    ]
+    data = encode_requests(sent)
+    assert b"\n" not in data
+    assert decode_requests(data) == sent
+    assert decode_requests(encode_requests([])) == []
