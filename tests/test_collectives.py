@@ -20,7 +20,7 @@ from harness import RanksFailed, run_pooled, wait_until
 
 import torchring
 from torchring.collectives import service as collectives_module
-from torchring.collectives.shared_memory import _SMALL_BYTES, STAGE_BYTES
+from torchring.collectives.shared_memory import _SMALL_BYTES, stage_bytes
 from torchring.errors import PlanMismatchError
 from torchring.memory import host as host_module
 from torchring.world import default_world
@@ -122,7 +122,7 @@ def test_all_reduce_of_every_op_and_dtype(size: int, shares_memory: bool) -> Non
 
 def _all_reduce_sizes(rank: int, size: int) -> None:
     for dtype in (torch.float32, torch.float16, torch.int64, torch.uint8):
-        edges = [STAGE_BYTES, 2 * STAGE_BYTES, _SMALL_BYTES, 64]
+        edges = [stage_bytes(size), 2 * stage_bytes(size), _SMALL_BYTES, 64]
         counts = {edge // dtype.itemsize + i for edge in edges for i in (-1, 0, 1)} | {0, 1, size - 1, size, size + 1}
         for numel in sorted(counts):
             for op in ("sum", "max"):
@@ -230,7 +230,7 @@ def _broadcast_everything(rank: int, size: int) -> None:
                 tensor = values(rank, shape, torch.int64).to(dtype)
                 assert torchring.broadcast(tensor, src) is tensor
                 assert_bitwise(tensor, values(src, shape, torch.int64).to(dtype), f"{dtype} {shape} from {src}")
-        for num_bytes in (STAGE_BYTES - 1, STAGE_BYTES, STAGE_BYTES + 1, 3 * STAGE_BYTES + 7):
+        for num_bytes in (stage_bytes(size) - 1, stage_bytes(size), stage_bytes(size) + 1, 3 * stage_bytes(size) + 7):
             tensor = values(rank, (num_bytes,), torch.uint8)
             torchring.broadcast(tensor, src)
             assert_bitwise(tensor, values(src, (num_bytes,), torch.uint8), f"{num_bytes} bytes from {src}")
@@ -301,7 +301,7 @@ def _all_gather_everything(rank: int, size: int) -> None:
     assert_bitwise(strided, torch.cat([values(r, (3, 4), torch.float32).t() for r in range(size)]))
     conjugated = torchring.all_gather(torch.tensor([1 + 2j * (rank + 1)]).conj())
     assert_bitwise(conjugated.resolve_conj(), torch.tensor([1 - 2j * (r + 1) for r in range(size)]))
-    for num_bytes in (STAGE_BYTES - 1, STAGE_BYTES, STAGE_BYTES + 1, 2 * STAGE_BYTES + 1):
+    for num_bytes in (stage_bytes(size) - 1, stage_bytes(size), stage_bytes(size) + 1, 2 * stage_bytes(size) + 1):
         lengths = [num_bytes if r == size - 1 else r for r in range(size)]
         gathered = torchring.all_gather(values(rank, (lengths[rank],), torch.uint8))
         assert_bitwise(gathered, torch.cat([values(r, (lengths[r],), torch.uint8) for r in range(size)]))
@@ -329,7 +329,7 @@ def _reduce_scatter_everything(rank: int, size: int) -> None:
                 share = expected_of(op, parts).to(dtype).tensor_split(size)[rank]
                 assert_bitwise(result, share, f"{op} {dtype} {shape}")
                 assert_bitwise(mine, parts[rank], "the input is left as it is")
-    for rows in (STAGE_BYTES // 4 - 1, STAGE_BYTES // 4, STAGE_BYTES // 4 + 1, STAGE_BYTES + 1):
+    for rows in (stage_bytes(size) // 4 - 1, stage_bytes(size) // 4, stage_bytes(size) // 4 + 1, stage_bytes(size) + 1):
         parts = [values(r, (rows,), torch.float32) for r in range(size)]
         share = expected_of("sum", parts).float().tensor_split(size)[rank]
         assert_bitwise(torchring.reduce_scatter(parts[rank], "sum"), share, f"{rows} rows")
@@ -363,7 +363,12 @@ def _all_to_all_everything(rank: int, size: int) -> None:
     received, counts = torchring.all_to_all(torch.empty(0, 3), [0] * size)
     assert received.shape == (0, 3)
     assert counts == [0] * size
-    for num_bytes in (STAGE_BYTES // size - 1, STAGE_BYTES // size, STAGE_BYTES // size + 1, 2 * STAGE_BYTES + 5):
+    for num_bytes in (
+        stage_bytes(size) // size - 1,
+        stage_bytes(size) // size,
+        stage_bytes(size) // size + 1,
+        2 * stage_bytes(size) + 5,
+    ):
         shares = [num_bytes if p == 0 else p for p in range(size)]  # rank 0 receives much, the others little
         received, counts = torchring.all_to_all(values(rank, (sum(shares),), torch.uint8), shares)
         pieces = [values(r, (sum(shares),), torch.uint8).split(shares)[rank] for r in range(size)]
@@ -412,13 +417,13 @@ def _objects(rank: int, size: int) -> Any:
     thing = {
         "rank": rank,
         "text": "ü" * rank,
-        "blob": b"x" * (STAGE_BYTES * (rank == size - 1)),
+        "blob": b"x" * (stage_bytes(size) * (rank == size - 1)),
         "tensor": torch.ones(rank),
     }
     gathered = torchring.all_gather_object(thing)
     assert [other["rank"] for other in gathered] == list(range(size))
     assert [len(other["text"]) for other in gathered] == list(range(size))
-    assert len(gathered[-1]["blob"]) == STAGE_BYTES
+    assert len(gathered[-1]["blob"]) == stage_bytes(size)
     assert [other["tensor"].numel() for other in gathered] == list(range(size))
     for src in range(size):
         received = torchring.broadcast_object(thing if rank == src else (lambda: "not picklable, and not sent"), src)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from torchring.accelerators import ACCELERATORS
-from torchring.collectives.shared_memory import combine
+from torchring.collectives.combine import combine
 from torchring.collectives.signature import OPS, Signature, signature_of
 from torchring.memory.host import bytes_of
 
