@@ -18,6 +18,11 @@ _REDUCIBLE = (
 )  # fmt: skip
 
 
+_DETAILS = {op: f"op={op!r}" for op in OPS}
+_BARRIER = Signature("barrier")
+_EXCHANGE = Signature("all_gather_object")
+
+
 class Backend(Protocol):
     """Collectives on flat CPU tensors; see `SharedMemoryCollectives`."""
 
@@ -52,9 +57,12 @@ class SingleRank:
     def close(self) -> None: ...
 
 
-@torch.no_grad()
 def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
-    all_reduce_together(backend, (tensor,), op)
+    flat = plain(tensor).view(-1)
+    backend.all_reduce((flat,), op, signature_of("all_reduce", (tensor,), _DETAILS[op]))
+    if flat.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(flat.view(tensor.shape))
     return tensor
 
 
@@ -69,7 +77,7 @@ def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: s
     if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
         raise TypeError(f"tensors that are reduced together need one dtype, got {[str(t.dtype) for t in tensors]}")
     flat = [plain(tensor).view(-1) for tensor in tensors]
-    backend.all_reduce(flat, op, signature_of("all_reduce", tensors, f"op={op!r}"))
+    backend.all_reduce(flat, op, signature_of("all_reduce", tensors, _DETAILS[op]))
     for tensor, part in zip(tensors, flat, strict=True):
         if part.data_ptr() != tensor.data_ptr():
             tensor.copy_(part.view(tensor.shape))
@@ -114,6 +122,14 @@ def all_to_all(
     return received, [len(part) for part in received]
 
 
+def exchange(backend: Backend, data: bytes) -> list[bytes]:
+    return backend.exchange(data, _EXCHANGE)
+
+
+def barrier(backend: Backend) -> None:
+    backend.barrier(_BARRIER)
+
+
 def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """Combine in rank order, 16-bit values in fp32."""
     total = torch.empty_like(parts[0])
@@ -126,6 +142,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     Returns a view of `tensor` if possible. Copies a tensor on a GPU, after the current stream has computed it.
     """
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor.detach()
     return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
 
 
@@ -137,13 +155,15 @@ def is_movable(device: torch.device) -> bool:
 def check_dense(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
-    if not is_movable(tensor.device):
+    if not tensor.is_cpu and not is_movable(tensor.device):
         raise ValueError(f"expected a tensor on the CPU or on CUDA, got one on {tensor.device}")
     if tensor.layout != torch.strided:
         raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; pass tensor.to_dense()")
 
 
 def check_writable(tensor: torch.Tensor) -> None:
+    if tensor.is_contiguous():
+        return
     if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError("an expanded tensor has elements that share memory and cannot be written; pass tensor.clone()")
 

@@ -116,6 +116,11 @@ class SharedMemoryCollectives:
         rounded once. Every rank gets the same bits."""
         num_bytes = sum([part.nbytes for part in parts])
         in_slices = self._group.size > 2 and num_bytes > _SMALL_BYTES
+        if len(parts) == 1 and not in_slices and num_bytes <= self._stage_bytes:  # one round, as fast as can be
+            chunk = self._pack(parts, in_slices)
+            self._round(signature)
+            self._reduce(chunk, op)
+            return
         chunks = _cut(parts, num_bytes, self._stage_bytes)
         before: _Chunk | None = None
         for number, pieces in enumerate(chunks):
