@@ -70,12 +70,9 @@ def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
 def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: str) -> None:
     """Combine tensors over all ranks, in place, as if they were one tensor. This takes one exchange, not one for each.
 
-    tensors: of one dtype, and of any shapes, strides and devices, which `check_dense`, `check_writable` and
-        `check_reducible` accept. They must not share memory.
-    Raises TypeError if dtypes differ, and PlanMismatchError if another rank passes other shapes, dtypes or another op.
+    tensors: of one dtype, and of any shapes, strides and devices, as `check_together` demands. May be empty.
+    Raises PlanMismatchError if another rank passes other shapes, another dtype or another op.
     """
-    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-        raise TypeError(f"tensors that are reduced together need one dtype, got {[str(t.dtype) for t in tensors]}")
     flat = [plain(tensor).view(-1) for tensor in tensors]
     backend.all_reduce(flat, op, signature_of("all_reduce", tensors, _DETAILS[op]))
     for tensor, part in zip(tensors, flat, strict=True):
@@ -166,6 +163,20 @@ def check_writable(tensor: torch.Tensor) -> None:
         return
     if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError("an expanded tensor has elements that share memory and cannot be written; pass tensor.clone()")
+
+
+def check_together(tensors: Sequence[torch.Tensor], op: str) -> None:
+    """Raise TypeError or ValueError for what `all_reduce_together` cannot reduce. Call it before the collective begins:
+    an error inside breaks the world."""
+    for tensor in tensors:
+        check_dense(tensor)
+        check_writable(tensor)
+        check_reducible(tensor, op)
+    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        raise TypeError(f"tensors that are reduced together need one dtype, got {[str(t.dtype) for t in tensors]}")
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
+    if len(set(addresses)) < len(addresses):
+        raise ValueError("tensors that are reduced together need memory of their own, but two begin at one address")
 
 
 def check_reducible(tensor: torch.Tensor, op: str) -> None:
