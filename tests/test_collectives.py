@@ -19,10 +19,13 @@ from grids import grid
 from harness import RanksFailed, run_pooled, wait_until
 
 import torchring
+from torchring.collectives import operations
 from torchring.collectives import service as collectives_module
-from torchring.collectives.shared_memory import _SMALL_BYTES, STAGE_BYTES
+from torchring.collectives.service import collectives_of
+from torchring.collectives.shared_memory import _SMALL_BYTES, stage_bytes
 from torchring.errors import PlanMismatchError
 from torchring.memory import host as host_module
+from torchring.memory import semaphore
 from torchring.world import default_world
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -122,7 +125,7 @@ def test_all_reduce_of_every_op_and_dtype(size: int, shares_memory: bool) -> Non
 
 def _all_reduce_sizes(rank: int, size: int) -> None:
     for dtype in (torch.float32, torch.float16, torch.int64, torch.uint8):
-        edges = [STAGE_BYTES, 2 * STAGE_BYTES, _SMALL_BYTES, 64]
+        edges = [stage_bytes(size), 2 * stage_bytes(size), 3 * stage_bytes(size), _SMALL_BYTES, 64]
         counts = {edge // dtype.itemsize + i for edge in edges for i in (-1, 0, 1)} | {0, 1, size - 1, size, size + 1}
         for numel in sorted(counts):
             for op in ("sum", "max"):
@@ -155,6 +158,103 @@ def test_all_reduce_of_random_values_rounds_once_and_gives_all_ranks_the_same_bi
         # 16-bit values are combined in fp32: size roundings there, one in their own dtype.
         roundings: Any = size if dtype.itemsize > 2 else size * 2.0**-24 / (torch.finfo(dtype).eps / 2)
         assert_within_rounding(per_rank[0][dtype], parts.sum(0), parts.abs().sum(0), roundings, dtype)
+
+
+def _delayed(rank: int, size: int, delayed: int, one_half: bool) -> int:
+    """Rank `delayed` reads its peers' memory as late as it can: when all of them have done what they may do before it
+    goes on, and have announced their next barrier. Returns the number of wrong results."""
+    torchring.barrier()
+    backend: Any = collectives_of(default_world())._backend
+    incoming = [address for address, _ in backend._channel._incoming]
+
+    def late(step: Callable[..., Any], *arguments: Any) -> Any:
+        wait_until(lambda: all(semaphore.value(address) for address in incoming), "the peers' next barrier")
+        return step(*arguments)
+
+    def in_one_half(views_of: Callable[..., Any], *key: Any) -> Any:
+        return views_of(*key)[:1] * 2
+
+    num_wrong, stage = 0, stage_bytes(size) // 4
+    with pytest.MonkeyPatch.context() as patch:
+        if one_half:
+            patch.setattr(backend, "_views_of", functools.partial(in_one_half, backend._views_of))
+        if rank == delayed:
+            for name in ("_reduce", "_unpack"):
+                patch.setattr(backend, name, functools.partial(late, getattr(backend, name)))
+        for numel in (5, 2 * stage + 1, stage + 7 * size, 5 * stage // 2, 5):  # last chunks of any length
+            parts = [values(r, (numel,), torch.float32) for r in range(size)]
+            result = torchring.all_reduce(parts[rank].clone(), "sum")
+            num_wrong += not torch.equal(result, sum(parts, torch.zeros(1)))
+        torchring.barrier()
+    return num_wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_late_rank_reads_what_was_meant_for_it(size: int) -> None:
+    for delayed in (0, size - 1):
+        assert run(_delayed, size, True, delayed, False) == [0] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_late_rank_would_notice_if_memory_were_used_again_too_early(size: int) -> None:
+    assert run(_delayed, size, True, 0, True)[0] > 0
+
+
+def _together(rank: int, size: int) -> list[torch.Tensor]:
+    """Lists whose small tensors fill several stages, and whose large tensors have chunks of their own."""
+    stage, results = stage_bytes(size), []
+    small: list[tuple[int, ...]] = [(3,), (), (0,), (2, 5), (1, 0, 2), (4, 1)]
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.int64):
+        each = stage // dtype.itemsize
+        for shapes in (
+            [],
+            [(0,)],
+            [(7,)],
+            small,
+            [(100, 7)] * 9,  # more than the ranks combine without slices
+            [(each // 5 + 3,)] * 11,  # several stages of small tensors
+            [*small, (each // 2 + 1,), (5,), (2 * each + 3,), (each // 2,), (each // 2,), (1,), (each,), *small],
+        ):
+            for op in ("sum", "max"):
+                parts = [[values(r + size * i, shape, dtype) for i, shape in enumerate(shapes)] for r in range(size)]
+                mine = [part.clone() for part in parts[rank]]
+                _all_reduce_together(mine, op)
+                for i, (result, shape) in enumerate(zip(mine, shapes, strict=True)):
+                    expected = expected_of(op, [of_rank[i] for of_rank in parts]).to(dtype)
+                    assert_bitwise(result, expected, f"{op} of {dtype} {shape}, number {i} of {len(shapes)}")
+    base = torch.full((6, 8), -5.0)
+    base[:, ::2] = values(rank, (6, 4), torch.float32)
+    parameter = torch.nn.Parameter(_random(rank, torch.float32))
+    version = parameter._version
+    _all_reduce_together([base[:, ::2], values(rank, (4, 3), torch.float32).t(), parameter], "mean")
+    assert bool((base[:, 1::2] == -5.0).all()), "what lies between is not touched"
+    assert size == 1 or parameter._version > version, "autograd has to know that it changed"
+    results += [base, parameter.detach()]
+    return results
+
+
+def _all_reduce_together(tensors: list[torch.Tensor], op: str) -> None:
+    operations.check_together(tensors, op)
+    collectives_of(default_world()).run("all_reduce", operations.all_reduce_together, tensors, op)
+
+
+@in_worlds
+def test_all_reduce_of_several_tensors_together(size: int, shares_memory: bool) -> None:
+    for per_rank in zip(*run(_together, size, shares_memory), strict=True):
+        assert_same_on_all_ranks(list(per_rank))
+
+
+def test_what_cannot_be_reduced_together_is_refused() -> None:
+    ones = torch.ones(4)
+    for error, match, tensors in [
+        (TypeError, "one dtype", [ones, ones.double()]),
+        (TypeError, "bool", [ones, ones.bool()]),
+        (ValueError, "memory of their own", [ones, torch.ones(2), ones.view(2, 2)]),
+        (ValueError, "expanded", [ones, torch.ones(1).expand(3)]),
+    ]:
+        with pytest.raises(error, match=match):
+            operations.check_together(tensors, "sum")
+    operations.check_together([ones, torch.empty(0), torch.empty(0)], "sum")
 
 
 def _wrap_around(rank: int, size: int) -> list[torch.Tensor]:
@@ -195,6 +295,10 @@ def _inputs_with_strides(rank: int, size: int) -> None:
     assert parameter.requires_grad
     assert parameter.grad_fn is None
     assert size == 1 or parameter._version > before, "autograd has to know that it changed"
+    large = torch.nn.Parameter(_random(rank, torch.float32))  # travels in slices
+    before = large._version
+    torchring.all_reduce(large, "max")
+    assert size == 1 or large._version > before
     torchring.broadcast(parameter, src=size - 1)
     assert not torchring.all_gather(parameter).requires_grad
     assert not torchring.reduce_scatter(parameter).requires_grad
@@ -230,7 +334,7 @@ def _broadcast_everything(rank: int, size: int) -> None:
                 tensor = values(rank, shape, torch.int64).to(dtype)
                 assert torchring.broadcast(tensor, src) is tensor
                 assert_bitwise(tensor, values(src, shape, torch.int64).to(dtype), f"{dtype} {shape} from {src}")
-        for num_bytes in (STAGE_BYTES - 1, STAGE_BYTES, STAGE_BYTES + 1, 3 * STAGE_BYTES + 7):
+        for num_bytes in (stage_bytes(size) - 1, stage_bytes(size), stage_bytes(size) + 1, 3 * stage_bytes(size) + 7):
             tensor = values(rank, (num_bytes,), torch.uint8)
             torchring.broadcast(tensor, src)
             assert_bitwise(tensor, values(src, (num_bytes,), torch.uint8), f"{num_bytes} bytes from {src}")
@@ -301,7 +405,7 @@ def _all_gather_everything(rank: int, size: int) -> None:
     assert_bitwise(strided, torch.cat([values(r, (3, 4), torch.float32).t() for r in range(size)]))
     conjugated = torchring.all_gather(torch.tensor([1 + 2j * (rank + 1)]).conj())
     assert_bitwise(conjugated.resolve_conj(), torch.tensor([1 - 2j * (r + 1) for r in range(size)]))
-    for num_bytes in (STAGE_BYTES - 1, STAGE_BYTES, STAGE_BYTES + 1, 2 * STAGE_BYTES + 1):
+    for num_bytes in (stage_bytes(size) - 1, stage_bytes(size), stage_bytes(size) + 1, 2 * stage_bytes(size) + 1):
         lengths = [num_bytes if r == size - 1 else r for r in range(size)]
         gathered = torchring.all_gather(values(rank, (lengths[rank],), torch.uint8))
         assert_bitwise(gathered, torch.cat([values(r, (lengths[r],), torch.uint8) for r in range(size)]))
@@ -329,7 +433,7 @@ def _reduce_scatter_everything(rank: int, size: int) -> None:
                 share = expected_of(op, parts).to(dtype).tensor_split(size)[rank]
                 assert_bitwise(result, share, f"{op} {dtype} {shape}")
                 assert_bitwise(mine, parts[rank], "the input is left as it is")
-    for rows in (STAGE_BYTES // 4 - 1, STAGE_BYTES // 4, STAGE_BYTES // 4 + 1, STAGE_BYTES + 1):
+    for rows in (stage_bytes(size) // 4 - 1, stage_bytes(size) // 4, stage_bytes(size) // 4 + 1, stage_bytes(size) + 1):
         parts = [values(r, (rows,), torch.float32) for r in range(size)]
         share = expected_of("sum", parts).float().tensor_split(size)[rank]
         assert_bitwise(torchring.reduce_scatter(parts[rank], "sum"), share, f"{rows} rows")
@@ -363,7 +467,12 @@ def _all_to_all_everything(rank: int, size: int) -> None:
     received, counts = torchring.all_to_all(torch.empty(0, 3), [0] * size)
     assert received.shape == (0, 3)
     assert counts == [0] * size
-    for num_bytes in (STAGE_BYTES // size - 1, STAGE_BYTES // size, STAGE_BYTES // size + 1, 2 * STAGE_BYTES + 5):
+    for num_bytes in (
+        stage_bytes(size) // size - 1,
+        stage_bytes(size) // size,
+        stage_bytes(size) // size + 1,
+        2 * stage_bytes(size) + 5,
+    ):
         shares = [num_bytes if p == 0 else p for p in range(size)]  # rank 0 receives much, the others little
         received, counts = torchring.all_to_all(values(rank, (sum(shares),), torch.uint8), shares)
         pieces = [values(r, (sum(shares),), torch.uint8).split(shares)[rank] for r in range(size)]
@@ -412,13 +521,13 @@ def _objects(rank: int, size: int) -> Any:
     thing = {
         "rank": rank,
         "text": "ü" * rank,
-        "blob": b"x" * (STAGE_BYTES * (rank == size - 1)),
+        "blob": b"x" * (stage_bytes(size) * (rank == size - 1)),
         "tensor": torch.ones(rank),
     }
     gathered = torchring.all_gather_object(thing)
     assert [other["rank"] for other in gathered] == list(range(size))
     assert [len(other["text"]) for other in gathered] == list(range(size))
-    assert len(gathered[-1]["blob"]) == STAGE_BYTES
+    assert len(gathered[-1]["blob"]) == stage_bytes(size)
     assert [other["tensor"].numel() for other in gathered] == list(range(size))
     for src in range(size):
         received = torchring.broadcast_object(thing if rank == src else (lambda: "not picklable, and not sent"), src)
@@ -430,6 +539,20 @@ def _objects(rank: int, size: int) -> Any:
 @in_worlds
 def test_objects(size: int, shares_memory: bool) -> None:
     assert run(_objects, size, shares_memory) == [[None] * size] * size
+
+
+def _exchange(rank: int, size: int) -> None:
+    """Of different lengths, so that some ranks have nothing left to send when others have."""
+    stage = stage_bytes(size)
+    for longest in (0, 1, 200, stage - 1, stage, stage + 1, 2 * stage + 3):
+        lengths = [longest if r == size - 1 else min(longest, r * stage) for r in range(size)]
+        sent = [bytes([65 + r]) * length for r, length in enumerate(lengths)]
+        assert collectives_of(default_world()).all_gather_bytes(sent[rank]) == sent
+
+
+@in_worlds
+def test_bytes_of_any_length_are_exchanged(size: int, shares_memory: bool) -> None:
+    run(_exchange, size, shares_memory)
 
 
 def _objects_that_do_not_pickle(rank: int, size: int) -> float:
@@ -527,6 +650,10 @@ _CALLS: dict[str, Callable[[], Any]] = {
     "all_reduce of int32": lambda: torchring.all_reduce(torch.ones(4, dtype=torch.int32), "sum"),
     "all_reduce of 2x2": lambda: torchring.all_reduce(torch.ones(2, 2), "sum"),
     "all_reduce of 2 MiB": lambda: torchring.all_reduce(torch.ones(2**19), "sum"),
+    "all_reduce of 2 and 2": lambda: _all_reduce_together([torch.ones(2), torch.ones(2)], "sum"),
+    "all_reduce of 3 and 1": lambda: _all_reduce_together([torch.ones(3), torch.ones(1)], "sum"),
+    "all_reduce of nothing": lambda: _all_reduce_together([], "sum"),
+    "all_gather_object": lambda: torchring.all_gather_object("text"),
     "broadcast": lambda: torchring.broadcast(torch.ones(4)),
     "broadcast from 1": lambda: torchring.broadcast(torch.ones(4), src=1),
     "broadcast of 5": lambda: torchring.broadcast(torch.ones(5)),
@@ -553,7 +680,11 @@ _MISMATCHES = [
     ("all_reduce", "all_reduce of int32"),
     ("all_reduce", "all_reduce of 2x2"),
     ("all_reduce", "all_reduce of 2 MiB"),
+    ("all_reduce", "all_reduce of 2 and 2"),
+    ("all_reduce of 2 and 2", "all_reduce of 3 and 1"),
+    ("all_reduce of 2 and 2", "all_reduce of nothing"),
     ("all_reduce", "barrier"),
+    ("all_reduce", "all_gather_object"),
     ("barrier", "all_gather"),
     ("broadcast", "broadcast from 1"),
     ("broadcast", "broadcast of 5"),

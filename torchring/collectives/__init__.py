@@ -81,7 +81,7 @@ def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) ->
     operations.check_dense(tensor)
     operations.check_writable(tensor)
     operations.check_reducible(tensor, op)
-    return _dispatch("all_reduce", lambda backend: operations.all_reduce(backend, tensor, op), async_op, tensor.device)
+    return _dispatch("all_reduce", tensor, async_op, operations.all_reduce, tensor, op)
 
 
 @overload
@@ -108,7 +108,7 @@ def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> tor
     operations.check_dense(tensor)
     operations.check_writable(tensor)
     _check_rank(src)
-    return _dispatch("broadcast", lambda backend: operations.broadcast(backend, tensor, src), async_op, tensor.device)
+    return _dispatch("broadcast", tensor, async_op, operations.broadcast, tensor, src)
 
 
 @overload
@@ -131,9 +131,7 @@ def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | W
         A new tensor, or a `Work` whose `wait()` returns it. Has no gradient. Raises what `all_reduce` raises.
     """
     operations.check_dense(tensor)
-    return _dispatch(
-        "all_gather", lambda backend: torch.cat(operations.all_gather(backend, tensor)), async_op, tensor.device
-    )
+    return _dispatch("all_gather", tensor, async_op, lambda backend: torch.cat(operations.all_gather(backend, tensor)))
 
 
 @overload
@@ -172,7 +170,7 @@ def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False
         parts = operations.all_to_all(backend, tensor, splits, signature)[0]
         return operations.reduce_parts(parts, op)
 
-    return _dispatch("reduce_scatter", operation, async_op, tensor.device)
+    return _dispatch("reduce_scatter", tensor, async_op, operation)
 
 
 @overload
@@ -224,7 +222,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_
         parts, counts = operations.all_to_all(backend, tensor, shares, signature)
         return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
 
-    return _dispatch("all_to_all", operation, async_op, tensor.device)
+    return _dispatch("all_to_all", tensor, async_op, operation)
 
 
 def barrier() -> None:
@@ -254,17 +252,20 @@ def all_gather_object(obj: _T) -> list[_T]:
 
 
 def _dispatch(
-    what: str, operation: Callable[[Backend], torch.Tensor], async_op: bool, device: torch.device
+    what: str, tensor: torch.Tensor, async_op: bool, operation: Callable[..., torch.Tensor], *arguments: Any
 ) -> torch.Tensor | Work:
+    """Run `operation(backend, *arguments)` on `tensor`, now or on the background thread."""
     collectives = collectives_of(default_world())
-    if device.type == "cuda":  # run in the stream that computes the tensor, also on the background thread
-        stream, of_caller = torch.cuda.current_stream(device), operation
+    if tensor.is_cuda:  # run in the stream that computes the tensor, also on the background thread
+        stream, of_caller = torch.cuda.current_stream(tensor.device), operation
 
-        def operation(backend: Backend) -> torch.Tensor:
+        def operation(backend: Backend, *arguments: Any) -> torch.Tensor:
             with torch.cuda.stream(stream):
-                return of_caller(backend)
+                return of_caller(backend, *arguments)
 
-    return Work(collectives.start(what, operation)) if async_op else collectives.run(what, operation)
+    if async_op:
+        return Work(collectives.start(what, operation, *arguments))
+    return collectives.run(what, operation, *arguments)
 
 
 def _check_rank(src: int) -> None:

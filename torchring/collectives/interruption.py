@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from torchring.errors import RingError, with_way_out
 from torchring.world import World
@@ -33,14 +33,14 @@ class InterruptionGuard:
         self._turn = threading.Lock()  # stays locked once the world is broken
         self._under_way: dict[int, str] = {}  # thread -> operation
 
-    def run(self, what: str, operation: Callable[[], _T]) -> _T:
-        """Run `operation` and return its result. Error messages call the operation `what`.
+    def run(self, what: str, operation: Callable[..., _T], *arguments: Any) -> _T:
+        """Run `operation(*arguments)` and return its result. Error messages call the operation `what`.
 
         Whatever `operation` raises breaks the world, except errors that all ranks raise at the same point
         (`errors.in_step`). Raises RingError if the world is broken already.
         """
         if self._world.size == 1:
-            return operation()
+            return operation(*arguments)
         is_over = False
         try:
             thread = threading.get_ident()
@@ -52,7 +52,7 @@ class InterruptionGuard:
             self._name(thread, what)
             while not self._turn.acquire(timeout=_LOOK_SECONDS):
                 self._world.raise_if_broken()
-            result = operation()
+            result = operation(*arguments)
             self._turn.release()
             del self._under_way[thread]
             self._unname(thread, what)

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 import torch
 
 from torchring.accelerators import ACCELERATORS
-from torchring.collectives.shared_memory import combine
+from torchring.collectives.combine import combine
 from torchring.collectives.signature import OPS, Signature, signature_of
 from torchring.memory.host import bytes_of
 
@@ -16,6 +16,11 @@ _REDUCIBLE = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
+
+
+_DETAILS = {op: f"op={op!r}" for op in OPS}
+_BARRIER = Signature("barrier")
+_EXCHANGE = Signature("all_gather_object")
 
 
 class Backend(Protocol):
@@ -52,9 +57,12 @@ class SingleRank:
     def close(self) -> None: ...
 
 
-@torch.no_grad()
 def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
-    all_reduce_together(backend, (tensor,), op)
+    flat = plain(tensor).view(-1)
+    backend.all_reduce((flat,), op, signature_of("all_reduce", (tensor,), _DETAILS[op]))
+    if flat.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(flat.view(tensor.shape))
     return tensor
 
 
@@ -62,14 +70,11 @@ def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
 def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: str) -> None:
     """Combine tensors over all ranks, in place, as if they were one tensor. This takes one exchange, not one for each.
 
-    tensors: of one dtype, and of any shapes, strides and devices, which `check_dense`, `check_writable` and
-        `check_reducible` accept. They must not share memory.
-    Raises TypeError if dtypes differ, and PlanMismatchError if another rank passes other shapes, dtypes or another op.
+    tensors: of one dtype, and of any shapes, strides and devices, as `check_together` demands. May be empty.
+    Raises PlanMismatchError if another rank passes other shapes, another dtype or another op.
     """
-    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-        raise TypeError(f"tensors that are reduced together need one dtype, got {[str(t.dtype) for t in tensors]}")
     flat = [plain(tensor).view(-1) for tensor in tensors]
-    backend.all_reduce(flat, op, signature_of("all_reduce", tensors, f"op={op!r}"))
+    backend.all_reduce(flat, op, signature_of("all_reduce", tensors, _DETAILS[op]))
     for tensor, part in zip(tensors, flat, strict=True):
         if part.data_ptr() != tensor.data_ptr():
             tensor.copy_(part.view(tensor.shape))
@@ -137,6 +142,14 @@ def all_to_all(
     return received, [len(part) for part in received]
 
 
+def exchange(backend: Backend, data: bytes) -> list[bytes]:
+    return backend.exchange(data, _EXCHANGE)
+
+
+def barrier(backend: Backend) -> None:
+    backend.barrier(_BARRIER)
+
+
 def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """Combine in rank order, 16-bit values in fp32."""
     total = torch.empty_like(parts[0])
@@ -149,6 +162,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     Returns a view of `tensor` if possible. Copies a tensor on a GPU, after the current stream has computed it.
     """
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor.detach()
     return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
 
 
@@ -160,13 +175,15 @@ def is_movable(device: torch.device) -> bool:
 def check_dense(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}")
-    if not is_movable(tensor.device):
+    if not tensor.is_cpu and not is_movable(tensor.device):
         raise ValueError(f"expected a tensor on the CPU or on CUDA, got one on {tensor.device}")
     if tensor.layout != torch.strided:
         raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; pass tensor.to_dense()")
 
 
 def check_writable(tensor: torch.Tensor) -> None:
+    if tensor.is_contiguous():
+        return
     if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError("an expanded tensor has elements that share memory and cannot be written; pass tensor.clone()")
 
@@ -174,6 +191,20 @@ def check_writable(tensor: torch.Tensor) -> None:
 def is_reducible(dtype: torch.dtype) -> bool:
     """Whether values of this dtype can be combined over ranks."""
     return dtype in _REDUCIBLE
+
+
+def check_together(tensors: Sequence[torch.Tensor], op: str) -> None:
+    """Raise TypeError or ValueError for what `all_reduce_together` cannot reduce. Call it before the collective begins:
+    an error inside breaks the world."""
+    for tensor in tensors:
+        check_dense(tensor)
+        check_writable(tensor)
+        check_reducible(tensor, op)
+    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        raise TypeError(f"tensors that are reduced together need one dtype, got {[str(t.dtype) for t in tensors]}")
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
+    if len(set(addresses)) < len(addresses):
+        raise ValueError("tensors that are reduced together need memory of their own, but two begin at one address")
 
 
 def check_reducible(tensor: torch.Tensor, op: str) -> None:

@@ -52,45 +52,49 @@ class Collectives:
         world.on_close(self.close)
 
     @run_eagerly
-    def run(self, what: str, operation: Callable[[Backend], _T]) -> _T:
-        """Run `operation` after earlier asynchronous operations. Error messages call the operation `what`."""
+    def run(self, what: str, operation: Callable[..., _T], *arguments: Any) -> _T:
+        """Run `operation(backend, *arguments)` after earlier asynchronous operations. Errors call it `what`."""
         self._refuse_in_join(what)
-
-        def in_turn() -> _T:
-            if self._last is not None and not self._last.done():
-                return self._start(what, operation).result()
-            return self._operate(what, operation)
-
-        return self._calls.run(what, in_turn)
+        result: _T = self._calls.run(what, self._run_in_turn, what, operation, arguments)
+        return result
 
     @run_eagerly
-    def start(self, what: str, operation: Callable[[Backend], _T]) -> Future[_T]:
-        """Run `operation` on the background thread."""
+    def start(self, what: str, operation: Callable[..., _T], *arguments: Any) -> Future[_T]:
+        """Run `operation(backend, *arguments)` on the background thread."""
         self._refuse_in_join(what)
-        return self._calls.run(what, lambda: self._start(what, operation))
+        return self._calls.run(what, self._start, what, operation, arguments)
 
-    def _start(self, what: str, operation: Callable[[Backend], _T]) -> Future[_T]:
-        future = self._background.submit(lambda: self._in_background.run(what, lambda: self._operate(what, operation)))
-        self._last = future
+    def _run_in_turn(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
+        if self._last is not None and not self._last.done():
+            return self._start(what, operation, arguments).result()
+        return self._operate(what, operation, arguments)
+
+    def _start(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> Future[_T]:
+        def in_background() -> _T:
+            result: _T = self._in_background.run(what, self._operate, what, operation, arguments)
+            return result
+
+        self._last = future = self._background.submit(in_background)
         return future
 
     def _refuse_in_join(self, what: str) -> None:
         if self._is_scripts:
             self.world.refuse_in_join(what)
 
-    def _operate(self, what: str, operation: Callable[[Backend], _T]) -> _T:
+    def _operate(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
         if self._track is None:  # a world of one
-            return operation(self._opened())
-        return self._track.run(what, lambda: operation(self._opened()))
+            return self._call(operation, arguments)
+        result: _T = self._track.run(what, self._call, operation, arguments)
+        return result
 
-    def _opened(self) -> Backend:
+    def _call(self, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
         if self._backend is None:
             world = self.world
             assert world.rendezvous is not None
             transport = C10dTransport(world.rendezvous, self._name, world.host)
             world.on_failure(transport)
             self._backend = GlooCollectives(transport)
-        return self._backend
+        return operation(self._backend, *arguments)
 
     def close(self) -> None:
         self._background.close()
@@ -98,10 +102,10 @@ class Collectives:
             self._backend.close()
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        return self.run("all_reduce", lambda backend: operations.all_reduce(backend, tensor, op))
+        return self.run("all_reduce", operations.all_reduce, tensor, op)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        return self.run("broadcast", lambda backend: operations.broadcast(backend, tensor, src))
+        return self.run("broadcast", operations.broadcast, tensor, src)
 
     def broadcast_together(self, tensors: Iterable[torch.Tensor], src: int) -> None:
         """Broadcast many tensors, in messages of some MiB. Between hosts, 800 messages took 2 s."""
@@ -130,9 +134,7 @@ class Collectives:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """The `data` of all ranks, in rank order."""
-        signature = Signature("all_gather_object")
-
-        return self.run("all_gather_object", lambda backend: backend.exchange(data, signature))
+        return self.run("all_gather_object", operations.exchange, data)
 
     def all_gather(self, tensor: torch.Tensor, signature: Signature | None = None) -> list[torch.Tensor]:
         """The tensors of all ranks, in rank order. Sizes of dimension 0 may differ.
@@ -141,7 +143,7 @@ class Collectives:
             signature: what to call the collective in errors, where it is part of another operation.
         """
         what = "all_gather" if signature is None else signature.operation
-        return self.run(what, lambda backend: operations.all_gather(backend, tensor, signature))
+        return self.run(what, operations.all_gather, tensor, signature)
 
     def check_equal(self, description: Sequence[str]) -> None:
         """Raise PlanMismatchError, which names the first difference, on every rank unless all pass equal lines."""
@@ -167,7 +169,7 @@ class Collectives:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self.run("barrier", lambda backend: backend.barrier(Signature("barrier")))
+        self.run("barrier", operations.barrier)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""

@@ -143,22 +143,22 @@ class Track:
         """Operation number `position`, and all before it, are over for this rank."""
         self._words[self._finished] = position + 1
 
-    def waiting(self, wait: Wait, operation: Callable[[], _T]) -> _T:
-        """Run `operation`, in which other ranks may keep this rank waiting."""
+    def waiting(self, wait: Wait, operation: Callable[..., _T], *arguments: Any) -> _T:
+        """Run `operation(*arguments)`, in which other ranks may keep this rank waiting."""
         self.wait = wait
         self.thread = threading.get_ident()
         self._words[self._waiting_since] = time.monotonic_ns()
         try:
-            return operation()
+            return operation(*arguments)
         finally:
             self._words[self._waiting_since] = 0
 
-    def run(self, what: str, operation: Callable[[], _T]) -> _T:
-        """Run the next operation of this track, from its begin to its end. Messages call the operation `what`."""
+    def run(self, what: str, operation: Callable[..., _T], *arguments: Any) -> _T:
+        """Run `operation(*arguments)`, the next operation of this track. Messages call the operation `what`."""
         position = self.num_begun
         self.begin(position)
         try:
-            return self.waiting(Wait(what), operation)
+            return self.waiting(Wait(what), operation, *arguments)
         finally:
             self.finish(position)
 
