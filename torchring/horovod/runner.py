@@ -3,7 +3,7 @@
     losses = torchring.horovod.run(train, args=(10,), np=4)
 
 The function and its results travel through files in a private folder: a temporary one, or one in the working directory
-where some processes are on other hosts, which must share that directory. Each process runs task.py.
+where some processes are on other hosts, which must share that directory. Each process runs launch/task.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from torchring.horovod import task
+from torchring.launch import task
 from torchring.launch.horovodrun import SOCKETS
 from torchring.launch.launcher import Host, LaunchError, is_here, parse_hostfile, parse_hosts, start
 from torchring.launch.output import OutputOptions

@@ -1,4 +1,4 @@
-"""What each process of `run` does: `python -m torchring.horovod.task FOLDER`."""
+"""Calls a function in each process of a launch: `python -m torchring.launch.task FOLDER`. See horovod/runner.py."""
 
 from __future__ import annotations
 
