@@ -9,6 +9,7 @@ gradient is reduced, so clipping, GradScaler, schedulers and closures need no ex
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import weakref
@@ -182,7 +183,7 @@ class DistributedOptimizer(Optimizer):
         sync_buffers: SyncBuffers | None = "mean",
         sync_initial_state: bool = True,
     ) -> None:
-        world = default_world()
+        world = self._find_world()
         world.refuse_in_join("wrap()")
         options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers)
         open_it = functools.partial(self._open, world, optimizer, model, options, sync_initial_state)
@@ -206,7 +207,7 @@ class DistributedOptimizer(Optimizer):
             check_options(options)
             if isinstance(optimizer, DistributedOptimizer):
                 raise ValueError("this optimizer is distributed already; wrap the plain one, once")
-            names = named_parameters(optimizer, model)
+            names = self._name_parameters(optimizer, model)
             check_free(names, world)
             if sync_initial_state and model is not None:
                 check_broadcastable(model)
@@ -218,12 +219,39 @@ class DistributedOptimizer(Optimizer):
             collectives_of(world).check_equal([f"options: sync_initial_state={sync_initial_state}"])
         elif problem is not None:
             raise problem
-        self._initialise(optimizer, options, names, sparse_parameters(model), model)
+        self._initialise(optimizer, options, names, self._find_sparse(optimizer, model), model)
         if sync_initial_state:
             broadcast_parameters(model if model is not None else {name: p.data for p, name in names.items()})
             broadcast_optimizer_state(optimizer)
         if world.size > 1:
             self._connect(world)
+
+    # What a door with other arguments, such as that of torchring.horovod, does in its own way.
+
+    def _find_world(self) -> World:
+        """The ranks that reduce together."""
+        return default_world()
+
+    def _name_parameters(self, optimizer: Optimizer, model: torch.nn.Module | None) -> dict[torch.nn.Parameter, str]:
+        return named_parameters(optimizer, model)
+
+    def _find_sparse(self, optimizer: Optimizer, model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
+        """The parameters whose gradients are sparse."""
+        return sparse_parameters(model.modules() if model is not None else ())
+
+    def _watch_replicas(self, world: World) -> ReplicaCheck:
+        return ReplicaCheck(world, self._names)
+
+    def _prepare_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """Called when a step begins. Returns the closure to use."""
+        return closure
+
+    def _set_accumulate(self, accumulate: int) -> None:
+        """Reduce in every so many backwards from now on."""
+        self._options = dataclasses.replace(self._options, accumulate=accumulate)  # type: ignore[has-type]
+        self._alone.accumulate = accumulate
+        if self._sync is not None:
+            self._sync.accumulate = accumulate
 
     # What a torch.optim.Optimizer has, shared with the wrapped one. Optimizer.__init__ assigns to these, too.
 
@@ -276,6 +304,7 @@ class DistributedOptimizer(Optimizer):
             GradientError: a gradient is not reduced or not finite, or parameters differ between ranks.
             ValueError: this optimizer is closed, or a closure is given inside `torchring.join`.
         """
+        closure = self._prepare_step(closure)
         sync = self._live_sync()
         if sync is None:
             return self._step_alone(closure, *args, **kwargs)
@@ -610,7 +639,7 @@ class DistributedOptimizer(Optimizer):
         reduction = Reduction(world, specs, trainable, self._options, buffers)
         self._sync = GradientSync(
             reduction,
-            ReplicaCheck(world, self._names),
+            self._watch_replicas(world),
             accumulate=self._options.accumulate,
             on_nonfinite=self._options.on_nonfinite,
             frozen=[p for p in parameters if not p.requires_grad],
@@ -625,7 +654,7 @@ class DistributedOptimizer(Optimizer):
         @run_eagerly
         def hook(parameter: torch.Tensor) -> None:
             self._drop_early_hooks()
-            world = default_world()
+            world = self._find_world()
             if world.size > 1:
                 sync = world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
                 sync.first_gradient(next(i for i, p in enumerate(sync.reduction.parameters) if p is parameter))
@@ -662,7 +691,7 @@ class DistributedOptimizer(Optimizer):
                     "ranks"
                 )
             return self._sync
-        world = default_world()
+        world = self._find_world()
         if world.size == 1:
             return None
         self._drop_early_hooks()

@@ -514,6 +514,11 @@ def num_nodes() -> int:
     return default_world().num_nodes
 
 
+def launcher() -> str:
+    """What started this process: "torchrun", "mpirun (Open MPI)", "srun", ...; "none" without a launcher."""
+    return _default.launcher if _default is not None else _launched().launcher
+
+
 def device() -> torch.device:
     """Where this rank should put its model: on a GPU if this process sees any, else on the CPU.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -84,6 +84,29 @@ def broadcast(backend: Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
     return tensor
 
 
+_BATCH_BYTES: Final = 8 << 20
+
+
+@torch.no_grad()
+def broadcast_together(backend: Backend, tensors: Sequence[torch.Tensor], src: int, *, is_src: bool) -> None:
+    """Overwrite tensors with those of rank `src`, in place, in messages of some MiB. Between hosts, 800 messages took
+    2 s. Tensors that `check_dense` and `check_writable` accept."""
+    batch: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in [*tensors, None]:
+        if batch and (tensor is None or num_bytes + tensor.nbytes > _BATCH_BYTES):
+            flat = torch.cat([bytes_of(plain(small)) for small in batch])
+            broadcast(backend, flat, src)
+            if not is_src:
+                hand_out(flat, batch)
+            batch, num_bytes = [], 0
+        if tensor is not None and tensor.nbytes > _BATCH_BYTES:
+            broadcast(backend, tensor, src)
+        elif tensor is not None:
+            batch.append(tensor)
+            num_bytes += tensor.nbytes
+
+
 @torch.no_grad()
 def hand_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy `flat`, the bytes of all tensors one after the other, to the tensors."""
@@ -146,6 +169,11 @@ def check_dense(tensor: torch.Tensor) -> None:
 def check_writable(tensor: torch.Tensor) -> None:
     if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError("an expanded tensor has elements that share memory and cannot be written; pass tensor.clone()")
+
+
+def is_reducible(dtype: torch.dtype) -> bool:
+    """Whether values of this dtype can be combined over ranks."""
+    return dtype in _REDUCIBLE
 
 
 def check_reducible(tensor: torch.Tensor, op: str) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +24,6 @@ from torchring.transport.c10d import C10dTransport
 from torchring.world import World
 
 _T = TypeVar("_T")
-_BATCH_BYTES: Final = 8 << 20
 
 
 class Collectives:
@@ -110,20 +109,8 @@ class Collectives:
         for checked in tensors:
             operations.check_dense(checked)
             operations.check_writable(checked)
-        batch: list[torch.Tensor] = []
-        num_bytes = 0
-        for tensor in [*tensors, None]:
-            if batch and (tensor is None or num_bytes + tensor.nbytes > _BATCH_BYTES):
-                flat = torch.cat([bytes_of(operations.plain(small)) for small in batch])
-                self.broadcast(flat, src)
-                if self.world.rank != src:
-                    operations.hand_out(flat, batch)
-                batch, num_bytes = [], 0
-            if tensor is not None and tensor.nbytes > _BATCH_BYTES:
-                self.broadcast(tensor, src)
-            elif tensor is not None:
-                batch.append(tensor)
-                num_bytes += tensor.nbytes
+        is_src = self.world.rank == src
+        self.run("broadcast", lambda backend: operations.broadcast_together(backend, tensors, src, is_src=is_src))
 
     def broadcast_bytes(self, data: bytes | None, src: int) -> bytes:
         """The `data` of rank `src`. The other ranks may pass None."""

@@ -24,13 +24,14 @@ class Alone:
         accumulate: number of backwards that are reduced together.
 
     Attributes:
+        accumulate: see above; may change between groups of backwards.
         num_skipped_steps: how many steps were left out, because a gradient was not finite.
     """
 
     def __init__(self, parameters: Collection[torch.nn.Parameter], accumulate: int) -> None:
         self.num_skipped_steps = 0
         self._parameters = parameters
-        self._accumulate = accumulate
+        self.accumulate = accumulate
         self._no_sync_depth = 0
 
         # The backwards with weights that are reduced together
@@ -50,7 +51,7 @@ class Alone:
         self.settle()
         if all(parameter.grad is None for parameter in self._parameters):  # the script has dropped what there was
             self.forget_gradients()
-        if self._holds_results and (self._accumulate > 1 or self._no_sync_depth or self._num_backwards):
+        if self._holds_results and (self.accumulate > 1 or self._no_sync_depth or self._num_backwards):
             raise GradientError(ON_RESULTS)
         self._next = weight
         for parameter in self._parameters:
@@ -103,7 +104,7 @@ class Alone:
 
     def _count(self) -> None:
         self._num_counted += 1
-        if self._num_counted >= self._accumulate:
+        if self._num_counted >= self.accumulate:
             self._end_group()
 
     def _end_group(self) -> None:

@@ -100,10 +100,10 @@ class ReplicaCheck:
         index = min(int((everybody[rank] != first).any(dim=1).nonzero()[0]) for rank in differing)
         others = [rank for rank in differing if not torch.equal(everybody[rank][index], first[index])]
         name = list(self._names.values())[index]
+        differ = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(map(str, others))} differ"
         raise in_step(
             GradientError(
-                f"{name} is not the same on all ranks: {'rank' if len(others) == 1 else 'ranks'} "
-                f"{', '.join(map(str, others))} differ from rank 0. {self._cause(steps)}",
+                f"{name} is not the same on all ranks: {differ} from rank 0. {self._cause(steps)}",
                 rank=self._world.rank,
                 peers=others,
                 parameters=(name,),

@@ -40,6 +40,7 @@ class GradientSync:
         owner: the optimizer; referred to weakly.
 
     Attributes:
+        accumulate: see above; may change between reductions, on all ranks alike.
         failure: the error that ended the last backward between ranks. Gradients are worth nothing after it.
         num_steps: how many optimizer steps this rank has made.
         num_skipped_steps: how many steps were left out, because a gradient was not finite.
@@ -69,7 +70,7 @@ class GradientSync:
         self._spec_of = spec_of
 
         # Whether a backward reduces
-        self._accumulate = accumulate
+        self.accumulate = accumulate
         self._num_backwards = 0  # since the last reduction, without those inside no_sync()
         self._no_sync_depth = 0
         self._weights = reduction.weights
@@ -163,7 +164,7 @@ class GradientSync:
             raise GradientError("weigh() was called inside backward(); call it before")
         reduction, weights = self.reduction, self._weights
         self._drop_stale_weights()
-        may_accumulate = self._accumulate > 1 or self._no_sync_depth > 0 or weights.num_backwards > 0
+        may_accumulate = self.accumulate > 1 or self._no_sync_depth > 0 or weights.num_backwards > 0
         if may_accumulate:
             self._refuse_results()
         weight = weights.representable(weight)
@@ -183,13 +184,24 @@ class GradientSync:
         """Collective: take part in the reduction of the others' next backward. See `DistributedOptimizer.skip`."""
         if self.in_backward:
             raise GradientError("skip() was called inside backward(); call it in place of backward()")
-        self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self._accumulate)
+        self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate)
 
     def _take_part(self, *, reduces: bool) -> None:
         """Collective: what a backward would do, with what is local already, or nothing."""
         self.forget_next_backward()
         with torch.no_grad(), self._group.skipping():
             self._begin(reduces=reduces)
+            self._group.finish_backward(self)
+
+    def take_part(self) -> None:
+        """Collective: reduce what is local, or zeros, in the round of the others' next backward, or of their own call.
+
+        Unlike a rank that skips, this rank counts in the mean.
+        """
+        if self.in_backward:
+            raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
+        with torch.no_grad():
+            self._begin(reduces=True)
             self._group.finish_backward(self)
 
     def forget_next_backward(self) -> None:
@@ -292,7 +304,7 @@ class GradientSync:
             return True
         reduction, skips = self.reduction, self._on_nonfinite == "skip"
         non_finite = reduction.find_non_finite() if skips else reduction.non_finite
-        if non_finite is None or not _is_there(non_finite):
+        if non_finite is None or not is_still_there(non_finite):
             return True
         if skips:
             self.num_skipped_steps += 1
@@ -326,7 +338,7 @@ class GradientSync:
                 "reduced. Set torch._dynamo.config.compiled_autograd = False; torch.compile works without it"
             )
         self._refuse_module_wrappers()
-        reduces = self._no_sync_depth == 0 and self._num_backwards + 1 >= self._accumulate
+        reduces = self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate
         if reduces and torch.is_grad_enabled():
             raise GradientError(
                 "backward(create_graph=True) leaves a graph on the gradients that averaging would cut. Run it inside "
@@ -463,7 +475,7 @@ class GradientSync:
         self.reduction.world.break_off("the reduction of gradients", error)
 
 
-def _is_there(found: NonFiniteGradient) -> bool:
+def is_still_there(found: NonFiniteGradient) -> bool:
     """Whether the value is still not finite: the script may have mended it."""
     if found.tensor is None:
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final, Literal, cast, get_args
 
@@ -106,10 +106,9 @@ def spec_of(
     )
 
 
-def sparse_parameters(model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
+def sparse_parameters(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Parameter]:
     """The weights of layers built with sparse=True, whose gradients come as sparse tensors."""
     layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    modules = model.modules() if model is not None else ()
     return {cast(torch.nn.Parameter, m.weight) for m in modules if isinstance(m, layers) and m.sparse}
 
 

@@ -1,0 +1,398 @@
+"""Starting and ending Horovod's API, ranks and sizes, build flags, process sets, timeline: horovod.common.basics.
+
+`init()` joins torchring's default world, so Horovod's functions and torchring's can be used side by side.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from torchring import world as worlds
+from torchring.errors import RingError
+from torchring.horovod.engine import Engine, Operation, as_internal_error
+from torchring.horovod.exceptions import HorovodInternalError
+from torchring.horovod.negotiation import ADD_SET, REMOVE_SET, Request
+from torchring.horovod.settings import DYNAMIC_TIMELINE, Settings, apply_log_level, read_settings
+from torchring.horovod.timeline import Timeline
+
+_NOT_INITIALISED: Final = "Horovod has not been initialized; call hvd.init() first"
+
+
+class ProcessSet:
+    """Some of the ranks, which run collectives among themselves.
+
+    Args:
+        ranks_or_comm: global ranks, or an mpi4py communicator whose processes are these ranks.
+
+    Attributes:
+        process_set_id: None until `init` or `add_process_set` has registered the set.
+        ranks: global ranks, ascending.
+        mpi_comm: the communicator, if there is one.
+    """
+
+    process_set_id: int | None = None
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        self.mpi_comm: Any = None
+        if hasattr(ranks_or_comm, "Get_group"):
+            self.mpi_comm = ranks_or_comm
+            self.ranks: list[int] = sorted(_ranks_of(ranks_or_comm))
+            return
+        ranks = list(ranks_or_comm)
+        if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
+            raise ValueError(f"a process set takes the global ranks of its members, got {ranks!r}")
+        self.ranks = sorted(set(ranks))
+
+    def included(self) -> bool:
+        """Whether this process is a member."""
+        return rank() in self.ranks
+
+    def size(self) -> int | None:
+        """Number of members; None if the set is not registered."""
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Position of this process among the members; None if the set is not registered."""
+        if self.process_set_id is None:
+            return None
+        if not self.included():
+            raise ValueError(f"this process, rank {rank()}, is not a member of the process set of ranks {self.ranks}")
+        return self.ranks.index(rank())
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+global_process_set: Final = ProcessSet([])
+"""All ranks. Its list of ranks is empty until `init` has been called."""
+
+
+class Context:
+    """What `init` has opened.
+
+    Attributes:
+        sets: registered process sets by id.
+        handles: operations that were started, and not waited for yet.
+    """
+
+    def __init__(self, world: worlds.World, settings: Settings) -> None:
+        self.world = world
+        self.settings = settings
+        self.engine = Engine(world, settings)
+        self.sets: dict[int, ProcessSet] = {}
+        self.handles: dict[int, tuple[Operation, Callable[[Any], Any]]] = {}
+        self._next_handle = itertools.count()
+        self.is_dynamic = settings.dynamic_process_sets
+
+    def next_handle(self) -> int:
+        return next(self._next_handle)
+
+    def members(self, process_set: ProcessSet) -> tuple[int, ...]:
+        """Global ranks of a registered process set that this rank is a member of. ValueError for any other set."""
+        if process_set.process_set_id is None or process_set.process_set_id not in self.sets:
+            raise ValueError(f"{process_set!r} is not registered; call hvd.add_process_set() on all ranks first")
+        ranks = self.engine.sets[process_set.process_set_id]
+        if self.world.rank not in ranks:
+            raise ValueError(f"this process, rank {self.world.rank}, is not a member of the process set {list(ranks)}")
+        return ranks
+
+
+_context: Context | None = None
+
+
+def context() -> Context:
+    """For what asks about this process. ValueError before `init`."""
+    if _context is None:
+        raise ValueError(_NOT_INITIALISED)
+    return _context
+
+
+def context_of_collectives() -> Context:
+    """For collectives. HorovodInternalError before `init`."""
+    if _context is None:
+        raise HorovodInternalError(_NOT_INITIALISED)
+    return _context
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Join the other ranks that the launcher has started. Collective. A second call changes nothing but process sets.
+
+    Args:
+        comm: for Horovod's signature: None, the list of all ranks, or an mpi4py communicator of all ranks. A part of
+            the ranks is a ProcessSet.
+        process_sets: sets to register at once, on all ranks alike; or "dynamic", which allows `add_process_set` and
+            `remove_process_set` afterwards, as HOROVOD_DYNAMIC_PROCESS_SETS=1 does.
+
+    Raises:
+        ValueError: a wrong argument or HOROVOD_* variable; two of the process sets have the same ranks. The other sets
+            are registered then, and `init` can be called again.
+        HorovodInternalError: ranks could not meet.
+    """
+    global _context
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f'process_sets is a list of ProcessSet, or "dynamic", got {process_sets!r}')
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+        process_sets = None
+    settings = read_settings(os.environ)
+    if _context is None or not _context.world.is_open:
+        apply_log_level(settings)
+        try:
+            timeout = None if worlds.is_initialized() else settings.timeout_seconds
+            _context = Context(worlds.init(timeout_seconds=timeout), settings)
+        except RingError as error:
+            raise as_internal_error(error) from error
+        global_process_set.ranks = list(range(_context.world.size))
+        global_process_set.process_set_id = 0
+        _context.sets[0] = global_process_set
+        if settings.timeline not in (None, DYNAMIC_TIMELINE):
+            _start_timeline(str(settings.timeline), settings.mark_cycles)
+    _check_comm(comm, _context.world.size)
+    if process_sets:
+        _register_all(process_sets)
+
+
+def _check_comm(comm: Any, size: int) -> None:
+    if comm is None:
+        return
+    ranks = sorted(_ranks_of(comm)) if hasattr(comm, "Get_group") else sorted(comm)
+    if ranks and ranks != list(range(size)):
+        raise ValueError(
+            f"comm holds ranks {ranks} of {size}; torchring trains with all ranks that were launched. For collectives "
+            "among some of them, pass process_sets=[hvd.ProcessSet(ranks)]"
+        )
+
+
+def _ranks_of(comm: Any) -> list[int]:
+    """The global ranks of an mpi4py communicator's processes."""
+    from mpi4py import MPI
+
+    group = comm.Get_group()
+    translated = MPI.Group.Translate_ranks(group, list(range(group.Get_size())), MPI.COMM_WORLD.Get_group())
+    return [int(rank) for rank in translated]
+
+
+def _register_all(process_sets: Sequence[ProcessSet]) -> None:
+    seen = {tuple(known.ranks) for known in context().sets.values()}
+    for number, process_set in enumerate(process_sets):
+        if not isinstance(process_set, ProcessSet):
+            raise ValueError(f"process_sets[{number}] is no ProcessSet, but {process_set!r}")
+        if process_set.process_set_id is not None:
+            continue
+        if tuple(process_set.ranks) in seen:
+            raise ValueError(f"process_sets: entry number {number} is a duplicate: ranks {process_set.ranks}")
+        seen.add(tuple(process_set.ranks))
+        _add(process_set)
+
+
+def shutdown() -> None:
+    """Leave the other ranks, whose collectives raise HorovodInternalError from then on. `init` may be called again."""
+    global _context
+    if _context is None:
+        return
+    over, _context = _context, None
+    for process_set in over.sets.values():
+        process_set.process_set_id = None
+    global_process_set.ranks = []
+    if over.engine.timeline is not None:
+        over.engine.timeline.close()
+    if worlds.is_initialized() and worlds.default_world() is over.world:
+        worlds.shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `shutdown` has not been called since."""
+    return _context is not None
+
+
+def rank() -> int:
+    """Number of this process among all."""
+    return context().world.rank
+
+
+def size() -> int:
+    """Number of processes."""
+    return context().world.size
+
+
+def local_rank() -> int:
+    """Number of this process on its host."""
+    return context().world.local_rank
+
+
+def local_size() -> int:
+    """Number of processes on this host."""
+    return context().world.local_size
+
+
+def cross_rank() -> int:
+    """Number of this process's host among the hosts that have a process with the same local rank."""
+    world = context().world
+    return _hosts_with_local_rank(world).index(world.node_rank)
+
+
+def cross_size() -> int:
+    """Number of hosts that have a process with the same local rank."""
+    return len(_hosts_with_local_rank(context().world))
+
+
+def _hosts_with_local_rank(world: worlds.World) -> list[int]:
+    return [number for number, members in enumerate(world.hosts) if len(members) > world.local_rank]
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have equally many processes."""
+    return len({len(members) for members in context().world.hosts}) == 1
+
+
+def mpi_threads_supported() -> bool:
+    """Whether several threads may call MPI. ValueError unless mpirun has started this process."""
+    if not mpi_enabled():
+        raise ValueError("MPI is not in use: mpirun has not started this process")
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def mpi_enabled() -> bool:
+    """Whether mpirun has started this process."""
+    return worlds.launcher().startswith(("mpirun", "mpiexec")) and mpi_built()
+
+
+def mpi_built() -> bool:
+    """Whether mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def gloo_enabled() -> bool:
+    """Whether ranks can do without MPI: always."""
+    return True
+
+
+def gloo_built() -> bool:
+    """Whether this PyTorch has Gloo."""
+    return bool(dist.is_available() and dist.is_gloo_available())
+
+
+def nccl_built() -> int:
+    """The version code of PyTorch's NCCL, such as 22703; 0 without NCCL."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return 0
+    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def cuda_built() -> bool:
+    """Whether this PyTorch has CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether this PyTorch has ROCm."""
+    return torch.version.hip is not None
+
+
+def ddl_built() -> bool:
+    """False: torchring has no support for IBM's DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: torchring has no support for Intel's oneCCL."""
+    return False
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a process set, on all ranks in the same order. Collective among all ranks, members or not.
+
+    Raises:
+        ValueError: `init` was not called, or process sets are not dynamic; the ranks do not exist, or have a set
+            already.
+        HorovodInternalError: other ranks add another set.
+    """
+    here = context()
+    _check_dynamic()
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    if process_set.process_set_id is not None or any(known.ranks == process_set.ranks for known in here.sets.values()):
+        raise ValueError(f"a process set of the ranks {process_set.ranks} is registered already")
+    _add(process_set)
+    return process_set
+
+
+def _add(process_set: ProcessSet) -> None:
+    here = context()
+    if not process_set.ranks or not set(process_set.ranks) <= set(range(here.world.size)):
+        raise ValueError(f"a process set takes ranks in 0 .. {here.world.size - 1}, got {process_set.ranks}")
+    request = Request(ADD_SET, "add_process_set", arguments={"ranks": list(process_set.ranks)})
+    process_set.process_set_id = _run(here, request)
+    here.sets[int(process_set.process_set_id or 0)] = process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set. Collective among all ranks. Returns False for a set that is not registered, or global.
+
+    Raises ValueError if `init` was not called, or process sets are not dynamic.
+    """
+    here = context()
+    _check_dynamic()
+    number = process_set.process_set_id
+    if not number or here.sets.get(number) is not process_set:
+        return False
+    process_set.process_set_id = None
+    _run(here, Request(REMOVE_SET, "remove_process_set", arguments={"process set": number}))
+    del here.sets[number]
+    return True
+
+
+def _run(here: Context, request: Request) -> Any:
+    try:
+        return here.engine.run(Operation(request))
+    except RingError as error:
+        raise as_internal_error(error) from error
+
+
+def _check_dynamic() -> None:
+    if not read_settings(os.environ).dynamic_process_sets:
+        raise ValueError(
+            'process sets can change after hvd.init() only with hvd.init(process_sets="dynamic"), or with '
+            "HOROVOD_DYNAMIC_PROCESS_SETS=1"
+        )
+
+
+def process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """id -> ranks of all registered process sets."""
+    return {number: list(known.ranks) for number, known in sorted(context().sets.items())}
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write a timeline from now on: rank 0 does, for all ranks.
+
+    Raises ValueError before `init`, or if HOROVOD_TIMELINE was not set then.
+    """
+    here = context()
+    if here.settings.timeline is None:
+        raise ValueError("set HOROVOD_TIMELINE=DYNAMIC before hvd.init() to start timelines later")
+    stop_timeline()
+    _start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Close the timeline. Does nothing if none is written. Raises ValueError before `init`."""
+    engine = context().engine
+    timeline, engine.timeline = engine.timeline, None
+    if timeline is not None:
+        timeline.close()
+
+
+def _start_timeline(path: str, mark_cycles: bool) -> None:
+    here = context()
+    if here.world.rank == 0:
+        here.engine.timeline = Timeline(path, mark_cycles=mark_cycles, size=here.world.size)

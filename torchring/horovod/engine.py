@@ -1,0 +1,497 @@
+"""Carries out Horovod's collectives: from a call on one rank, through negotiation, to the result.
+
+A call puts an `Operation` in line. Whoever wants its result, or this engine's thread, begins a round, in which all
+ranks hand each other their new requests (`rounds.py`). All ranks then know which operations are ready
+(`negotiation.py`), and carry these out in the same order (`execution.py`). Small tensors travel with the requests.
+
+Only one thread runs rounds at a time. A thread of the script that waits for a result runs the round itself, so that a
+blocking call needs no switch of threads. The engine's own thread runs rounds for calls whose result nobody waits for
+yet, and takes part in the rounds of other ranks. It sleeps otherwise.
+
+Source: the contract is Horovod's (horovod.torch.mpi_ops): operations of one name meet, in any order of calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch.distributed import PrefixStore
+
+from torchring.collectives.operations import Backend
+from torchring.collectives.service import Collectives
+from torchring.dynamo import run_eagerly
+from torchring.errors import RingError
+from torchring.horovod.exceptions import HorovodInternalError
+from torchring.horovod.execution import Plane, carry_out, carry_out_inline, payload_of
+from torchring.horovod.negotiation import (
+    ADD_SET,
+    JOIN,
+    REMOVE_SET,
+    Negotiation,
+    Request,
+    Response,
+    decode_requests,
+    encode_requests,
+)
+from torchring.horovod.rounds import HostRounds, HostsRounds, Rounds
+from torchring.horovod.settings import Settings
+from torchring.horovod.timeline import Timeline
+from torchring.threads import SerialThread, at_last
+from torchring.world import World
+
+_logger: Final = logging.getLogger("torchring")
+_IDLE_SECONDS: Final = 2.0  # between two looks of the sleeping thread, if nothing is waiting for other ranks
+_WATCH_SECONDS: Final = 0.1  # the same, if something is: are the other ranks alive?
+_HEARTBEAT_SECONDS: Final = 5.0  # between hosts, only a round shows whether the other ranks are alive
+_INLINE_BYTES: Final = 48 * 1024  # of all values that travel with the requests of one round
+_SPLIT: Final = b"\n"  # between requests and values
+
+
+class Operation:
+    """One call of a collective on this rank.
+
+    Args:
+        request: what the other ranks are told.
+        tensors: what is reduced, in place, or sent.
+        handle: number of the call.
+
+    Attributes:
+        stream: of CUDA tensors: the one that computes them.
+        result: what the call returns; None until `is_done`.
+        error: what waiting for the call raises.
+        is_done: whether there is a result or an error.
+    """
+
+    __slots__ = ("error", "handle", "is_done", "request", "result", "since", "stream", "tensors")
+
+    def __init__(self, request: Request, tensors: Sequence[torch.Tensor] = (), handle: int = -1) -> None:
+        self.handle = handle
+        self.request = request
+        self.tensors = tensors
+        self.stream = torch.cuda.current_stream(tensors[0].device) if tensors and tensors[0].is_cuda else None
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.is_done = False
+        self.since = 0.0
+
+
+class Engine:
+    """The operations of one world. Opening it is collective.
+
+    Attributes:
+        planes: process set -> how its members exchange data. Sets without this rank have None.
+        sets: process set -> its global ranks, ascending.
+    """
+
+    def __init__(self, world: World, settings: Settings, timeline: Timeline | None = None) -> None:
+        self.world = world
+        self.timeline = timeline
+        self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(world.size))}
+        self.planes: dict[int, Plane | None] = {}
+        self._settings = settings
+        self._negotiation = Negotiation(self.sets)
+        self._collectives = Collectives(world, "horovod", is_scripts=False)
+        self._rounds: Rounds | None = None
+        self._submitted: list[Operation] = []
+        self._in_flight: dict[tuple[int, str], Operation] = {}
+        self._state = threading.Condition(threading.RLock())  # of the two above; a signal handler may call, too
+        self._turn = threading.RLock()  # of the thread that runs rounds
+        self._num_waiting = 0  # threads that wait for a result
+        self._last_round = time.monotonic()
+        self._warned: set[tuple[int, str]] = set()
+        self._is_closed = False
+        self._num_sets = 0  # that were ever added
+        if world.size == 1:
+            self.planes[0] = Plane(world, (0,), collectives=self._collectives)
+        self._thread = SerialThread("torchring-horovod")
+        if world.size > 1:
+            self._rounds = self._collectives.run("hvd.init()", self._open_rounds)
+            self._thread.submit(self._serve)
+        world.on_close(self.close)
+        _engines.add(self)
+
+    def _open_rounds(self, backend: Backend) -> Rounds:
+        world = self.world
+        self.planes[0] = Plane(world, self.sets[0], backend=backend)
+        if world.shares_memory and world.host is not None:
+            return HostRounds(world.host, self._settings.cycle_seconds)
+        assert world.rendezvous is not None
+        return HostsRounds(world.rendezvous, backend)
+
+    def _add_set(self, ranks: tuple[int, ...]) -> int:
+        """Collective: let these ranks exchange data among themselves. Returns the id of the process set."""
+        process_set = next(number for number in itertools.count(1) if number not in self.sets)
+        self._num_sets += 1
+        self.sets[process_set] = ranks
+        self.planes[process_set] = None
+        if self.world.rank in ranks:
+            world = self._open_world(ranks)
+            self.planes[process_set] = Plane(world, ranks, collectives=Collectives(world, "horovod", is_scripts=False))
+        return process_set
+
+    def _open_world(self, ranks: tuple[int, ...]) -> World:
+        """Collective among `ranks`: a world of these."""
+        world, rendezvous = self.world, self.world.rendezvous
+        assert rendezvous is not None
+        return World(
+            PrefixStore(f"horovod/set{self._num_sets}", rendezvous.store) if len(ranks) > 1 else None,
+            ranks.index(world.rank),
+            len(ranks),
+            timeout_seconds=world.timeout_seconds,
+            launcher=world.launcher,
+            backend=world.backend,
+            stall_warning_seconds=world.stall_warning_seconds,
+        )
+
+    def _remove_set(self, process_set: int) -> None:
+        plane = self.planes.pop(process_set)
+        del self.sets[process_set]
+        if plane is not None:
+            plane.world.close()
+
+    def submit(self, operation: Operation) -> None:
+        """Put an operation in line. The engine's thread will carry it out, if nobody waits for it before.
+
+        Raises:
+            ValueError: an operation of this name has been submitted, and is not done.
+            HorovodInternalError: the world is closed, or broken.
+        """
+        if self._put_in_line(operation) and self._rounds is not None:
+            self._rounds.wake()
+
+    def _put_in_line(self, operation: Operation) -> bool:
+        """Returns whether it is the first in line."""
+        request = operation.request
+        with self._state:
+            self._raise_if_over()
+            if request.key in self._in_flight:
+                raise ValueError(
+                    f"{request.kind} {request.name!r} was called while an operation of the same name is under way; "
+                    "wait for that with synchronize(), or give each call a name of its own"
+                )
+            operation.since = time.monotonic()
+            self._in_flight[request.key] = operation
+            if self.timeline is not None:
+                self.timeline.submitted(request, self.world.rank)
+            if self.is_local(request):
+                self._carry_out_alone(operation)
+                return False
+            self._submitted.append(operation)
+            return len(self._submitted) == 1
+
+    def is_local(self, request: Request) -> bool:
+        """Whether this rank is the only member of the process set."""
+        return len(self.sets[request.process_set]) == 1
+
+    def run(self, operation: Operation) -> Any:
+        """Submit an operation and wait for its result."""
+        self._put_in_line(operation)  # and leave the engine's thread asleep: this thread runs the round
+        return self.wait(operation)
+
+    def wait(self, operation: Operation) -> Any:
+        """The result of a submitted operation. Raises its error."""
+        self._num_waiting += 1
+        try:
+            while not operation.is_done:
+                if self._submitted and self._turn.acquire(blocking=False):
+                    try:
+                        if self._submitted and not operation.is_done:
+                            self._round()
+                    finally:
+                        self._end_turn()
+                    continue
+                with self._state:
+                    if not operation.is_done and not (self._submitted and self._is_nobodys_turn()):
+                        self._state.wait(_WATCH_SECONDS)
+                    if not operation.is_done and self._is_closed:
+                        self._end_all(HorovodInternalError("Horovod has been shut down"))
+        finally:
+            self._num_waiting -= 1
+        if operation.error is not None:
+            raise operation.error
+        return operation.result
+
+    def _end_turn(self) -> None:
+        """Whoever waits may run the next round."""
+        self._turn.release()
+        if self._num_waiting > 1 or self._submitted:
+            with self._state:
+                self._state.notify_all()
+
+    def _is_nobodys_turn(self) -> bool:
+        if not self._turn.acquire(blocking=False):
+            return False
+        self._turn.release()
+        return True
+
+    # ---- rounds
+
+    def _serve(self) -> None:
+        """The engine's thread."""
+        assert self._rounds is not None
+        while not self._is_closed:
+            self._rounds.wait(_WATCH_SECONDS if self._in_flight else _IDLE_SECONDS)
+            if self._is_closed or self.world.failure is not None:
+                break
+            if self._submitted and not self._num_waiting:
+                time.sleep(self._settings.cycle_seconds)  # more calls may follow, and join this round
+            try:
+                self._take_part()
+            except Exception as error:
+                _logger.debug("a round of Horovod's collectives has failed", exc_info=True)
+                self.world.break_off("a round of Horovod's collectives", error)
+                self._end_all(error)
+                break
+        if self.world.failure is not None:
+            self._end_all(self.world.failure)
+
+    def _take_part(self) -> None:
+        """Run a round if there is reason for it."""
+        assert self._rounds is not None
+        self._turn.acquire()
+        try:
+            if self._is_closed:
+                return
+            idle = time.monotonic() - self._last_round
+            is_heartbeat = bool(self._in_flight) and not self.world.shares_memory and idle > _HEARTBEAT_SECONDS
+            if self._submitted or self._rounds.is_awaited() or is_heartbeat:
+                self._round()
+            elif self._in_flight:
+                self._watch()
+        finally:
+            self._turn.release()
+            with self._state:
+                self._state.notify_all()
+
+    def _watch(self) -> None:
+        """Something waits for other ranks: are these alive? Is it time for a warning?"""
+        host = self.world.host
+        if host is not None:
+            with self._state:
+                needed = {rank for ranks in self._negotiation.waiting().values() for rank in ranks}
+            host.check_peers(sorted(needed - {self.world.rank}))
+        if not self._settings.stall_check:
+            return
+        now = time.monotonic()
+        for key, missing in self._negotiation.waiting().items():
+            operation = self._in_flight.get(key)
+            if operation is None:
+                continue
+            waited = now - operation.since
+            text = f"{operation.request.kind} {key[1]!r} waits for {_ranks(missing)} since {waited:.0f} s"
+            if waited > self._settings.stall_warning_seconds and key not in self._warned:
+                self._warned.add(key)
+                _logger.warning("%s", text)
+            if 0 < self._settings.stall_shutdown_seconds < waited:
+                raise HorovodInternalError(f"{text}, longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS allows")
+
+    @run_eagerly
+    def _round(self) -> None:
+        """Exchange requests with all ranks, and carry out what is ready."""
+        with self._state:
+            operations, self._submitted = self._submitted, []
+        self._last_round = time.monotonic()
+        try:
+            self._collectives.run("a round of Horovod's collectives", lambda backend: self._negotiate(operations))
+        except RingError as error:
+            self._end_all(error)
+            raise as_internal_error(error) from error
+        except BaseException as error:
+            self._end_all(error)
+            raise
+
+    def _negotiate(self, operations: Sequence[Operation]) -> None:
+        assert self._rounds is not None
+        message, payloads = self._message(operations)
+        said = self._rounds.exchange(b"".join((message, _SPLIT, *payloads)))
+        begin = message + _SPLIT
+        if all(text[: len(begin)] == begin for text in said):
+            submitted = [[operation.request for operation in operations]] * len(said)
+            values = [text[len(begin) :] for text in said]
+        else:
+            submitted, values = [], []
+            for text in said:
+                header, _, _ = bytes(text).partition(_SPLIT)
+                submitted.append(decode_requests(header))
+                values.append(text[len(header) + 1 :])
+        if self.timeline is not None:
+            self.timeline.round(submitted)
+        self._carry_out(self._negotiation.advance(submitted), submitted, values)
+
+    def _message(self, operations: Sequence[Operation]) -> tuple[bytes, list[bytes]]:
+        """The requests, and the values of small ones."""
+        payloads: list[bytes] = []
+        num_bytes = 0
+        for operation in operations:
+            if operation.request.is_inline and num_bytes < _INLINE_BYTES:
+                with torch.cuda.stream(operation.stream) if operation.stream is not None else contextlib.nullcontext():
+                    payload = payload_of(operation.tensors)
+                num_bytes += len(payload)
+                payloads.append(payload)
+            elif operation.request.is_inline:
+                operation.request = operation.request.outline()
+        return encode_requests([operation.request for operation in operations]), payloads
+
+    # ---- carrying out
+
+    def _carry_out(
+        self, responses: Sequence[Response], submitted: Sequence[Sequence[Request]], values: Sequence[memoryview]
+    ) -> None:
+        for batch in self._batches(responses):
+            first = batch[0].first
+            operations = [self._take(response) for response in batch]
+            plane = self.planes.get(first.process_set)
+            if plane is None:
+                continue  # no member
+            if batch[0].error:
+                self._finish(operations, error=HorovodInternalError(batch[0].error))
+                continue
+            if first.kind == JOIN:
+                self._finish(operations, [batch[0].last_to_join])
+                continue
+            if first.kind == ADD_SET:
+                self._finish(operations, [self._add_set(tuple(first.arguments["ranks"]))])
+                continue
+            if first.kind == REMOVE_SET:
+                self._remove_set(first.arguments["process set"])
+                self._finish(operations)
+                continue
+            if self.timeline is not None:
+                self.timeline.begin([response.first for response in batch])
+            stream = next((operation.stream for operation in operations if operation is not None), None)
+            try:
+                with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                    if len(batch) == 1 and batch[0].is_inline and len(batch[0].positions) == len(plane.ranks):
+                        parts = _payloads(batch[0], submitted, values)
+                        results = [carry_out_inline(plane, operations[0], first, parts)]
+                    else:
+                        results = plane.run(first.kind, functools.partial(carry_out, plane, operations, batch))
+            except (ValueError, TypeError) as error:
+                if not getattr(error, "in_step", False):
+                    raise
+                self._finish(operations, error=error)
+            else:
+                self._finish(operations, results)
+            if self.timeline is not None:
+                self.timeline.end([response.first for response in batch])
+
+    def _batches(self, responses: Sequence[Response]) -> Iterator[list[Response]]:
+        """Responses in order. Reductions of one kind and dtype are carried out together, up to the fusion threshold."""
+        batch: list[Response] = []
+        num_bytes = 0
+        for response in responses:
+            size = response.first.num_bytes
+            fits = num_bytes + size <= self._settings.fusion_threshold_bytes
+            if batch and not (fits and batch[-1].fuses_with(response)):
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append(response)
+            num_bytes += size
+        if batch:
+            yield batch
+
+    def _carry_out_alone(self, operation: Operation) -> None:
+        """The result of an operation whose process set has no other member."""
+        request = operation.request
+        if request.kind == JOIN:
+            self._finish([self._take_key(request.key)], [self.world.rank])
+            return
+        plane = self.planes[request.process_set]
+        assert plane is not None
+        response = Response({plane.ranks[0]: request})
+        self._take_key(request.key)
+        results = plane.run(request.kind, lambda backend: carry_out(plane, [operation], [response], backend))
+        self._finish([operation], results)
+
+    def _take(self, response: Response) -> Operation | None:
+        if self.world.rank not in response.requests:
+            return None
+        return self._take_key(response.first.key)
+
+    def _take_key(self, key: tuple[int, str]) -> Operation:
+        with self._state:
+            self._warned.discard(key)
+            return self._in_flight.pop(key)
+
+    def _finish(
+        self, operations: Sequence[Operation | None], results: Sequence[Any] = (), error: Exception | None = None
+    ) -> None:
+        with self._state:
+            for operation, result in itertools.zip_longest(operations, results):
+                if operation is not None:
+                    operation.result, operation.error = result, error
+                    operation.is_done = True
+            self._state.notify_all()
+
+    def _raise_if_over(self) -> None:
+        if self._is_closed or not self.world.is_open:
+            raise HorovodInternalError("Horovod has been shut down; call hvd.init() first")
+        if self.world.failure is not None:
+            raise as_internal_error(self.world.failure)
+
+    def _end_all(self, cause: BaseException) -> None:
+        """Nothing more will be carried out: wake all threads that wait, with an error."""
+        error = as_internal_error(cause)
+        with self._state:
+            for operation in self._in_flight.values():
+                operation.error, operation.is_done = error, True
+            self._in_flight.clear()
+            self._submitted = []
+            self._state.notify_all()
+
+    def close(self) -> None:
+        """Operations that are under way raise HorovodInternalError."""
+        self.stop()
+        self._end_all(HorovodInternalError("Horovod has been shut down"))
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._is_closed = True
+        if self._rounds is not None and not self.world.is_forked:
+            self._rounds.wake()
+            self._rounds.close()
+        self._thread.close()
+        if threading.current_thread().name != "torchring-horovod":
+            self._thread.join(1.0)
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@at_last
+def _stop_at_exit() -> None:
+    for engine in list(_engines):
+        engine.stop()
+
+
+def as_internal_error(cause: BaseException) -> HorovodInternalError:
+    """What Horovod's users, and its elastic training, catch."""
+    if isinstance(cause, HorovodInternalError):
+        return cause
+    error = HorovodInternalError(str(cause) if isinstance(cause, RingError) else f"{type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def _payloads(
+    response: Response, submitted: Sequence[Sequence[Request]], values: Sequence[memoryview]
+) -> dict[int, memoryview]:
+    """rank -> the values that came with its request."""
+    found = {}
+    for rank, position in response.positions.items():
+        start = sum(request.num_bytes for request in submitted[rank][:position] if request.is_inline)
+        found[rank] = values[rank][start : start + submitted[rank][position].num_bytes]
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -1,0 +1,232 @@
+"""What Horovod's collectives compute, on tensors that all ranks have agreed on. Runs in the engine, on every rank.
+
+Numerics are Horovod's where scripts can rely on them: scale, reduce, scale again; integers are scaled in fp64 and cut
+off towards zero; an average divides by the number of all members, those that have joined included. 16-bit values are
+summed in fp32 and rounded once, where Horovod rounds after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+
+from torchring.collectives import operations
+from torchring.collectives.operations import Backend
+from torchring.collectives.service import Collectives
+from torchring.collectives.shared_memory import combine
+from torchring.collectives.signature import signature_of
+from torchring.horovod.adasum import adasum
+from torchring.horovod.negotiation import BARRIER, Request, Response, dtype_of
+from torchring.memory.host import bytes_of
+from torchring.world import World
+
+if TYPE_CHECKING:
+    from torchring.horovod.engine import Operation
+
+_T = TypeVar("_T")
+_OPS: Final = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
+_BOOL_OPS: Final = {"Sum": "max", "Max": "max", "Min": "min", "Product": "min"}  # any of them, or all of them
+
+
+class Plane:
+    """How the members of one process set exchange data.
+
+    Args:
+        world: of exactly these ranks.
+        ranks: their global ranks, ascending.
+        backend: moves the bytes, inside an operation of the engine that is under way already.
+        collectives: in place of `backend`, where there is no such operation.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        ranks: tuple[int, ...],
+        *,
+        backend: Backend | None = None,
+        collectives: Collectives | None = None,
+    ) -> None:
+        self.world = world
+        self.ranks = ranks
+        self._backend = backend
+        self._collectives = collectives
+
+    def run(self, what: str, operation: Callable[[Backend], _T]) -> _T:
+        if self._backend is not None:
+            return operation(self._backend)
+        assert self._collectives is not None
+        return self._collectives.run(what, operation)
+
+
+@torch.no_grad()
+def carry_out(
+    plane: Plane, operations_: Sequence[Operation | None], responses: Sequence[Response], backend: Backend
+) -> list[Any]:
+    """The results of `operations_` on this rank, which all members of the plane carry out together.
+
+    Args:
+        plane: of the process set.
+        operations_: None where this rank has joined, and contributes zeros.
+        responses: to each; several only for reductions that are alike.
+        backend: moves the bytes.
+    """
+    first = responses[0].first
+    if first.kind == "allreduce":
+        tensors = [
+            list(operation.tensors) if operation is not None else _zeros(response.first)
+            for operation, response in zip(operations_, responses, strict=True)
+        ]
+        _all_reduce(backend, plane, [tensor for each in tensors for tensor in each], first.arguments)
+        return [tuple(each) for each in tensors]
+    operation, response = operations_[0], responses[0]
+    if operation is None:  # a barrier of the ranks that have not joined
+        return [None]
+    return [_MOVES[first.kind](backend, plane, operation, response)]
+
+
+def _all_reduce(backend: Backend, plane: Plane, tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> None:
+    """In place."""
+    op, size = arguments["op"], len(plane.ranks)
+    for tensor in tensors:
+        scale(tensor, arguments["prescale_factor"])
+    if op == "Adasum":
+        for tensor in tensors:
+            parts = operations.all_gather(backend, tensor.reshape(1, -1))
+            tensor.copy_(adasum([part.view(tensor.shape) for part in parts]))
+    else:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for dtype, alike in by_dtype.items():
+            _reduce_alike(backend, alike, dtype, op, size)
+    for tensor in tensors:
+        scale(tensor, arguments["postscale_factor"])
+
+
+def _reduce_alike(backend: Backend, tensors: Sequence[torch.Tensor], dtype: torch.dtype, op: str, size: int) -> None:
+    if dtype == torch.bool:
+        wide = [tensor.to(torch.uint8) for tensor in tensors]
+        operations.all_reduce_together(backend, wide, _BOOL_OPS[op])
+    elif dtype.is_complex:
+        wide = [torch.view_as_real(tensor.contiguous()) for tensor in tensors]
+        operations.all_reduce_together(backend, wide, _OPS[op])
+        wide = [torch.view_as_complex(tensor) for tensor in wide]
+    else:
+        divides = op == "Average" and not dtype.is_floating_point
+        operations.all_reduce_together(backend, tensors, "sum" if divides else _OPS[op])
+        for tensor in tensors if divides else ():
+            tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
+        return
+    for tensor, result in zip(tensors, wide, strict=True):
+        tensor.copy_(result)
+
+
+@torch.no_grad()
+def carry_out_inline(
+    plane: Plane, operation: Operation | None, request: Request, payloads: Mapping[int, memoryview]
+) -> Any:
+    """The result of an allreduce whose values have come with the requests."""
+    arguments, size = request.arguments, len(plane.ranks)
+    tensors = operation.tensors if operation is not None else _zeros(request)
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.nbytes
+        if stop > start:
+            parts = [
+                torch.frombuffer(payloads[rank], dtype=tensor.dtype, count=tensor.numel(), offset=start)
+                for rank in plane.ranks
+            ]
+            _combine(parts, tensor, arguments, size)
+        start = stop
+    return tuple(tensors)
+
+
+def _combine(parts: list[torch.Tensor], tensor: torch.Tensor, arguments: Mapping[str, Any], size: int) -> None:
+    op, before, after = arguments["op"], arguments["prescale_factor"], arguments["postscale_factor"]
+    if before != 1.0:
+        parts = [part.clone() for part in parts]
+        for part in parts:
+            scale(part, before)
+    if op == "Adasum":
+        result = adasum(parts)
+    elif tensor.dtype == torch.bool:
+        result = torch.stack(parts).any(0) if _BOOL_OPS[op] == "max" else torch.stack(parts).all(0)
+    else:
+        divides = op == "Average" and not tensor.is_floating_point()
+        result = torch.empty_like(parts[0])
+        combine(parts, result, "sum" if divides else _OPS[op])
+        if divides:
+            result = torch.div(result, size, rounding_mode="trunc")
+    tensor.copy_(result.view(tensor.shape))
+    scale(tensor, after)
+
+
+def scale(tensor: torch.Tensor, factor: float) -> None:
+    """In place: times `factor`, in fp32 for 16-bit values, in fp64 and cut off towards zero for integers."""
+    if factor == 1.0:
+        return
+    if tensor.dtype.itemsize == 2 and tensor.is_floating_point():
+        tensor.copy_(tensor.float().mul_(factor))
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.double().mul_(factor).trunc_())
+
+
+def payload_of(tensors: Sequence[torch.Tensor]) -> bytes:
+    """The values, one tensor after the other."""
+    return b"".join(bytes_of(operations.plain(tensor)).numpy().tobytes() for tensor in tensors)
+
+
+def _zeros(request: Request) -> list[torch.Tensor]:
+    """What a rank that has joined contributes."""
+    return [torch.zeros(shape, dtype=dtype_of(dtype), device="cpu") for dtype, shape in request.tensors]
+
+
+def _all_gather(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Any:
+    return tuple(torch.cat(operations.all_gather(backend, tensor)) for tensor in operation.tensors)
+
+
+def _broadcast(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Any:
+    src = plane.ranks.index(response.first.arguments["root rank"])
+    operations.broadcast_together(backend, operation.tensors, src, is_src=plane.world.rank == src)
+    return tuple(operation.tensors)
+
+
+def _all_to_all(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Any:
+    tensor, splits = operation.tensors[0], operation.request.splits
+    signature = signature_of("alltoall", [tensor], any_rows=True)
+    parts, counts = operations.all_to_all(backend, tensor[: sum(splits)], splits, signature)
+    return torch.cat(parts), counts
+
+
+def _reduce_scatter(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Any:
+    arguments, size = response.first.arguments, len(plane.ranks)
+    results = []
+    for tensor in operation.tensors:
+        tensor = tensor.clone()
+        scale(tensor, arguments["prescale_factor"])
+        splits = [len(part) for part in torch.arange(tensor.shape[0], device="cpu").tensor_split(size)]
+        parts, _ = operations.all_to_all(backend, tensor, splits, signature_of("reducescatter", [tensor]))
+        divides = arguments["op"] == "Average" and not tensor.is_floating_point()
+        result = operations.reduce_parts(parts, "sum" if divides else _OPS[arguments["op"]])
+        if divides:
+            result = torch.div(result, size, rounding_mode="trunc")
+        scale(result, arguments["postscale_factor"])
+        results.append(result)
+    return tuple(results)
+
+
+def _barrier(backend: Backend, plane: Plane, operation: Operation, response: Response) -> None:
+    """All members have called it: the round of negotiation has shown that."""
+
+
+_MOVES: Final[dict[str, Callable[[Backend, Plane, Any, Response], Any]]] = {
+    "allgather": _all_gather,
+    "broadcast": _broadcast,
+    "alltoall": _all_to_all,
+    "reducescatter": _reduce_scatter,
+    BARRIER: _barrier,
+}

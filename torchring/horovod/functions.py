@@ -1,0 +1,102 @@
+"""Objects, parameters and optimizer state from one rank to all: horovod.torch.functions."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from torchring.collectives.initial_state import broadcast_optimizer_state as broadcast_state_of
+from torchring.errors import RingError
+from torchring.horovod.context import ProcessSet, context_of_collectives, global_process_set
+from torchring.horovod.engine import as_internal_error
+from torchring.horovod.mpi_ops import allgather, allgather_async, broadcast_, broadcast_together, synchronize
+from torchring.memory.host import tensor_of
+from torchring.optimizer import DistributedOptimizer
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Overwrite tensors with those of rank `root_rank`, in place, as one operation.
+
+    Args:
+        params: `model.state_dict()`, or (name, tensor) pairs such as `model.named_parameters()`, or tensors. Sorted by
+            name, if there are names. Values that are no tensors are left alone.
+        root_rank: a global rank.
+
+    Raises ValueError for anything else, and what collectives raise (see `mpi_ops`).
+    """
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise ValueError(f"broadcast_parameters takes a state_dict() or parameters, got {type(params).__name__}")
+    items = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    tensors = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
+    if not isinstance(params, Mapping) and (wrong := [t for t in tensors if not isinstance(t, torch.Tensor)]):
+        raise ValueError(f"broadcast_parameters takes tensors or (name, tensor) pairs, got {type(wrong[0]).__name__}")
+    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if tensors:
+        broadcast_together(tensors, root_rank, "parameters", process_set)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give `optimizer` the state and the options of that of rank `root_rank`. Collective, of all ranks in turn.
+
+    The ranks' own optimizers may have no state yet. Gradients that are None become zero, as in Horovod.
+
+    Args:
+        model: for Horovod's signature.
+
+    Raises ValueError for LBFGS, as Horovod does, and HorovodInternalError.
+    """
+    plain = optimizer.optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
+    if isinstance(plain, torch.optim.LBFGS):
+        raise ValueError("the state of torch.optim.LBFGS cannot be broadcast")
+    context_of_collectives()
+    try:
+        broadcast_state_of(plain, root_rank)
+    except RingError as error:
+        raise as_internal_error(error) from error
+    for group in plain.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The picklable `obj` of rank `root_rank`, on all ranks. The argument of other ranks is ignored.
+
+    Pickled by cloudpickle, where it is installed. Ranks trust each other: unpickling can run code.
+    """
+    name = "object" if name is None else name
+    is_root = context_of_collectives().world.rank == root_rank
+    data = tensor_of(_pickler().dumps(obj) if is_root else b"")
+    length = broadcast_(torch.tensor([len(data)], device="cpu"), root_rank, f"{name}.sz", process_set)
+    if not is_root:
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    broadcast_(data, root_rank, f"{name}.t", process_set)
+    return obj if is_root else pickle.loads(data.numpy().tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """The picklable `obj` of every rank, in rank order. See `broadcast_object`."""
+    name = "object" if name is None else name
+    data = tensor_of(_pickler().dumps(obj))
+    lengths = allgather_async(torch.tensor([len(data)], device="cpu"), f"{name}.sz", process_set)
+    gathered = allgather(data, f"{name}.t", process_set)
+    parts = torch.split(gathered, synchronize(lengths).tolist())
+    return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+
+def _pickler() -> Any:
+    """cloudpickle takes functions and classes of the script, too."""
+    try:
+        return importlib.import_module("cloudpickle")
+    except ImportError:
+        return pickle

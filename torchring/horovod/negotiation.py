@@ -1,0 +1,276 @@
+"""Which collectives are ready on all ranks, and whether the ranks mean the same: a pure state machine.
+
+Horovod matches collectives by name, whatever the order in which ranks call them. All ranks run this state machine on
+the same input: in each round of negotiation, every rank hands every rank the requests that its script has made since
+the last round. So all ranks come to the same responses, in the same order, and no rank is a coordinator.
+
+Example: 2 ranks; in the first round rank 0 requests "a" and "b", rank 1 requests "b"; in the second, rank 1 requests
+"a". The first round answers "b", and the second round answers "a".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+ALLREDUCE: Final = "allreduce"
+BARRIER: Final = "barrier"
+JOIN: Final = "join"
+ADD_SET: Final = "add_process_set"
+REMOVE_SET: Final = "remove_process_set"
+_FREE_ROWS: Final = ("allgather", "alltoall")  # the size of dimension 0 may differ between ranks
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of a collective on one rank.
+
+    Attributes:
+        kind: "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join", ...
+        name: by which ranks match their calls.
+        process_set: id of the process set.
+        tensors: dtype and shape of each tensor; several in a grouped call.
+        arguments: what must be equal on all ranks, beside dtype and shape: op, scale factors, root rank, device.
+        splits: of alltoall: rows for each rank; they may differ between ranks.
+        is_inline: the values of the tensors travel with the request.
+    """
+
+    kind: str
+    name: str
+    process_set: int = 0
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    splits: tuple[int, ...] = ()
+    is_inline: bool = False
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.process_set, self.name
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """Of the values."""
+        return sum(dtype_of(dtype).itemsize * math.prod(shape) for dtype, shape in self.tensors)
+
+    def outline(self) -> Request:
+        """The same without the values."""
+        return dataclasses.replace(self, is_inline=False)
+
+    @functools.cached_property
+    def encoded(self) -> bytes:
+        """As JSON, without line breaks."""
+        words = (
+            self.kind,
+            self.name,
+            self.process_set,
+            self.tensors,
+            dict(self.arguments),
+            self.splits,
+            self.is_inline,
+        )
+        return json.dumps(words, separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(words: Sequence[Any]) -> Request:
+        kind, name, process_set, tensors, arguments, splits, is_inline = words
+        shapes = tuple((dtype, tuple(shape)) for dtype, shape in tensors)
+        return Request(kind, name, process_set, shapes, arguments, tuple(splits), is_inline)
+
+
+@functools.cache
+def dtype_of(name: str) -> torch.dtype:
+    """ "float32" -> torch.float32."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+@functools.cache
+def name_of(dtype: torch.dtype) -> str:
+    """torch.float32 -> "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=4096)
+def request_of(
+    kind: str,
+    name: str,
+    process_set: int,
+    tensors: tuple[tuple[torch.dtype, torch.Size], ...],
+    arguments: tuple[tuple[str, Any], ...],
+    splits: tuple[int, ...],
+    is_inline: bool,
+) -> Request:
+    """A Request, kept for the next call of the same name."""
+    described = tuple((name_of(dtype), tuple(shape)) for dtype, shape in tensors)
+    return Request(kind, name, process_set, described, dict(arguments), splits, is_inline)
+
+
+def encode_requests(requests: Sequence[Request]) -> bytes:
+    return b"[%b]" % b",".join([request.encoded for request in requests]) if requests else b""
+
+
+def decode_requests(data: bytes) -> list[Request]:
+    return [Request.decode(words) for words in json.loads(data)] if data else []
+
+
+@dataclass(frozen=True)
+class Response:
+    """A collective that all ranks carry out now.
+
+    Attributes:
+        requests: rank -> its request. Ranks that have joined are missing.
+        error: why the ranks do not fit together, for all of them to raise; "" if they do.
+        positions: rank -> position of its request among those of this round. Empty if the requests came in several
+            rounds.
+        last_to_join: of the response to "join".
+    """
+
+    requests: Mapping[int, Request]
+    error: str = ""
+    positions: Mapping[int, int] = field(default_factory=dict)
+    last_to_join: int = -1
+
+    @property
+    def first(self) -> Request:
+        return next(iter(self.requests.values()))
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the values of all ranks have come with the requests."""
+        return bool(self.positions) and all(request.is_inline for request in self.requests.values())
+
+    def fuses_with(self, other: Response) -> bool:
+        """Whether both can be carried out as one reduction."""
+        mine, theirs = self.first, other.first
+        return (
+            mine.kind == theirs.kind == ALLREDUCE
+            and not self.error
+            and not other.error
+            and mine.process_set == theirs.process_set
+            and mine.arguments == theirs.arguments
+            and mine.arguments.get("op") != "Adasum"
+            and len({dtype for dtype, _ in (*mine.tensors, *theirs.tensors)}) == 1
+            and self.requests.keys() == other.requests.keys()
+        )
+
+
+class Negotiation:
+    """The requests that are waiting for other ranks.
+
+    Args:
+        process_sets: id -> global ranks, ascending; may change between rounds. 0 is the set of all ranks.
+    """
+
+    def __init__(self, process_sets: Mapping[int, Sequence[int]]) -> None:
+        self._process_sets = process_sets
+        self._waiting: dict[tuple[int, str], dict[int, Request]] = {}
+        self._joined: list[int] = []  # in the order of joining; those of one round by rank
+
+    @property
+    def joined(self) -> Collection[int]:
+        """The ranks that have joined."""
+        return self._joined
+
+    def waiting(self) -> Mapping[tuple[int, str], Sequence[int]]:
+        """(process set, name) -> the ranks whose requests are missing, for warnings about stalls."""
+        return {key: self._missing(key, requests) for key, requests in self._waiting.items()}
+
+    def advance(self, submitted: Sequence[Sequence[Request]]) -> list[Response]:
+        """One round. `submitted[r]`: the new requests of rank r. Returns what is ready, in the order to carry out."""
+        if (responses := self._advance_alike(submitted)) is not None:
+            return responses
+        touched: dict[tuple[int, str], dict[int, int]] = {}
+        has_joined = False
+        for rank, requests in enumerate(submitted):
+            for position, request in enumerate(requests):
+                if request.kind == JOIN:
+                    self._joined.append(rank)
+                    has_joined = True
+                self._waiting.setdefault(request.key, {})[rank] = request
+                touched.setdefault(request.key, {})[rank] = position
+        responses = []
+        for key in list(self._waiting if has_joined else touched):
+            waiting = self._waiting[key]
+            if self._missing(key, waiting):
+                continue
+            del self._waiting[key]
+            positions = touched.get(key, {})
+            responses.append(self._answer(waiting, positions if positions.keys() == waiting.keys() else {}))
+        return responses
+
+    def _advance_alike(self, submitted: Sequence[Sequence[Request]]) -> list[Response] | None:
+        """The responses where all ranks have made the same requests of the global set, and nothing else is waiting."""
+        first = submitted[0]
+        if self._waiting or self._joined or any(requests is not first for requests in submitted):
+            return None
+        if any(request.process_set or request.kind == JOIN for request in first):
+            return None
+        ranks = range(len(submitted))
+        return [
+            Response(dict.fromkeys(ranks, request), positions=dict.fromkeys(ranks, position))
+            for position, request in enumerate(first)
+        ]
+
+    def _missing(self, key: tuple[int, str], requests: Mapping[int, Request]) -> list[int]:
+        is_join = any(request.kind == JOIN for request in requests.values())
+        excused = () if is_join else self._joined
+        members = self._process_sets.get(key[0], ())
+        return [rank for rank in members if rank not in requests and rank not in excused]
+
+    def _answer(self, requests: dict[int, Request], positions: Mapping[int, int]) -> Response:
+        in_order = dict(sorted(requests.items()))
+        error = mismatch(in_order)
+        kind = next(iter(in_order.values())).kind
+        if kind == JOIN and not error:
+            last = self._joined[-1]
+            self._joined.clear()
+            return Response(in_order, last_to_join=last)
+        if self._joined and not error and kind not in (ALLREDUCE, BARRIER):
+            ranks = ", ".join(map(str, sorted(self._joined)))
+            error = (
+                f"{kind} {next(iter(in_order.values())).name!r}: not supported while a rank has called join(), as rank "
+                f"{ranks} has; sparse gradients, too, need sparse_as_dense=True then"
+            )
+        return Response(in_order, error, positions)
+
+
+def mismatch(requests: Mapping[int, Request]) -> str:
+    """What differs between the requests of one name, as a sentence for users. "" if they fit together."""
+    ranks = list(requests)
+    first = requests[ranks[0]]
+    for rank in ranks[1:]:
+        other = requests[rank]
+        for what, mine, theirs in (
+            ("collective", first.kind, other.kind),
+            ("number of tensors", len(first.tensors), len(other.tensors)),
+            *((name, first.arguments.get(name), other.arguments.get(name)) for name in first.arguments),
+            *_tensor_facts(first, other),
+        ):
+            if mine != theirs:
+                return (
+                    f"ranks disagree about the {what} of {first.name!r}: {_said(what, mine)} on rank {ranks[0]}, "
+                    f"{_said(what, theirs)} on rank {rank}"
+                )
+    return ""
+
+
+def _tensor_facts(first: Request, other: Request) -> list[tuple[str, Any, Any]]:
+    facts: list[tuple[str, Any, Any]] = []
+    for i, ((dtype, shape), (their_dtype, their_shape)) in enumerate(zip(first.tensors, other.tensors, strict=False)):
+        of = f" of tensor {i}" if len(first.tensors) > 1 else ""
+        facts.append((f"dtype{of}", dtype, their_dtype))
+        start = 1 if first.kind in _FREE_ROWS else 0
+        free = ("*",) * min(start, len(shape))
+        facts.append((f"shape{of}", (*free, *shape[start:]), (*free, *their_shape[start:])))
+    return facts
+
+
+def _said(what: str, value: Any) -> str:
+    return f"[{', '.join(map(str, value))}]" if what.startswith("shape") else str(value)

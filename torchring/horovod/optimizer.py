@@ -1,0 +1,352 @@
+"""Horovod's DistributedOptimizer: that of torchring with Horovod's arguments and methods.
+
+Gradients are reduced in buckets while `backward()` runs, by the engine of `torchring.wrap`. So they are reduced when
+`backward()` returns, and clipping or GradScaler needs no `synchronize()`. To call it, as Horovod's scripts do, is
+right, too. A rank that has run no backward takes part with zeros when it calls `step()` or `synchronize()`.
+
+Where the engine does not serve (a compressor of the script's own, a process set, Adasum), gradients stay local until
+`synchronize()` or `step()` reduces them as one grouped allreduce.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from torchring import optimizer as wrapping
+from torchring.errors import GradientError, RingError
+from torchring.gradients.replicas import ReplicaCheck
+from torchring.gradients.sync import GradientSync, is_still_there
+from torchring.gradients.validation import sparse_parameters
+from torchring.horovod import mpi_ops
+from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
+from torchring.horovod.context import ProcessSet, context, global_process_set, rocm_built
+from torchring.horovod.engine import as_internal_error
+from torchring.world import World, default_world
+
+_logger: Final = logging.getLogger("torchring")
+_COMPRESSION: Final[dict[Any, Any]] = {
+    **dict.fromkeys((Compressor, NoneCompressor)),
+    FP16Compressor: "fp16",
+    BF16Compressor: "bf16",
+}
+
+
+class DistributedOptimizer(wrapping.DistributedOptimizer):
+    """An optimizer that reduces its gradients over all ranks, with Horovod's arguments.
+
+    `torchring.DistributedOptimizer` says what it has in common with the optimizer that it wraps: state is kept, and it
+    can be pickled and copied. The wrapped optimizer is its attribute `optimizer`.
+
+    Args:
+        optimizer: any torch.optim.Optimizer.
+        named_parameters: (name, parameter) pairs that name all parameters of the optimizer, for errors.
+        compression: `Compression.none`, `.fp16` or `.bf16`, or an object of the script's own with `compress` and
+            `decompress`.
+        backward_passes_per_step: gradients of so many backwards are added up before they are reduced. `step()` reduces
+            what there is.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: Horovod divides by this number before the sum, and by size() / it afterwards. Here,
+            an average is scaled in fp32 and rounded once, so that the factor makes no difference.
+        num_groups, groups: how Horovod groups gradients. torchring's buckets do not need them.
+        sparse_as_dense: reduce sparse gradients as dense ones; they stay sparse. torchring reduces both.
+        process_set: the ranks that reduce. Others make steps of their own.
+
+    Raises:
+        ValueError: a wrong argument, which is found before anything else happens.
+        NotImplementedError: Adasum on a process set.
+        HorovodInternalError: other ranks wrap another optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        compression: Any = Compression.none,
+        backward_passes_per_step: int = 1,
+        op: int = mpi_ops.Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        self._given_names = _check_names(optimizer, named_parameters)
+        _check_passes(backward_passes_per_step)
+        _check_op(op, gradient_predivide_factor, process_set)
+        _check_groups(num_groups, groups)
+        self._reduces_together = (
+            _is_compression(compression)
+            and op != mpi_ops.Adasum
+            and process_set.process_set_id
+            in (
+                None,
+                0,
+            )
+        )
+        self._compression = compression
+        self._op = op
+        self._set = process_set
+        self._passes = int(backward_passes_per_step)
+        self._should_synchronize = True
+        self._synchronized = False
+        self._num_rounds_before = 0
+        self._has_warned = False
+        context()
+        try:
+            super().__init__(
+                optimizer,
+                op="sum" if op == mpi_ops.Sum else "mean",
+                compression=_COMPRESSION[compression] if self._reduces_together else None,
+                accumulate=self._passes,
+                on_nonfinite="ignore",
+                sync_buffers=None,
+                sync_initial_state=False,
+            )
+        except RingError as error:
+            raise as_internal_error(error) from error
+
+    @property
+    def _parameter_names(self) -> Mapping[torch.nn.Parameter, str]:
+        return self._names
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Add up the gradients of `passes` backwards from now on. ValueError unless `passes` is at least 1."""
+        _check_passes(passes)
+        self._passes = int(passes)
+        self._set_accumulate(self._passes)
+
+    def synchronize(self) -> None:
+        """Reduce what is not reduced yet. Collective. All gradients are reduced when it returns."""
+        try:
+            if not self._is_distributed():
+                pass
+            elif not self._reduces_together:
+                self._reduce_alone()
+            elif (sync := self._live_sync()) is not None and sync.reduction.num_rounds == self._num_rounds_before:
+                sync.take_part()
+        except GradientError:
+            raise
+        except RingError as error:
+            raise as_internal_error(error) from error
+        self._synchronized = True
+        self._note_rounds()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """A context manager: `step()` in it does not call `synchronize()`, because the script has."""
+        if self._op == mpi_ops.Adasum:
+            raise AssertionError("skip_synchronize() does not fit op=hvd.Adasum, which reduces the steps themselves")
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state into the wrapped optimizer."""
+        self._synchronized = False
+        super().load_state_dict(state_dict)
+
+    def _prepare_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        if closure is not None:
+            return closure if self._reduces_together else functools.partial(self._evaluate_alone, closure)
+        if self._should_synchronize and self._op != mpi_ops.Adasum:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(). "
+                    "Gradients are reduced already; torchring needs neither of the two calls",
+                    stacklevel=5,
+                )
+            else:
+                self.synchronize()
+        self._synchronized = False
+        self._note_rounds()
+        return None
+
+    def _evaluate_alone(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self._reduce_alone()
+        if loss is None:
+            return None
+        mean = mpi_ops.allreduce(torch.as_tensor(loss).detach().double(), process_set=self._set)
+        return mean.to(loss.dtype) if isinstance(loss, torch.Tensor) else float(mean)
+
+    def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        if self._op != mpi_ops.Adasum or not self._is_distributed():
+            return super()._step_wrapped(closure, *args, **kwargs)
+        # Adasum adds up the steps that each rank would make by itself.
+        parameters = [p for p in self._names if p.requires_grad]
+        before = [parameter.detach().clone() for parameter in parameters]
+        result = super()._step_wrapped(closure, *args, **kwargs)
+        with torch.no_grad():
+            deltas = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
+            pairs = [self._compression.compress(delta) for delta in deltas]
+            reduced = mpi_ops.grouped_allreduce([delta for delta, _ in pairs], name="adasum", op=mpi_ops.Adasum)
+            for parameter, start, delta, (_, sent) in zip(parameters, before, reduced, pairs, strict=True):
+                parameter.copy_(start + self._compression.decompress(delta, sent))
+        return result
+
+    def _reduce_alone(self) -> None:
+        """Reduce the gradients in one grouped allreduce: those that are None count as zero."""
+        if not self._is_distributed() or self._op == mpi_ops.Adasum:
+            return
+        parameters = [p for p in self._names if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        with torch.no_grad():
+            pairs = [self._compression.compress(grad.to_dense() if grad.is_sparse else grad) for grad in grads]
+            reduced = mpi_ops.grouped_allreduce(
+                [grad for grad, _ in pairs], name=f"gradients.{self._label}", op=self._op, process_set=self._set
+            )
+            for parameter, grad, result, (_, sent) in zip(parameters, grads, reduced, pairs, strict=True):
+                result = self._compression.decompress(result, sent)
+                if grad.is_sparse:
+                    parameter.grad = result.to_sparse(grad.sparse_dim())
+                else:
+                    grad.copy_(result)
+
+    @property
+    def _label(self) -> str:
+        """Names the operation: the first parameter."""
+        return next(iter(self._names.values()), "")
+
+    def _is_distributed(self) -> bool:
+        return self._set.included() and len(self._set.ranks) > 1
+
+    def _note_rounds(self) -> None:
+        self._num_rounds_before = 0 if self._sync is None else self._sync.reduction.num_rounds
+
+    # What torchring's optimizer asks of this class
+
+    def _find_world(self) -> World:
+        return default_world() if self._reduces_together else World(None, 0, 1)
+
+    def _name_parameters(self, optimizer: Optimizer, model: torch.nn.Module | None) -> dict[torch.nn.Parameter, str]:
+        names = super()._name_parameters(optimizer, model)
+        return {parameter: self._given_names.get(parameter, name) for parameter, name in names.items()}
+
+    def _find_sparse(self, optimizer: Optimizer, model: torch.nn.Module | None) -> set[torch.nn.Parameter]:
+        # Horovod's arguments do not say which modules use the parameters, so all modules of the process are looked at.
+        layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        return sparse_parameters(each for each in gc.get_objects() if issubclass(type(each), layers))
+
+    def _check_before_step(self, sync: GradientSync) -> bool:
+        may_step = super()._check_before_step(sync)
+        found = sync.reduction.non_finite
+        if found is not None and not self._has_warned and is_still_there(found):
+            self._has_warned = True
+            origin = "the sum over ranks overflowed" if found.rank is None else f"it came from rank {found.rank}"
+            _logger.warning("the gradient of %s has a NaN or an infinity: %s", found.name, origin)
+        return may_step
+
+    def _watch_replicas(self, world: World) -> ReplicaCheck:
+        return _LenientReplicaCheck(world, self._names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._reduces_together and self._set is not global_process_set:
+            raise TypeError("a DistributedOptimizer of a process set cannot be pickled")
+        own = (self._compression, self._op, self._passes, self._reduces_together)
+        return {**super().__getstate__(), "horovod": own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._compression, self._op, self._passes, self._reduces_together = state["horovod"]
+        self._set = global_process_set
+        self._given_names = {}
+        self._should_synchronize, self._synchronized, self._num_rounds_before = True, False, 0
+        self._has_warned = False
+        super().__setstate__(state)
+
+
+class _LenientReplicaCheck(ReplicaCheck):
+    """Warns once of parameters that differ between ranks. Horovod trains on, and its scripts may know why."""
+
+    _has_warned = False
+
+    def compare(self) -> None:
+        try:
+            super().compare()
+        except GradientError as error:
+            if not self._has_warned:
+                _logger.warning("%s", error.message)
+            self._has_warned = True
+
+
+def _is_compression(compression: Any) -> bool:
+    return isinstance(compression, type) and compression in _COMPRESSION
+
+
+def _check_names(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> dict[torch.nn.Parameter, str]:
+    if named_parameters is None:
+        return {
+            parameter: f"allreduce.noname.{i}.{j}"
+            for i, group in enumerate(optimizer.param_groups)
+            for j, parameter in enumerate(group["params"])
+        }
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError("named_parameters takes (name, parameter) pairs, such as model.named_parameters()")
+    names = [name for name, _ in pairs]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"names in named_parameters must be unique; these are not: {', '.join(repeated)}")
+    named = {id(parameter) for _, parameter in pairs}
+    unnamed = [
+        f"group {i}, parameter {j}"
+        for i, group in enumerate(optimizer.param_groups)
+        for j, parameter in enumerate(group["params"])
+        if id(parameter) not in named
+    ]
+    if unnamed:
+        raise ValueError(f"named_parameters leaves out parameters of the optimizer: {'; '.join(unnamed)}")
+    return {parameter: name for name, parameter in pairs}
+
+
+def _check_passes(passes: int) -> None:
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {passes!r}")
+
+
+def _check_op(op: int, factor: float, process_set: ProcessSet) -> None:
+    if op not in (mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum):
+        raise ValueError(f"op is hvd.Average, hvd.Sum or hvd.Adasum, got {op!r}")
+    if factor != 1.0:
+        if op != mpi_ops.Average:
+            raise ValueError("gradient_predivide_factor needs op=hvd.Average")
+        if rocm_built():
+            raise ValueError("gradient_predivide_factor is not supported with ROCm")
+    if op == mpi_ops.Adasum and process_set.process_set_id not in (None, 0):
+        raise NotImplementedError("op=hvd.Adasum takes all ranks, and no other process set")
+
+
+def _check_groups(num_groups: int, groups: int | Sequence[Sequence[torch.Tensor]] | None) -> None:
+    if num_groups:
+        warnings.warn(
+            "num_groups is deprecated; use groups, which takes a number, too", DeprecationWarning, stacklevel=4
+        )
+        groups = num_groups
+    if groups is None:
+        return
+    if isinstance(groups, int):
+        if groups <= 0:
+            raise ValueError(f"groups is a positive number, or lists of tensors, got {groups!r}")
+        return
+    seen: set[int] = set()
+    for tensor in (tensor for group in groups for tensor in group):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"groups holds tensors, got {type(tensor).__name__}")
+        if id(tensor) in seen:
+            raise ValueError("a tensor stands in groups twice")
+        seen.add(id(tensor))

@@ -1,0 +1,108 @@
+"""Horovod's timeline: a file for chrome://tracing, in which every operation has a row. Rank 0 writes it.
+
+A row shows when each rank has asked for the operation (NEGOTIATE_...), and when it was carried out. The file is valid
+JSON after each event.
+
+Source: the Trace Event Format of Chromium, and the names of Horovod's events.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from torchring.horovod.negotiation import Request
+
+_END: Final = "\n]\n"
+
+
+class Timeline:
+    """The file. For any thread.
+
+    Args:
+        path: is overwritten.
+        mark_cycles: whether each round of negotiation is marked.
+        size: number of ranks.
+    """
+
+    def __init__(self, path: str, *, mark_cycles: bool, size: int) -> None:
+        self._file: io.TextIOWrapper | None = open(path, "w")  # noqa: SIM115 - closed by `close`
+        self._file.write("[" + _END)
+        self._mark_cycles = mark_cycles
+        self._size = size
+        self._rows: dict[str, int] = {}
+        self._negotiating: set[str] = set()
+        self._lock = threading.RLock()  # a signal handler may close this
+        self._started_ns = time.monotonic_ns()
+        self._is_first = True
+        now_us = time.time_ns() // 1000
+        self._write({"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": now_us}})
+
+    def submitted(self, request: Request, rank: int) -> None:
+        """This rank asks for an operation."""
+        with self._lock:
+            self._negotiate(request)
+
+    def round(self, submitted: Sequence[Sequence[Request]]) -> None:
+        """A round of negotiation: the new requests of each rank."""
+        with self._lock:
+            if self._mark_cycles:
+                self._write({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "ts": self._now_us()})
+            for rank, requests in enumerate(submitted):
+                for request in requests:
+                    self._negotiate(request)
+                    row = self._row(request)
+                    self._write({"name": str(rank), "ph": "X", "pid": row, "ts": self._now_us(), "dur": 0})
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Operations are carried out together from now on."""
+        with self._lock:
+            for request in requests:
+                if request.name in self._negotiating:
+                    self._negotiating.discard(request.name)
+                    self._write({"ph": "E", "pid": self._row(request), "ts": self._now_us()})
+                self._write({"name": request.kind.upper(), "ph": "B", "pid": self._row(request), "ts": self._now_us()})
+
+    def end(self, requests: Sequence[Request]) -> None:
+        """Operations have been carried out."""
+        with self._lock:
+            for request in requests:
+                shapes = [f"{dtype} {list(shape)}" for dtype, shape in request.tensors]
+                row = self._row(request)
+                self._write({"ph": "E", "pid": row, "ts": self._now_us(), "args": {"tensors": shapes}})
+
+    def close(self) -> None:
+        """Write no more."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
+    def _negotiate(self, request: Request) -> None:
+        if request.name not in self._negotiating:
+            self._negotiating.add(request.name)
+            name = f"NEGOTIATE_{request.kind.upper()}"
+            self._write({"name": name, "ph": "B", "pid": self._row(request), "ts": self._now_us()})
+
+    def _row(self, request: Request) -> int:
+        if request.name not in self._rows:
+            self._rows[request.name] = row = len(self._rows) + 1
+            self._write({"name": "process_name", "ph": "M", "pid": row, "args": {"name": request.name}})
+            self._write({"name": "process_sort_index", "ph": "M", "pid": row, "args": {"sort_index": row}})
+        return self._rows[request.name]
+
+    def _now_us(self) -> int:
+        return (time.monotonic_ns() - self._started_ns) // 1000
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        self._file.seek(self._file.seek(0, os.SEEK_END) - len(_END))
+        self._file.write(f"{'' if self._is_first else ','}\n{json.dumps(event)}{_END}")
+        self._file.flush()
+        self._is_first = False
