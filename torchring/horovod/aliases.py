@@ -2,7 +2,7 @@
 
     horovod.torch, and what is in it        torchring.horovod, and what is in it: the same modules under two names
     horovod.common.exceptions, .elastic     torchring.horovod.exceptions, .elastic
-    horovod.common.util                     torchring.horovod.builds
+    horovod.common.util, .process_sets      torchring.horovod.builds, .mpi_ops
     horovod.run, horovod.runner.run         torchring.horovod.runner.run
     anything else, horovod.spark say        a Horovod that is installed, or on PYTHONPATH; none is needed
 
@@ -29,7 +29,7 @@ _TARGETS: Final = {
     _TORCH: "torchring.horovod",
     "horovod.common.elastic": "torchring.horovod.elastic",
     "horovod.common.exceptions": "torchring.horovod.exceptions",
-    "horovod.common.process_sets": "torchring.horovod.process_sets",
+    "horovod.common.process_sets": "torchring.horovod.mpi_ops",
     "horovod.common.util": "torchring.horovod.builds",
 }
 
