@@ -53,7 +53,7 @@ import torch.distributed as dist
 _PRELOADED = ["torch", "torch._dynamo", "numpy", "pytest", "torchring.optimizer", "torchring.collectives"]
 _READ_AT_IMPORT = ("OMP_NUM_THREADS", "TRITON_INTERPRET")  # a forked rank is too late to change these: other servers
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-_SET_BY_LAUNCHERS = (*_TORCHRUN, "OMPI_", "PMI_", "PMIX_", "SLURM_")  # beginnings of names
+_SET_BY_LAUNCHERS = (*_TORCHRUN, "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_")  # beginnings of names
 _CACHES = ("torchinductor_", "torchelastic_")  # PyTorch leaves these in TMPDIR
 LEFT_ON_PURPOSE = "torchring_test"  # files that tests of this module leave; their names end with the tests' process id
 _TRACKED = ("sem.mp-", "sem.loky-")  # semaphores of multiprocessing and joblib, whose trackers remove them in time

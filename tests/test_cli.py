@@ -144,14 +144,14 @@ def test_what_stands_behind_the_script_is_taken_apart_by_nobody(
 ) -> None:
     """A "--" before the script is the launcher's own."""
     seen: list[tuple[object, ...]] = []
-    monkeypatch.setattr(cli, "start", lambda *arguments: seen.append(arguments) or 0)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(cli, "start", lambda *arguments, **_: seen.append(arguments) or 0)  # type: ignore[func-returns-value]
     assert cli.main(["run", "-np", "2", *before, __file__, *given]) == 0
     assert seen == [([__file__, *expected], 2, None, {}, "auto", OutputOptions())]
 
 
 def test_options_of_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[tuple[object, ...]] = []
-    monkeypatch.setattr(cli, "start", lambda *arguments: seen.append(arguments) or 7)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(cli, "start", lambda *arguments, **_: seen.append(arguments) or 7)  # type: ignore[func-returns-value]
     hosts = [Host("a", 2), Host("b", 3)]
     assert cli.main(["run", "-H", "a:2,b:3", "--env", "K=V=W x", "--env", "EMPTY=", __file__, "--env", "A=B"]) == 7
     (tmp_path / "hosts").write_text("a slots=2\nb:3  # fast\n")

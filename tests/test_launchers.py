@@ -75,7 +75,18 @@ def run_command(
     command: Sequence[str | os.PathLike[str]], env: dict[str, str] | None = None, deadline: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
     """Run a launcher in a session of its own, of which nothing stays."""
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "TORCHRING_")
+    launchers = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "OMPI_",
+        "PMI",
+        "SLURM_",
+        "TORCHRING_",
+        "HOROVOD_",
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     environ = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
     process = subprocess.Popen(
@@ -372,7 +383,7 @@ def test_a_launcher_can_be_chosen() -> None:
     assert [launch.launcher for launch in chosen.values()] == ["torchrun", "mpirun (Open MPI)", "srun"]
     with pytest.raises(TopologyError, match=r"TORCHRING_LAUNCHER=srun, but srun did not start.*SLURM_STEP_NUM_TASKS"):
         read_environment({**MPIRUN, "TORCHRING_LAUNCHER": "srun"})
-    with pytest.raises(TopologyError, match="must be one of none, torchrun, mpirun, srun, got 'slurm'"):
+    with pytest.raises(TopologyError, match="must be one of none, torchrun, horovodrun, mpirun, srun, got 'slurm'"):
         read_environment({**SRUN, "TORCHRING_LAUNCHER": "slurm"})
 
 
@@ -577,7 +588,7 @@ def test_ranks_of_one_host_meet_on_loopback() -> None:
     for endpoint, values in meet(3):
         assert endpoint["addresses"] == ["127.0.0.1"]
         assert values == [b"0", b"1", b"2"]
-    endpoint = store_module._MpiRendezvous(Comm(0, 1, {}))._host(is_local=True, timeout_seconds=5.0)
+    _, endpoint = store_module._host_store(True, 5.0)
     assert len(endpoint["token"]) == 32
 
 
@@ -593,8 +604,7 @@ def test_without_proc_nobody_takes_another_for_a_process_of_the_same_host(monkey
 
 @pytest.mark.parametrize("is_local", [True, False])
 def test_where_the_store_listens(is_local: bool) -> None:
-    part = store_module._MpiRendezvous(Comm(0, 1, {}))
-    endpoint = part._host(is_local=is_local, timeout_seconds=5.0)
+    _store, endpoint = store_module._host_store(is_local, 5.0)
     assert (listening_on(endpoint["port"]) == {"0100007F"}) is is_local
 
 

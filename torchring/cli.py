@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from torchring.launch import horovodrun
 from torchring.launch.arguments import hosts_of, positive, setting
 from torchring.launch.launcher import LAUNCHERS, LaunchError, start
 from torchring.launch.output import OutputOptions
@@ -48,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     where = run.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="machines, and how many processes each takes")
-    where.add_argument("--hostfile", metavar="FILE", help="the same, one `host slots=N` or `host:N` a line")
+    where.add_argument(
+        "--hostfile", "-hostfile", metavar="FILE", help="the same, one `host slots=N` or `host:N` a line"
+    )
     run.add_argument(
         "--env",
         type=setting,
@@ -68,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="when a process waits for long, have those that it waits for print their Python stacks",
     )
+    horovodrun.add_options(run)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     run.add_argument("script", nargs="?", metavar="SCRIPT", help="the Python script, or a folder with a __main__.py")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the script")
@@ -111,10 +115,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Returns the exit code of the first process that failed; 128 + n if signal n ended it, as in a shell."""
     try:
-        command = [*_program(options.script, options.module), *options.arguments]
+        command = horovodrun.without_interpreter(options.script, options.arguments)
+        if command is None or options.module:
+            command = [*_program(options.script, options.module), *options.arguments]
         output = OutputOptions(options.tag_output, options.log_dir, options.quiet)
-        env = dict(options.env) | ({STACKS: "1"} if options.stacks_on_stall else {})
-        return start(command, options.num_proc, hosts_of(options), env, options.launcher, output)
+        env = horovodrun.settings_of(options) | ({STACKS: "1"} if options.stacks_on_stall else {})
+        hosts, launcher = hosts_of(options), horovodrun.launcher_of(options)
+        horovodrun.warn_of_ignored(options)
+        if options.verbose:
+            print(horovodrun.describe(command, options.num_proc, hosts), file=sys.stderr)
+        ssh_options = horovodrun.ssh_options_of(options)
+        return start(command, options.num_proc, hosts, env, launcher, output, ssh_options=ssh_options)
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
     return 2

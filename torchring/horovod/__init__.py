@@ -14,7 +14,7 @@ different. Scripts that cannot be edited start with `torchring run --horovod`.
     negotiation.py          what is ready on all ranks; plain data
     rounds.py               how ranks tell each other, and wake each other
     settings.py             HOROVOD_* variables
-    aliases.py, run.py      `import horovod` and horovod.run
+    aliases.py, runner.py   `import horovod` in scripts that are not edited, and horovod.run
 """
 
 from torchring.horovod import elastic
@@ -87,6 +87,7 @@ from torchring.horovod.mpi_ops import (
     synchronize,
 )
 from torchring.horovod.optimizer import DistributedOptimizer
+from torchring.horovod.runner import run
 from torchring.horovod.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -151,6 +152,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",

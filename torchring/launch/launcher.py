@@ -125,6 +125,7 @@ def start(
     launcher: str = "auto",
     output: OutputOptions | None = None,
     is_over: Callable[[], bool] = lambda: False,
+    ssh_options: Sequence[str] = (),
 ) -> int:
     """Run `python COMMAND...` in `num_proc` processes that find each other, and wait for them.
 
@@ -136,11 +137,12 @@ def start(
         command: the arguments of `python`: a script, or `-m` and a module, and their arguments.
         num_proc: number of processes. By default all slots of `hosts`, or 1 without hosts.
         hosts: by default this machine. The first host gets the lowest ranks.
-        env: variables to set for the processes, on every host. Other hosts get these variables, PYTHONPATH and
-            OMP_NUM_THREADS, and no others.
+        env: variables to set for the processes, on every host. Other hosts get these variables, PYTHONPATH,
+            OMP_NUM_THREADS and HOROVOD_*, and no others.
         launcher: "local" (this machine only), "mpirun", "ssh", or "auto".
         output: how to show the output of the processes. With ssh, each host writes the log files of its own ranks.
         is_over: called every 50 ms. Once it returns True, the processes end as after SIGTERM.
+        ssh_options: arguments for ssh, such as -p and a port. With them, "auto" prefers ssh to mpirun.
 
     Returns the exit code of the first process that failed, or 0 if none failed. A process that signal n ended has exit
     code 128 + n. With several hosts over ssh, "first" is the host whose processes ended first.
@@ -153,14 +155,14 @@ def start(
     if hosts is None:
         hosts = [Host("localhost", num_proc or 1)]
     filled = _as_this_machine(share_out(hosts, num_proc))
-    launcher = _choose(filled, launcher)
+    launcher = _choose(filled, launcher, prefers_ssh=bool(ssh_options))
     if launcher == "local" and (trouble := _why_no_loopback()):
         raise LaunchError(trouble)
     env, output = {JOB: secrets.token_hex(8), **(env or {})}, output or OutputOptions()
     if launcher == "mpirun":
         jobs = [_Job("mpirun", _mpirun(filled, command, env), {}, is_mpirun=True)]
         return _supervise(jobs, _open_output(output), is_over)
-    jobs = _agents(filled, command, env, output)
+    jobs = _agents(filled, command, env, output, ssh_options)
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
     return _supervise(jobs, _open_output(OutputOptions()) if len(jobs) > 1 else None, is_over)
 
@@ -286,7 +288,7 @@ def _exit_code(job: _Job) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _choose(hosts: Sequence[Host], launcher: str) -> str:
+def _choose(hosts: Sequence[Host], launcher: str, *, prefers_ssh: bool = False) -> str:
     remote = [host.name for host in hosts if not is_here(host.name)]
     if launcher == "local" and remote:
         raise LaunchError(f"launcher 'local' starts nothing on {', '.join(remote)}; use 'mpirun' or 'ssh'")
@@ -296,7 +298,7 @@ def _choose(hosts: Sequence[Host], launcher: str) -> str:
         return launcher
     if not remote:
         return "local"
-    return "ssh" if _why_no_mpirun() else "mpirun"
+    return "ssh" if prefers_ssh or _why_no_mpirun() else "mpirun"
 
 
 def _why_no_loopback() -> str | None:
@@ -345,7 +347,13 @@ def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
     return [*options, "sh", "-c", _SHARE_CORES, "sh", sys.executable, "-u", "-m", "mpi4py", *command]
 
 
-def _agents(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str], output: OutputOptions) -> list[_Job]:
+def _agents(
+    hosts: Sequence[Host],
+    command: Sequence[str],
+    env: Mapping[str, str],
+    output: OutputOptions,
+    ssh_options: Sequence[str] = (),
+) -> list[_Job]:
     """One job per host. Each runs torch.distributed.run."""
     address, port = _rendezvous_endpoint(hosts) if len(hosts) > 1 else ("", 0)
     jobs = []
@@ -359,12 +367,13 @@ def _agents(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
         settings = [f"{key}={value}" for key, value in _forwarded(env).items()]
         there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *reaper])}"
         # BatchMode, because ssh must not ask for a password: the reaper uses the standard input.
-        jobs.append(_Job(host.name, ["ssh", "-o", "BatchMode=yes", host.name, there], {}, is_remote=True))
+        jobs.append(_Job(host.name, ["ssh", "-o", "BatchMode=yes", *ssh_options, host.name, there], {}, is_remote=True))
     return jobs
 
 
 def _forwarded(env: Mapping[str, str]) -> dict[str, str]:
-    own = {key: os.environ[key] for key in ("PYTHONPATH", "OMP_NUM_THREADS") if key in os.environ}
+    names = ("PYTHONPATH", "OMP_NUM_THREADS")
+    own = {key: value for key, value in os.environ.items() if key in names or key.startswith("HOROVOD_")}
     return {**own, **env}
 
 

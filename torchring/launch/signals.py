@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -20,8 +21,14 @@ class Stopped(BaseException):
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Inside, signals that stop a process are appended to the list instead. Signals that were ignored stay ignored."""
+    """Inside, signals that stop a process are appended to the list instead. Signals that were ignored stay ignored.
+
+    Python allows this in the main thread only. In others the list stays empty.
+    """
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
     before = {number: signal.getsignal(number) for number in STOPPING}
     try:
         for number, handler in before.items():

@@ -4,10 +4,13 @@
     Kubernetes and others   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; rank 0 hosts the store
     mpirun, mpiexec         rank and size; the ranks meet through mpi4py, or at MASTER_ADDR:MASTER_PORT if set
     srun                    SLURM_*; rank 0 hosts the store on the step's first host
+    horovodrun              HOROVOD_*; rank 0 hosts the store, and says where in the launcher's key-value server; also
+                            Horovod's launchers for Spark and Ray; or by hand with MASTER_ADDR and MASTER_PORT
 
-The innermost launcher counts: torchrun under mpirun is torchrun. Processes that were started together and would each
-train alone are an error. TORCHRING_LAUNCHER=none allows each process to train alone. TORCHRING_LAUNCHER=torchrun,
-mpirun or srun makes only the variables of that launcher count.
+The innermost launcher counts: torchrun under mpirun is torchrun. horovodrun is taken to be outside torchrun, because
+the workers that it starts may live long and start jobs of their own, and inside all others. Processes that were started
+together and would each train alone are an error. TORCHRING_LAUNCHER=none allows each process to train alone.
+TORCHRING_LAUNCHER=torchrun, horovodrun, mpirun or srun makes only the variables of that launcher count.
 
 A process that a rank starts (a DataLoader's worker, a subprocess) inherits these variables, but is not the rank. A
 rank that has met the others sets TORCHRING_MEMBER, which its children inherit as well. A child is a rank of its own if
@@ -27,6 +30,7 @@ from torchring.errors import TopologyError
 CHOICE: Final = "TORCHRING_LAUNCHER"
 MEMBER: Final = "TORCHRING_MEMBER"
 JOB: Final = "TORCHRING_JOB"  # from `torchring run`
+_KEY_VALUES: Final = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 STACKS: Final = "TORCHRING_STACKS_ON_STALL"  # from `torchring run --stacks-on-stall`
 _PART: Final = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")  # of a host list; commas inside brackets stay
 _FIRST_PORT: Final = 15_000  # below those that Linux hands out to clients, 32768 and up
@@ -42,6 +46,8 @@ class LaunchEnvironment:
         master: host and port of the store. None for a world of one, and where the ranks meet through MPI.
         store_is_hosted: whether the launcher runs the TCPStore itself, as torchrun does. Otherwise rank 0 does.
         over_mpi: no address was given, so the ranks meet through mpi4py.
+        key_values: host and port of Horovod's key-value server, through which rank 0 says where its store is.
+        is_one_host: whether the launcher says that all ranks run on one host.
         member_pid: if this process is not the rank but a child of the rank, the process number of the rank.
         job: equal on all ranks that were launched together, and on no others. "" if the launcher does not say.
     """
@@ -55,6 +61,8 @@ class LaunchEnvironment:
     over_mpi: bool = False
     member_pid: int | None = None
     job: str = ""
+    key_values: tuple[str, int] | None = None
+    is_one_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ def _mpirun(name: str, stem: str, local_rank: str, sign: str) -> _Launcher:
 # The innermost first. Where srun offers PMI-2, srun sets PMI_* as well, but not the variables that mpiexec adds.
 _LAUNCHERS: Final = (
     _Launcher("torchrun", "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE"),
+    _Launcher("horovodrun", "horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_SIZE"),
     _mpirun("mpirun (Open MPI)", "OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     _mpirun("mpirun (MVAPICH)", "MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
     _mpirun("mpiexec (PALS)", "PMI_", "PALS_LOCAL_RANKID", "PALS_LOCAL_RANKID"),
@@ -121,8 +130,11 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
             )
         return LaunchEnvironment(name, 0, 1, 0, None, False)
     over_mpi = launcher.kind == "mpirun" and "MASTER_ADDR" not in environ and "MASTER_PORT" not in environ
+    has_key_values = launcher.kind == "horovodrun" and any(key in environ for key in _KEY_VALUES)
     needed = [launcher.rank]
-    if launcher.kind != "srun" and not over_mpi:
+    if has_key_values:
+        needed += _KEY_VALUES
+    elif launcher.kind != "srun" and not over_mpi:
         needed += ["MASTER_ADDR", "MASTER_PORT"]
     if missing := [key for key in needed if key not in environ]:
         raise TopologyError(_incomplete(launcher, name, size, missing))
@@ -132,6 +144,18 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
             f"{name} says {launcher.rank}={rank}, which is not in 0 .. {size - 1} ({launcher.size}={size})"
         )
     local_rank = _integer(environ, launcher.local_rank, name) if launcher.local_rank in environ else None
+    if has_key_values:  # even if the shell that started the launcher has a MASTER_ADDR
+        return LaunchEnvironment(
+            name,
+            rank,
+            size,
+            local_rank,
+            None,
+            False,
+            job=_job(environ, launcher),
+            key_values=(environ[_KEY_VALUES[0]], _port(environ, _KEY_VALUES[1], name)),
+            is_one_host=environ.get("HOROVOD_LOCAL_SIZE") == environ[launcher.size],
+        )
     master = None if over_mpi else _master(environ, launcher, name, rank)
     hosted = launcher.kind == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return LaunchEnvironment(name, rank, size, local_rank, master, hosted, over_mpi, job=_job(environ, launcher))
@@ -218,7 +242,7 @@ def _launch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """All variables by which two launches differ."""
     keys = {key for launcher in _LAUNCHERS for key in (launcher.rank, launcher.size, launcher.sign)}
     keys |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", CHOICE, JOB}
-    keys |= {"SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"}
+    keys |= {"SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", *_KEY_VALUES}
     return {key: environ[key] for key in sorted(keys) if key in environ}
 
 
@@ -245,10 +269,14 @@ def _master(environ: Mapping[str, str], launcher: _Launcher, name: str, rank: in
     address = environ["MASTER_ADDR"] if "MASTER_ADDR" in environ else _first_host(environ, rank)
     if "MASTER_PORT" not in environ:
         return address, _slurm_port(environ)
-    port = _integer(environ, "MASTER_PORT", name)
+    return address, _port(environ, "MASTER_PORT", name)
+
+
+def _port(environ: Mapping[str, str], key: str, name: str) -> int:
+    port = _integer(environ, key, name)
     if not 0 < port < 65536:
-        raise TopologyError(f"MASTER_PORT={port} is not a TCP port, 1 .. 65535")
-    return address, port
+        raise TopologyError(f"{key}={port} is not a TCP port, 1 .. 65535")
+    return port
 
 
 def _first_host(environ: Mapping[str, str], rank: int) -> str:
@@ -278,6 +306,8 @@ def _job(environ: Mapping[str, str], launcher: _Launcher) -> str:
     if launcher.kind == "torchrun":
         run = environ.get("TORCHELASTIC_RUN_ID", "none")
         return "" if run == "none" else run  # torchrun's default
+    if launcher.kind == "horovodrun":
+        return ":".join(environ[key] for key in _KEY_VALUES if key in environ)
     if launcher.kind == "srun":
         keys = () if "SLURM_HET_SIZE" in environ else ("SLURM_JOB_ID", "SLURM_STEP_ID")
         return ".".join(environ[key] for key in keys if key in environ)
@@ -304,8 +334,9 @@ def _incomplete(launcher: _Launcher, name: str, size: int, missing: Sequence[str
 
 
 def _name(launcher: _Launcher, environ: Mapping[str, str]) -> str:
-    """The launcher's name. torchrun always sets more than the variables that others set as well."""
-    by_hand = launcher.kind == "torchrun" and "LOCAL_RANK" not in environ and "TORCHELASTIC_RUN_ID" not in environ
+    """The launcher's name. torchrun and horovodrun always set more than the variables that others set as well."""
+    more = {"torchrun": ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"), "horovodrun": (*_KEY_VALUES, "HOROVOD_HOSTNAME")}
+    by_hand = launcher.kind in more and not any(key in environ for key in more[launcher.kind])
     return "the environment" if by_hand else launcher.name
 
 

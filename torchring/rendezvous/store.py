@@ -1,5 +1,5 @@
 """The TCPStore through which the ranks of a launch meet: at a given address, or at an address that rank 0 broadcasts
-over MPI."""
+over MPI, or publishes in the key-value server of Horovod's launcher."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import TCPStore
@@ -22,11 +22,14 @@ from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.linux import network_id
 from torchring.rendezvous.addresses import own_addresses
 from torchring.rendezvous.environment import CHOICE, LaunchEnvironment
+from torchring.rendezvous.key_values import get, put
 
+_T = TypeVar("_T")
 _LOOPBACK: Final = "127.0.0.1"
 _ENDPOINT_BYTES: Final = 2048  # of JSON, in which rank 0 says where its store is
 _DIGEST_BYTES: Final = 32
 _TOKEN_KEY: Final = "torchring/token"
+_STORE_KEY: Final = "store"  # in the key-value server
 _TRY_SECONDS: Final = 2.0  # per address
 _SEARCH_SECONDS: Final = 30.0  # rank 0 listens already: a rank that does not reach it by then hardly ever will
 _PAUSE_SECONDS: Final = 0.2  # between two tries to resolve a name, or to connect
@@ -39,6 +42,8 @@ def open_store(launch: LaunchEnvironment, timeout_seconds: float) -> TCPStore | 
     """
     if launch.over_mpi:
         return _over_mpi(launch, timeout_seconds)
+    if launch.key_values is not None:
+        return _over_key_values(launch, launch.key_values, timeout_seconds)
     return None if launch.master is None else _at_master(launch, *launch.master, timeout_seconds)
 
 
@@ -164,12 +169,16 @@ class _MpiRendezvous:
             self.knows_networks = True
             if self.comm.rank == 0:
                 networks = {bytes(self.digests[i : i + 32]) for i in range(0, len(self.digests), _DIGEST_BYTES)}
-                text = json.dumps(self._host(is_local=len(networks) == 1, timeout_seconds=timeout_seconds)).encode()
+                try:
+                    self.store, endpoint = _host_store(len(networks) == 1, timeout_seconds)
+                except (OSError, dist.DistError) as error:
+                    endpoint = {"error": _cannot_host(error)}
+                text = json.dumps(endpoint).encode()
                 self.endpoint[: len(text)] = text
             self.request = self.comm.Ibcast(self.endpoint, root=0)
         self._complete(end, timeout_seconds)
-        endpoint: dict[str, Any] = json.loads(bytes(self.endpoint).rstrip(b"\0"))
-        return endpoint
+        said: dict[str, Any] = json.loads(bytes(self.endpoint).rstrip(b"\0"))
+        return said
 
     def _complete(self, end: float, timeout_seconds: float) -> None:
         pause = 0.0005
@@ -184,25 +193,30 @@ class _MpiRendezvous:
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
 
-    def _host(self, *, is_local: bool, timeout_seconds: float) -> dict[str, Any]:
-        """Host the store: on loopback for ranks of one host, where no other host can connect, else on all addresses."""
-        try:
-            listener = socket.create_server((_LOOPBACK if is_local else "", 0))
-            port = listener.getsockname()[1]
-            self.store = TCPStore(
-                _LOOPBACK,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_seconds),
-                master_listen_fd=listener.detach(),
-            )
-            token = secrets.token_hex(16)
-            self.store.set(_TOKEN_KEY, token)
-        except (OSError, dist.DistError) as error:
-            return {"error": f"rank 0 on {socket.gethostname()} cannot host the store: {_first_line(error)}"}
-        addresses = [_LOOPBACK] if is_local else own_addresses()[:16]
-        return {"host": socket.gethostname(), "port": port, "addresses": addresses, "token": token}
+
+def _host_store(is_local: bool, timeout_seconds: float) -> tuple[TCPStore, dict[str, Any]]:
+    """Host the store: on loopback for ranks of one host, where no other host can connect, else on all addresses.
+
+    Returns the store and its endpoint (host, port, addresses, token). Raises OSError or DistError.
+    """
+    listener = socket.create_server((_LOOPBACK if is_local else "", 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        _LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_seconds),
+        master_listen_fd=listener.detach(),
+    )
+    token = secrets.token_hex(16)
+    store.set(_TOKEN_KEY, token)
+    addresses = [_LOOPBACK] if is_local else own_addresses()[:16]
+    return store, {"host": socket.gethostname(), "port": port, "addresses": addresses, "token": token}
+
+
+def _cannot_host(error: Exception) -> str:
+    return f"rank 0 on {socket.gethostname()} cannot host the store: {_first_line(error)}"
 
 
 _unfinished: _MpiRendezvous | None = None  # of COMM_WORLD, of which a process has one
@@ -238,21 +252,90 @@ def _connect(launch: LaunchEnvironment, endpoint: dict[str, Any], timeout_second
     limit = min(timeout_seconds, _SEARCH_SECONDS)
     end = time.monotonic() + limit
     while True:
-        tried = []
-        for address in endpoint["addresses"]:
-            try:
-                return _try(address, endpoint["port"], endpoint["token"])
-            except (OSError, dist.DistError) as error:
-                tried.append(f"{address} ({getattr(error, 'strerror', None) or _first_line(error)})")
+        store, tried = _try_all(endpoint)
+        if store is not None:
+            return store
         if time.monotonic() + _PAUSE_SECONDS > end:
-            raise TopologyError(
-                f"rank {launch.rank} on {socket.gethostname()} reaches none of rank 0's addresses on "
-                f"{endpoint['host']}, port {endpoint['port']}, within {limit:g} s: {', '.join(tried)}; a firewall may "
-                "be in between; or set MASTER_ADDR and MASTER_PORT to an address of rank 0 and a port that is open",
-                rank=launch.rank,
-                peers=(0,),
-            )
+            raise _unreachable(launch, endpoint, tried, limit)
         time.sleep(_PAUSE_SECONDS)
+
+
+def _try_all(endpoint: dict[str, Any]) -> tuple[TCPStore | None, list[str]]:
+    """The store, and the addresses at which it does not answer, with reasons."""
+    tried: list[str] = []
+    for address in endpoint["addresses"]:
+        try:
+            return _try(address, endpoint["port"], endpoint["token"]), tried
+        except (OSError, dist.DistError) as error:
+            tried.append(f"{address} ({getattr(error, 'strerror', None) or _first_line(error)})")
+    return None, tried
+
+
+def _unreachable(
+    launch: LaunchEnvironment, endpoint: dict[str, Any], tried: Sequence[str], seconds: float
+) -> TopologyError:
+    return TopologyError(
+        f"rank {launch.rank} on {socket.gethostname()} reaches none of rank 0's addresses on "
+        f"{endpoint['host']}, port {endpoint['port']}, within {seconds:g} s: {', '.join(tried)}; a firewall may "
+        "be in between; or set MASTER_ADDR and MASTER_PORT to an address of rank 0 and a port that is open",
+        rank=launch.rank,
+        peers=(0,),
+    )
+
+
+def _over_key_values(launch: LaunchEnvironment, server: tuple[str, int], timeout_seconds: float) -> TCPStore:
+    """Rank 0 hosts a store on a free port and publishes its endpoint; the others look for it there.
+
+    What is published may be of an earlier job of the same launcher, whose store answers no more. So a rank looks again.
+    """
+    if launch.rank == 0:
+        try:
+            store, endpoint = _host_store(launch.is_one_host, timeout_seconds)
+        except (OSError, dist.DistError) as error:
+            raise TopologyError(_cannot_host(error), rank=0) from error
+        _ask(launch, server, timeout_seconds, lambda: put(server, _STORE_KEY, json.dumps(endpoint).encode()))
+        return store
+    end = time.monotonic() + timeout_seconds
+    tried: list[str] = []
+    while True:
+        left = max(_PAUSE_SECONDS, end - time.monotonic())
+        said = _ask(launch, server, left, lambda: get(server, _STORE_KEY) or b"null")
+        endpoint = json.loads(said)
+        if endpoint is not None:
+            found, tried = _try_all(endpoint)
+            if found is not None:
+                found.set_timeout(timedelta(seconds=timeout_seconds))
+                return found
+        if time.monotonic() + _PAUSE_SECONDS > end:
+            break
+        time.sleep(_PAUSE_SECONDS)
+    if endpoint is not None:
+        raise _unreachable(launch, endpoint, tried, timeout_seconds)
+    raise PeerTimeoutError(
+        f"rank 0 has not come to torchring.init() (which hvd.init, wrap and the collectives call): {launch.launcher}'s "
+        f"key-value server at {server[0]}:{server[1]} does not know where its store is",
+        rank=launch.rank,
+        peers=(0,),
+        seconds=timeout_seconds,
+    )
+
+
+def _ask(launch: LaunchEnvironment, server: tuple[str, int], seconds: float, request: Callable[[], _T]) -> _T:
+    """What the key-value server answers. Raises TopologyError if it does not answer within `seconds`."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return request()
+        except OSError as error:
+            if time.monotonic() + _PAUSE_SECONDS > end:
+                raise TopologyError(
+                    f"rank {launch.rank} on {socket.gethostname()} gets no answer from {launch.launcher}'s key-value "
+                    f"server at {server[0]}:{server[1]} (HOROVOD_GLOO_RENDEZVOUS_ADDR:HOROVOD_GLOO_RENDEZVOUS_PORT) "
+                    f"within {seconds:g} s: {_first_line(error)}; the launcher may have ended, or a firewall may be in "
+                    "between",
+                    rank=launch.rank,
+                ) from error
+            time.sleep(_PAUSE_SECONDS)
 
 
 def _try(address: str, port: int, token: str) -> TCPStore:

@@ -1,0 +1,216 @@
+"""`import horovod.torch` finds torchring, in a script and in every Python process that the script starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchring.horovod import aliases
+from torchring.launch.horovodrun import with_aliases
+
+
+def run(*arguments: str | Path, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env or {**os.environ}, **options)
+
+
+def said(*arguments: str | Path, **options: Any) -> Any:
+    """What a program prints, as JSON."""
+    ran = run(*arguments, **options)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    """The aliases in this process, for as long as the test runs."""
+
+    def horovods() -> dict[str, Any]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "horovod"}
+
+    finders, modules = list(sys.meta_path), horovods()
+    aliases.install()
+    yield
+    sys.meta_path[:] = finders
+    horovods()
+    sys.modules.update(modules)
+
+
+@pytest.fixture
+def horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Horovod that is installed, as far as anybody looks."""
+    package = tmp_path / "site" / "horovod"
+    for folder in ("", "torch", "common", "runner", "runner/util"):
+        (package / folder).mkdir(parents=True)
+        (package / folder / "__init__.py").write_text("raise ImportError('not built')" if folder == "torch" else "")
+    (package / "runner" / "util" / "threads.py").write_text("from horovod.common.util import env\nkind = 'real'\n")
+    (package / "common" / "util.py").write_text("kind = 'real'\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    return package
+
+
+def test_the_same_modules_under_two_names(installed: None) -> None:
+    import torchring.horovod.elastic.state
+    from torchring.horovod import exceptions
+
+    assert import_module("horovod.torch") is torchring.horovod
+    assert import_module("horovod.torch.elastic.state") is torchring.horovod.elastic.state
+    assert import_module("horovod.common.exceptions") is exceptions
+    assert import_module("horovod.common.elastic").ObjectState is torchring.horovod.elastic.state.ObjectState
+    assert import_module("horovod").torch is torchring.horovod
+    assert exceptions.__spec__.name == exceptions.__name__ == "torchring.horovod.exceptions"
+
+
+def test_run_is_there_under_both_of_its_names(installed: None) -> None:
+    from torchring.horovod.runner import run
+
+    horovod, runner = import_module("horovod"), import_module("horovod.runner")
+    assert horovod.run is runner.run is run
+    assert horovod.__version__.split(".")[0] == "0"
+    with pytest.raises(AttributeError, match=r"'horovod\.runner' has no attribute 'walk'"):
+        runner.walk  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["horovod.torch.no_such", "horovod.keras", "horovod.runner.util.threads"])
+def test_what_torchring_has_not_is_missing_under_the_name_that_was_asked_for(installed: None, name: str) -> None:
+    if find_spec("horovod").submodule_search_locations:  # type: ignore[union-attr]
+        pytest.skip("a Horovod is installed here")
+    with pytest.raises(ModuleNotFoundError, match=r"'horovod\.") as caught:
+        import_module(name)
+    assert str(caught.value.name).startswith("horovod.")
+
+
+def test_an_error_inside_a_module_of_torchring_is_told_as_it_is(
+    installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "faulty_part.py").write_text("import no_such_module_anywhere")
+    import torchring.horovod
+
+    monkeypatch.setattr(torchring.horovod, "__path__", [*torchring.horovod.__path__, str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match="'no_such_module_anywhere'"):
+        import_module("horovod.torch.faulty_part")
+    sys.modules.pop("torchring.horovod.faulty_part", None)
+
+
+def test_other_parts_come_from_a_horovod_that_is_installed(horovod: Path, installed: None) -> None:
+    threads = import_module("horovod.runner.util.threads")
+    assert threads.kind == "real"
+    assert threads.env is import_module("torchring.horovod.builds").env
+    assert import_module("horovod.torch").__name__ == "torchring.horovod"
+    assert not hasattr(import_module("horovod.common.util"), "kind")
+
+
+def test_installing_twice_is_installing_once(installed: None) -> None:
+    before = list(sys.meta_path)
+    aliases.install()
+    assert sys.meta_path == before
+
+
+FACTS = """
+import json, subprocess, sys, multiprocessing
+
+CODE = '''
+import importlib.util, json, sys
+import horovod.common.exceptions as e
+'''.strip()
+
+def child(queue):
+    import horovod.common.exceptions as e
+    queue.put(e.HorovodInternalError.__module__)
+
+if __name__ == "__main__":
+    found = {"argv": sys.argv, "path": sys.path[0], "file": __file__, "main": child.__module__}
+    for method in ("spawn", "forkserver", "fork"):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        found[method] = queue.get()
+        process.join()
+    code = "import horovod.common.exceptions as e; print(e.HorovodInternalError.__module__)"
+    found["subprocess"] = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+    print(json.dumps(found))
+"""
+
+
+def test_a_script_runs_as_ever_and_its_children_inherit_the_aliases(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FACTS)
+    found = said("-m", "torchring.horovod", script, "-x", "--", "y", cwd=tmp_path)
+    assert found.pop("argv") == [str(script), "-x", "--", "y"]
+    assert found.pop("path") == str(tmp_path)
+    assert (found.pop("file"), found.pop("main")) == (str(script), "__main__")
+    assert found == dict.fromkeys(["spawn", "forkserver", "fork", "subprocess"], "torchring.horovod.exceptions")
+
+
+def test_modules_and_options_of_the_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text(
+        "import json, sys, horovod as h\n"
+        "print(json.dumps([sys.argv[1:], sys.flags.dev_mode, sys.flags.verbose, __name__, h.__version__]))"
+    )
+    found = said("-X", "dev", "-m", "torchring.horovod", "-m", "training", "-m", "torchring.horovod", cwd=tmp_path)
+    assert found == [["-m", "torchring.horovod"], True, 0, "__main__", aliases.VERSION]
+    assert said("-mtorchring.horovod", "training.py", cwd=tmp_path)[1:3] == [False, 0]
+    assert said("-vm", "torchring.horovod", "training.py", cwd=tmp_path)[1:3] == [False, 1]
+
+
+def test_without_a_script_it_says_how_it_is_used() -> None:
+    ran = run("-m", "torchring.horovod")
+    assert ran.returncode == 2
+    assert "script.py" in ran.stderr
+
+
+def test_a_start_of_python_costs_no_import_of_torch() -> None:
+    code = (
+        "import sys, json, horovod, horovod.runner; print(json.dumps(sorted({*sys.modules} & {'torch', 'torchring'})))"
+    )
+    assert said("-c", code, env=with_aliases(os.environ)) == []
+
+
+def test_the_sitecustomize_of_the_site_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys, horovod\nsys.mine = horovod.__version__\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    code = "import sys, json, sitecustomize as s; print(json.dumps([sys.mine, s.__file__, sys.path]))"
+    mine, file, path = said("-c", code, env=with_aliases(environ))
+    assert (mine, file) == (aliases.VERSION, str(tmp_path / "sitecustomize.py"))
+    assert str(tmp_path) in path
+    assert [entry for entry in path if entry.endswith("startup")] == []
+    (tmp_path / "sitecustomize.py").write_text("1 / 0\n")
+    assert "ZeroDivisionError" in run("-c", "import horovod", env=with_aliases(environ)).stderr  # as Python has it
+
+
+def test_the_path_of_python_is_kept_behind_the_aliases() -> None:
+    first = with_aliases({"PYTHONPATH": "/a:/b", "HOME": "/"})
+    startup, rest = first["PYTHONPATH"].split(":", 1)
+    assert Path(startup, "sitecustomize.py").exists()
+    assert (rest, first["HOME"]) == ("/a:/b", "/")
+    assert with_aliases(first) == first
+    assert with_aliases({})["PYTHONPATH"] == startup  # an empty entry would be the working directory
+
+
+def test_the_context_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchring.horovod.builds import env
+
+    monkeypatch.setenv("TORCHRING_TEST_A", "before")
+    with env(TORCHRING_TEST_A="inside", TORCHRING_TEST_B="new", TORCHRING_TEST_C=None):
+        assert (os.environ["TORCHRING_TEST_A"], os.environ["TORCHRING_TEST_B"]) == ("inside", "new")
+        assert "TORCHRING_TEST_C" not in os.environ
+    assert os.environ["TORCHRING_TEST_A"] == "before"
+    assert "TORCHRING_TEST_B" not in os.environ
+
+
+def test_lists_are_cut_into_parts_of_nearly_one_length() -> None:
+    from torchring.horovod.builds import num_rank_is_power_2, split_list
+
+    assert split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
+    assert split_list([1], 2) == [[1], []]
+    assert [n for n in range(10) if num_rank_is_power_2(n)] == [1, 2, 4, 8]

@@ -1,0 +1,105 @@
+"""Has `import horovod.torch` find torchring, in scripts that cannot be edited.
+
+    horovod.torch, and what is in it        torchring.horovod, and what is in it: the same modules under two names
+    horovod.common.exceptions, .elastic     torchring.horovod.exceptions, .elastic
+    horovod.common.util, .process_sets      torchring.horovod.builds, .mpi_ops
+    horovod.run, horovod.runner.run         torchring.horovod.runner.run
+    anything else, horovod.spark say        a Horovod that is installed, or on PYTHONPATH; none is needed
+
+`python -m torchring.horovod` and `torchring run --horovod` put the folder `startup/` on PYTHONPATH. So every Python
+process of the job installs the aliases as it starts, child processes included, except those started with -E, -I or -S.
+sitecustomize.py in that folder runs this file, which therefore imports neither torch nor torchring.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+VERSION: Final = "0.28.1"  # of the Horovod whose API this is, for scripts that compare
+_TORCH: Final = "horovod.torch"
+_PACKAGES: Final = ("horovod", "horovod.common", "horovod.runner")
+_TARGETS: Final = {
+    _TORCH: "torchring.horovod",
+    "horovod.common.elastic": "torchring.horovod.elastic",
+    "horovod.common.exceptions": "torchring.horovod.exceptions",
+    "horovod.common.process_sets": "torchring.horovod.mpi_ops",
+    "horovod.common.util": "torchring.horovod.builds",
+}
+
+
+def install() -> None:
+    """Install the aliases in this process, once. What has been imported already stays as it is."""
+    if not any(getattr(finder, "finds_torchring_for_horovod", False) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+
+
+class Finder(MetaPathFinder):
+    """Finds the modules of the table above."""
+
+    finds_torchring_for_horovod = True  # `isinstance` would not do: sitecustomize.py has a class of its own
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See importlib.abc.MetaPathFinder."""
+        if fullname in _PACKAGES:
+            spec = ModuleSpec(fullname, _Package(), is_package=True)
+            spec.submodule_search_locations = self._folders_of_horovod(fullname)
+            return spec
+        name = _TARGETS.get(fullname)
+        if name is None and fullname.startswith(f"{_TORCH}."):
+            name = _TARGETS[_TORCH] + fullname[len(_TORCH) :]
+        return None if name is None else ModuleSpec(fullname, _Alias(name))
+
+    def _folders_of_horovod(self, package: str) -> list[str]:
+        """Where an installed Horovod has the modules of the package. Empty without one."""
+        for finder in sys.meta_path:
+            if finder is not self and (find := getattr(finder, "find_spec", None)):
+                spec: ModuleSpec | None = find("horovod", None)
+                if spec is not None and spec.submodule_search_locations:
+                    inner = package.split(".")[1:]
+                    folders = [os.path.join(place, *inner) for place in spec.submodule_search_locations]
+                    return [folder for folder in folders if os.path.isdir(folder)]
+        return []
+
+
+class _Alias(Loader):
+    """Imports another module in place of the one that was asked for."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        try:
+            # importlib hands out what it finds here, and not the module that it has made.
+            sys.modules[name] = importlib.import_module(self.target)
+        except ModuleNotFoundError as error:
+            if error.name != self.target:
+                raise
+            raise ModuleNotFoundError(f"No module named {name!r}: torchring has none of that name", name=name) from None
+
+
+class _Package(Loader):
+    """A package whose own code is here, whatever its folders hold."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        if name == "horovod.common":
+            return
+        if name == "horovod":
+            module.__version__ = VERSION  # type: ignore[attr-defined]
+
+        def find(attribute: str) -> Any:
+            if attribute != "run":
+                raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+            return importlib.import_module("torchring.horovod.runner").run
+
+        module.__getattr__ = find  # type: ignore[method-assign]

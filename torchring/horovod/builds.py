@@ -1,0 +1,97 @@
+"""What `horovod.common.util` tells scripts and launchers: which parts of the library there are."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_cache = functools.cache  # Horovod's launcher imports it from here
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether the framework is supported: "torch" is."""
+    return ext_base_name == "torch"
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether the framework, which must be "torch", has a device."""
+    import torch
+
+    return ext_base_name == "torch" and torch.cuda.is_available()
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """As `torchring.horovod.mpi_built`."""
+    return bool(_ask("mpi_built"))
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """As `torchring.horovod.gloo_built`."""
+    return bool(_ask("gloo_built"))
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """As `torchring.horovod.nccl_built`."""
+    return int(_ask("nccl_built"))
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """As `torchring.horovod.ddl_built`."""
+    return bool(_ask("ddl_built"))
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """As `torchring.horovod.ccl_built`."""
+    return bool(_ask("ccl_built"))
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    """Raise ImportError for a framework that is not supported."""
+    if ext_name.rpartition(".")[2] != "torch":
+        raise ImportError(f"torchring has no {ext_name}: it is for PyTorch only")
+
+
+@contextlib.contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Set environment variables inside the `with` block. None leaves a variable as it is."""
+    changes = {name: value for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def split_list(l: Sequence[_T], n: int) -> list[Sequence[_T]]:  # noqa: E741 - Horovod's name
+    """Cut a list into `n` parts whose lengths differ by one at most, the longer ones first."""
+    short, num_longer = divmod(len(l), n)
+    ends = [short * (part + 1) + min(part + 1, num_longer) for part in range(n)]
+    return [l[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Whether Adasum can work with that many ranks."""
+    return num_rank.bit_count() == 1
+
+
+def is_iterable(x: object) -> bool:
+    """Whether `iter(x)` works."""
+    try:
+        iter(x)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True
+
+
+def _ask(name: str) -> Any:
+    return getattr(importlib.import_module("torchring.horovod"), name)()

@@ -1,0 +1,167 @@
+"""`run`: calls a function on several processes and returns what it returned, for notebooks and scripts.
+
+    losses = torchring.horovod.run(train, args=(10,), np=4)
+
+The function and its results travel through files in a private folder: a temporary one, or one in the working directory
+where some processes are on other hosts, which must share that directory. Each process runs launch/task.py.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from torchring.launch import task
+from torchring.launch.horovodrun import SOCKETS
+from torchring.launch.launcher import Host, LaunchError, is_here, parse_hostfile, parse_hosts, start
+from torchring.launch.output import OutputOptions
+
+_T = TypeVar("_T")
+_STOPPED: Final = 128  # and above: the exit code of a program that a signal ended
+
+
+def run(
+    func: Callable[..., _T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[float] | None = None,
+    hosts: str | None = None,
+    hostfile: str | os.PathLike[str] | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[_T]:
+    """Call func(*args, **kwargs) on `num_proc` processes: `horovod.run`.
+
+    The signature is Horovod's. Function, arguments and results are pickled, by cloudpickle where it is installed;
+    without cloudpickle the function must be one that the processes can import. Signals that stop this process end the
+    others, if this is called from the main thread.
+
+    Args:
+        func: what to call. It calls `init` itself.
+        num_proc, np: number of processes.
+        hosts: "a:2,b:2"; this machine by default. The first host gets the lowest ranks.
+        hostfile: a file with a line `a slots=2` for each host, in place of `hosts`.
+        ssh_port, ssh_identity_file: for hosts that are reached through ssh.
+        output_filename: a folder, in which rank N's output is also written to rankN.log.
+        verbose: whether to say what is started where.
+        use_gloo, use_mpi: whether to start the processes without mpirun, or with it.
+        network_interface, network_interfaces: "a,b", over which ranks of several hosts talk.
+        min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range, start_timeout, disable_cache,
+            mpi_args, executable: no meaning here; a warning names those that are given.
+
+    Returns the results in the order of ranks.
+
+    Raises:
+        RuntimeError: a process failed. The text says which one, and has its traceback; the exception of the function is
+            the cause.
+        ValueError: arguments that exclude each other, hosts that do not parse, something that cannot be pickled.
+        NotImplementedError: `host_discovery_script`.
+        torchring.launch.launcher.LaunchError: nothing was started.
+    """
+    if hosts is not None and hostfile is not None:
+        raise ValueError(f"give hosts or hostfile, not both, got hosts={hosts!r} and hostfile={os.fspath(hostfile)!r}")
+    if use_gloo and use_mpi:
+        raise ValueError("give use_gloo or use_mpi, not both")
+    if host_discovery_script is not None:
+        raise NotImplementedError("host_discovery_script: nothing is started on hosts that come and go; use hosts")
+    ignored = {
+        "min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "min_np": min_np, "max_np": max_np, "slots": slots,
+        "reset_limit": reset_limit, "cooldown_range": cooldown_range, "start_timeout": start_timeout,
+        "disable_cache": disable_cache, "mpi_args": mpi_args, "executable": executable,
+    }  # fmt: skip
+    if given := [name for name, value in ignored.items() if value is not None]:
+        warnings.warn(f"torchring.horovod.run: {', '.join(given)}: no meaning here, ignored", stacklevel=2)
+    number = num_proc if np is None else np
+    if number < 1:
+        raise ValueError(f"num_proc must be 1 or more, got {number}")
+    places = _places(hosts, hostfile)
+    launcher = "mpirun" if use_mpi else "auto" if not use_gloo else "local" if places is None else "ssh"
+    sockets = network_interfaces or network_interface
+    ssh_options = [] if ssh_port is None else ["-p", str(ssh_port)]
+    ssh_options += [] if ssh_identity_file is None else ["-i", ssh_identity_file]
+    payload = _pickled(func, args, kwargs or {})
+    is_shared = places is not None and not all(is_here(host.name) for host in places)
+    folder = Path(tempfile.mkdtemp(prefix=".torchring-run-" if is_shared else None, dir="." if is_shared else None))
+    try:
+        (folder / task.PAYLOAD).write_bytes(payload)
+        command = ["-m", task.__name__, str(folder.resolve())]
+        if verbose:
+            print(f"torchring.horovod.run: {number} processes on {hosts or hostfile or 'this machine'}", flush=True)
+        code = start(
+            command,
+            number,
+            places,
+            dict.fromkeys(SOCKETS, sockets) if sockets else None,
+            launcher,
+            OutputOptions(log_dir=output_filename),
+            ssh_options=ssh_options,
+        )
+        return _results(folder, number, code)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _places(hosts: str | None, hostfile: str | os.PathLike[str] | None) -> list[Host] | None:
+    try:
+        if hosts is not None:
+            return parse_hosts(hosts)
+        return None if hostfile is None else parse_hostfile(Path(hostfile).read_text())
+    except LaunchError as error:
+        raise ValueError(str(error)) from error
+
+
+def _pickled(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    call = (func, tuple(args), dict(kwargs))
+    name = getattr(func, "__qualname__", repr(func))
+    if task.has_cloudpickle() or getattr(func, "__module__", "__main__") != "__main__":
+        try:
+            return pickle.dumps((sys.path, task.dumps(call)))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"cannot send {name} and its arguments to other processes: {reason}") from error
+    raise ValueError(f"cannot send {name}, which is not in a module that others can import; pip install cloudpickle")
+
+
+def _results(folder: Path, number: int, code: int) -> list[Any]:
+    """What the ranks have written. Raises RuntimeError if one has failed."""
+    failures = sorted(folder.glob(f"{task.FAILURE}*"), key=lambda file: file.stat().st_mtime_ns)
+    if failures:
+        failed = pickle.loads(failures[0].read_bytes())
+        try:
+            error = None if failed["error"] is None else pickle.loads(failed["error"])
+        except Exception:  # an exception of a class that is not here, say: there is the traceback
+            error = None
+        raise RuntimeError(f"rank {failed['rank']} of {number} failed:\n{failed['traceback']}") from error
+    files = [folder / f"{task.RESULT}{rank}" for rank in range(number)]
+    missing = [str(rank) for rank, file in enumerate(files) if not file.exists()]
+    if code or missing:
+        how = f"signal {code - _STOPPED}" if code > _STOPPED else f"exit code {code}"
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} returned nothing" if missing else "a process failed"
+        raise RuntimeError(f"{who}, of {number} processes; they ended with {how}")
+    return [pickle.loads(file.read_bytes()) for file in files]

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH, whose sitecustomize.py Python runs as it starts."""
