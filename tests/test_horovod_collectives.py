@@ -308,6 +308,7 @@ def test_what_ranks_disagree_about_is_named_on_all_of_them() -> None:
 
 
 def _wrong_arguments(rank: int, size: int) -> None:
+    one = torch.ones(1)
     wrong: list[tuple[type[Exception], Callable[[], Any]]] = [
         (ValueError, lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)),
         (ValueError, lambda: hvd.allreduce(torch.ones(1), op=17)),
@@ -321,6 +322,7 @@ def _wrong_arguments(rank: int, size: int) -> None:
         (ValueError, lambda: hvd.reducescatter(torch.tensor(1.0))),
         (hvd.HorovodInternalError, lambda: hvd.reducescatter(torch.ones(size), op=hvd.Max)),
         (ValueError, lambda: hvd.allreduce_(torch.ones(1).expand(3))),
+        (ValueError, lambda: hvd.grouped_allreduce_([one, torch.ones(2), one])),
         (TypeError, lambda: hvd.allreduce([1.0])),  # type: ignore[arg-type]
         (ValueError, lambda: hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0]))),
         (ValueError, lambda: hvd.ProcessSet(["a"])),
@@ -505,6 +507,7 @@ def _timeline(rank: int, size: int, path: str) -> None:
         if rank == 0:
             assert json.loads(Path(path).read_text())  # valid while it is written
         hvd.start_timeline(f"{path}.second")
+        hvd.barrier()
         hvd.allgather(torch.ones(2), name="rows")
         hvd.stop_timeline()
         hvd.stop_timeline()

@@ -70,7 +70,8 @@ def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
 def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: str) -> None:
     """Combine tensors over all ranks, in place, as if they were one tensor. This takes one exchange, not one for each.
 
-    tensors: of one dtype, and of any shapes, strides and devices, as `check_together` demands. May be empty.
+    tensors: of one dtype, and of any shapes, strides and devices, that `check_dense`, `check_writable`, `check_reducible` and
+        `check_apart` accept. May be empty.
     Raises PlanMismatchError if another rank passes other shapes, another dtype or another op.
     """
     flat = [plain(tensor).view(-1) for tensor in tensors]
@@ -193,15 +194,8 @@ def is_reducible(dtype: torch.dtype) -> bool:
     return dtype in _REDUCIBLE
 
 
-def check_together(tensors: Sequence[torch.Tensor], op: str) -> None:
-    """Raise TypeError or ValueError for what `all_reduce_together` cannot reduce. Call it before the collective begins:
-    an error inside breaks the world."""
-    for tensor in tensors:
-        check_dense(tensor)
-        check_writable(tensor)
-        check_reducible(tensor, op)
-    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-        raise TypeError(f"tensors that are reduced together need one dtype, got {[str(t.dtype) for t in tensors]}")
+def check_apart(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if tensors that are to be written together share memory, as far as their first elements show."""
     addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
     if len(set(addresses)) < len(addresses):
         raise ValueError("tensors that are reduced together need memory of their own, but two begin at one address")

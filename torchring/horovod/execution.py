@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 
 from torchring.collectives import operations
+from torchring.collectives.combine import combine
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import Collectives
-from torchring.collectives.shared_memory import combine
 from torchring.collectives.signature import signature_of
 from torchring.horovod.adasum import adasum
 from torchring.horovod.negotiation import BARRIER, Request, Response, dtype_of

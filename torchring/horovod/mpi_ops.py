@@ -333,6 +333,8 @@ def _all_reduce(
         _check_reducible(tensor, label, ALLREDUCE)
         if not copies:
             operations.check_writable(tensor)
+    if not copies:
+        operations.check_apart(tensors)
     if op == Adasum:
         members = here.members(process_set)
         if len(members) & (len(members) - 1) or len(members) != here.world.size:
