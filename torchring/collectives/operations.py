@@ -12,6 +12,7 @@ from torchring.collectives.combine import combine
 from torchring.collectives.signature import OPS, Signature, signature_of
 from torchring.memory.host import bytes_of
 
+_BATCH_BYTES: Final = 8 << 20
 _REDUCIBLE = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -70,8 +71,8 @@ def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
 def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: str) -> None:
     """Combine tensors over all ranks, in place, as if they were one tensor. This takes one exchange, not one for each.
 
-    tensors: of one dtype, and of any shapes, strides and devices, that `check_dense`, `check_writable`, `check_reducible` and
-        `check_apart` accept. May be empty.
+    tensors: of one dtype, and of any shapes, strides and devices. `check_dense`, `check_writable`, `check_reducible`
+        and `check_apart` accept them. May be empty.
     Raises PlanMismatchError if another rank passes other shapes, another dtype or another op.
     """
     flat = [plain(tensor).view(-1) for tensor in tensors]
@@ -88,9 +89,6 @@ def broadcast(backend: Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
     if data.data_ptr() != tensor.data_ptr():
         tensor.copy_(data)
     return tensor
-
-
-_BATCH_BYTES: Final = 8 << 20
 
 
 @torch.no_grad()
