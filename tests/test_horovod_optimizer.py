@@ -1,0 +1,341 @@
+"""hvd.DistributedOptimizer: trains as one process with all batches, whatever ritual a script follows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_same_on_all_ranks
+from grids import grid
+from harness import run_pooled
+from torch import Tensor, nn
+
+import torchring.horovod as hvd
+from torchring.horovod.adasum import adasum
+
+
+def run(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    return run_pooled(_in_world, size, fn, args)
+
+
+def _in_world(rank: int, size: int, fn: Any, args: tuple[Any, ...]) -> Any:
+    hvd.init(process_sets="dynamic")
+    result = fn(rank, size, *args)
+    hvd.barrier()
+    hvd.shutdown()
+    return result
+
+
+def model() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def loss_of(net: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(5, 4, dtype=torch.float64, generator=generator)
+    return net(inputs).square().mean()
+
+
+def expected(size: int, *, op: str = "mean", passes: int = 1, clip: float | None = None) -> list[Tensor]:
+    """Three steps in one process, with plain PyTorch."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = [loss_of(net, rank, 10 * step + i) for rank in range(size) for i in range(passes)]
+        (sum(losses) / (size if op == "mean" else 1)).backward()  # type: ignore[union-attr]
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+class _Halves:
+    """A compressor of the script's own, which loses nothing: the values are fp64."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor * 2, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return (tensor / 2).to(ctx)
+
+
+def _rituals(rank: int, size: int) -> dict[str, list[Tensor]]:
+    results: dict[str, list[Tensor]] = {}
+
+    def train(name: str, body: Callable[[Any, nn.Module, int], None], **options: Any) -> Any:
+        net = model()
+        if rank != 0:
+            nn.init.zeros_(net[0].weight)  # type: ignore[index, arg-type]
+        plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(plain, net.named_parameters(), **options)
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            body(optimizer, net, step)
+        results[name] = [p.detach().clone() for p in net.parameters()]
+        return optimizer
+
+    def plainly(optimizer: Any, net: nn.Module, step: int) -> None:
+        loss_of(net, rank, 10 * step).backward()
+        optimizer.step()
+
+    def clipped(optimizer: Any, net: nn.Module, step: int) -> None:
+        loss_of(net, rank, 10 * step).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    def clipped_without_ritual(optimizer: Any, net: nn.Module, step: int) -> None:
+        loss_of(net, rank, 10 * step).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        optimizer.step()
+
+    def by_closure(optimizer: Any, net: nn.Module, step: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(net, rank, 10 * step)
+            loss.backward()
+            return loss
+
+        mean = optimizer.step(closure)
+        everybody = hvd.allgather(mean.detach().reshape(1))
+        assert bool((everybody == everybody[0]).all())
+
+    def scaled(optimizer: Any, net: nn.Module, step: int) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(loss_of(net, rank, 10 * step)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+
+    def twice(optimizer: Any, net: nn.Module, step: int) -> None:
+        for micro in range(2):
+            loss_of(net, rank, 10 * step + micro).backward()
+        optimizer.step()
+
+    train("plain", plainly)
+    train("sum", plainly, op=hvd.Sum)
+    train("predivided", plainly, gradient_predivide_factor=2.0)
+    train("grouped", plainly, groups=2)
+    train("own compressor", plainly, compression=_Halves)
+    train("clipped", clipped)
+    train("clipped without ritual", clipped_without_ritual)
+    train("clipped, own compressor", clipped, compression=_Halves())
+    train("closure", by_closure)
+    train("closure, own compressor", by_closure, compression=_Halves)
+    train("scaled", scaled)
+    train("two passes", twice, backward_passes_per_step=2)
+    train("two passes, own compressor", twice, backward_passes_per_step=2, compression=_Halves)
+    train("two backwards of one pass", twice)
+    train("step() comes early", twice, backward_passes_per_step=3)
+    return results
+
+
+@grid("size", [1, 2, 3], keep=lambda size: size < 3)
+def test_every_ritual_trains_as_one_process_does(size: int) -> None:
+    ranks = run(_rituals, size)
+    wanted = {
+        "sum": expected(size, op="sum"),
+        "clipped": expected(size, clip=0.05),
+        "two passes": expected(size, passes=2),
+    }
+    alike = {
+        "clipped": ["clipped without ritual", "clipped, own compressor", "scaled"],
+        "two passes": ["two passes, own compressor", "two backwards of one pass", "step() comes early"],
+    }
+    for like, names in alike.items():
+        wanted |= dict.fromkeys(names, wanted[like])
+    plain = expected(size)
+    for name in ranks[0]:
+        for i, value in enumerate(wanted.get(name, plain)):
+            torch.testing.assert_close(ranks[0][name][i], value, rtol=1e-9, atol=1e-12, msg=f"{name}, parameter {i}")
+            assert_same_on_all_ranks([result[name][i] for result in ranks])
+
+
+def _uneven_gradients(rank: int, size: int) -> None:
+    """As in Horovod, a gradient that a rank lacks counts as zero, and the average is over all ranks."""
+    for compression in (hvd.Compression.none, _Halves):
+        first, second, third = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second, third], lr=1.0), compression=compression)
+        if rank == 0:
+            (first.sum() * 2).backward()
+        else:
+            (second.sum() * 4).backward()
+        optimizer.step()
+        others = size - 1
+        assert first.tolist() == [-2 / size] * 3
+        assert second.tolist() == [-4 * others / size] * 3
+        assert third.tolist() == [0.0] * 3
+        optimizer.zero_grad()
+        if rank == 0:  # the others run no backward at all
+            (first.sum() * 2).backward()
+        optimizer.step()
+        assert first.tolist() == [-4 / size] * 3
+        optimizer.zero_grad()
+        optimizer.step()  # nobody does
+        assert first.tolist() == [-4 / size] * 3
+
+
+def test_gradients_that_a_rank_lacks_count_as_zero() -> None:
+    run(_uneven_gradients, 2)
+
+
+def _contract(rank: int, size: int) -> None:
+    net = model()
+    plain = torch.optim.Adam(net.parameters(), lr=0.1)
+    loss_of(net, rank, 0).backward()
+    plain.step()
+    state = plain.state_dict()["state"][0]["exp_avg"].clone()
+    optimizer = hvd.DistributedOptimizer(plain, net.named_parameters())
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], state)  # kept, where Horovod drops it
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert [*optimizer._parameter_names.values()] == [name for name, _ in net.named_parameters()]
+    hvd.broadcast_parameters(net.named_parameters(), root_rank=0)  # a generator, which Horovod refuses
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+    assert type(copied) is hvd.DistributedOptimizer
+    optimizer.zero_grad()
+    loss_of(net, rank, 1).backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert len(caught) == 1
+    assert "skip_synchronize" in str(caught[0].message)
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    optimizer.set_backward_passes_per_step(2)
+    optimizer.zero_grad()
+    before = optimizer.stats().num_reductions
+    loss_of(net, rank, 2).backward()
+    assert optimizer.stats().num_reductions == before
+    loss_of(net, rank, 3).backward()
+    assert optimizer.stats().num_reductions == (before + 1 if size > 1 else 0)
+    optimizer.step()
+
+
+def test_what_a_script_does_with_an_optimizer() -> None:
+    run(_contract, 2)
+
+
+def test_wrong_arguments_are_found_before_init() -> None:
+    assert not hvd.is_initialized()
+    net = model()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    pairs = list(net.named_parameters())
+    weight = pairs[0][1]
+    for options, match in [
+        ({"named_parameters": [name for name, _ in pairs]}, "pairs"),
+        ({"named_parameters": [("same", parameter) for _, parameter in pairs]}, "unique.* same"),
+        ({"named_parameters": pairs[1:]}, "group 0, parameter 0"),
+        ({"backward_passes_per_step": 0}, "at least 1"),
+        ({"op": hvd.Max}, "Average"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "Average"),
+        ({"groups": 0}, "positive"),
+        ({"groups": [[weight], [weight]]}, "twice"),
+        ({"groups": [["weight"]]}, "str"),
+        ({}, "init"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            hvd.DistributedOptimizer(sgd, **options)
+    with pytest.warns(DeprecationWarning, match="num_groups"), pytest.raises(ValueError, match="init"):
+        hvd.DistributedOptimizer(sgd, num_groups=1)
+
+
+def _odd_ways(rank: int, size: int) -> list[Tensor]:
+    """A process set; sparse gradients without the model; Adasum; parameters that are not equal."""
+    last = hvd.add_process_set([size - 1])
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), process_set=last)
+    (parameter.sum() * (rank + 1)).backward()
+    optimizer.step()
+    assert parameter.tolist() == [-float(rank + 1)] * 2
+    two = hvd.add_process_set([0, size - 1]) if size > 2 else hvd.global_process_set
+    if size == 2 or rank != 1:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), process_set=two)
+        parameter.data.zero_()
+        optimizer.zero_grad()
+        (parameter.sum() * (rank + 1)).backward()
+        optimizer.step()
+        assert parameter.tolist() == [-(1 + size) / 2] * 2
+
+    layer = nn.Embedding(5, 2, sparse=True)
+    nn.init.zeros_(layer.weight)
+    for compression in (hvd.Compression.none, _Halves):
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters(), compression=compression
+        )
+        optimizer.zero_grad()
+        layer(torch.tensor([rank, 4])).sum().backward()
+        assert layer.weight.grad is not None
+        optimizer.step()
+        assert layer.weight.grad.is_sparse
+        optimizer.close()
+    assert layer.weight[4].tolist() == [-2.0, -2.0]
+    assert layer.weight[0].tolist() == [-2 / size] * 2
+
+    if size != 2:
+        return [layer.weight.detach()]
+    start = torch.tensor([1.0, 2.0])
+    parameter = nn.Parameter(start.clone())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5), op=hvd.Adasum)
+    grads = [torch.tensor([1.0, 0.5]), torch.tensor([2.0, -1.0])]
+    (parameter * grads[rank]).sum().backward()
+    with pytest.raises(AssertionError, match="Adasum"), optimizer.skip_synchronize():
+        pass
+    optimizer.step()
+    torch.testing.assert_close(parameter.detach(), start + adasum([-0.5 * grad for grad in grads]))
+    return [layer.weight.detach(), parameter.detach()]
+
+
+@grid("size", [2, 3], keep=lambda size: size == 2)
+def test_process_sets_sparse_gradients_and_adasum(size: int) -> None:
+    for per_rank in zip(*run(_odd_ways, size), strict=True):
+        assert_same_on_all_ranks(list(per_rank))
+
+
+def _different_parameters(rank: int) -> None:
+    parameter = nn.Parameter(torch.full((2,), float(rank)))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("forgotten", parameter)])
+    for factor in (1.0, float("nan")):
+        optimizer.zero_grad()
+        (parameter * (factor if rank == 1 else 1.0)).sum().backward()
+        optimizer.step()
+
+
+def _warns(rank: int, size: int) -> list[str]:
+    """Horovod trains on, so these are warnings here."""
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    texts: list[str] = []
+    handler = Kept()
+    logging.getLogger("torchring").addHandler(handler)
+    try:
+        _different_parameters(rank)
+    finally:
+        logging.getLogger("torchring").removeHandler(handler)
+    return texts
+
+
+def test_parameters_that_differ_and_a_nan_are_warnings() -> None:
+    for texts in run(_warns, 2):
+        assert any("forgotten is not the same on all ranks: rank 1 differs" in text for text in texts)
+        assert any("the gradient of forgotten has a NaN or an infinity: it came from rank 1" in text for text in texts)
