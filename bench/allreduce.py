@@ -6,6 +6,8 @@
 Rivals, each at its best settings on one machine:
     direct     torchring's algorithm for gradient buckets: the buffer is already in shared memory, as in training
     tensor     torchring.all_reduce(op="sum") of an ordinary tensor
+    torchring.horovod
+               torchring.horovod.allreduce_ of an ordinary tensor: ranks match their calls by name first
     ring       torchring's algorithm between hosts: a ring over Gloo point-to-point
     gloo       torch.distributed.all_reduce, what DistributedDataParallel uses on CPUs
     open mpi   Allreduce in place through mpi4py, buffer protocol (if mpirun is found)
@@ -29,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 import torchring
+import torchring.horovod as hvd
 from torchring.allreduce import Mover, Wire
 from torchring.allreduce.select import open_mover
 from torchring.bench import measure
@@ -61,7 +64,7 @@ def main() -> int:
 
 def compare(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    torchring.init()
+    hvd.init()
     measure.open_gloo()
     rows = [row_for(num_bytes // 4, options) for num_bytes in options.sizes]
     if torchring.rank() == 0:
@@ -89,6 +92,9 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
 
     buffers["tensor"] = torch.empty(numel)
     rivals["tensor"] = lambda: torchring.all_reduce(buffers["tensor"], op="sum")
+
+    buffers["torchring.horovod"] = torch.empty(numel)
+    rivals["torchring.horovod"] = lambda: hvd.allreduce_(buffers["torchring.horovod"], op=hvd.Sum, name=f"bench{numel}")
 
     buffers["gloo"] = torch.empty(numel)
     rivals["gloo"] = lambda: dist.all_reduce(buffers["gloo"])
@@ -121,11 +127,11 @@ def row_for(numel: int, options: argparse.Namespace) -> dict[str, object]:
 
     spreads = take_turns(rivals, options.seconds)
     if measure.has_horovod() and not options.no_mpi:
-        with measure.horovod() as hvd:
+        with measure.horovod() as original:
             buffers["horovod"] = torch.empty(numel)
 
             def reduce() -> None:
-                hvd.allreduce_(buffers["horovod"], op=hvd.Sum, name=f"bench{numel}")
+                original.allreduce_(buffers["horovod"], op=original.Sum, name=f"bench{numel}")
 
             spreads |= take_turns({"horovod": reduce}, options.seconds / len(rivals))
     for close in closers:
@@ -145,7 +151,7 @@ def check(name: str, result: torch.Tensor, expected: torch.Tensor, *, rank: int)
 
 def report(rows: list[dict[str, object]], about: dict[str, object]) -> None:
     names = [name for name in rows[0]["ms"] if name != "copy"]  # type: ignore[attr-defined]
-    others = [name for name in names if name not in ("direct", "tensor", "ring")]
+    others = [name for name in names if name not in ("direct", "tensor", "torchring.horovod", "ring")]
     columns = ["size", *(f"{name} ms" for name in names), "copy ms"]
     columns += [f"{name} / direct" for name in others] + ["direct GB/s", "of the floor"]
     table = []

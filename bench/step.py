@@ -8,6 +8,8 @@ weights and on the same batches. A step is zero_grad, forward, backward and step
 A rival's *overhead* is the median, over all repetitions, of the time of its step minus the time of a step of "alone".
 Rivals, at their best settings:
     torchring  torchring.wrap(optimizer, model)
+    torchring.horovod
+               torchring.horovod.DistributedOptimizer(optimizer)
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms (if it can be imported)
     alone      no communication at all
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 
 import torchring
+import torchring.horovod as api
 from torchring.bench import measure, turns
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Batch, Workload
@@ -161,6 +164,11 @@ def with_torchring(model: torch.nn.Module) -> Trainer:
     return Trainer(model, torchring.wrap(sgd(model), model), [])
 
 
+def with_api_of_horovod(model: torch.nn.Module) -> Trainer:
+    api.init()
+    return with_horovod(api, model)
+
+
 def with_ddp(model: torch.nn.Module) -> Trainer:
     measure.open_gloo()
     ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -176,7 +184,12 @@ def without_communication(model: torch.nn.Module) -> Trainer:
     return Trainer(model, sgd(model), [])
 
 
-RIVALS: dict[str, Wrap] = {"torchring": with_torchring, "ddp": with_ddp, "alone": without_communication}
+RIVALS: dict[str, Wrap] = {
+    "torchring": with_torchring,
+    "torchring.horovod": with_api_of_horovod,
+    "ddp": with_ddp,
+    "alone": without_communication,
+}
 
 
 def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:

@@ -96,7 +96,7 @@ class Commands:
         (folder / "train.py").touch()
         (folder / "hosts.txt").write_text("node1 slots=4\nnode2:4\n")
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(cli, "start", lambda command, *_: self.started.append(command) or 0)
+        monkeypatch.setattr(cli, "start", lambda command, *_, **__: self.started.append(command) or 0)
 
     def check(self, words: list[str]) -> None:
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -115,7 +115,7 @@ class Commands:
             )
         elif program in ("mpirun", "srun"):
             self.check(arguments[next(i for i, word in enumerate(arguments) if word in ("python", "torchring")) :])
-        elif program == "python" and arguments[:2] == ["-m", "mpi4py"]:
+        elif program == "python" and arguments[:2] in (["-m", "mpi4py"], ["-m", "torchring.horovod"]):
             self.check(["python", *arguments[2:]])
         elif program == "python" and arguments[:2] == ["-m", "pytest"]:
             for word in arguments[2:]:

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_same_on_all_ranks
+from documents import ROOT, blocks
 from grids import grid
 from harness import run_pooled
 from torch import Tensor, nn
 
+import torchring
 import torchring.horovod as hvd
 from torchring.horovod.adasum import adasum
 
@@ -321,6 +323,7 @@ def _different_parameters(rank: int) -> None:
 
 def _warns(rank: int, size: int) -> list[str]:
     """Horovod trains on, so these are warnings here."""
+
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             texts.append(record.getMessage())
@@ -339,3 +342,24 @@ def test_parameters_that_differ_and_a_nan_are_warnings() -> None:
     for texts in run(_warns, 2):
         assert any("forgotten is not the same on all ranks: rank 1 differs" in text for text in texts)
         assert any("the gradient of forgotten has a NaN or an infinity: it came from rank 1" in text for text in texts)
+
+
+def _documented(rank: int, size: int) -> list[list[Tensor]]:
+    """The script in docs/horovod.md, before and after."""
+    text = blocks(ROOT / "docs" / "horovod.md", "diff")[1].code
+    trained = []
+    for sign in "-+":
+        lines = [line[1:] for line in text.splitlines() if line[:1] in (sign, " ")]
+        names: dict[str, Any] = {}
+        exec("\n".join(lines).replace("horovod.torch", "torchring.horovod"), names)
+        trained.append([p.detach() for p in names["model"].parameters()])
+        torchring.shutdown() if sign == "+" else hvd.shutdown()
+    return trained
+
+
+def test_the_documented_script_trains_the_same_before_and_after() -> None:
+    ranks = run_pooled(_documented, 2)
+    for i in range(2):
+        assert_same_on_all_ranks([rank[0][i] for rank in ranks])
+        torch.testing.assert_close(ranks[0][0][i], ranks[0][1][i])
+    assert len(blocks(ROOT / "docs" / "horovod.md", "diff")) == 2
