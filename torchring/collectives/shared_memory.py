@@ -24,10 +24,10 @@ slice from the tensor.
 More than two ranks pass large tensors along a chain, which moves fewer bytes: rank 0 writes a chunk to a slot, each
 other rank adds its own chunk to the slot, and all copy the result. In each round the ranks work on different chunks:
 
-    round       0          1          2          3                  4                    (3 ranks)
-    rank 0      write 0    write 1    write 2    write 3, copy 0    write 4, copy 1
-    rank 1                 add 0      add 1      add 2, copy 0      add 3, copy 1
-    rank 2                            add 0      add 1, copy 0      add 2, copy 1
+    round       0          1          2                  3                  4                    (3 ranks)
+    rank 0      write 0    write 1    write 2            copy 0, write 3    copy 1, write 4
+    rank 1                 add 0      add 1              copy 0, add 2      copy 1, add 3
+    rank 2                            add 0, copy 0      add 1, copy 1      add 2, copy 2
 
 A slot is used again by the chunk that comes N + 1 later. The halves of all ranks are the slots, so there is one more
 barrier before the first chunk, and one after the last.
@@ -194,10 +194,13 @@ class SharedMemoryCollectives:
         self._next_half()
         self._round(signature)  # and all have read what the slots held before
         for turn in range(len(chunks) + size):
-            if 0 <= turn - me < len(chunks):
-                self._add_to_chain(chunks[turn - me], slots[(turn - me) % len(slots)], op)
-            if turn >= size:
+            if turn >= size and me < size - 1:
                 self._copy_from_chain(chunks[turn - size], slots[(turn - size) % len(slots)])
+            if 0 <= turn - me < len(chunks):
+                chunk, slot = chunks[turn - me], slots[(turn - me) % len(slots)]
+                self._add_to_chain(chunk, slot, op)
+                if me == size - 1:  # the sum is complete, and in the cache
+                    self._copy_from_chain(chunk, slot)
             self._channel.barrier()
 
     def _add_to_chain(self, pieces: Sequence[torch.Tensor], slot: torch.Tensor, op: str) -> None:
@@ -211,6 +214,9 @@ class SharedMemoryCollectives:
             total.mul_(1.0 / self._group.size)
 
     def _copy_from_chain(self, pieces: Sequence[torch.Tensor], slot: torch.Tensor) -> None:
+        if len(pieces) == 1:
+            pieces[0].copy_(slot[: pieces[0].numel()])
+            return
         sizes = [piece.numel() for piece in pieces]
         torch._foreach_copy_(list(pieces), list(torch.split(slot[: sum(sizes)], sizes)))
 
