@@ -19,7 +19,7 @@ from grids import grid
 from harness import RanksFailed, run_pooled, wait_until
 
 import torchring
-from torchring.collectives import operations
+from torchring.collectives import operations, shared_memory
 from torchring.collectives import service as collectives_module
 from torchring.collectives.service import collectives_of
 from torchring.collectives.shared_memory import _SMALL_BYTES, stage_bytes
@@ -179,9 +179,16 @@ def _delayed(rank: int, size: int, delayed: int, one_half: bool) -> int:
         if one_half:
             patch.setattr(backend, "_views_of", functools.partial(in_one_half, backend._views_of))
         if rank == delayed:
-            for name in ("_reduce", "_unpack"):
+            for name in ("_reduce", "_unpack", "_add_to_chain", "_copy_from_chain"):
                 patch.setattr(backend, name, functools.partial(late, getattr(backend, name)))
-        for numel in (5, 2 * stage + 1, stage + 7 * size, 5 * stage // 2, 5):  # last chunks of any length
+        for numel in (
+            5,
+            2 * stage + 1,
+            stage + 7 * size,
+            5 * stage // 2,
+            (size + 4) * stage + 5,
+            5,
+        ):  # last chunks of any length
             parts = [values(r, (numel,), torch.float32) for r in range(size)]
             result = torchring.all_reduce(parts[rank].clone(), "sum")
             num_wrong += not torch.equal(result, sum(parts, torch.zeros(1)))
@@ -198,6 +205,29 @@ def test_a_late_rank_reads_what_was_meant_for_it(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_late_rank_would_notice_if_memory_were_used_again_too_early(size: int) -> None:
     assert run(_delayed, size, True, 0, True)[0] > 0
+
+
+def _chain(rank: int, size: int) -> None:
+    """A chain adds in the same order as slices, with the same roundings."""
+    for dtype, op in itertools.product((*FLOATS, *INTEGERS), OPS):
+        if op == "mean" and not dtype.is_floating_point:
+            continue
+        for shapes in ([(1,)], [(5000,)], [(3,), (0,), (2, 5)], [(stage_bytes(size) // 2 + 7,), (9,)]):
+            parts = [_random(rank, dtype if dtype.is_floating_point else torch.float32).mul_(9).to(dtype)]
+            mine = [parts[0].repeat(math.prod(shape) // 30_000 + 1)[: math.prod(shape)].view(shape) for shape in shapes]
+            expected = [part.clone() for part in mine]
+            _all_reduce_together(expected, op)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(shared_memory, "_SMALL_BYTES", -1)
+                patch.setattr(shared_memory, "_CHAIN_FROM", -1)
+                _all_reduce_together(mine, op)
+            for result, wanted in zip(mine, expected, strict=True):
+                assert_bitwise(result, wanted, f"{op} of {dtype} {tuple(wanted.shape)}")
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_chain_gives_the_bits_that_slices_give(size: int) -> None:
+    run(_chain, size, True)
 
 
 def _together(rank: int, size: int) -> list[torch.Tensor]:
@@ -647,6 +677,8 @@ _CALLS: dict[str, Callable[[], Any]] = {
     "all_reduce of 3 and 1": lambda: _all_reduce_together([torch.ones(3), torch.ones(1)], "sum"),
     "all_reduce of nothing": lambda: _all_reduce_together([], "sum"),
     "all_gather_object": lambda: torchring.all_gather_object("text"),
+    "all_reduce of 4 MiB": lambda: torchring.all_reduce(torch.ones(2**20), "sum"),
+    "all_reduce max of 4 MiB": lambda: torchring.all_reduce(torch.ones(2**20), "max"),
     "broadcast": lambda: torchring.broadcast(torch.ones(4)),
     "broadcast from 1": lambda: torchring.broadcast(torch.ones(4), src=1),
     "broadcast of 5": lambda: torchring.broadcast(torch.ones(5)),
@@ -727,8 +759,9 @@ def test_different_calls_are_an_error_on_every_rank_and_the_world_goes_on(
 
 @on_both_exchanges
 def test_the_odd_one_of_three_is_named_by_the_others(shares_memory: bool) -> None:
-    results = run(_mismatch, 3, shares_memory, "all_reduce", "barrier", timeout_seconds=1.0)
-    assert [peers for peers, _ in results[:2]] == [(2,), (2,)]
+    for first, second in [("all_reduce", "barrier"), ("all_reduce of 4 MiB", "all_reduce max of 4 MiB")]:
+        results = run(_mismatch, 3, shares_memory, first, second, timeout_seconds=1.0)
+        assert [peers for peers, _ in results[:2]] == [(2,), (2,)]
 
 
 # ---- what a caller gets wrong

@@ -20,6 +20,17 @@ the barrier of the next chunk:
 While a rank packs chunk 2 into the half of chunk 0, others still copy its slice of chunk 0 from there. So each slice
 has its place in a half, whatever the size of the chunk, and a rank packs only the slices of others: it takes its own
 slice from the tensor.
+
+More than two ranks pass large tensors along a chain, which moves fewer bytes: rank 0 writes a chunk to a slot, each
+other rank adds its own chunk to the slot, and all copy the result. In each round the ranks work on different chunks:
+
+    round       0          1          2                  3                  4                    (3 ranks)
+    rank 0      write 0    write 1    write 2            copy 0, write 3    copy 1, write 4
+    rank 1                 add 0      add 1              copy 0, add 2      copy 1, add 3
+    rank 2                            add 0, copy 0      add 1, copy 1      add 2, copy 2
+
+A slot is used again by the chunk that comes N + 1 later. The halves of all ranks are the slots, so there is one more
+barrier before the first chunk, and one after the last.
 """
 
 from __future__ import annotations
@@ -30,8 +41,9 @@ from typing import Final, NamedTuple
 
 import torch
 
-from torchring.collectives.combine import combine
+from torchring.collectives.combine import accumulate, combine
 from torchring.collectives.signature import Signature, mismatch
+from torchring.kernels import reference
 from torchring.memory.channel import Channel
 from torchring.memory.host import HostGroup, as_words
 
@@ -40,6 +52,7 @@ from torchring.memory.host import HostGroup, as_words
 _BYTES_FOR_EACH_RANK: Final = 256 * 1024
 _MOST_STAGE_BYTES: Final = 2 << 20
 _SMALL_BYTES: Final = 16 * 1024  # up to this size every rank combines everything, which saves a barrier
+_CHAIN_FROM: Final = 4  # staging buffers: with fewer chunks, too many ranks would have nothing to do in most rounds
 _LINE_BYTES: Final = 64
 _KEPT_VIEWS: Final = 32
 
@@ -121,6 +134,9 @@ class SharedMemoryCollectives:
             self._round(signature)
             self._reduce(chunk, op)
             return
+        if in_slices and num_bytes > _CHAIN_FROM * self._stage_bytes:
+            self._all_reduce_in_chain(parts, num_bytes, op, signature)
+            return
         chunks = _cut(parts, num_bytes, self._stage_bytes)
         before: _Chunk | None = None
         for number, pieces in enumerate(chunks):
@@ -167,6 +183,42 @@ class SharedMemoryCollectives:
             torch._foreach_copy_(
                 list(chunk.pieces), list(torch.split(chunk.flat, [piece.numel() for piece in chunk.pieces]))
             )
+
+    def _all_reduce_in_chain(
+        self, parts: Sequence[torch.Tensor], num_bytes: int, op: str, signature: Signature
+    ) -> None:
+        size, me, dtype = self._group.size, self._group.index, parts[0].dtype
+        wide = reference.compute_dtype(dtype, dtype)
+        chunks = _cut(parts, num_bytes, self._stage_bytes * dtype.itemsize // wide.itemsize)
+        slots = [self._halves[i // size][i % size].view(wide) for i in range(size + 1)]
+        self._next_half()
+        self._round(signature)  # and all have read what the slots held before
+        for turn in range(len(chunks) + size):
+            if turn >= size and me < size - 1:
+                self._copy_from_chain(chunks[turn - size], slots[(turn - size) % len(slots)])
+            if 0 <= turn - me < len(chunks):
+                chunk, slot = chunks[turn - me], slots[(turn - me) % len(slots)]
+                self._add_to_chain(chunk, slot, op)
+                if me == size - 1:  # the sum is complete, and in the cache
+                    self._copy_from_chain(chunk, slot)
+            self._channel.barrier()
+
+    def _add_to_chain(self, pieces: Sequence[torch.Tensor], slot: torch.Tensor, op: str) -> None:
+        me, flat = self._group.index, pieces[0] if len(pieces) == 1 else self._joined(pieces, 0)
+        total = slot[: flat.numel()]
+        if me == 0:
+            total.copy_(flat)
+            return
+        accumulate(total, flat, op)
+        if me == self._group.size - 1 and op == "mean":
+            total.mul_(1.0 / self._group.size)
+
+    def _copy_from_chain(self, pieces: Sequence[torch.Tensor], slot: torch.Tensor) -> None:
+        if len(pieces) == 1:
+            pieces[0].copy_(slot[: pieces[0].numel()])
+            return
+        sizes = [piece.numel() for piece in pieces]
+        torch._foreach_copy_(list(pieces), list(torch.split(slot[: sum(sizes)], sizes)))
 
     def broadcast(self, data: torch.Tensor, src: int, signature: Signature) -> None:
         """The uint8 `data` of rank `src` replaces that of the other ranks; equally long on every rank."""
