@@ -321,6 +321,7 @@ def _different_parameters(rank: int) -> None:
 
 def _warns(rank: int, size: int) -> list[str]:
     """Horovod trains on, so these are warnings here."""
+
     class Kept(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             texts.append(record.getMessage())
