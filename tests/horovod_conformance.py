@@ -21,6 +21,7 @@ import ast
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import json
 import os
@@ -97,14 +98,16 @@ def main(arguments: Sequence[str]) -> int:
         for test in find_tests(checkout / "test" / file.path):
             if options.part not in f"{file.path}::{test}":
                 continue
+            started = time.monotonic()
             outcome = run_test(checkout, file, test, options.timeout, options.show_muon)
             count[outcome.kind] += 1
-            print(f"{outcome.kind:8} {file.path}::{test}", flush=True)
+            print(f"{outcome.kind:8} {time.monotonic() - started:5.1f} s  {file.path}::{test}", flush=True)
             if outcome.kind in (FAILED, HUNG):
                 bad.append((f"{file.path}::{test}", outcome))
                 print(f"         {outcome.reason[:_LONGEST]}", flush=True)
                 if options.verbose:
                     print(outcome.output, flush=True)
+    gc.unfreeze()  # modules written in C++ complain of what is never freed
     print(f"\n{table(counts)}\n{time.monotonic() - began:.0f} s")
     for name, outcome in bad:
         print(f"{outcome.kind:8} {name}")
@@ -190,6 +193,7 @@ def _prepare(checkout: Path, shows_muon: bool) -> None:
     import torchring.horovod
     import torchring.horovod.aliases
 
+    gc.freeze()  # else a child's garbage collector would copy all that is here
     torchring.horovod.aliases.install()
     if importlib.util.find_spec("mock") is None:  # Horovod's tests import the package of that name
         sys.modules["mock"] = unittest.mock
@@ -309,7 +313,8 @@ def _run_one(name: str, folder: Path, rank: int) -> int:
                 self.kind, self.reason = FAILED, report.longreprtext.strip()[-_LONGEST:]
 
     watch = Watch()
-    options = ["-p", "no:cacheprovider", "--capture=no", "--quiet", "--tb=short"]
+    options = ["--capture=no", "--quiet", "--tb=short", "--assert=plain", "-p", "no:cacheprovider"]
+    options += ["-p", "no:unraisableexception"]  # which collects garbage twice, in 0.5 s
     code = int(pytest.main([name, *options], plugins=[watch]))
     _report(folder, rank, watch.kind or FAILED, watch.reason or f"pytest ended with exit code {code}")
     return code
