@@ -160,6 +160,58 @@ def has_own_docstring(value: Any) -> bool:
     return bool(text and text.strip())
 
 
+OF_HOROVOD = """
+    Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min Product ProcessSet Sum SyncBatchNorm
+    add_process_set allgather allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_
+    alltoall alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_ broadcast_object
+    broadcast_optimizer_state broadcast_parameters ccl_built cross_rank cross_size cuda_built ddl_built elastic
+    global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async grouped_allreduce
+    grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter
+    grouped_reducescatter_async init is_initialized join local_rank local_size mpi_built mpi_enabled
+    mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set rocm_built shutdown
+    size sparse_allreduce_async start_timeline stop_timeline synchronize
+""".split()
+# Scripts pass these by position, too.
+ARGUMENTS_OF_HOROVOD = {
+    "init": "comm process_sets",
+    "allreduce": "tensor average name compression op prescale_factor postscale_factor process_set",
+    "allreduce_async_": "tensor average name op prescale_factor postscale_factor process_set",
+    "grouped_allreduce": "tensors average name compression op prescale_factor postscale_factor process_set",
+    "sparse_allreduce_async": "tensor name op process_set",
+    "allgather": "tensor name process_set",
+    "broadcast_": "tensor root_rank name process_set",
+    "alltoall": "tensor splits name process_set",
+    "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
+    "reducescatter_async": "tensor name op process_set prescale_factor postscale_factor",
+    "join": "device",
+    "barrier": "process_set",
+    "broadcast_optimizer_state": "optimizer root_rank model",
+    "broadcast_object": "obj root_rank name process_set",
+    "start_timeline": "file_path mark_cycles",
+    "DistributedOptimizer": (
+        "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups groups "
+        "sparse_as_dense process_set"
+    ),
+    "run": (
+        "func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile "
+        "host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo "
+        "use_mpi mpi_args network_interface network_interfaces executable np min_np max_np"
+    ),
+}
+
+
+def test_names_of_horovod() -> None:
+    hvd = importlib.import_module("torchring.horovod")
+    assert len(OF_HOROVOD) == 67
+    assert {*hvd.__all__} == {*OF_HOROVOD, "run"}
+    assert (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product) == (0, 1, 2, 3, 4, 5)
+    for name in hvd.__all__:
+        if callable(getattr(hvd, name)):
+            assert inspect.getdoc(getattr(hvd, name)), name
+    for name, arguments in ARGUMENTS_OF_HOROVOD.items():
+        assert " ".join(inspect.signature(getattr(hvd, name)).parameters) == arguments, name
+
+
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_public_names_have_docstrings(name: str) -> None:
     assert has_own_docstring(getattr(torchring, name))

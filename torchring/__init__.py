@@ -5,6 +5,7 @@
 Start the script with `torchring run -np 2 script.py` or torchrun. To read the code, begin with `optimizer.py`, then go
 through `gradients/`. Imports go one way: a folder imports only from the folders below it.
 
+    horovod/        the API of horovod.torch
     joining.py      ranks with more data than others     cli.py, launch/, doctor/   the commands
     optimizer.py    wrap
     gradients/      from autograd to the optimizer's step
