@@ -160,17 +160,18 @@ def has_own_docstring(value: Any) -> bool:
     return bool(text and text.strip())
 
 
-OF_HOROVOD = """
-    Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min Product ProcessSet Sum SyncBatchNorm
-    add_process_set allgather allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_
-    alltoall alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_ broadcast_object
-    broadcast_optimizer_state broadcast_parameters ccl_built cross_rank cross_size cuda_built ddl_built elastic
-    global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async grouped_allreduce
-    grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter
+_NAMES_OF_HOROVOD = """
+    Adasum Average Compression DistributedOptimizer HorovodInternalError Max Min Product ProcessSet Sum
+    SyncBatchNorm add_process_set allgather allgather_async allgather_object allreduce allreduce_ allreduce_async
+    allreduce_async_ alltoall alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_
+    broadcast_object broadcast_optimizer_state broadcast_parameters ccl_built cross_rank cross_size cuda_built
+    ddl_built elastic global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async
+    grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter
     grouped_reducescatter_async init is_initialized join local_rank local_size mpi_built mpi_enabled
-    mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set rocm_built shutdown
-    size sparse_allreduce_async start_timeline stop_timeline synchronize
-""".split()
+    mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set rocm_built
+    shutdown size sparse_allreduce_async start_timeline stop_timeline synchronize
+"""
+OF_HOROVOD = _NAMES_OF_HOROVOD.split()
 # Scripts pass these by position, too.
 ARGUMENTS_OF_HOROVOD = {
     "init": "comm process_sets",
@@ -189,8 +190,8 @@ ARGUMENTS_OF_HOROVOD = {
     "broadcast_object": "obj root_rank name process_set",
     "start_timeline": "file_path mark_cycles",
     "DistributedOptimizer": (
-        "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups groups "
-        "sparse_as_dense process_set"
+        "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups "
+        "groups sparse_as_dense process_set"
     ),
     "run": (
         "func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile "
