@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness import run_ranks
 
-from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
+from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.horovod import elastic
 from torchring.horovod.elastic import state as states
 
@@ -196,7 +197,9 @@ def mismatch() -> elastic.HorovodInternalError:
 
 
 def test_training_starts_again_after_a_mismatch_and_after_new_hosts(world: World) -> None:
-    endings = iter([mismatch(), elastic.HostsUpdatedInterrupt(True), elastic.HostsUpdatedInterrupt(False), None])
+    of_backward = PlanMismatchError("other gradients")
+    changes = [elastic.HostsUpdatedInterrupt(True), elastic.HostsUpdatedInterrupt(False)]
+    endings = iter([mismatch(), of_backward, *changes, None])
     state = Failing()
     state.register_reset_callbacks([lambda: state.done.append("callback")])
 
@@ -210,13 +213,14 @@ def test_training_starts_again_after_a_mismatch_and_after_new_hosts(world: World
     assert train(state, answer=42) == 42
     assert train.__name__ == "train"
     assert " ".join(state.done) == (
-        "sync train restore callback sync train callback train callback sync train"  # removed hosts: no sync
+        "sync train restore callback sync train restore callback sync train "
+        "callback train callback sync train"  # removed hosts: no sync
     )
-    assert world.calls == ["shutdown", "init"] * 3
+    assert world.calls == ["shutdown", "init"] * 4
 
 
-@pytest.mark.parametrize("cause", [PeerLostError("gone"), PeerTimeoutError("stuck")])
-def test_a_lost_rank_ends_the_job(world: World, cause: Exception) -> None:
+@pytest.mark.parametrize("cause", [PeerLostError("gone"), PeerTimeoutError("stuck"), GradientError("wrong use")])
+def test_a_lost_rank_or_a_wrong_script_ends_the_job(world: World, cause: Exception) -> None:
     state = Failing()
 
     @elastic.run
@@ -335,3 +339,44 @@ def test_a_sampler_of_a_state_follows_commits_and_resets(world: World) -> None:
     world.broadcast = lambda mine: {"epoch": 1, "processed_num": 10} if "processed_num" in mine else mine
     state.sync()
     assert list(state.sampler) == [10]
+
+
+def _train_over_a_mismatch(rank: int, size: int) -> list[Any]:
+    import torchring.horovod as hvd
+
+    hvd.init()
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), named_parameters=model.named_parameters()
+    )
+    sampler = elastic.ElasticSampler(range(8), shuffle=False)
+    state = elastic.TorchState(model, optimizer, sampler=sampler, batch=10 * rank)
+    starts: list[Any] = []
+
+    @elastic.run
+    def train(state: elastic.TorchState) -> list[Any]:
+        starts.append([state.batch, list(state.sampler)])
+        for batch in range(state.batch, 4):
+            state.batch = batch
+            optimizer.zero_grad()
+            model(torch.full((1, 2), float(rank + 1))).sum().backward()
+            optimizer.step()
+            if state.batch == 1:
+                state.sampler.record_batch(0, 2)
+                state.commit()
+            if state.batch == 2 and len(starts) == 1:
+                hvd.allreduce(torch.ones(2 + rank), name="other shapes")
+        return [starts, [parameter.tolist() for parameter in model.parameters()]]
+
+    found = train(state)
+    hvd.shutdown()
+    return found
+
+
+def test_ranks_go_on_together_after_a_mismatch() -> None:
+    """Two ranks, the collectives themselves: rank 0's state everywhere, then the last commit's."""
+    first, second = run_ranks(_train_over_a_mismatch, 2)
+    assert first[1] == second[1]
+    assert first[0] == [[0, [0, 2, 4, 6]], [1, [4, 6]]]
+    assert second[0] == [[0, [1, 3, 5, 7]], [1, [5, 7]]]

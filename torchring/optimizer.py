@@ -676,6 +676,12 @@ class DistributedOptimizer(Optimizer):
             self._sync.close()
             self._sync = None
 
+    def _rejoin(self) -> None:
+        """Reduce with the ranks of the world that has been opened since, from the next gradient on. Not collective."""
+        self._disconnect()
+        if not self._is_closed:
+            self._connect_with_first_gradient()
+
     def _live_sync(self) -> GradientSync | None:
         """None in a world of one. A copy connects now, if no gradient has made the copy do so yet."""
         if self._is_closed:

@@ -228,6 +228,10 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
     def _note_rounds(self) -> None:
         self._num_rounds_before = 0 if self._sync is None else self._sync.reduction.num_rounds
 
+    def _rejoin(self) -> None:
+        super()._rejoin()
+        self._synchronized, self._num_rounds_before = False, 0
+
     # What torchring's optimizer asks of this class
 
     def _find_world(self) -> World:

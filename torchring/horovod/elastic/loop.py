@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, overload
 
-from torchring.errors import PeerLostError, PeerTimeoutError, RingError
+from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, RingError
 from torchring.horovod.elastic.state import State
 from torchring.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
@@ -68,7 +68,7 @@ def run_fn(
                 if needs_sync:
                     state.sync()
                 return func(state, *args, **kwargs)
-            except HorovodInternalError as error:
+            except (HorovodInternalError, RingError) as error:  # RingError: from a backward
                 num_failures = num_failures + 1 if state._num_commits == num_commits else 1
                 num_commits = state._num_commits
                 if _is_final(error):
@@ -90,11 +90,13 @@ def run_fn(
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether a rank is lost, or may be. Ranks that raise at the same point of a step are all there."""
+    """Whether a rank is lost, or may be, or the script is wrong. Ranks that raise at the same point of a step are all
+    there."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RingError):
-            return isinstance(cause, (PeerLostError, PeerTimeoutError)) and not cause.in_step
+            is_lost = isinstance(cause, (PeerLostError, PeerTimeoutError)) and not cause.in_step
+            return is_lost or isinstance(cause, GradientError)
         cause = cause.__cause__ or cause.__context__
     return False
 

@@ -13,6 +13,7 @@ import torch
 
 from torchring.horovod.elastic.sampler import ElasticSampler
 from torchring.horovod.exceptions import HostsUpdatedInterrupt
+from torchring.optimizer import DistributedOptimizer
 
 _V = TypeVar("_V")
 
@@ -199,6 +200,11 @@ class OptimizerStateHandler(_StateDictHandler[torch.optim.Optimizer]):
     def sync(self) -> None:
         """Broadcast state and options. Collective."""
         _hvd().broadcast_optimizer_state(self.value, root_rank=0)
+
+    def reset(self) -> None:
+        """Have a distributed optimizer reduce with the ranks that there are now."""
+        if isinstance(self.value, DistributedOptimizer):
+            self.value._rejoin()
 
 
 class SamplerStateHandler(_StateDictHandler[ElasticSampler]):
