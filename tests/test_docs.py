@@ -113,6 +113,8 @@ class Commands:
                 if options.no_python
                 else ["python", options.training_script]
             )
+        elif program == "horovodrun":  # torchring run takes its options
+            self._torchring(["run", *arguments])
         elif program in ("mpirun", "srun"):
             self.check(arguments[next(i for i, word in enumerate(arguments) if word in ("python", "torchring")) :])
         elif program == "python" and arguments[:2] in (["-m", "mpi4py"], ["-m", "torchring.horovod"]):
