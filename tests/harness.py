@@ -588,7 +588,8 @@ def _start_method(fresh: bool, environ: Mapping[str, str | None]) -> Any:
     server = _servers.setdefault(tuple(sorted(read.items())), forkserver.ForkServer())
     path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     with _environment(_clean_environ() | read | {"PYTHONPATH": os.pathsep.join(filter(None, path))}):
-        server.set_forkserver_preload([*_PRELOADED, *_modules_of_tests(), "frozen"])
+        interpreted = ["interpreted"] if read.get("TRITON_INTERPRET") == "1" else []
+        server.set_forkserver_preload([*_PRELOADED, *_modules_of_tests(), *interpreted, "frozen"])
         server.ensure_running()
     # What multiprocessing starts processes with; the module has one server, which it takes these functions from.
     vars(forkserver).update(_forkserver=server, connect_to_new_process=server.connect_to_new_process)
