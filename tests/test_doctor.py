@@ -465,7 +465,7 @@ def visit_and_spoil(number: int, _: int, trouble: str) -> tuple[int, str]:
         real = probe._pattern
         probe._pattern = lambda size, of: real(size, of) + (of == 1)
     elif number == 1:
-        rank._shared = {"dies": lambda *_: os._exit(3), "hangs": lambda *_: time.sleep(4) or []}[trouble]
+        rank._shared = {"dies": lambda *_: os._exit(3), "hangs": lambda *_: time.sleep(2.5) or []}[trouble]
     return call_main("--json", "--timeout", "2" if trouble == "bytes" else "1")
 
 
@@ -659,8 +659,15 @@ def test_a_rank_0_that_does_not_start_or_report_is_waited_for_only_a_while(
     assert err == ""
 
 
-@pytest.mark.parametrize("code", [0, 1])
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["", "SIGTERM ignored"])
+@pytest.mark.parametrize(
+    ("code", "handler"),
+    [
+        pytest.param(0, signal.SIG_DFL, id="0", marks=pytest.mark.grid),
+        pytest.param(1, signal.SIG_DFL, id="1"),
+        pytest.param(0, signal.SIG_IGN, id="0, SIGTERM ignored"),
+        pytest.param(1, signal.SIG_IGN, id="1, SIGTERM ignored", marks=pytest.mark.grid),
+    ],
+)
 def test_ranks_that_outlive_their_report_are_ended(
     code: int,
     handler: signal.Handlers,
