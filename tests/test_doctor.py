@@ -465,7 +465,7 @@ def visit_and_spoil(number: int, _: int, trouble: str) -> tuple[int, str]:
         real = probe._pattern
         probe._pattern = lambda size, of: real(size, of) + (of == 1)
     elif number == 1:
-        rank._shared = {"dies": lambda *_: os._exit(3), "hangs": lambda *_: time.sleep(2.5) or []}[trouble]
+        rank._shared = {"dies": lambda *_: os._exit(3), "hangs": lambda *_: time.sleep(4) or []}[trouble]
     return call_main("--json", "--timeout", "2" if trouble == "bytes" else "1")
 
 
@@ -733,7 +733,7 @@ def test_a_process_that_hangs_before_it_is_a_rank(tmp_path: Path) -> None:
     hang = "import os, time\nif os.environ.get('RANK') == '1':\n"
     hang += f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n    time.sleep(60)\n"
     (tmp_path / "sitecustomize.py").write_text(hang)
-    ran = run_doctor([*DOCTOR, "-np", "2", "--timeout", "2"], PYTHONPATH=str(tmp_path))
+    ran = run_doctor([*DOCTOR, "-np", "2", "--timeout", "0.5"], PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1, ran.stderr
     assert "rank 1 of 2 did not show up" in " ".join(ran.stdout.split())
     with pytest.raises(ProcessLookupError):
