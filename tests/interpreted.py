@@ -17,8 +17,6 @@ from triton.runtime import interpreter
 # What the files of kernels know the language as, and those of Triton's own functions.
 _names = {"tl": triton.language, "core": triton.language.core}
 _patch: Any = interpreter._patch_lang
-_patch(types.FunctionType((lambda: None).__code__, _names))
-_exchange = triton.language.atomic_xchg
 
 
 def _exchange_patiently(*args: Any, **options: Any) -> Any:
@@ -29,5 +27,8 @@ def _exchange_patiently(*args: Any, **options: Any) -> Any:
     return taken
 
 
-vars(triton.language)["atomic_xchg"] = _exchange_patiently
-vars(interpreter)["_patch_lang"] = lambda fn: interpreter._LangPatchScope()  # with nothing to take back
+if hasattr(interpreter, "_LangPatchScope"):  # other versions of Triton are left as they are
+    _patch(types.FunctionType((lambda: None).__code__, _names))
+    _exchange: Any = triton.language.atomic_xchg
+    vars(triton.language)["atomic_xchg"] = _exchange_patiently
+    vars(interpreter)["_patch_lang"] = lambda fn: interpreter._LangPatchScope()  # which has nothing to take back
