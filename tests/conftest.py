@@ -20,6 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import interpreted  # noqa: F401
+
+
 def pytest_configure() -> None:
     """Tests send themselves these signals, which a process started with nohup or in the background ignores."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -433,14 +433,7 @@ def _rank_main(
     payload: bytes | None, rank: int, world_size: int, environ: dict[str, str], log: str, channel: connection.Connection
 ) -> None:
     """Body of a rank's process: sets the scene, runs the function, sends the answer; or does so as often as asked."""
-    os.setsid()
-    # Should the tests be killed, the fork server ends (once no rank holds its pipe open), and with it the ranks.
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    server: Any = forkserver._forkserver
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _leave_server()
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
@@ -458,6 +451,18 @@ def _rank_main(
     channel.close()
     atexit._run_exitfuncs()
     sys.exit(exit_code)
+
+
+def _leave_server() -> None:
+    """What a process that the fork server has forked does first."""
+    os.setsid()
+    # Should the tests be killed, the fork server ends (once no rank holds its pipe open), and with it the ranks.
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _answer(payload: bytes, rank: int, world_size: int, environ: dict[str, str]) -> tuple[bytes, int]:
@@ -588,7 +593,8 @@ def _start_method(fresh: bool, environ: Mapping[str, str | None]) -> Any:
     server = _servers.setdefault(tuple(sorted(read.items())), forkserver.ForkServer())
     path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     with _environment(_clean_environ() | read | {"PYTHONPATH": os.pathsep.join(filter(None, path))}):
-        server.set_forkserver_preload([*_PRELOADED, *_modules_of_tests(), "frozen"])
+        interpreted = ["interpreted"] if read.get("TRITON_INTERPRET") == "1" else []
+        server.set_forkserver_preload([*_PRELOADED, *_modules_of_tests(), *interpreted, "frozen"])
         server.ensure_running()
     # What multiprocessing starts processes with; the module has one server, which it takes these functions from.
     vars(forkserver).update(_forkserver=server, connect_to_new_process=server.connect_to_new_process)

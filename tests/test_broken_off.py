@@ -24,6 +24,12 @@ _CASES = [
     ("one", "direct", "auto"), ("2", "ring", "auto"), ("2", "native", "inline"), ("2x2", "hierarchical", "auto"),
 ]  # fmt: skip
 
+# Memory of one host and a transport between hosts.
+in_two_cases = pytest.mark.parametrize(
+    ("hosts", "algorithm", "overlap"),
+    [pytest.param(*case, marks=[] if case[0] in ("one", "2x2") else pytest.mark.grid) for case in _CASES],
+    ids=[" ".join(case) for case in _CASES],
+)
 in_every_case = pytest.mark.parametrize(
     ("hosts", "algorithm", "overlap"), _CASES, ids=[" ".join(case) for case in _CASES]
 )
@@ -123,7 +129,7 @@ def _interrupt(rank: int, size: int, hosts: str, algorithm: str, overlap: str, f
     return results
 
 
-@in_every_case
+@in_two_cases
 def test_after_control_c_nobody_trains_on_what_it_left(
     hosts: str, algorithm: str, overlap: str, tmp_path: Path
 ) -> None:
@@ -175,7 +181,7 @@ def _shut_down(rank: int, size: int, hosts: str, algorithm: str, overlap: str, f
     return result
 
 
-@in_every_case
+@in_two_cases
 def test_shutdown_inside_backward_keeps_nobody_waiting(
     hosts: str, algorithm: str, overlap: str, tmp_path: Path
 ) -> None:
@@ -237,7 +243,7 @@ def _interfere(here: _Rank) -> list[Any]:
     return said
 
 
-@in_every_case
+@in_two_cases
 def test_a_forked_child_can_do_nothing_to_its_parent(hosts: str, algorithm: str, overlap: str) -> None:
     size = len(_HOSTS[hosts])
     results = run_ranks(_fork_and_interfere, size, hosts, algorithm, overlap)

@@ -219,6 +219,7 @@ Path(os.environ["REPORTS"], str(torchring.rank())).write_text(str([total, torchr
 # Exit codes
 
 
+@pytest.mark.grid  # those of test_run.py fail with exit codes, too
 def test_exit_code_of_the_rank_that_failed(launcher: Launcher) -> None:
     script = launcher.script("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)\n")
     started = time.monotonic()
@@ -520,8 +521,17 @@ def test_what_microbenchmarks_need_is_named(
     assert err == f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'\n"
 
 
-@pytest.mark.parametrize("is_stubborn", [False, True], ids=["willing", "stubborn"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("number", "is_stubborn"),
+    [
+        pytest.param(signal.SIGINT, False, id="2-willing"),
+        pytest.param(signal.SIGTERM, False, id="15-willing"),
+        pytest.param(signal.SIGHUP, False, id="1-willing"),
+        pytest.param(signal.SIGINT, True, id="2-stubborn", marks=pytest.mark.grid),
+        pytest.param(signal.SIGTERM, True, id="15-stubborn"),
+        pytest.param(signal.SIGHUP, True, id="1-stubborn", marks=pytest.mark.grid),
+    ],
+)
 def test_a_signal_ends_a_benchmark_and_what_it_has_started(
     number: signal.Signals, is_stubborn: bool, benchmarks: Path, tmp_path: Path
 ) -> None:

@@ -134,7 +134,7 @@ def _all_reduce_sizes(rank: int, size: int) -> None:
                 assert_bitwise(result, expected_of(op, parts).to(dtype), f"{op} of {numel} {dtype}")
 
 
-@in_larger_worlds
+@grid("size, shares_memory", [2, 3], [True, False], keep=lambda size, shares_memory: size == 2)
 def test_all_reduce_of_sizes_around_the_stage(size: int, shares_memory: bool) -> None:
     run(_all_reduce_sizes, size, shares_memory)
 

@@ -659,8 +659,15 @@ def test_a_rank_0_that_does_not_start_or_report_is_waited_for_only_a_while(
     assert err == ""
 
 
-@pytest.mark.parametrize("code", [0, 1])
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN], ids=["", "SIGTERM ignored"])
+@pytest.mark.parametrize(
+    ("code", "handler"),
+    [
+        pytest.param(0, signal.SIG_DFL, id="0", marks=pytest.mark.grid),
+        pytest.param(1, signal.SIG_DFL, id="1"),
+        pytest.param(0, signal.SIG_IGN, id="0, SIGTERM ignored"),
+        pytest.param(1, signal.SIG_IGN, id="1, SIGTERM ignored", marks=pytest.mark.grid),
+    ],
+)
 def test_ranks_that_outlive_their_report_are_ended(
     code: int,
     handler: signal.Handlers,
@@ -726,7 +733,7 @@ def test_a_process_that_hangs_before_it_is_a_rank(tmp_path: Path) -> None:
     hang = "import os, time\nif os.environ.get('RANK') == '1':\n"
     hang += f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n    time.sleep(60)\n"
     (tmp_path / "sitecustomize.py").write_text(hang)
-    ran = run_doctor([*DOCTOR, "-np", "2", "--timeout", "2"], PYTHONPATH=str(tmp_path))
+    ran = run_doctor([*DOCTOR, "-np", "2", "--timeout", "0.5"], PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1, ran.stderr
     assert "rank 1 of 2 did not show up" in " ".join(ran.stdout.split())
     with pytest.raises(ProcessLookupError):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, digest
+from grids import grid
 from harness import patient, run_ranks
 
 import torchring
@@ -224,7 +225,12 @@ def _kill_and_watch(
     return [facts for _, facts in survivors]
 
 
-_PLACES = [("direct", "one host"), ("ring", "one host"), ("ring", "hosts"), ("native", "one host")]
+_PLACES = [
+    ("direct", "one host"),
+    pytest.param("ring", "one host", marks=pytest.mark.grid),
+    ("ring", "hosts"),
+    ("native", "one host"),
+]
 
 
 @pytest.mark.parametrize(("algorithm", "topology"), _PLACES)
@@ -245,8 +251,9 @@ def test_a_death_in_training_is_named_with_its_place(death: str, algorithm: str,
         assert "rank 1" in message
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@grid(
+    "algorithm, victim", ["direct", "ring"], [0, 2], keep=lambda algorithm, victim: (algorithm, victim) == ("ring", 2)
+)
 def test_any_rank_may_die(algorithm: str, victim: int, tmp_path: Path) -> None:
     _kill_and_watch("in backward", algorithm, "one host", tmp_path, victim=victim)
 
@@ -258,8 +265,12 @@ def test_the_rank_that_hosts_the_store_may_die(algorithm: str, tmp_path: Path) -
     _kill_and_watch("in backward", algorithm, "one host", tmp_path, victim=0, env=env)
 
 
-@pytest.mark.parametrize("topology", ["one host", "hosts"])
-@pytest.mark.parametrize("death", ["in a collective", "before a collective"])
+@grid(
+    "death, topology",
+    ["in a collective", "before a collective"],
+    ["one host", "hosts"],
+    keep=lambda death, topology: (death, topology) != ("before a collective", "hosts"),
+)
 def test_a_death_in_a_collective_is_named(death: str, topology: str, tmp_path: Path) -> None:
     _kill_and_watch(death, "auto", topology, tmp_path)
 
@@ -324,8 +335,15 @@ _ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", _ENDS)
-@pytest.mark.parametrize(("algorithm", "topology"), [("direct", "one host"), ("ring", "one host"), ("auto", "hosts")])
+@grid(
+    "algorithm, topology, end",
+    ["direct", "ring", "auto"],
+    ["one host", "hosts"],
+    list(_ENDS),
+    keep=lambda algorithm, topology, end: (
+        (algorithm, topology) == ("direct", "one host") or (algorithm, topology, end) == ("ring", "hosts", "exit")
+    ),
+)
 def test_a_rank_that_has_finished_early_says_so(algorithm: str, topology: str, end: str) -> None:
     results = run_ranks(_leave_early, 3, algorithm, topology, end)
     for *facts, message in results[:2]:
@@ -452,7 +470,7 @@ def _wait_for(file: Path, seconds: float = 15.0) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+@grid("algorithm", ["direct", "ring"], keep=lambda algorithm: algorithm == "direct")
 def test_a_stopped_rank_is_named_and_told_and_all_can_start_again(algorithm: str, tmp_path: Path) -> None:
     results = run_ranks(_stand_still, 3, algorithm, str(tmp_path))
     assert [total for _, _, total in results] == [3.0] * 3

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from grids import grid
 from harness import run_ranks
 
 from torchring.memory import heap
@@ -114,5 +115,16 @@ def test_memory_that_every_step_needs_is_given_back_ever_more_seldom(monkeypatch
     [{"MALLOC_MMAP_THRESHOLD_": str(32 * MIB)}, {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={32 * MIB}"}],
     ids=["variable", "tunable"],
 )
-def test_a_process_with_thresholds_of_its_own_keeps_them(environ: dict[str, str]) -> None:
+def test_thresholds_of_its_own_are_seen(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(heap, "_kept_bytes", 0)
+    heap.keep_freed([48 * MIB])
+    assert heap._kept_bytes == 0
+
+
+@grid("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"], keep=lambda name: name == "GLIBC_TUNABLES")
+def test_a_process_with_thresholds_of_its_own_keeps_them(name: str) -> None:
+    value = str(32 * MIB)
+    environ = {name: f"glibc.malloc.mmap_threshold={value}" if name == "GLIBC_TUNABLES" else value}
     assert min(faults([[48 * MIB]], 48 * MIB, **environ)) > 0.9 * NUM_PAGES

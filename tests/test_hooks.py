@@ -5,9 +5,11 @@ Gradients are exact: the loss is linear in the parameters, and inputs are small 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -543,9 +545,9 @@ def _several_under_way(rank: int, world_size: int) -> tuple[str, int | None, int
         optimizer.zero_grad()
         if step == 1:  # the ranks have met, which takes its time on a busy machine
             assert world.host is not None
-            world.host.timeout_seconds = 1
+            world.host.timeout_seconds = 0.5
         if rank == 1 and step == 1:  # its layer 3, of whose bucket the others have heard nothing
-            model.layers[3].weight.register_hook(lambda gradient: time.sleep(4))  # type: ignore[union-attr,operator]
+            model.layers[3].weight.register_hook(lambda gradient: time.sleep(2))  # type: ignore[union-attr,operator]
         try:
             model(batch(rank, step)).backward()
         except RingError as error:
@@ -816,7 +818,7 @@ def test_after_a_backward_there_is_nothing_to_synchronize(options: dict[str, str
     assert run_pooled(_nothing_to_synchronize, 2, options) == [[1, 2, 3]] * 2
 
 
-def _written(rank: int, world_size: int, op: str, culprit: int) -> tuple[str, float]:
+def _written(rank: int, world_size: int, op: str, culprit: int, told: Path) -> tuple[str, float]:
     """One rank writes to a reduced gradient and synchronizes; returns the error, and how long it took."""
     torchring.init(timeout_seconds=6)
     model = Net()
@@ -834,19 +836,21 @@ def _written(rank: int, world_size: int, op: str, culprit: int) -> tuple[str, fl
     except RingError as error:
         seconds = time.monotonic() - started
         if rank == culprit:
-            time.sleep(3.5)  # alive, but not coming: its peer must not have to wait for it
+            with contextlib.suppress(AssertionError):  # alive, but not coming: its peer must not have to wait for it
+                wait_until(told.exists, "the peer", seconds=4.0)
+        told.touch()
         return f"{type(error).__name__}: {error}", seconds
     before[0] += 1.0
     check_gradients(model, before)
     return "", time.monotonic() - started
 
 
-def test_a_gradient_written_to_on_one_rank_is_synchronized() -> None:
-    assert [error for error, _ in run_pooled(_written, 2, "mean", 1)] == ["", ""]
+def test_a_gradient_written_to_on_one_rank_is_synchronized(tmp_path: Path) -> None:
+    assert [error for error, _ in run_pooled(_written, 2, "mean", 1, tmp_path / "told")] == ["", ""]
 
 
-def test_synchronizing_a_sum_that_one_rank_wrote_to_is_an_error_on_all_at_once() -> None:
-    results = run_pooled(_written, 2, "sum", 1, deadline=30)
+def test_synchronizing_a_sum_that_one_rank_wrote_to_is_an_error_on_all_at_once(tmp_path: Path) -> None:
+    results = run_pooled(_written, 2, "sum", 1, tmp_path / "told", deadline=30)
     assert "was written to after it was summed over ranks" in results[1][0]
     for error, seconds in results:
         assert error.startswith("GradientError")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from checks import assert_same_on_all_ranks
 from documents import ROOT, blocks
 from grids import grid
-from harness import run_pooled
+from harness import run_pooled, run_ranks
 from torch import Tensor, nn
 
 import torchring
@@ -363,3 +364,20 @@ def test_the_documented_script_trains_the_same_before_and_after() -> None:
         assert_same_on_all_ranks([rank[0][i] for rank in ranks])
         torch.testing.assert_close(ranks[0][0][i], ranks[0][1][i])
     assert len(blocks(ROOT / "docs" / "horovod.md", "diff")) == 2
+
+
+def _death_in_backward(rank: int, size: int) -> bool:
+    hvd.init()
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    parameter.sum().backward()
+    optimizer.step()
+    if rank == 1:
+        os._exit(7)
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
+        parameter.sum().backward()
+    return True
+
+
+def test_a_rank_that_dies_in_a_backward_is_what_elastic_scripts_catch() -> None:
+    assert run_ranks(_death_in_backward, 2, deadline=40.0, expect_exit={1: 7})[0]

@@ -692,7 +692,7 @@ def test_a_rank_of_mpirun_that_raises_ends_the_job(tmp_path: Path) -> None:
         "if torchring.rank() == 1:\n    raise KeyError\n"
         "time.sleep(300)\n"
     )
-    ran = mpirun(3, script)
+    ran = mpirun(2, script)
     assert ran.returncode == 1, ran.stderr
     assert "the script sees KeyError" in ran.stdout
 
@@ -765,6 +765,7 @@ def test_a_script_that_has_started_mpi_itself() -> None:
 
 
 @needs_hosts
+@pytest.mark.grid  # test_run.py starts the same agents on two hosts
 def test_torchrun_on_two_nodes(script: Path) -> None:
     with Network(2) as network:
         address = network.addresses[0]

@@ -260,7 +260,7 @@ _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
 _IN_GRID = {
     "unused on some ranks, zeroed in place", "unused on all ranks", "two backwards, zeroed in place", "synchronize",
     "accumulate", "tied", "number, empty, strided", "channels_last", "kept detached gradients", "retain_graph",
-    "strided gradients", "another order on each rank",
+    "strided gradients", "another order on each rank", "frozen, then thawed", "checkpointed",
 }  # fmt: skip
 
 

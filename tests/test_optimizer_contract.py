@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_bitwise, assert_same_on_all_ranks, digest
+from grids import grid
 from harness import count_open_fds, run_pooled, run_ranks
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
@@ -826,9 +827,11 @@ def _cycles(rank: int, world_size: int, options: dict[str, Any], how: str) -> di
     return {"fds": fds, "threads": threads, "digests": digests, "late": late, "open": torchring.is_initialized()}
 
 
-@pytest.mark.parametrize("how", ["close", "leave to shutdown"])
-@pytest.mark.parametrize(
-    "options", [{"overlap": "inline"}, {"overlap": "thread"}, {"algorithm": "ring"}, {"algorithm": "native"}], ids=str
+@grid(
+    "how, options",
+    ["close", "leave to shutdown"],
+    [{"overlap": "inline"}, {"overlap": "thread"}, {"algorithm": "ring"}, {"algorithm": "native"}],
+    keep=lambda how, options: (how == "close") == (options in ({"overlap": "thread"}, {"algorithm": "ring"})),
 )
 def test_worlds_come_and_go_without_a_trace(options: dict[str, Any], how: str) -> None:
     first, second = run_pooled(_cycles, 2, options, how)

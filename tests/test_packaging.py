@@ -207,6 +207,7 @@ def test_users_of_an_installed_package_have_its_types(
     assert [int(line.split(":")[1]) for line in errors] == wrong, said
 
 
+@pytest.mark.grid  # before a release
 def test_wheel_from_the_unpacked_sdist_is_the_same(sdist: Path, source: Path, wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = archive.getnames()

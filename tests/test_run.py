@@ -59,7 +59,7 @@ path.with_name("." + rank).rename(path)
 if sys.argv[1:2] == ["wait"]:
     time.sleep(60)
 if sys.argv[1:2] == ["fail"]:
-    while not all(path.with_name(rank).exists() for rank in "01"):
+    while not all(path.with_name(str(rank)).exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
         time.sleep(0.05)
     sys.exit(3) if rank == sys.argv[2] else time.sleep(60)
 """
@@ -275,13 +275,16 @@ def test_a_reaper_that_gets_no_heartbeat_ends_its_command(beats: bool, monkeypat
 
 
 def test_hosts_over_ssh(cluster: Cluster) -> None:
-    """Two hosts of unequal size; everything that a shell could take apart arrives whole."""
-    given = ["a b", "$HOME", "it's", "--", "-np", "*", ""]
+    """Two hosts of unequal size; everything that a shell could take apart arrives whole, and so does an exit code."""
+    given = ["fail", "2", "a b", "$HOME", "it's", "--", "-np", "*", ""]
     hosts = ["-H", "far:2,further:9", "-np", "3", "--tag-output"]
     ran = cluster.run("--launcher", "ssh", *hosts, "--env", "SETTING=x y's $Z", "script.py", *given)
-    assert ran.returncode == 0, ran.stderr
+    assert ran.returncode == 3, ran.stderr
     check_lines(ran.stdout, 3, "[{}] ")
-    assert sorted(ran.stderr.splitlines()) == [f"[{rank}] end of {rank}" for rank in range(3)]
+    assert [ran.stderr.count(f"[{rank}] end of {rank}") for rank in range(3)] == [1, 1, 1]
+    assert "torchring run: rank 2 (pid " in ran.stderr
+    assert "torchring run: the processes on further failed, with exit code 3" in ran.stderr
+    assert not any(map(is_running, cluster.pids()))
     assert sorted(cluster.log.read_text().split()) == ["far", "further"]
     assert "Traceback" not in ran.stderr, "no agent was left without the store"
     reports = cluster.reports()
@@ -293,6 +296,7 @@ def test_hosts_over_ssh(cluster: Cluster) -> None:
         assert report["cwd"] == str(cluster.folder)
 
 
+@pytest.mark.grid
 def test_the_exit_code_of_a_rank_far_away(cluster: Cluster) -> None:
     ran = cluster.run("--launcher", "ssh", "-H", "localhost,far", "script.py", "fail", "1")
     assert ran.returncode == 3, ran.stderr

@@ -116,7 +116,7 @@ def _in_order(_: Meet, transport: Transport) -> list[int]:
     return [int(tensor[0]) if bool((tensor == tensor[0]).all()) else -1 for tensor in incoming]
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 65, 65_537, MIB, 64 * MIB])
+@pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 65, 65_537, MIB, pytest.param(64 * MIB, marks=pytest.mark.grid)])
 def test_sizes(kind: str, num_bytes: int) -> None:
     for rank, found in enumerate(run_transports(kind, 2, partial(_of_size, num_bytes=num_bytes))):
         assert found == "as sent", f"rank {rank}: {found}"

@@ -49,12 +49,6 @@ def _on_rank(rank: int, store: dist.Store, communicator: Any, body: Any) -> Any:
 # ---- opening
 
 
-def test_torchring_does_without_mpi4py() -> None:
-    code = "import sys; sys.modules['mpi4py'] = None; import torchring, torchring.transport.open; print('imported')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
-    assert done.stdout == "imported\n", done.stderr
-
-
 @needs_mpi
 def test_ranks_that_are_not_mpis_are_refused_on_all_of_them() -> None:
     for text, peers in run_ranks(_crossed_ranks):
@@ -229,6 +223,7 @@ transport = MpiTransport(world.rendezvous, "stream", world.host)
 
 
 @needs_mpi
+@pytest.mark.grid  # test_transport.py has a death among ranks of MPI, too
 def test_mpirun_ends_the_job_when_a_rank_is_killed(tmp_path: Path) -> None:
     code, output, _ = start_script(
         tmp_path,

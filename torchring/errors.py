@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from typing import Final, TypeVar
 
 
-class RingError(RuntimeError):
+class HorovodInternalError(RuntimeError):
+    """What scripts for Horovod catch: a collective failed on all ranks, because ranks disagreed or one is gone.
+
+    So every RingError is one. `torchring.horovod` raises it itself where ranks disagree about a collective; the library
+    is usable as before then.
+    """
+
+
+class RingError(HorovodInternalError):
     """Something went wrong between ranks. Every rank that is alive raises it.
 
     The process stays usable: call `torchring.shutdown()` and `torchring.init()` on all ranks.

@@ -35,9 +35,7 @@ class SyncBatchNorm(_BatchNorm):
     In training, `forward` and its backward are collective: all ranks must run the same SyncBatchNorm layers in the
     same order, inside `no_sync()`, too. Statistics are computed in fp32, of fp64 inputs in fp64.
 
-    Args:
-        num_features: C, of inputs of shape [N, C] or [N, C, ...].
-        eps, momentum, affine, track_running_stats, device, dtype: see torch.nn.BatchNorm2d.
+    The arguments are those of torch.nn.BatchNorm2d. num_features is C, of inputs of shape [N, C] or [N, C, ...].
 
     Raises (from `forward` and backward):
         ValueError: the input has fewer than two dimensions, or the ranks together have fewer than two values of a

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchring import world as worlds
-from torchring.errors import RingError
-from torchring.horovod.engine import Engine, Operation, as_internal_error
+from torchring.horovod.engine import Engine, Operation
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.negotiation import ADD_SET, REMOVE_SET, Request
 from torchring.horovod.settings import DYNAMIC_TIMELINE, Settings, apply_log_level, read_settings
@@ -144,11 +143,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     settings = read_settings(os.environ)
     if _context is None or not _context.world.is_open:
         apply_log_level(settings)
-        try:
-            timeout = None if worlds.is_initialized() else settings.timeout_seconds
-            _context = Context(worlds.init(timeout_seconds=timeout), settings)
-        except RingError as error:
-            raise as_internal_error(error) from error
+        timeout = None if worlds.is_initialized() else settings.timeout_seconds
+        _context = Context(worlds.init(timeout_seconds=timeout), settings)
         global_process_set.ranks = list(range(_context.world.size))
         global_process_set.process_set_id = 0
         _context.sets[0] = global_process_set
@@ -353,10 +349,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _run(here: Context, request: Request) -> Any:
-    try:
-        return here.engine.run(Operation(request))
-    except RingError as error:
-        raise as_internal_error(error) from error
+    return here.engine.run(Operation(request))
 
 
 def _check_dynamic() -> None:

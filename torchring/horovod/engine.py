@@ -29,7 +29,6 @@ from torch.distributed import PrefixStore
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import Collectives
 from torchring.dynamo import run_eagerly
-from torchring.errors import RingError
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Plane, carry_out, carry_out_inline, payload_of
 from torchring.horovod.negotiation import (
@@ -302,9 +301,6 @@ class Engine:
         self._last_round = time.monotonic()
         try:
             self._collectives.run("a round of Horovod's collectives", lambda backend: self._negotiate(operations))
-        except RingError as error:
-            self._end_all(error)
-            raise as_internal_error(error) from error
         except BaseException as error:
             self._end_all(error)
             raise
@@ -435,12 +431,11 @@ class Engine:
     def _raise_if_over(self) -> None:
         if self._is_closed or not self.world.is_open:
             raise HorovodInternalError("Horovod has been shut down; call hvd.init() first")
-        if self.world.failure is not None:
-            raise as_internal_error(self.world.failure)
+        self.world.raise_if_broken()
 
     def _end_all(self, cause: BaseException) -> None:
         """Nothing more will be carried out: wake all threads that wait, with an error."""
-        error = as_internal_error(cause)
+        error = _as_internal_error(cause)
         with self._state:
             for operation in self._in_flight.values():
                 operation.error, operation.is_done = error, True
@@ -475,11 +470,11 @@ def _stop_at_exit() -> None:
         engine.stop()
 
 
-def as_internal_error(cause: BaseException) -> HorovodInternalError:
+def _as_internal_error(cause: BaseException) -> HorovodInternalError:
     """What Horovod's users, and its elastic training, catch."""
     if isinstance(cause, HorovodInternalError):
         return cause
-    error = HorovodInternalError(str(cause) if isinstance(cause, RingError) else f"{type(cause).__name__}: {cause}")
+    error = HorovodInternalError(f"{type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
+from torchring.errors import HorovodInternalError
 
-class HorovodInternalError(RuntimeError):
-    """A collective failed on all ranks: ranks disagreed about it, or one of them is gone.
-
-    After a disagreement the library is usable as before. `torchring.horovod.elastic.run` restores the committed state
-    and runs the function again.
-    """
+__all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name

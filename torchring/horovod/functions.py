@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from torchring.collectives.initial_state import broadcast_optimizer_state as broadcast_state_of
-from torchring.errors import RingError
 from torchring.horovod.context import ProcessSet, context_of_collectives, global_process_set
-from torchring.horovod.engine import as_internal_error
 from torchring.horovod.mpi_ops import allgather, allgather_async, broadcast_, broadcast_together, synchronize
 from torchring.memory.host import tensor_of
 from torchring.optimizer import DistributedOptimizer
@@ -57,10 +55,7 @@ def broadcast_optimizer_state(
     if isinstance(plain, torch.optim.LBFGS):
         raise ValueError("the state of torch.optim.LBFGS cannot be broadcast")
     context_of_collectives()
-    try:
-        broadcast_state_of(plain, root_rank)
-    except RingError as error:
-        raise as_internal_error(error) from error
+    broadcast_state_of(plain, root_rank)
     for group in plain.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.grad is None:

@@ -18,7 +18,6 @@ from typing import Any, Final
 import torch
 
 from torchring.collectives import operations
-from torchring.errors import RingError
 from torchring.horovod import autograd
 from torchring.horovod.compression import Compression
 from torchring.horovod.context import (
@@ -52,7 +51,7 @@ from torchring.horovod.context import (
     start_timeline,
     stop_timeline,
 )
-from torchring.horovod.engine import Operation, as_internal_error
+from torchring.horovod.engine import Operation
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.negotiation import ALLREDUCE, BARRIER, JOIN, request_of
 
@@ -706,10 +705,7 @@ def synchronize(handle: Handle) -> Any:
     operation, result = here.handles.pop(handle, (None, None))
     if operation is None or result is None:
         return None
-    try:
-        return result(here.engine.wait(operation))
-    except RingError as error:
-        raise as_internal_error(error) from error
+    return result(here.engine.wait(operation))
 
 
 def _start(operation: Operation, result: Result = tuple) -> Handle:
@@ -721,10 +717,7 @@ def _start(operation: Operation, result: Result = tuple) -> Handle:
 
 
 def _wait_now(operation: Operation) -> Any:
-    try:
-        return context_of_collectives().engine.run(operation)
-    except RingError as error:
-        raise as_internal_error(error) from error
+    return context_of_collectives().engine.run(operation)
 
 
 def _operation(

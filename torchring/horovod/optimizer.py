@@ -22,14 +22,13 @@ import torch
 from torch.optim import Optimizer
 
 from torchring import optimizer as wrapping
-from torchring.errors import GradientError, RingError
+from torchring.errors import GradientError
 from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.sync import GradientSync, is_still_there
 from torchring.gradients.validation import sparse_parameters
 from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
 from torchring.horovod.context import ProcessSet, context, global_process_set, rocm_built
-from torchring.horovod.engine import as_internal_error
 from torchring.world import World, default_world
 
 _logger: Final = logging.getLogger("torchring")
@@ -101,18 +100,15 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         self._num_rounds_before = 0
         self._has_warned = False
         context()
-        try:
-            super().__init__(
-                optimizer,
-                op="sum" if op == mpi_ops.Sum else "mean",
-                compression=_COMPRESSION[compression] if self._reduces_together else None,
-                accumulate=self._passes,
-                on_nonfinite="ignore",
-                sync_buffers=None,
-                sync_initial_state=False,
-            )
-        except RingError as error:
-            raise as_internal_error(error) from error
+        super().__init__(
+            optimizer,
+            op="sum" if op == mpi_ops.Sum else "mean",
+            compression=_COMPRESSION[compression] if self._reduces_together else None,
+            accumulate=self._passes,
+            on_nonfinite="ignore",
+            sync_buffers=None,
+            sync_initial_state=False,
+        )
 
     @property
     def _parameter_names(self) -> Mapping[torch.nn.Parameter, str]:
@@ -126,17 +122,10 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
 
     def synchronize(self) -> None:
         """Reduce what is not reduced yet. Collective. All gradients are reduced when it returns."""
-        try:
-            if not self._is_distributed():
-                pass
-            elif not self._reduces_together:
-                self._reduce_alone()
-            elif (sync := self._live_sync()) is not None and sync.reduction.num_rounds == self._num_rounds_before:
-                sync.take_part()
-        except GradientError:
-            raise
-        except RingError as error:
-            raise as_internal_error(error) from error
+        if not self._reduces_together:
+            self._reduce_alone()
+        elif (sync := self._live_sync()) is not None and sync.reduction.num_rounds == self._num_rounds_before:
+            sync.take_part()
         self._synchronized = True
         self._note_rounds()
 

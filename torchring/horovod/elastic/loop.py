@@ -68,7 +68,7 @@ def run_fn(
                 if needs_sync:
                     state.sync()
                 return func(state, *args, **kwargs)
-            except (HorovodInternalError, RingError) as error:  # RingError: from a backward
+            except HorovodInternalError as error:
                 num_failures = num_failures + 1 if state._num_commits == num_commits else 1
                 num_commits = state._num_commits
                 if _is_final(error):
