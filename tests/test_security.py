@@ -237,6 +237,13 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
     assert found == {
         ("collectives/__init__.py", "broadcast_object: pickle.loads"),
         ("collectives/__init__.py", "all_gather_object: pickle.loads"),
+        ("horovod/functions.py", "broadcast_object: pickle.loads"),
+        ("horovod/functions.py", "allgather_object: pickle.loads"),
+        # torchring.horovod.run: files in a folder of the user's own
+        ("horovod/runner.py", "_results: pickle.loads"),
+        ("launch/task.py", "main: pickle.loads"),
+        ("launch/task.py", "dumps: import cloudpickle"),
+        ("launch/task.py", "dumps: cloudpickle.dumps"),
     }
 
 
