@@ -17,6 +17,7 @@ from harness import run_pooled, run_ranks, wait_until
 
 import torchring
 import torchring.horovod as hvd
+from torchring.horovod import engine as engine_module
 from torchring.horovod.adasum import adasum
 from torchring.memory import host as host_module
 
@@ -78,6 +79,7 @@ def _reductions(rank: int, size: int) -> None:
     assert hvd.allreduce(flags, op=hvd.Min).tolist() == [True, size == 1, False]
     number = hvd.allreduce(torch.tensor([1 + rank * 1j]), op=hvd.Sum)
     assert number.tolist() == [size + size * (size - 1) / 2 * 1j]
+    assert hvd.allreduce(torch.tensor([size * 1j])).tolist() == [size * 1j]
 
 
 def _scaling(rank: int, size: int) -> None:
@@ -113,6 +115,10 @@ def _moves(rank: int, size: int) -> None:
     assert counts.dtype == torch.int32
     assert counts.tolist() == [rank + 1] * size
     assert_bitwise(received, torch.arange(float(size)).repeat_interleave(rank + 1)[:, None].expand(-1, 2).contiguous())
+    received, counts = hvd.alltoall(torch.ones(size * (rank + 1), 0), [rank + 1] * size)  # rows without elements
+    assert received.shape == (size * (size + 1) // 2, 0)
+    assert counts.tolist() == [r + 1 for r in range(size)]
+    assert hvd.reducescatter(torch.ones(size, 0)).shape == (1, 0)
     source = torch.arange(float(2 * size + 1)) * (rank + 1)  # one row more than can be dealt out evenly
     total = torch.arange(float(2 * size + 1)) * sum(range(size + 1))
     assert_bitwise(hvd.reducescatter(source, op=hvd.Sum), total.tensor_split(size)[rank])
@@ -193,6 +199,15 @@ def _gradients(rank: int, size: int) -> None:
     assert grad(lambda t: hvd.alltoall(t), size) == [float(r + 1) for r in range(size)]
     assert grad(lambda t: hvd.reducescatter(t, op=hvd.Sum), size) == [size * (r + 1) for r in range(size)]
     assert grad(hvd.reducescatter, size) == [r + 1 for r in range(size)]
+    # Only one rank may need the gradient.
+    leaf = torch.ones(2, requires_grad=rank == 0)
+    assert hvd.allgather(leaf, name="one").requires_grad is (rank == 0)
+    # A gradient of a gradient: of the sum s of all x, and of its cube's derivative 3 s**2.
+    x = torch.tensor([1.0], requires_grad=True)
+    (first,) = torch.autograd.grad(hvd.allreduce(x, op=hvd.Sum) ** 3, x, create_graph=True)
+    assert first.tolist() == [3 * size**3]
+    (second,) = torch.autograd.grad(first, x)
+    assert second.tolist() == [6 * size**3]
     half = hvd.Compression.fp16
     assert grad(lambda t: hvd.allreduce(t, op=hvd.Sum, compression=half)) == [total] * 4
 
@@ -369,7 +384,9 @@ def _join(rank: int, size: int) -> int:
         if step == 1:
             with pytest.raises(hvd.HorovodInternalError, match="join"):
                 hvd.allgather(torch.ones(1), name="gather")
+    left_over = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name=f"of rank {rank}")  # others have joined without it
     last = hvd.join()
+    assert hvd.synchronize(left_over).tolist() == [1, 1]
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="next epoch").item() == size
     assert hvd.join(device=0) in range(size)
     return last
@@ -418,6 +435,16 @@ def _process_sets(rank: int, size: int) -> None:
     assert hvd.remove_process_set(hvd.global_process_set) is False
     again = hvd.add_process_set([size - 1])
     assert again.process_set_id == 2  # ids are used again
+    under_way = hvd.allreduce_async(torch.ones(1), process_set=here, name="w") if rank == 0 else None
+    hvd.barrier()
+    hvd.remove_process_set(evens)
+    if under_way is not None:
+        with pytest.raises(hvd.HorovodInternalError, match="removed"):
+            hvd.synchronize(under_way)
+    other = hvd.add_process_set([0, 1])
+    assert other.process_set_id == 1
+    if rank < 2:
+        assert hvd.allreduce(torch.ones(1), process_set=other, name="w", op=hvd.Sum).item() == 2
     os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS")
     with pytest.raises(ValueError, match="dynamic"):
         hvd.add_process_set([0, 1])
@@ -494,6 +521,41 @@ def test_a_stall_ends_after_the_time_that_was_set() -> None:
     environ = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.4"}
     for text in run_ranks(_stall, 2, deadline=40.0, env=environ):
         assert "'allreduce.of rank 0' waits for rank 1" in text or "'allreduce.of rank 1' waits for rank 0" in text
+
+
+def _settings_differ(rank: int, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_FUSION_THRESHOLD", str(rank * 100_000))
+        hvd.init()
+        handles = [hvd.allreduce_async(torch.ones(9000), op=hvd.Sum, name=f"tensor{i}") for i in range(4)]
+        assert [hvd.synchronize(handle)[0].item() for handle in handles] == [size] * 4
+        hvd.shutdown()
+
+
+def test_ranks_may_have_different_settings() -> None:
+    run_pooled(_settings_differ, 2)
+
+
+def _fails_in_the_middle(rank: int, size: int) -> list[str]:
+    hvd.init()
+    if rank == 1:
+
+        def fail(*_: Any) -> Any:
+            raise MemoryError("no memory")
+
+        engine_module.carry_out = fail  # type: ignore[assignment]
+    handles = [hvd.allreduce_async(torch.ones(9000), name="a"), hvd.allgather_async(torch.ones(2), name="b")]
+    errors = []
+    for handle in handles:
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.synchronize(handle)
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_failure_in_the_middle_ends_all_operations_on_all_ranks() -> None:
+    for errors in run_ranks(_fails_in_the_middle, 2, deadline=40.0, env={"HOROVOD_CYCLE_TIME": "100"}):
+        assert all("no memory" in text for text in errors), errors
 
 
 # ---- timeline

@@ -104,6 +104,25 @@ def test_joining_completes_what_waited_for_that_rank() -> None:
     assert names(negotiation.advance([[], [Request(JOIN, "join")]])) == ["a"]
 
 
+@pytest.mark.parametrize(
+    "rounds", [[[[], ["j"]], [["a", "j"], []]], [[["j"], ["a", "j"]]], [[["a"], ["j"]], [["j"], []]]]
+)
+def test_what_a_rank_asks_for_before_it_joins_is_answered(rounds: list[list[list[str]]]) -> None:
+    negotiation = Negotiation({0: (0, 1)})
+    known = {"j": Request(JOIN, "join"), "a": request("a")}
+    seen = [name for each in rounds for name in names(negotiation.advance([[known[c] for c in line] for line in each]))]
+    assert seen == ["a", "join"]
+    assert not negotiation.waiting()
+
+
+def test_a_set_that_is_removed_leaves_nothing_behind() -> None:
+    sets = {0: (0, 1), 1: (0, 1)}
+    negotiation = Negotiation(sets)
+    negotiation.advance([[request("x", process_set=1)], []])
+    negotiation.forget(1)
+    assert not negotiation.waiting()
+
+
 _PLAIN = request("x")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_same_on_all_ranks
+from checks import assert_bitwise, assert_same_on_all_ranks
 from documents import ROOT, blocks
 from grids import grid
 from harness import run_pooled, run_ranks
@@ -311,6 +311,71 @@ def _odd_ways(rank: int, size: int) -> list[Tensor]:
 def test_process_sets_sparse_gradients_and_adasum(size: int) -> None:
     for per_rank in zip(*run(_odd_ways, size), strict=True):
         assert_same_on_all_ranks(list(per_rank))
+
+
+def _uneven_data(rank: int, size: int) -> list[float]:
+    """Rank r has r + 1 batches, each of which has gradient 1. Averages are over all ranks, as with Horovod."""
+    values = []
+    for compression in (hvd.Compression.none, _Halves):
+        first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [(name, p)], compression=compression)
+            for name, p in (("first", first), ("second", second))
+        ]
+        for _ in range(rank + 1):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (first + second).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="batches")
+        last = hvd.join()
+        assert last == size - 1
+        hvd.broadcast_parameters([first, second], root_rank=last)
+        assert first.tolist() == pytest.approx([-sum((size - step) / size for step in range(size))] * 2)
+        assert_bitwise(first.detach(), second.detach())
+        optimizers[0].zero_grad()  # all have data again
+        first.sum().backward()
+        optimizers[0].step()
+        values += [first[0].item(), total.item()]
+        for optimizer in optimizers:
+            optimizer.close()
+    return values
+
+
+@grid("size", [2, 3], keep=lambda size: size == 2)
+def test_ranks_that_have_joined_take_part_in_the_backwards_of_the_others(size: int) -> None:
+    results = run(_uneven_data, size)
+    assert {tuple(result[::2]) for result in results} == {tuple(results[0][::2])}
+
+
+def _again(rank: int, size: int) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    earlier = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))  # Horovod has no close()
+    with pytest.raises(ValueError, match="closed"):
+        earlier.step()
+    (parameter * (rank + 1)).sum().backward()
+    optimizer.step()
+    mean = (size + 1) / 2
+    assert parameter.tolist() == [-mean] * 2
+    hvd.shutdown()
+    hvd.init()
+    optimizer.zero_grad()
+    (parameter * (rank + 1)).sum().backward()
+    optimizer.step()
+    assert parameter.tolist() == [-2 * mean] * 2
+    torchring.shutdown()  # in place of hvd.shutdown()
+    hvd.init(process_sets=[some := hvd.ProcessSet([0])])
+    torchring.shutdown()
+    hvd.init()
+    assert some.process_set_id is None
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), process_set=some)
+
+
+def test_parameters_that_are_wrapped_again_and_optimizers_after_a_new_init() -> None:
+    run(_again, 2)
 
 
 def _different_parameters(rank: int) -> None:

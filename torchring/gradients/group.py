@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
@@ -80,25 +81,32 @@ class OptimizerGroup:
         """How many steps this rank has made, with all optimizers."""
         return sum(member.num_steps for member in self._members)
 
-    def follow_others(self) -> int:
+    def follow_others(self, *, counts: bool = False) -> int:
         """Collective: take part in the rounds of the ranks that still have data, until no rank has.
+
+        Args:
+            counts: whether this rank counts in their means, with zeros. Else means are over the ranks with data. To
+                contribute zeros, this rank drops its gradients.
 
         Returns how many rounds that were: fewest on the ranks that were last.
         """
         num_rounds = 0
         self.has_ended = True
         try:
-            with torch.no_grad(), self.skipping():
+            with torch.no_grad(), contextlib.nullcontext() if counts else self.skipping():
                 for member in self._members:
                     member.forget_next_backward()
-                while self._follow_round():
+                while self._members and self._follow_round(drops_gradients=counts):
                     num_rounds += 1
         finally:
             self.has_ended = False
         return num_rounds
 
-    def _follow_round(self) -> bool:
+    def _follow_round(self, *, drops_gradients: bool) -> bool:
         """Take part in one round of the others. Returns whether there was any rank with data."""
+        if drops_gradients:
+            for parameter in (p for member in self._members for p in member.reduction.parameters):
+                parameter.grad = None
         if self.are_several:
             return self._reduce_together()
         (member,) = self._members

@@ -141,7 +141,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
         process_sets = None
     settings = read_settings(os.environ)
-    if _context is None or not _context.world.is_open:
+    if _context is not None and not _context.world.is_open:  # after torchring.shutdown()
+        shutdown()
+    if _context is None:
         apply_log_level(settings)
         timeout = None if worlds.is_initialized() else settings.timeout_seconds
         _context = Context(worlds.init(timeout_seconds=timeout), settings)

@@ -97,6 +97,7 @@ class Engine:
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(world.size))}
         self.planes: dict[int, Plane | None] = {}
         self._settings = settings
+        self._fusion_bytes = settings.fusion_threshold_bytes
         self._negotiation = Negotiation(self.sets)
         self._collectives = Collectives(world, "horovod", is_scripts=False)
         self._rounds: Rounds | None = None
@@ -121,10 +122,15 @@ class Engine:
     def _open_rounds(self, backend: Backend) -> Rounds:
         world = self.world
         self.planes[0] = Plane(world, self.sets[0], backend=backend)
+        rounds: Rounds
         if world.shares_memory and world.host is not None:
-            return HostRounds(world.host, self._settings.cycle_seconds)
-        assert world.rendezvous is not None
-        return HostsRounds(world.rendezvous, backend)
+            rounds = HostRounds(world.host, self._settings.cycle_seconds)
+        else:
+            assert world.rendezvous is not None
+            rounds = HostsRounds(world.rendezvous, backend)
+        # What is reduced together must be the same on all ranks, so the setting of rank 0 counts.
+        self._fusion_bytes = int(bytes(rounds.exchange(b"%d" % self._fusion_bytes)[0]))
+        return rounds
 
     def _add_set(self, ranks: tuple[int, ...]) -> int:
         """Collective: let these ranks exchange data among themselves. Returns the id of the process set."""
@@ -152,6 +158,15 @@ class Engine:
         )
 
     def _remove_set(self, process_set: int) -> None:
+        """Collective: forget a process set, and what its members are waiting for."""
+        self._negotiation.forget(process_set)
+        with self._state:
+            error = HorovodInternalError("the process set was removed while this operation was under way")
+            for operation in list(self._in_flight.values()):
+                if operation.request.process_set == process_set:
+                    self._end(operation, None, error)
+            self._submitted = [each for each in self._submitted if each.request.process_set != process_set]
+            self._state.notify_all()
         plane = self.planes.pop(process_set)
         del self.sets[process_set]
         if plane is not None:
@@ -179,8 +194,8 @@ class Engine:
                 )
             operation.since = time.monotonic()
             self._in_flight[request.key] = operation
-            if self.timeline is not None:
-                self.timeline.submitted(request, self.world.rank)
+            if (timeline := self.timeline) is not None:
+                timeline.submitted(request, self.world.rank)
             if self.is_local(request):
                 self._carry_out_alone(operation)
                 return False
@@ -211,12 +226,14 @@ class Engine:
                 with self._state:
                     if not operation.is_done and not (self._submitted and self._is_nobodys_turn()):
                         self._state.wait(_WATCH_SECONDS)
-                    if not operation.is_done and self._is_closed:
-                        self._end_all(HorovodInternalError("Horovod has been shut down"))
+                    if not operation.is_done and (self._is_closed or self.world.failure is not None):
+                        self._end_all(self.world.failure or HorovodInternalError("Horovod has been shut down"))
         finally:
             self._num_waiting -= 1
         if operation.error is not None:
             raise operation.error
+        if operation.stream is not None:  # the caller may be in another one by now
+            torch.cuda.current_stream(operation.stream.device).wait_stream(operation.stream)
         return operation.result
 
     def _end_turn(self) -> None:
@@ -301,6 +318,9 @@ class Engine:
         self._last_round = time.monotonic()
         try:
             self._collectives.run("a round of Horovod's collectives", lambda backend: self._negotiate(operations))
+        except Exception as error:
+            self._end_all(error)
+            raise _as_internal_error(error) from error
         except BaseException as error:
             self._end_all(error)
             raise
@@ -319,8 +339,8 @@ class Engine:
                 header, _, _ = bytes(text).partition(_SPLIT)
                 submitted.append(decode_requests(header))
                 values.append(text[len(header) + 1 :])
-        if self.timeline is not None:
-            self.timeline.round(submitted)
+        if (timeline := self.timeline) is not None:
+            timeline.round(submitted)
         self._carry_out(self._negotiation.advance(submitted), submitted, values)
 
     def _message(self, operations: Sequence[Operation]) -> tuple[bytes, list[bytes]]:
@@ -344,7 +364,7 @@ class Engine:
     ) -> None:
         for batch in self._batches(responses):
             first = batch[0].first
-            operations = [self._take(response) for response in batch]
+            operations = [self._own(response) for response in batch]
             plane = self.planes.get(first.process_set)
             if plane is None:
                 continue  # no member
@@ -361,11 +381,13 @@ class Engine:
                 self._remove_set(first.arguments["process set"])
                 self._finish(operations)
                 continue
-            if self.timeline is not None:
-                self.timeline.begin([response.first for response in batch])
-            stream = next((operation.stream for operation in operations if operation is not None), None)
+            if (timeline := self.timeline) is not None:
+                timeline.begin([response.first for response in batch])
+            streams = [operation.stream for operation in operations if operation and operation.stream is not None]
+            for other in streams[1:]:
+                streams[0].wait_stream(other)
             try:
-                with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                with torch.cuda.stream(streams[0]) if streams else contextlib.nullcontext():
                     if len(batch) == 1 and batch[0].is_inline and len(batch[0].positions) == len(plane.ranks):
                         parts = _payloads(batch[0], submitted, values)
                         results = [carry_out_inline(plane, operations[0], first, parts)]
@@ -376,9 +398,11 @@ class Engine:
                     raise
                 self._finish(operations, error=error)
             else:
+                for other in streams[1:]:
+                    other.wait_stream(streams[0])
                 self._finish(operations, results)
-            if self.timeline is not None:
-                self.timeline.end([response.first for response in batch])
+            if timeline is not None:
+                timeline.end([response.first for response in batch])
 
     def _batches(self, responses: Sequence[Response]) -> Iterator[list[Response]]:
         """Responses in order. Reductions of one kind and dtype are carried out together, up to the fusion threshold."""
@@ -386,7 +410,7 @@ class Engine:
         num_bytes = 0
         for response in responses:
             size = response.first.num_bytes
-            fits = num_bytes + size <= self._settings.fusion_threshold_bytes
+            fits = num_bytes + size <= self._fusion_bytes
             if batch and not (fits and batch[-1].fuses_with(response)):
                 yield batch
                 batch, num_bytes = [], 0
@@ -399,24 +423,21 @@ class Engine:
         """The result of an operation whose process set has no other member."""
         request = operation.request
         if request.kind == JOIN:
-            self._finish([self._take_key(request.key)], [self.world.rank])
+            self._finish([operation], [self.world.rank])
             return
         plane = self.planes[request.process_set]
         assert plane is not None
         response = Response({plane.ranks[0]: request})
-        self._take_key(request.key)
-        results = plane.run(request.kind, lambda backend: carry_out(plane, [operation], [response], backend))
+        try:
+            results = plane.run(request.kind, lambda backend: carry_out(plane, [operation], [response], backend))
+        except BaseException:
+            del self._in_flight[request.key]
+            raise
         self._finish([operation], results)
 
-    def _take(self, response: Response) -> Operation | None:
-        if self.world.rank not in response.requests:
-            return None
-        return self._take_key(response.first.key)
-
-    def _take_key(self, key: tuple[int, str]) -> Operation:
-        with self._state:
-            self._warned.discard(key)
-            return self._in_flight.pop(key)
+    def _own(self, response: Response) -> Operation | None:
+        """This rank's operation. None if the rank has joined, or is no member."""
+        return self._in_flight[response.first.key] if self.world.rank in response.requests else None
 
     def _finish(
         self, operations: Sequence[Operation | None], results: Sequence[Any] = (), error: Exception | None = None
@@ -424,9 +445,14 @@ class Engine:
         with self._state:
             for operation, result in itertools.zip_longest(operations, results):
                 if operation is not None:
-                    operation.result, operation.error = result, error
-                    operation.is_done = True
+                    self._end(operation, result, error)
             self._state.notify_all()
+
+    def _end(self, operation: Operation, result: Any, error: Exception | None) -> None:
+        self._in_flight.pop(operation.request.key, None)
+        self._warned.discard(operation.request.key)
+        operation.result, operation.error = result, error
+        operation.is_done = True
 
     def _raise_if_over(self) -> None:
         if self._is_closed or not self.world.is_open:
@@ -437,9 +463,8 @@ class Engine:
         """Nothing more will be carried out: wake all threads that wait, with an error."""
         error = _as_internal_error(cause)
         with self._state:
-            for operation in self._in_flight.values():
-                operation.error, operation.is_done = error, True
-            self._in_flight.clear()
+            for operation in list(self._in_flight.values()):
+                self._end(operation, None, error)
             self._submitted = []
             self._state.notify_all()
 

@@ -154,7 +154,7 @@ def _combine(parts: list[torch.Tensor], tensor: torch.Tensor, arguments: Mapping
     elif tensor.dtype == torch.bool:
         result = torch.stack(parts).any(0) if _BOOL_OPS[op] == "max" else torch.stack(parts).all(0)
     else:
-        divides = op == "Average" and not tensor.is_floating_point()
+        divides = op == "Average" and not (tensor.is_floating_point() or tensor.is_complex())
         result = torch.empty_like(parts[0])
         combine(parts, result, "sum" if divides else _OPS[op])
         if divides:
@@ -186,7 +186,10 @@ def _zeros(request: Request) -> list[torch.Tensor]:
 
 
 def _all_gather(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Any:
-    return tuple(torch.cat(operations.all_gather(backend, tensor)) for tensor in operation.tensors)
+    """The gathered tensors, and the first of this rank's rows in each."""
+    results = tuple(torch.cat(operations.all_gather(backend, tensor)) for tensor in operation.tensors)
+    before = [response.requests[rank].tensors for rank in plane.ranks[: plane.world.rank]]
+    return results, [sum(tensors[i][1][0] for tensors in before) for i in range(len(results))]
 
 
 def _broadcast(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Any:
@@ -197,6 +200,9 @@ def _broadcast(backend: Backend, plane: Plane, operation: Operation, response: R
 
 def _all_to_all(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Any:
     tensor, splits = operation.tensors[0], operation.request.splits
+    if not tensor.shape[1:].numel():  # rows without elements: the requests say how many come
+        counts = [response.requests[rank].splits[plane.world.rank] for rank in plane.ranks]
+        return tensor.new_empty(sum(counts), *tensor.shape[1:]), counts
     signature = signature_of("alltoall", [tensor], any_rows=True)
     parts, counts = operations.all_to_all(backend, tensor[: sum(splits)], splits, signature)
     return torch.cat(parts), counts
@@ -209,6 +215,9 @@ def _reduce_scatter(backend: Backend, plane: Plane, operation: Operation, respon
         tensor = tensor.clone()
         scale(tensor, arguments["prescale_factor"])
         splits = [len(part) for part in torch.arange(tensor.shape[0], device="cpu").tensor_split(size)]
+        if not tensor.shape[1:].numel():
+            results.append(tensor[: splits[plane.world.rank]])
+            continue
         parts, _ = operations.all_to_all(backend, tensor, splits, signature_of("reducescatter", [tensor]))
         divides = arguments["op"] == "Average" and not tensor.is_floating_point()
         result = operations.reduce_parts(parts, "sum" if divides else _OPS[arguments["op"]])

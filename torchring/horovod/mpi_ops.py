@@ -10,6 +10,7 @@ After a disagreement the library works as before.
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from typing import Any, Final
 import torch
 
 from torchring.collectives import operations
+from torchring.dynamo import run_eagerly
+from torchring.gradients.group import OptimizerGroup
 from torchring.horovod import autograd
 from torchring.horovod.compression import Compression
 from torchring.horovod.context import (
@@ -180,13 +183,7 @@ def allreduce(
     """
     op = handle_average_backwards_compatibility(op, average)
     compressed, sent = compression.compress(tensor)
-    (output,) = autograd.all_reduce(
-        [compressed],
-        lambda tensors: _run_all_reduce(tensors, name, op, prescale_factor, postscale_factor, process_set),
-        lambda grads: list(
-            _wait_now(_all_reduce(grads, None, op, prescale_factor, postscale_factor, process_set, copies=True))
-        ),
-    )
+    (output,) = _differentiable_all_reduce([compressed], name, op, prescale_factor, postscale_factor, process_set)
     result: torch.Tensor = compression.decompress(output, sent)
     return result
 
@@ -249,12 +246,8 @@ def grouped_allreduce(
     """`allreduce` of several tensors as one operation. Dtypes may differ, devices may not."""
     op = handle_average_backwards_compatibility(op, average)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    outputs = autograd.all_reduce(
-        [compressed for compressed, _ in pairs],
-        lambda tensors: _run_all_reduce(tensors, name, op, prescale_factor, postscale_factor, process_set),
-        lambda grads: list(
-            _wait_now(_all_reduce(grads, None, op, prescale_factor, postscale_factor, process_set, copies=True))
-        ),
+    outputs = _differentiable_all_reduce(
+        [compressed for compressed, _ in pairs], name, op, prescale_factor, postscale_factor, process_set
     )
     return [compression.decompress(output, sent) for output, (_, sent) in zip(outputs, pairs, strict=True)]
 
@@ -302,6 +295,16 @@ def grouped_allreduce_async_(
     return _start(_all_reduce(tensors, name, op, prescale_factor, postscale_factor, process_set, copies=False))
 
 
+def _differentiable_all_reduce(
+    tensors: Sequence[torch.Tensor], name: str | None, op: int, before: float, after: float, process_set: ProcessSet
+) -> list[torch.Tensor]:
+    return autograd.apply(
+        tensors,
+        lambda values: _run_all_reduce(values, name, op, before, after, process_set),
+        lambda grads: _differentiable_all_reduce(grads, None, op, before, after, process_set),
+    )
+
+
 def _run_all_reduce(
     tensors: Sequence[torch.Tensor],
     name: str | None,
@@ -327,6 +330,7 @@ def _all_reduce(
 ) -> Operation:
     here = context_of_collectives()
     label = _check_op(op, ALLREDUCE)
+    _check_factors(before, after)
     _check_tensors(tensors, "grouped_allreduce")
     for tensor in tensors:
         _check_reducible(tensor, label, ALLREDUCE)
@@ -389,36 +393,34 @@ def grouped_allgather(
     _kind: str = "grouped_allgather",
 ) -> tuple[torch.Tensor, ...]:
     """`allgather` of several tensors as one operation."""
+    starts: list[int] = []
+
+    def gather(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        gathered, own = _wait_now(_all_gather(values, name, process_set, _kind))
+        starts.extend(own)
+        return list(gathered)
 
     def average(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return _run_all_reduce(grads, None, Average, 1.0, 1.0, process_set)
-
-    def gather(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(_wait_now(_all_gather(tensors, name, process_set, _kind)))
-
-    def first_rows(lengths: Sequence[int]) -> list[int]:
-        here = context_of_collectives()
-        mine = here.members(process_set).index(here.world.rank)
-        counts = _wait_now(_all_gather([torch.tensor([list(lengths)], device="cpu")], None, process_set, "allgather"))[
-            0
+        averages = _differentiable_all_reduce(grads, None, Average, 1.0, 1.0, process_set)
+        return [
+            mean[start : start + len(tensor)] for mean, start, tensor in zip(averages, starts, tensors, strict=True)
         ]
-        return [int(start) for start in counts[:mine].sum(0)]
 
-    return tuple(autograd.all_gather(tensors, gather, average, first_rows))
+    return tuple(autograd.apply(tensors, gather, average))
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start an `allgather` without a gradient."""
-    return _start(_all_gather([tensor], name, process_set, "allgather"), operator.itemgetter(0))
+    return _start(_all_gather([tensor], name, process_set, "allgather"), lambda result: result[0][0])
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start a `grouped_allgather` without gradients. `synchronize(handle)` returns a tuple."""
-    return _start(_all_gather(tensors, name, process_set, "grouped_allgather"))
+    return _start(_all_gather(tensors, name, process_set, "grouped_allgather"), operator.itemgetter(0))
 
 
 def _all_gather(tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, what: str) -> Operation:
@@ -441,12 +443,16 @@ def broadcast(
     Args:
         tensor: of any dtype, of the same shape on all ranks; does not change.
     """
-    return autograd.broadcast(
-        tensor,
-        lambda copy: _wait_now(_broadcast([copy], root_rank, name, process_set, copies=True))[0],
-        lambda grad: _run_all_reduce([grad], None, Average, 1.0, 1.0, process_set)[0],
-        is_root=context_of_collectives().world.rank == root_rank,
+    is_root = context_of_collectives().world.rank == root_rank
+
+    def average(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        (mean,) = _differentiable_all_reduce(grads, None, Average, 1.0, 1.0, process_set)
+        return [mean if is_root else torch.zeros_like(mean)]
+
+    (result,) = autograd.apply(
+        [tensor], lambda values: list(_wait_now(_broadcast(values, root_rank, name, process_set, copies=True))), average
     )
+    return result
 
 
 def broadcast_(
@@ -509,11 +515,19 @@ def alltoall(
     Returns:
         The received rows, in rank order; with `splits`, also how many came from each rank, as an int32 tensor.
     """
-    result, received = autograd.all_to_all(
-        tensor,
-        lambda rows: _wait_now(_all_to_all(rows, splits, name, process_set)),
-        lambda grad, counts: _wait_now(_all_to_all(grad, counts, None, process_set))[0],
-    )
+    received: list[int] = []
+
+    def send(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        rows, counts = _wait_now(_all_to_all(values[0], splits, name, process_set))
+        received.extend(counts)
+        return [rows]
+
+    def send_back(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        grad, _ = alltoall(grads[0], received, None, process_set)
+        rest = grad.new_zeros(tensor.shape[0] - grad.shape[0], *tensor.shape[1:])  # rows that were not sent
+        return [torch.cat([grad, rest])]
+
+    (result,) = autograd.apply([tensor], send, send_back)
     return result if splits is None else (result, _counts(received, splits))
 
 
@@ -607,10 +621,9 @@ def grouped_reducescatter(
         )
 
     def gather(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        gathered = _wait_now(_all_gather(grads, None, process_set, "grouped_allgather"))
-        return [grad * factor for grad in gathered]
+        return [grad * factor for grad in grouped_allgather(grads, None, process_set)]
 
-    outputs = autograd.reduce_scatter([compressed for compressed, _ in pairs], scatter, gather)
+    outputs = autograd.apply([compressed for compressed, _ in pairs], scatter, gather)
     return [compression.decompress(output, sent) for output, (_, sent) in zip(outputs, pairs, strict=True)]
 
 
@@ -652,6 +665,7 @@ def _reduce_scatter(
 ) -> Operation:
     here = context_of_collectives()
     label = _check_op(op, "reducescatter")
+    _check_factors(before, after)
     if op not in (Average, Sum):
         raise HorovodInternalError(f"reducescatter takes op=Average or op=Sum, got {label}")
     _check_tensors(tensors, what)
@@ -671,8 +685,9 @@ def _reduce_scatter(
 def join(device: int = -1) -> int:
     """Say that this rank has no more data. Collective: returns when all ranks have joined.
 
-    Until then, this rank takes part in the allreduces of the others with zeros. An average is divided by the number of
-    all ranks all the same. Other collectives of the others raise HorovodInternalError.
+    Until then, this rank takes part in the allreduces of the others, and in those of their DistributedOptimizers, with
+    zeros. An average is divided by the number of all ranks all the same. Other collectives of the others raise
+    HorovodInternalError.
 
     Args:
         device: for Horovod's signature. Zeros need no GPU.
@@ -681,7 +696,12 @@ def join(device: int = -1) -> int:
         The rank that has joined last. Of several in the same moment, the highest.
     """
     here = context_of_collectives()
-    last: int = _wait_now(_operation(here, JOIN, [], "join", global_process_set, label="join"))
+    operation = _operation(here, JOIN, [], "join", global_process_set, label="join")
+    here.engine.submit(operation)  # from now on, the engine's thread contributes zeros
+    if here.world.size > 1:
+        group = here.world.shared(OptimizerGroup)
+        group.guard.run("hvd.join()", lambda: group.follow_others(counts=True))
+    last: int = here.engine.wait(operation)
     return last
 
 
@@ -699,6 +719,7 @@ def poll(handle: Handle) -> bool:
     return here.handles[handle][0].is_done
 
 
+@run_eagerly
 def synchronize(handle: Handle) -> Any:
     """Wait for an operation, and return its result. None for a handle that was synchronized before, as in Horovod."""
     here = context_of_collectives()
@@ -708,6 +729,7 @@ def synchronize(handle: Handle) -> Any:
     return result(here.engine.wait(operation))
 
 
+@run_eagerly
 def _start(operation: Operation, result: Result = tuple) -> Handle:
     here = context_of_collectives()
     here.engine.submit(operation)
@@ -716,10 +738,12 @@ def _start(operation: Operation, result: Result = tuple) -> Handle:
     return handle
 
 
+@run_eagerly
 def _wait_now(operation: Operation) -> Any:
     return context_of_collectives().engine.run(operation)
 
 
+@run_eagerly
 def _operation(
     here: Context,
     kind: str,
@@ -749,6 +773,11 @@ def _check_op(op: int, what: str) -> str:
         known = ", ".join(f"hvd.{name}" for name in _NAMES.values())
         raise ValueError(f"{what} takes op, one of {known}, got {op!r}")
     return _NAMES[op]
+
+
+def _check_factors(before: float, after: float) -> None:
+    if math.isnan(before) or math.isnan(after):
+        raise ValueError(f"scale factors are numbers, got prescale_factor={before!r}, postscale_factor={after!r}")
 
 
 def _check_tensors(tensors: Sequence[torch.Tensor], what: str) -> None:

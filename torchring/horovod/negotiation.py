@@ -182,6 +182,10 @@ class Negotiation:
         """(process set, name) -> the ranks whose requests are missing, for warnings about stalls."""
         return {key: self._missing(key, requests) for key, requests in self._waiting.items()}
 
+    def forget(self, process_set: int) -> None:
+        """The process set exists no more."""
+        self._waiting = {key: requests for key, requests in self._waiting.items() if key[0] != process_set}
+
     def advance(self, submitted: Sequence[Sequence[Request]]) -> list[Response]:
         """One round. `submitted[r]`: the new requests of rank r. Returns what is ready, in the order to carry out."""
         if (responses := self._advance_alike(submitted)) is not None:
@@ -196,7 +200,8 @@ class Negotiation:
                 self._waiting.setdefault(request.key, {})[rank] = request
                 touched.setdefault(request.key, {})[rank] = position
         responses = []
-        for key in list(self._waiting if has_joined else touched):
+        # "join" is last: until then, what other ranks have asked for needs nothing from those that have joined.
+        for key in sorted(self._waiting if has_joined else touched, key=lambda key: key[1] == JOIN):
             waiting = self._waiting[key]
             if self._missing(key, waiting):
                 continue

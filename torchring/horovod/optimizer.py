@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 
 from torchring import optimizer as wrapping
 from torchring.errors import GradientError
+from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.sync import GradientSync, is_still_there
-from torchring.gradients.validation import sparse_parameters
+from torchring.gradients.validation import parameters_of, sparse_parameters
 from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
 from torchring.horovod.context import ProcessSet, context, global_process_set, rocm_built
@@ -82,15 +83,12 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         _check_passes(backward_passes_per_step)
         _check_op(op, gradient_predivide_factor, process_set)
         _check_groups(num_groups, groups)
-        self._reduces_together = (
-            _is_compression(compression)
-            and op != mpi_ops.Adasum
-            and process_set.process_set_id
-            in (
-                None,
-                0,
-            )
-        )
+        if process_set is not global_process_set and process_set.process_set_id is None:
+            raise ValueError(f"{process_set!r} is not registered; call hvd.add_process_set() on all ranks first")
+        is_global = process_set is global_process_set
+        if not is_global and process_set.process_set_id is None:
+            raise ValueError(f"{process_set!r} is not registered; call hvd.add_process_set() on all ranks first")
+        self._reduces_together = is_global and _is_compression(compression) and op != mpi_ops.Adasum
         self._compression = compression
         self._op = op
         self._set = process_set
@@ -100,6 +98,8 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         self._num_rounds_before = 0
         self._has_warned = False
         context()
+        if self._reduces_together:
+            _close_earlier(optimizer)
         super().__init__(
             optimizer,
             op="sum" if op == mpi_ops.Sum else "mean",
@@ -157,8 +157,6 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
                 )
             else:
                 self.synchronize()
-        self._synchronized = False
-        self._note_rounds()
         return None
 
     def _evaluate_alone(self, closure: Callable[[], Any]) -> Any:
@@ -170,7 +168,19 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         mean = mpi_ops.allreduce(torch.as_tensor(loss).detach().double(), process_set=self._set)
         return mean.to(loss.dtype) if isinstance(loss, torch.Tensor) else float(mean)
 
+    def _live_sync(self) -> GradientSync | None:
+        if self._sync is not None and not self._sync.reduction.world.is_open and not self._is_closed:
+            self._rejoin()  # after hvd.shutdown() and hvd.init()
+        return super()._live_sync()
+
     def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._step_or_add_up(closure, *args, **kwargs)
+        finally:
+            self._synchronized = False
+            self._note_rounds()
+
+    def _step_or_add_up(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         if self._op != mpi_ops.Adasum or not self._is_distributed():
             return super()._step_wrapped(closure, *args, **kwargs)
         # Adasum adds up the steps that each rank would make by itself.
@@ -274,6 +284,18 @@ class _LenientReplicaCheck(ReplicaCheck):
             if not self._has_warned:
                 _logger.warning("%s", error.message)
             self._has_warned = True
+
+
+def _close_earlier(optimizer: Optimizer) -> None:
+    """Horovod's optimizers cannot be closed, so that a script that wraps the same parameters again means the new one.
+
+    All ranks do so at the same point.
+    """
+    group = default_world().shared(OptimizerGroup)
+    for member in group.owners_of(parameters_of(optimizer)):
+        if isinstance(owner := member.owner(), DistributedOptimizer):
+            _logger.debug("a DistributedOptimizer is closed: its parameters are wrapped again")
+            owner.close()
 
 
 def _is_compression(compression: Any) -> bool:

@@ -23,6 +23,8 @@ from torchring.threads import SerialThread
 
 _ROOM_BYTES: Final = 64 * 1024  # for what a rank says in one turn; a longer message takes several turns
 _HEADER_BYTES: Final = 64
+_SPIN_SECONDS: Final = 0.005  # a rank that waits for longer sleeps in between
+_KEPT_RINGS: Final = 1000  # keys of the store
 _FOREVER: Final = timedelta(days=3650)
 _POLL_SECONDS: Final = 0.02  # between two looks at a store on which nobody can wait
 
@@ -111,6 +113,8 @@ class HostRounds:
                     semaphore.post(bell)
                 self._channel.gather()
                 break
+            if self._cycle_seconds > _SPIN_SECONDS:
+                time.sleep(_SPIN_SECONDS)
             semaphore.give_way()
         return [words[1 + half] for words in self._words]
 
@@ -173,13 +177,18 @@ class HostsRounds:
 
     def _ring(self, number: int) -> None:
         """Have all ranks hear that round `number` has begun."""
-        self._store.set(f"ring/{self._store.add('num_rings', 1)}", str(number))
+        count = self._store.add("num_rings", 1)
+        self._store.set(f"ring/{count}", str(number))
+        if count > _KEPT_RINGS:
+            self._store.delete_key(f"ring/{count - _KEPT_RINGS}")
 
     def _listen(self) -> None:
         """Hear of all rounds that other ranks begin. On a thread and, where PyTorch can, a connection of its own."""
         own = self._store.clone() if hasattr(self._store, "clone") else None
         num_heard = 0
         while not self._is_closed:
+            if num_heard % 100 == 0:  # a thread that was starved for long does not wait for keys that are gone
+                num_heard = max(num_heard, (own or self._store).add("num_rings", 0) - _KEPT_RINGS // 2)
             key = f"ring/{num_heard + 1}"
             if own is not None:
                 own.wait([key], _FOREVER)  # a wait that times out prints warnings

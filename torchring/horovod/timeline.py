@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import threading
 import time
@@ -102,7 +103,11 @@ class Timeline:
     def _write(self, event: dict[str, Any]) -> None:
         if self._file is None:
             return
-        self._file.seek(self._file.seek(0, os.SEEK_END) - len(_END))
-        self._file.write(f"{'' if self._is_first else ','}\n{json.dumps(event)}{_END}")
-        self._file.flush()
+        try:
+            self._file.seek(self._file.seek(0, os.SEEK_END) - len(_END))
+            self._file.write(f"{'' if self._is_first else ','}\n{json.dumps(event)}{_END}")
+            self._file.flush()
+        except OSError as error:  # training goes on without it
+            self._file = None
+            logging.getLogger("torchring").warning("the timeline ends here: %s", error)
         self._is_first = False
