@@ -123,7 +123,6 @@ def _reduce_alike(backend: Backend, tensors: Sequence[torch.Tensor], dtype: torc
         tensor.copy_(result)
 
 
-@torch.no_grad()
 def carry_out_inline(
     plane: Plane, operation: Operation | None, request: Request, payloads: Mapping[int, memoryview]
 ) -> Any:
@@ -155,8 +154,12 @@ def _combine(parts: list[torch.Tensor], tensor: torch.Tensor, arguments: Mapping
         result = torch.stack(parts).any(0) if _BOOL_OPS[op] == "max" else torch.stack(parts).all(0)
     else:
         divides = op == "Average" and not (tensor.is_floating_point() or tensor.is_complex())
-        result = torch.empty_like(parts[0])
+        is_plain = not divides and tensor.device.type == "cpu" and tensor.is_contiguous()
+        result = tensor.view(-1) if is_plain else torch.empty_like(parts[0])
         combine(parts, result, "sum" if divides else _OPS[op])
+        if is_plain:
+            scale(tensor, after)
+            return
         if divides:
             result = torch.div(result, size, rounding_mode="trunc")
     tensor.copy_(result.view(tensor.shape))
@@ -177,7 +180,13 @@ def scale(tensor: torch.Tensor, factor: float) -> None:
 
 def payload_of(tensors: Sequence[torch.Tensor]) -> bytes:
     """The values, one tensor after the other."""
-    return b"".join(bytes_of(operations.plain(tensor)).numpy().tobytes() for tensor in tensors)
+    return b"".join([_bytes_of(tensor) for tensor in tensors])
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16 and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor.numpy().tobytes()  # in row-major order, whatever the strides are
+    return bytes_of(operations.plain(tensor)).numpy().tobytes()
 
 
 def _zeros(request: Request) -> list[torch.Tensor]:
