@@ -29,6 +29,7 @@ import torch
 from harness import patient, run_ranks
 
 import torchring
+import torchring.horovod
 from torchring.bench import allreduce, measure, memory, netns, network, step
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
@@ -515,7 +516,7 @@ def test_every_script_has_its_test() -> None:
 
 def _allreduce_with_a_wrong_result(rank: int, world_size: int, wrong: str) -> tuple[list[str], str]:
     """What was checked, and what was said in the end."""
-    torchring.init()
+    torchring.horovod.init()
     measure.open_gloo()
     check, checked = allreduce.check, []
 
@@ -536,7 +537,7 @@ def _allreduce_with_a_wrong_result(rank: int, world_size: int, wrong: str) -> tu
 def test_a_rival_that_reduces_wrongly_ends_the_run() -> None:
     """Here the last one; the right results before it have passed."""
     for rank, (checked, said) in enumerate(run_ranks(_allreduce_with_a_wrong_result, 2, "gloo")):
-        assert checked == ["direct", "ring", "tensor", "gloo"]
+        assert checked == ["direct", "ring", "tensor", "torchring.horovod", "gloo"]
         assert said == f"gloo reduced 1000 elements wrongly on rank {rank}"
 
 

@@ -344,6 +344,7 @@ needs_mpirun = pytest.mark.skipif(run_module._why_no_mpirun() is not None, reaso
 @needs_mpirun
 def test_mpirun_on_this_machine(cluster: Cluster) -> None:
     code = RANK.replace('os.environ["RANK"]', 'os.environ["OMPI_COMM_WORLD_RANK"]')
+    code = code.replace('os.environ["WORLD_SIZE"]', 'os.environ["OMPI_COMM_WORLD_SIZE"]')
     code = "import mpi4py.MPI\n" + code  # at its exit, a rank waits for the others
     logs = cluster.folder / "logs"
     options = ["--launcher", "mpirun", "-H", "localhost:2", "--env", "SETTING=a, b's $c", "--log-dir", str(logs)]

@@ -441,7 +441,7 @@ def test_stuck_ranks_print_their_stacks(tmp_path: Path) -> None:
 
 def test_torchring_run_asks_ranks_for_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     environments: list[dict[str, str]] = []
-    monkeypatch.setattr(cli, "start", lambda *arguments: environments.append(arguments[3]) or 0)
+    monkeypatch.setattr(cli, "start", lambda *arguments, **_: environments.append(arguments[3]) or 0)
     for options in ([], ["--stacks-on-stall"], ["--stacks-on-stall", "--env", "A=1"]):
         assert cli.main(["run", "-np", "2", *options, __file__]) == 0
     assert environments == [{}, {STACKS: "1"}, {"A": "1", STACKS: "1"}]

@@ -12,6 +12,7 @@ from harness import run_pooled, run_ranks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torchring
+from torchring.collectives import operations
 from torchring.collectives.service import Collectives
 
 
@@ -50,18 +51,18 @@ class _Schedule:
 
 def _share(rank: int, size: int) -> dict[str, Any]:
     moved: list[int] = []  # bytes of each message that is not a digest
-    broadcast, broadcast_bytes = Collectives.broadcast, Collectives.broadcast_bytes
+    broadcast, broadcast_bytes = operations.broadcast, Collectives.broadcast_bytes
 
-    def count(self: Collectives, tensor: torch.Tensor, src: int) -> torch.Tensor:
+    def count(backend: operations.Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
         moved.append(tensor.nbytes)
-        return broadcast(self, tensor, src)
+        return broadcast(backend, tensor, src)
 
     def count_bytes(self: Collectives, data: bytes | None, src: int) -> bytes:
         result = broadcast_bytes(self, data, src)
         moved.append(len(result))
         return result
 
-    Collectives.broadcast, Collectives.broadcast_bytes = count, count_bytes  # type: ignore[method-assign]
+    operations.broadcast, Collectives.broadcast_bytes = count, count_bytes  # type: ignore[method-assign]
     found: dict[str, Any] = {}
 
     _, optimizer = trained(0)
