@@ -371,7 +371,7 @@ def _cut(parts: Sequence[torch.Tensor], num_bytes: int, most_bytes: int) -> list
     together: list[torch.Tensor] = []
     room = most_bytes
     for part in parts:
-        if part.nbytes > most_bytes // 2:
+        if part.nbytes >= most_bytes // 4:  # a chunk of its own: it need not be copied next to others
             chunks += [[piece] for piece in torch.split(part, most_bytes // part.itemsize)]
             continue
         if part.nbytes > room:
