@@ -303,7 +303,7 @@ class Engine:
             if operation is None:
                 continue
             waited = now - operation.since
-            text = f"{operation.request.kind} {key[1]!r} waits for {_ranks(missing)} since {waited:.1f} s"
+            text = f"{operation.request.kind} {key[1]!r} has waited {waited:.1f} s for {_ranks(missing)}"
             if waited > self._settings.stall_warning_seconds and key not in self._warned:
                 self._warned.add(key)
                 _logger.warning("%s", text)
@@ -326,6 +326,7 @@ class Engine:
             raise
 
     def _negotiate(self, operations: Sequence[Operation]) -> None:
+        """Tell all ranks of these operations, hear of theirs, and carry out what is ready."""
         assert self._rounds is not None
         message, payloads = self._message(operations)
         said = self._rounds.exchange(b"".join((message, _SPLIT, *payloads)))
