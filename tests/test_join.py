@@ -111,6 +111,7 @@ def test_means_are_over_the_ranks_that_have_data(
 
 def test_a_world_of_one() -> None:
     _check([_uneven(0, 1, 1, False, {})], _as_one(1, 1, False))
+    torchring.shutdown()
 
 
 def _last_group(rank: int, size: int) -> list[Tensor]:

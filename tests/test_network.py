@@ -38,7 +38,7 @@ _STEPS = 3
 _FATAL_STEP = 2  # the first two lay out the buckets
 _TIMEOUT_SECONDS = 2.0
 # What a rank may take beyond it: 2 s in which it looks for the cause, and what a busy machine adds.
-_SLACK_SECONDS = 6.0
+_SLACK_SECONDS = 10.0
 _NUM_AT_ONCE = 2  # faults, each with all algorithms: most of the time everybody waits
 
 Networks = list[dict[str, Network]]  # one for each fault and algorithm

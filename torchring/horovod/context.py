@@ -84,11 +84,18 @@ class Context:
     def __init__(self, world: worlds.World, settings: Settings) -> None:
         self.world = world
         self.settings = settings
-        self.engine = Engine(world, settings)
+        self.engine = Engine(world, settings, self._first_timeline(world))
         self.sets: dict[int, ProcessSet] = {}
         self.handles: dict[int, tuple[Operation, Callable[[Any], Any]]] = {}
         self._next_handle = itertools.count()
         self.is_dynamic = settings.dynamic_process_sets
+
+    def _first_timeline(self, world: worlds.World) -> Timeline | None:
+        """The one that HOROVOD_TIMELINE names. It begins before other ranks ask for anything."""
+        path = self.settings.timeline
+        if world.rank or path is None or path == DYNAMIC_TIMELINE:
+            return None
+        return Timeline(path, mark_cycles=self.settings.mark_cycles, size=world.size)
 
     def next_handle(self) -> int:
         return next(self._next_handle)
@@ -150,8 +157,6 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         global_process_set.ranks = list(range(_context.world.size))
         global_process_set.process_set_id = 0
         _context.sets[0] = global_process_set
-        if settings.timeline not in (None, DYNAMIC_TIMELINE):
-            _start_timeline(str(settings.timeline), settings.mark_cycles)
     _check_comm(comm, _context.world.size)
     if process_sets:
         _register_all(process_sets)
