@@ -165,7 +165,7 @@ def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False
     world = default_world()
 
     def operation(backend: Backend) -> torch.Tensor:
-        splits = [len(part) for part in torch.arange(tensor.shape[0], device="cpu").tensor_split(world.size)]
+        splits = operations.even_shares(tensor.shape[0], world.size)
         signature = signature_of("reduce_scatter", [tensor], f"op={op!r}")
         parts = operations.all_to_all(backend, tensor, splits, signature)[0]
         return operations.reduce_parts(parts, op)

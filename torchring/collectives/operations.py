@@ -149,6 +149,15 @@ def barrier(backend: Backend) -> None:
     backend.barrier(_BARRIER)
 
 
+def even_shares(num_rows: int, size: int) -> list[int]:
+    """How many rows each rank gets. If these are not a multiple of `size`, the first ranks get one row more.
+
+    Example: 5 rows, 3 ranks -> [2, 2, 1].
+    """
+    share, rest = divmod(num_rows, size)
+    return [share + (rank < rest) for rank in range(size)]
+
+
 def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """Combine in rank order, 16-bit values in fp32."""
     total = torch.empty_like(parts[0])

@@ -88,14 +88,13 @@ class Context:
         self.sets: dict[int, ProcessSet] = {}
         self.handles: dict[int, tuple[Operation, Callable[[Any], Any]]] = {}
         self._next_handle = itertools.count()
-        self.is_dynamic = settings.dynamic_process_sets
 
     def _first_timeline(self, world: worlds.World) -> Timeline | None:
         """The one that HOROVOD_TIMELINE names. It begins before other ranks ask for anything."""
         path = self.settings.timeline
         if world.rank or path is None or path == DYNAMIC_TIMELINE:
             return None
-        return Timeline(path, mark_cycles=self.settings.mark_cycles, size=world.size)
+        return Timeline(path, mark_cycles=self.settings.mark_cycles)
 
     def next_handle(self) -> int:
         return next(self._next_handle)
@@ -395,4 +394,4 @@ def stop_timeline() -> None:
 def _start_timeline(path: str, mark_cycles: bool) -> None:
     here = context()
     if here.world.rank == 0:
-        here.engine.timeline = Timeline(path, mark_cycles=mark_cycles, size=here.world.size)
+        here.engine.timeline = Timeline(path, mark_cycles=mark_cycles)

@@ -195,16 +195,12 @@ class Engine:
             operation.since = time.monotonic()
             self._in_flight[request.key] = operation
             if (timeline := self.timeline) is not None:
-                timeline.submitted(request, self.world.rank)
-            if self.is_local(request):
+                timeline.submitted(request)
+            if len(self.sets[request.process_set]) == 1:  # this rank is the only member
                 self._carry_out_alone(operation)
                 return False
             self._submitted.append(operation)
             return len(self._submitted) == 1
-
-    def is_local(self, request: Request) -> bool:
-        """Whether this rank is the only member of the process set."""
-        return len(self.sets[request.process_set]) == 1
 
     def run(self, operation: Operation) -> Any:
         """Submit an operation and wait for its result."""

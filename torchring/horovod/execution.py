@@ -114,10 +114,9 @@ def _reduce_alike(backend: Backend, tensors: Sequence[torch.Tensor], dtype: torc
         operations.all_reduce_together(backend, wide, _OPS[op])
         wide = [torch.view_as_complex(tensor) for tensor in wide]
     else:
-        divides = op == "Average" and not dtype.is_floating_point
-        operations.all_reduce_together(backend, tensors, "sum" if divides else _OPS[op])
-        for tensor in tensors if divides else ():
-            tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
+        operations.all_reduce_together(backend, tensors, _reduction(op, dtype))
+        for tensor in tensors if _divides(op, dtype) else ():
+            tensor.div_(size, rounding_mode="trunc")
         return
     for tensor, result in zip(tensors, wide, strict=True):
         tensor.copy_(result)
@@ -153,17 +152,27 @@ def _combine(parts: list[torch.Tensor], tensor: torch.Tensor, arguments: Mapping
     elif tensor.dtype == torch.bool:
         result = torch.stack(parts).any(0) if _BOOL_OPS[op] == "max" else torch.stack(parts).all(0)
     else:
-        divides = op == "Average" and not (tensor.is_floating_point() or tensor.is_complex())
+        divides = _divides(op, tensor.dtype)
         is_plain = not divides and tensor.device.type == "cpu" and tensor.is_contiguous()
         result = tensor.view(-1) if is_plain else torch.empty_like(parts[0])
-        combine(parts, result, "sum" if divides else _OPS[op])
+        combine(parts, result, _reduction(op, tensor.dtype))
         if is_plain:
             scale(tensor, after)
             return
         if divides:
-            result = torch.div(result, size, rounding_mode="trunc")
+            result.div_(size, rounding_mode="trunc")
     tensor.copy_(result.view(tensor.shape))
     scale(tensor, after)
+
+
+def _divides(op: str, dtype: torch.dtype) -> bool:
+    """Whether the sum is to be divided afterwards: averages of integers, which the engine does not form."""
+    return op == "Average" and not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _reduction(op: str, dtype: torch.dtype) -> str:
+    """The engine's name for what is to be formed."""
+    return "sum" if _divides(op, dtype) else _OPS[op]
 
 
 def scale(tensor: torch.Tensor, factor: float) -> None:
@@ -223,15 +232,14 @@ def _reduce_scatter(backend: Backend, plane: Plane, operation: Operation, respon
     for tensor in operation.tensors:
         tensor = tensor.clone()
         scale(tensor, arguments["prescale_factor"])
-        splits = [len(part) for part in torch.arange(tensor.shape[0], device="cpu").tensor_split(size)]
+        splits = operations.even_shares(tensor.shape[0], size)
         if not tensor.shape[1:].numel():
             results.append(tensor[: splits[plane.world.rank]])
             continue
         parts, _ = operations.all_to_all(backend, tensor, splits, signature_of("reducescatter", [tensor]))
-        divides = arguments["op"] == "Average" and not tensor.is_floating_point()
-        result = operations.reduce_parts(parts, "sum" if divides else _OPS[arguments["op"]])
-        if divides:
-            result = torch.div(result, size, rounding_mode="trunc")
+        result = operations.reduce_parts(parts, _reduction(arguments["op"], tensor.dtype))
+        if _divides(arguments["op"], tensor.dtype):
+            result.div_(size, rounding_mode="trunc")
         scale(result, arguments["postscale_factor"])
         results.append(result)
     return tuple(results)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torchring.collectives.initial_state import broadcast_optimizer_state as broadcast_state_of
 from torchring.horovod.context import ProcessSet, context_of_collectives, global_process_set
 from torchring.horovod.mpi_ops import allgather, allgather_async, broadcast_, broadcast_together, synchronize
+from torchring.launch.task import dumps
 from torchring.memory.host import tensor_of
 from torchring.optimizer import DistributedOptimizer
 
@@ -71,7 +71,7 @@ def broadcast_object(
     """
     name = "object" if name is None else name
     is_root = context_of_collectives().world.rank == root_rank
-    data = tensor_of(_pickler().dumps(obj) if is_root else b"")
+    data = tensor_of(dumps(obj) if is_root else b"")
     length = broadcast_(torch.tensor([len(data)], device="cpu"), root_rank, f"{name}.sz", process_set)
     if not is_root:
         data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
@@ -82,16 +82,8 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """The picklable `obj` of every rank, in rank order. See `broadcast_object`."""
     name = "object" if name is None else name
-    data = tensor_of(_pickler().dumps(obj))
+    data = tensor_of(dumps(obj))
     lengths = allgather_async(torch.tensor([len(data)], device="cpu"), f"{name}.sz", process_set)
     gathered = allgather(data, f"{name}.t", process_set)
     parts = torch.split(gathered, synchronize(lengths).tolist())
     return [pickle.loads(part.numpy().tobytes()) for part in parts]
-
-
-def _pickler() -> Any:
-    """cloudpickle takes functions and classes of the script, too."""
-    try:
-        return importlib.import_module("cloudpickle")
-    except ImportError:
-        return pickle

@@ -83,8 +83,6 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         _check_passes(backward_passes_per_step)
         _check_op(op, gradient_predivide_factor, process_set)
         _check_groups(num_groups, groups)
-        if process_set is not global_process_set and process_set.process_set_id is None:
-            raise ValueError(f"{process_set!r} is not registered; call hvd.add_process_set() on all ranks first")
         is_global = process_set is global_process_set
         if not is_global and process_set.process_set_id is None:
             raise ValueError(f"{process_set!r} is not registered; call hvd.add_process_set() on all ranks first")

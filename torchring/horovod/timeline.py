@@ -28,14 +28,12 @@ class Timeline:
     Args:
         path: is overwritten.
         mark_cycles: whether each round of negotiation is marked.
-        size: number of ranks.
     """
 
-    def __init__(self, path: str, *, mark_cycles: bool, size: int) -> None:
+    def __init__(self, path: str, *, mark_cycles: bool) -> None:
         self._file: io.TextIOWrapper | None = open(path, "w")  # noqa: SIM115 - closed by `close`
         self._file.write("[" + _END)
         self._mark_cycles = mark_cycles
-        self._size = size
         self._rows: dict[str, int] = {}
         self._negotiating: set[str] = set()
         self._lock = threading.RLock()  # a signal handler may close this
@@ -44,7 +42,7 @@ class Timeline:
         now_us = time.time_ns() // 1000
         self._write({"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": now_us}})
 
-    def submitted(self, request: Request, rank: int) -> None:
+    def submitted(self, request: Request) -> None:
         """This rank asks for an operation."""
         with self._lock:
             self._negotiate(request)
