@@ -1,0 +1,1 @@
+"""Training that survives lost workers, and takes new ones in."""
