@@ -31,7 +31,7 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import Compression
 from torchring.gradients.reduction import Options, Reduction
 from torchring.gradients.replicas import ReplicaCheck
-from torchring.gradients.sync import GradientSync
+from torchring.gradients.sync import Batches, GradientSync
 from torchring.gradients.validation import (
     GradientOp,
     OnNonfinite,
@@ -225,6 +225,9 @@ class DistributedOptimizer(Optimizer):
             broadcast_optimizer_state(optimizer)
         if world.size > 1:
             self._connect(world)
+        elif world.is_provisional:
+            self._needs_state = True
+            self._connect_with_first_gradient()
 
     # What a door with other arguments, such as that of torchring.horovod, does in its own way.
 
@@ -323,6 +326,9 @@ class DistributedOptimizer(Optimizer):
 
     def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """A step in a world of one."""
+        world = self._find_world()
+        if world.is_provisional and not self._only_creates_state():
+            world.refuse_before_generation("step()")
         alone = self._alone
         alone.synchronize()
         if self._options.on_nonfinite != "skip":
@@ -621,6 +627,7 @@ class DistributedOptimizer(Optimizer):
         self._sync: GradientSync | None = None
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
         self._is_closed = False
+        self._needs_state = False  # of torchring.elastic
         self._alone: Alone = Alone(names.keys(), options.accumulate)
         self._is_initialising = True
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
@@ -655,6 +662,12 @@ class DistributedOptimizer(Optimizer):
         def hook(parameter: torch.Tensor) -> None:
             self._drop_early_hooks()
             world = self._find_world()
+            world.refuse_before_generation("backward()")
+            if self._needs_state:
+                raise ValueError(
+                    "an optimizer that was wrapped before torchring.elastic.run began is in no State, so workers that "
+                    "come later would not get its state: pass it to torchring.elastic.State"
+                )
             if world.size > 1:
                 sync = world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
                 sync.first_gradient(next(i for i, p in enumerate(sync.reduction.parameters) if p is parameter))
@@ -681,6 +694,20 @@ class DistributedOptimizer(Optimizer):
         self._disconnect()
         if not self._is_closed:
             self._connect_with_first_gradient()
+
+    def _join_generation(self, world: World, batches: Batches) -> None:
+        """Collective: reduce with the ranks of `world`, a generation of an elastic job. Gradients are dropped.
+
+        Args:
+            batches: is told of each backward, in a world of several ranks.
+        """
+        self._needs_state = False
+        self._disconnect()
+        self._alone = Alone(self._names.keys(), self._options.accumulate)
+        self.zero_grad()
+        if world.size > 1 and not self._is_closed:
+            sync = world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
+            sync.batches = batches
 
     def _live_sync(self) -> GradientSync | None:
         """None in a world of one. A copy connects now, if no gradient has made the copy do so yet."""

@@ -35,6 +35,7 @@ from torchring.errors import (
 from torchring.memory.host import HostGroup, connect
 from torchring.rendezvous.environment import (
     CHOICE,
+    ELASTIC,
     MEMBER,
     LaunchEnvironment,
     check_group,
@@ -99,6 +100,9 @@ class World:
         is_joining: whether the script is inside `torchring.join`, where ranks may have ended that take part in
             reductions only.
         is_forked: whether this process is a child that the rank's process forked, and so no rank.
+        is_provisional: whether this world of one stands for the next generation of an elastic job, which has not met.
+        wants_change: whether this rank has heard that its generation is to meet anew, at the end of a step.
+        leaves: whether this rank is about to leave its elastic job, at the end of a step.
     """
 
     def __init__(
@@ -114,9 +118,13 @@ class World:
         backend: str = "gloo",
         job: str = "",
         stall_warning_seconds: float = WARNING_SECONDS,
+        is_provisional: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
+        self.is_provisional = is_provisional
+        self.wants_change = False
+        self.leaves = False
         self.launcher = launcher
         self.backend = backend
         self.timeout_seconds = timeout_seconds
@@ -225,6 +233,7 @@ class World:
         self.failure = error
         if self.host is not None:
             self.host.report_failure(error)
+            self.host.abort(error)
         for channel in list(self._told_of_failure):
             channel.fail(error)
         if self.rendezvous is not None and not self.shares_memory:  # ranks of other hosts may be opening a channel
@@ -267,6 +276,14 @@ class World:
             raise ValueError(
                 f"{what} was called inside torchring.join(), where ranks whose data has ended would not take part; "
                 "call it before or after the with block"
+            )
+
+    def refuse_before_generation(self, what: str) -> None:
+        """Raise TopologyError in an elastic job whose workers have not met yet."""
+        if self.is_provisional:
+            raise TopologyError(
+                f"{what} was called before the workers of this elastic job have met; call it inside the function that "
+                "torchring.elastic.run decorates"
             )
 
     def refuse_fork(self) -> None:
@@ -373,6 +390,11 @@ def init(
         )
     else:
         _check_open_world(_default, backend, timeout_seconds, stall_warning_seconds)
+    if process_group and _default.launcher == ELASTIC:
+        raise TopologyError(
+            "process_group=True does not work in an elastic job, because torch.distributed's process group keeps its "
+            "ranks; use torchring's collectives, and torchring.elastic.Sampler"
+        )
     if process_group:
         _make_process_group(_default)
     return _default
@@ -382,7 +404,7 @@ def _check_open_world(
     world: World, backend: Backend, timeout_seconds: float | None, stall_warning_seconds: float | None
 ) -> None:
     """Raise unless `world`, which is open, is what init() was asked for."""
-    if world.size == 1:
+    if world.size == 1 and world.launcher != ELASTIC:
         _refuse_to_stay_alone()
     for name, wanted, own in (
         ("timeout_seconds", timeout_seconds, world.timeout_seconds),
@@ -400,6 +422,8 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
     """Open the world that the launcher, or the script's process group, describes. Collective."""
     global _num_inits, _pid
     launch = _launched()
+    if launch.invitation is not None:
+        return _before_generation(launch, backend, timeout_seconds, stall_warning_seconds)
     if launch.member_pid is not None:
         raise TopologyError(
             f"this process (pid {os.getpid()}) was started by rank {launch.rank} (pid {launch.member_pid}), which "
@@ -439,6 +463,67 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
     return world
 
 
+def _before_generation(
+    launch: LaunchEnvironment, backend: str, timeout_seconds: float, stall_warning_seconds: float
+) -> World:
+    """What init() returns in a worker of an elastic job until `torchring.elastic.run` opens a generation."""
+    global _pid
+    if backend == "mpi":
+        raise TopologyError("backend='mpi' does not work in an elastic job, whose ranks change; leave it out")
+    if _pid is None:
+        atexit.register(_leave_at_exit)
+    _pid = os.getpid()
+    os.environ[MEMBER] = membership(os.environ, _pid, launch.rank, launch.size, launch.local_rank or 0)
+    return World(
+        None,
+        launch.rank,
+        1,
+        local_rank=launch.local_rank,
+        timeout_seconds=timeout_seconds,
+        launcher=launch.launcher,
+        stall_warning_seconds=stall_warning_seconds,
+        is_provisional=True,
+    )
+
+
+def open_generation(store: Store | None, rank: int, size: int) -> World:
+    """Make the world of a generation of an elastic job the default world, with the options of init(). Collective.
+
+    Args:
+        store: shared by the ranks of this generation only.
+
+    Raises:
+        RingError: a rank is lost, or does not come.
+    """
+    global _default, _num_inits
+    before = leave_generation()
+    _num_inits += 1
+    world = World(
+        store if size > 1 else None,
+        rank,
+        size,
+        local_rank=before.local_rank,
+        timeout_seconds=before.timeout_seconds,
+        launcher=before.launcher,
+        stall_warning_seconds=before.stall_warning_seconds,
+    )
+    os.environ[MEMBER] = membership(os.environ, os.getpid(), rank, size, world.local_rank)
+    _default = world
+    return world
+
+
+def leave_generation() -> World:
+    """Close the world of a generation. Returns the provisional world that is the default world from then on."""
+    global _default
+    if _default is None:
+        return init()
+    if not _default.is_provisional:
+        world, _default = _default, None
+        _default = _before_generation(_launched(), world.backend, world.timeout_seconds, world.stall_warning_seconds)
+        world.close()
+    return _default
+
+
 def shutdown() -> None:
     """Leave the world. All ranks may call `init()` again. Does nothing if no world is open."""
     global _default, _own_group
@@ -460,7 +545,7 @@ def default_world() -> World:
     """The world that the module-level functions act on. Joins the world if this process has not joined yet."""
     if _default is None:
         return init()
-    if _default.size == 1:
+    if _default.size == 1 and _default.launcher != ELASTIC:
         _refuse_to_stay_alone()
     return _default
 
@@ -486,7 +571,7 @@ def rank() -> int:
 
 def size() -> int:
     """Number of processes that train together. Waits for no other rank."""
-    return _default.size if _default is not None else _launched().size
+    return _default.size if _default is not None and not _default.is_provisional else _launched().size
 
 
 def local_rank() -> int:

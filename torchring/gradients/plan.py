@@ -36,6 +36,8 @@ class ControlBits(NamedTuple):
     has_ended: the rank has no data left, inside `torchring.join`.
     buffers_changed: a buffer has changed that is in no wire.
     buffers_missing: a buffer is gone that is in a wire.
+    wants_change: the rank has heard that the ranks of its world are to change, in an elastic job.
+    leaves: the rank is about to leave an elastic job.
     weight: of the rank's gradients; 0 if none was given.
     """
 
@@ -48,6 +50,8 @@ class ControlBits(NamedTuple):
     has_ended: int = 0
     buffers_changed: int = 0
     buffers_missing: int = 0
+    wants_change: int = 0
+    leaves: int = 0
     weight: float = 0.0
 
     @classmethod

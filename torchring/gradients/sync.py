@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -25,6 +26,20 @@ from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.sparse import NonFiniteGradient
 from torchring.gradients.weights import ON_RESULTS
 from torchring.stalls.page import Phase
+
+
+class Batches(Protocol):
+    """What an elastic job wants to know of the backwards, and knows of the batches."""
+
+    def begin_backward(self) -> None:
+        """A backward is about to begin, or its first gradient has come. May raise what ends the training function."""
+
+    def next_weight(self) -> float | None:
+        """The weight of this rank's next batch. None if no batch has a weight, on any rank."""
+
+    def change_is_agreed(self, *, all_leave: bool) -> None:
+        """The ranks are to change at the end of this step, or to leave, all of them. All ranks are told so in the same
+        step."""
 
 
 class GradientSync:
@@ -45,6 +60,7 @@ class GradientSync:
         num_steps: how many optimizer steps this rank has made.
         num_skipped_steps: how many steps were left out, because a gradient was not finite.
         in_backward: whether a backward of these parameters is under way.
+        batches: of an elastic job.
     """
 
     def __init__(
@@ -74,6 +90,7 @@ class GradientSync:
         self._num_backwards = 0  # since the last reduction, without those inside no_sync()
         self._no_sync_depth = 0
         self._weights = reduction.weights
+        self.batches: Batches | None = None
         self._handles_of_zero_weight: list[torch.utils.hooks.RemovableHandle] = []
 
         # The backward under way
@@ -120,6 +137,8 @@ class GradientSync:
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
         if not self.in_backward:
+            if self.batches is not None:
+                self.batches.begin_backward()
             self._enter(Phase.BACKWARD)
             self._begin(reduces=self._next_reduces())
         self.watch.arm()
@@ -142,6 +161,9 @@ class GradientSync:
             steps_differ = bool(sums.on_some_but_not_all(self.reduction.world.size).odd_steps)
             is_alarmed = steps_differ or sums.parameters_changed > 0
             self._replicas.after_round(is_alarmed, self.num_steps, is_apart=sums.has_ended > 0)
+            if self.batches is not None and (sums.wants_change or sums.leaves):
+                self.batches.change_is_agreed(all_leave=sums.leaves == self.reduction.world.size)
+        self.weigh_next_batch()
 
     def abandon_backward(self) -> None:
         """The backward under way has raised (out of memory, an error in a custom function): drop its round."""
@@ -162,13 +184,22 @@ class GradientSync:
         """The loss of the next backward is a mean over `weight` samples. See `DistributedOptimizer.weigh`."""
         if self.in_backward:
             raise GradientError("weigh() was called inside backward(); call it before")
-        reduction, weights = self.reduction, self._weights
         self._drop_stale_weights()
-        may_accumulate = self.accumulate > 1 or self._no_sync_depth > 0 or weights.num_backwards > 0
+        may_accumulate = self.accumulate > 1 or self._no_sync_depth > 0 or self._weights.num_backwards > 0
         if may_accumulate:
             self._refuse_results()
+        self._weigh(weight)
+
+    def weigh_next_batch(self) -> None:
+        """In an elastic job: give the next backward the weight of its batch, unless the script gives another."""
+        if self.batches is not None and (weight := self.batches.next_weight()) is not None:
+            self._weigh(weight, is_default=True)
+
+    def _weigh(self, weight: float, *, is_default: bool = False) -> None:
+        reduction, weights = self.reduction, self._weights
+        self._end_zero_weight()
         weight = weights.representable(weight)
-        factor = weights.give(weight)
+        factor = weights.give(weight, is_default=is_default)
         thawed = [parameter for parameter in self._frozen if parameter.requires_grad]  # not adopted yet
         if factor != 1.0:
             reduction.scale_local(factor)
@@ -387,6 +418,8 @@ class GradientSync:
             parameters_changed=int(self._replicas.has_changed()),
             has_thawed=int(self._has_thawed()),
             has_ended=int(self._group.has_ended),
+            wants_change=int(self.reduction.world.wants_change),
+            leaves=int(self.reduction.world.leaves),
         )
         is_absent = self._group.is_skipping and not self._weights.num_backwards
         self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits, is_absent=is_absent, is_again=is_again)

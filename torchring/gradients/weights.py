@@ -59,6 +59,7 @@ class Weights:
         self.reference = 1.0
         self._is_narrow = False
         self._next: float | None = None  # for the backward that comes
+        self._is_default = False  # whether an elastic job has given it, and not the script
         self._unit: float | None = None  # the weight that local gradients are divided by
         self._total: float | None = None
         self._last: float | None = None  # of the backward under way
@@ -79,12 +80,14 @@ class Weights:
         """The weight that is sent: in 16 bits, a multiple of 2**-16."""
         return round(weight * 2**_FRACTION_BITS) / 2**_FRACTION_BITS if self._is_narrow else weight
 
-    def give(self, weight: float) -> float:
+    def give(self, weight: float, *, is_default: bool = False) -> float:
         """The next backward has this weight. Returns the factor that local gradients have to be scaled by before.
+
+        Another weight may follow a default one.
 
         Raises GradientError if a weight was given already, or an earlier backward had none.
         """
-        if self._next is not None:
+        if self._next is not None and not self._is_default:
             raise GradientError("weigh() was called twice before one backward(); call it once before each")
         if self.num_backwards and self._total is None:
             raise GradientError(
@@ -92,6 +95,7 @@ class Weights:
                 "weigh() before each backward(), or zero_grad() first"
             )
         self._next = weight
+        self._is_default = is_default
         if not weight:
             return 1.0
         unit, self._unit = self._unit, weight

@@ -89,6 +89,7 @@ class HostGroup:
         self._peers = {peer.rank: peer for peer in peers}
         self._num_blocks = 0
         self._is_closed = False
+        self._aborted: RingError | None = None
         self._errors: ErrorPages | None = None  # until allocate() has returned, which looks for errors, too
         self._errors = ErrorPages(self.allocate(ErrorPages.NUM_BYTES), self.ranks)
         _groups.add(self)
@@ -167,6 +168,10 @@ class HostGroup:
         if self._errors:
             self._errors.write(self.index, encode_error(error))
 
+    def abort(self, error: RingError) -> None:
+        """Make the threads of this rank that wait in `wait_until`, now or later, raise `error`. From any thread."""
+        self._aborted = error
+
     def close(self) -> None:
         """Tell the peers that this rank leaves, and close the sockets. A block stays mapped while a tensor views it."""
         self.report_failure(PeerLostError("it called torchring.shutdown()", peers=(self.rank,)))
@@ -196,6 +201,8 @@ class HostGroup:
             while not arrived(_POLL_SECONDS):
                 if self._is_closed:
                     raise PeerLostError("torchring.shutdown() was called while this waited", rank=self.rank)
+                if self._aborted is not None:
+                    raise self._aborted
                 late = needed()
                 try:
                     self.check_peers(late)

@@ -4,6 +4,7 @@
     Kubernetes and others   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; rank 0 hosts the store
     mpirun, mpiexec         rank and size; the ranks meet through mpi4py, or at MASTER_ADDR:MASTER_PORT if set
     srun                    SLURM_*; rank 0 hosts the store on the step's first host
+    torchring run --elastic TORCHRING_ELASTIC; the driver hosts the store, and says when to meet
     horovodrun              HOROVOD_*; rank 0 hosts the store, and says where in the launcher's key-value server; also
                             Horovod's launchers for Spark and Ray; or by hand with MASTER_ADDR and MASTER_PORT
 
@@ -25,11 +26,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from torchring.elastic import protocol
 from torchring.errors import TopologyError
 
 CHOICE: Final = "TORCHRING_LAUNCHER"
 MEMBER: Final = "TORCHRING_MEMBER"
 JOB: Final = "TORCHRING_JOB"  # from `torchring run`
+ELASTIC: Final = "torchring run --elastic"
 _KEY_VALUES: Final = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 STACKS: Final = "TORCHRING_STACKS_ON_STALL"  # from `torchring run --stacks-on-stall`
 _PART: Final = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")  # of a host list; commas inside brackets stay
@@ -48,6 +51,8 @@ class LaunchEnvironment:
         over_mpi: no address was given, so the ranks meet through mpi4py.
         key_values: host and port of Horovod's key-value server, through which rank 0 says where its store is.
         is_one_host: whether the launcher says that all ranks run on one host.
+        invitation: what the driver of an elastic job has told this process. Rank and size are those with which the job
+            would begin.
         member_pid: if this process is not the rank but a child of the rank, the process number of the rank.
         job: equal on all ranks that were launched together, and on no others. "" if the launcher does not say.
     """
@@ -63,6 +68,7 @@ class LaunchEnvironment:
     job: str = ""
     key_values: tuple[str, int] | None = None
     is_one_host: bool = False
+    invitation: protocol.Invitation | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,8 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     Raises TopologyError if a launcher started several processes but does not say all that joining them takes, or if a
     second launcher inside the first one started a single process: each process would silently train alone.
     """
+    if environ.get(CHOICE) is None and (invited := _invited(environ)):
+        return invited
     found = _found(environ)
     if not found:
         if "RANK" in environ and environ.get(CHOICE) != "none":
@@ -159,6 +167,22 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     master = None if over_mpi else _master(environ, launcher, name, rank)
     hosted = launcher.kind == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return LaunchEnvironment(name, rank, size, local_rank, master, hosted, over_mpi, job=_job(environ, launcher))
+
+
+def _invited(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    try:
+        invitation = protocol.invitation(environ)
+    except (ValueError, TypeError, KeyError) as error:
+        raise TopologyError(
+            f"{protocol.VARIABLE} is not what `{ELASTIC}` sets ({type(error).__name__}: {error}); unset it"
+        ) from error
+    if invitation is None:
+        return None
+    # A worker that has come later has a rank of its own, too: scripts let rank 0 alone print, or download.
+    size = max(invitation.size, invitation.worker + 1)
+    return LaunchEnvironment(
+        ELASTIC, invitation.worker, size, invitation.slot, None, store_is_hosted=True, invitation=invitation
+    )
 
 
 def membership(environ: Mapping[str, str], pid: int, rank: int, size: int, local_rank: int) -> str:
@@ -242,7 +266,7 @@ def _launch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """All variables by which two launches differ."""
     keys = {key for launcher in _LAUNCHERS for key in (launcher.rank, launcher.size, launcher.sign)}
     keys |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", CHOICE, JOB}
-    keys |= {"SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", *_KEY_VALUES}
+    keys |= {"SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", protocol.VARIABLE, *_KEY_VALUES}
     return {key: environ[key] for key in sorted(keys) if key in environ}
 
 

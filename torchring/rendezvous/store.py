@@ -265,7 +265,7 @@ def _try_all(endpoint: dict[str, Any]) -> tuple[TCPStore | None, list[str]]:
     tried: list[str] = []
     for address in endpoint["addresses"]:
         try:
-            return _try(address, endpoint["port"], endpoint["token"]), tried
+            return try_store(address, endpoint["port"], endpoint["token"]), tried
         except (OSError, dist.DistError) as error:
             tried.append(f"{address} ({getattr(error, 'strerror', None) or _first_line(error)})")
     return None, tried
@@ -338,13 +338,13 @@ def _ask(launch: LaunchEnvironment, server: tuple[str, int], seconds: float, req
             time.sleep(_PAUSE_SECONDS)
 
 
-def _try(address: str, port: int, token: str) -> TCPStore:
-    """Connect, and check by the token that rank 0's store answered: a container bridge has the same address on
-    every host."""
+def try_store(address: str, port: int, token: str, key: str = _TOKEN_KEY) -> TCPStore:
+    """Connect, and check by the token under `key` that the right store answered: a container bridge has the same
+    address on every host. Raises OSError or DistError."""
     socket.create_connection((address, port), timeout=_TRY_SECONDS).close()
     patience = timedelta(seconds=_TRY_SECONDS)
     store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
-    if not store.check([_TOKEN_KEY]) or store.get(_TOKEN_KEY).decode() != token:
+    if not store.check([key]) or store.get(key).decode() != token:
         raise ConnectionError("another store answers there")
     return store
 

@@ -1,0 +1,271 @@
+"""A worker's side of `protocol.py`: says how this worker is, and waits for the generations that the driver plans.
+
+One thread talks to the driver's store, because a store whose driver is stopped, or whose host is cut off, does not
+answer for as long as TCP waits. The main thread waits for the other thread, and can be interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from torchring.elastic import protocol
+from torchring.elastic.protocol import Beat, Broken, Card, Invitation, Plan
+from torchring.errors import PeerLostError, TopologyError
+from torchring.rendezvous.environment import ELASTIC
+from torchring.rendezvous.store import try_store
+from torchring.world import World, leave_generation, open_generation
+
+_T = TypeVar("_T")
+_CONNECT_SECONDS: Final = 30.0
+_PAUSE_SECONDS: Final = 0.2  # between two tries to connect
+_MEETING_LOOK_SECONDS: Final = 0.01
+_SILENT_SECONDS: Final = 60.0  # without an answer, after which the driver counts as gone
+_GOODBYE_SECONDS: Final = 2.0  # for the last card
+
+_log = logging.getLogger("torchring.elastic")
+
+
+class JobOverError(Exception):
+    """The driver has ended the job, or is gone, or this worker was told to end. The text says why."""
+
+
+class Member:
+    """This process as a worker of an elastic job.
+
+    Attributes:
+        worker: number of this worker.
+        generation: the one that this worker belongs to, or has belonged to last; 0 for none.
+        num_steps: how many optimizer steps the state has behind it; -1 for none. The driver is told.
+        checkpoint: path of the newest checkpoint that this worker knows of, or "".
+        leaves: whether this worker was told to end.
+        size_before: how many ranks the generation before had.
+    """
+
+    def __init__(self, invitation: Invitation) -> None:
+        self.worker = invitation.worker
+        self.generation = 0
+        self.num_steps = -1
+        self.checkpoint = ""
+        self.leaves = False
+        self._pid = os.getpid()
+        self._invitation = invitation
+        self._world: World | None = None
+        self._card = Card("starting")
+        self._says_card = False
+        self._broken = Broken()
+        self._call = 0
+        self._plan: Plan | None = None
+        self._over = ""  # why the job is over
+        self._num_beats = 0
+        self._beat_at = 0.0
+        self._answered_at = time.monotonic()
+        self._changed = threading.Condition()
+        self._store_of_worlds = _connect(invitation)
+        self._store = _connect(invitation)  # of the thread
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._watch, name="torchring-elastic", daemon=True)
+        self._thread.start()
+
+    def meet(self, reason: str) -> World:
+        """Leave the generation, wait for a new one that this worker belongs to, and open its world. Collective.
+
+        Args:
+            reason: why this worker has left its generation, for people; "" if there is nothing to say.
+
+        Raises:
+            JobOverError: the job is over, the driver is gone, or this worker was told to end before there was a
+                generation in which it could do so.
+            RingError: a worker of the new generation is lost already. Meet again.
+        """
+        self.leave()
+        self._say(Card("meeting", self.generation, self.checkpoint, reason))
+        began_at = time.monotonic()
+        with self._changed:
+            while not self._has_news():
+                self._changed.wait(protocol.LOOK_SECONDS)
+                if self.seems_alone():
+                    self._over = f"`{ELASTIC}` has not answered for {_SILENT_SECONDS:g} s"
+                elif self.leaves and (self.num_steps < 0 or time.monotonic() - began_at > _GOODBYE_SECONDS):
+                    raise JobOverError("this worker was told to end")
+            if self._over:
+                raise JobOverError(self._over)
+            plan = self._plan
+        assert plan is not None
+        self.generation = plan.generation
+        rank, size = plan.workers.index(self.worker), len(plan.workers)
+        _log.info("generation %d: rank %d of %d, because %s", plan.generation, rank, size, plan.reason)
+        prefix = f"{protocol.PREFIX}{protocol.world_prefix(plan.generation)}"
+        world = open_generation(PrefixStore(prefix, self._store_of_worlds), rank, size)
+        self._say(Card("running", self.generation, self.checkpoint))
+        with self._changed:
+            self._world = world
+            self._pass_on()
+        return world
+
+    def leave(self) -> None:
+        """Close the world of this generation."""
+        with self._changed:
+            self._world = None
+        leave_generation()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process is the worker, and not its forked child."""
+        return os.getpid() == self._pid
+
+    def seems_alone(self) -> bool:
+        """Whether the driver has not answered for so long that it counts as gone."""
+        return time.monotonic() - self._answered_at > _SILENT_SECONDS
+
+    def ask_to_leave(self) -> None:
+        """End at the end of this step. From a signal handler, too."""
+        self.leaves = True
+        world = self._world
+        if world is not None:
+            world.leaves = world.wants_change = True
+
+    def say_goodbye(self, reason: str) -> None:
+        """This worker takes part in nothing more, and is about to exit."""
+        self._say(Card("leaving", self.generation, self.checkpoint, reason))
+        self._close()
+
+    def finish(self) -> None:
+        """The training function has returned on all workers. The world stays open."""
+        self._say(Card("finished", self.generation, self.checkpoint))
+        self._close()
+
+    def publish_layout(self, lines: bytes) -> None:
+        """What the workers' states consist of; see `protocol.LAYOUT`."""
+        self._ask(lambda store: store.set(_key(protocol.LAYOUT), lines))  # type: ignore[arg-type]  # takes bytes, too
+
+    def fetch_layout(self) -> bytes | None:
+        """What rank 0 of a generation has published, if there was one."""
+        key = _key(protocol.LAYOUT)
+        return self._ask(lambda store: store.get(key) if store.check([key]) else None)
+
+    def _ask(self, operation: Callable[[TCPStore], _T]) -> _T:
+        """Call the store from the main thread, between generations."""
+        try:
+            return operation(self._store_of_worlds)
+        except dist.DistError as error:
+            raise JobOverError(_gone(error)) from error
+
+    def _has_news(self) -> bool:
+        return bool(self._over) or (self._plan is not None and self._plan.generation > self.generation)
+
+    def _say(self, card: Card) -> None:
+        with self._changed:
+            self._card, self._says_card = card, True
+        self._wake.set()
+
+    def _close(self) -> None:
+        """End the thread, once it has said the last card."""
+        self._is_closed = True
+        self._wake.set()
+        self._thread.join(_GOODBYE_SECONDS)
+
+    # On the thread
+
+    def _watch(self) -> None:
+        while True:
+            is_last = self._is_closed
+            try:
+                self._look()
+            except dist.DistError as error:
+                self._end(_gone(error))
+                return
+            except RuntimeError as error:  # the interpreter is ending
+                self._end(str(error))
+                return
+            if is_last:
+                return
+            self._wake.wait(_MEETING_LOOK_SECONDS if self._card.state == "meeting" else protocol.LOOK_SECONDS)
+            self._wake.clear()
+
+    def _look(self) -> None:
+        """Say what there is to say, and look at what the driver says."""
+        with self._changed:
+            card = self._card if self._says_card else None
+            self._says_card = False
+        if card is not None:
+            self._set(protocol.card_key(self.worker), card.encode())
+        now = time.monotonic()
+        if now >= self._beat_at:
+            self._beat_at = now + protocol.BEAT_SECONDS
+            self._num_beats += 1
+            self._set(protocol.beat_key(self.worker), Beat(self._num_beats, self.num_steps).encode())
+        call, broken, latest, over = self._store.multi_get(
+            list(map(_key, (protocol.CALL, protocol.BROKEN, protocol.LATEST, protocol.END)))
+        )
+        self._answered_at = time.monotonic()
+        newest = int(latest)
+        plan = self._plan
+        if newest > (plan.generation if plan is not None else 0):
+            plan = Plan.decode(self._store.get(_key(protocol.plan_key(newest))))
+            if self.worker not in plan.workers:
+                plan = self._plan
+        with self._changed:
+            self._plan, self._call, self._broken = plan, int(call), Broken.decode(broken)
+            self._over = self._over or over.decode()
+            self._pass_on()
+            self._changed.notify_all()
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._store.set(_key(key), value)  # type: ignore[arg-type]  # takes bytes, too
+
+    def _end(self, reason: str) -> None:
+        with self._changed:
+            self._over = self._over or reason
+            self._pass_on()
+            self._changed.notify_all()
+
+    def _pass_on(self) -> None:
+        """Tell the world what the driver has said."""
+        world = self._world
+        if world is None:
+            return
+        if self._over or self.leaves or self._call >= self.generation:
+            world.wants_change = True
+            world.leaves = self.leaves
+        broken = self._broken
+        if broken.generation >= self.generation and world.failure is None:
+            ranks = broken.ranks if broken.generation == self.generation else ()
+            world.fail(PeerLostError(broken.reason, rank=world.rank, peers=ranks))
+
+
+def _key(name: str) -> str:
+    return f"{protocol.PREFIX}{name}"
+
+
+def _connect(invitation: Invitation) -> TCPStore:
+    """Raises TopologyError, with what was tried, if the driver's store does not answer at any of its addresses."""
+    end = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        tried = []
+        for address in invitation.addresses:
+            try:
+                return try_store(address, invitation.port, invitation.token, _key(protocol.TOKEN))
+            except (OSError, dist.DistError) as error:
+                first_line = str(error).partition("\n")[0]
+                tried.append(f"{address} ({getattr(error, 'strerror', None) or first_line})")
+        if time.monotonic() + _PAUSE_SECONDS > end:
+            raise TopologyError(
+                f"worker {invitation.worker} on {invitation.host} reaches the store of `{ELASTIC}` at none "
+                f"of its addresses, port {invitation.port}, within {_CONNECT_SECONDS:g} s: {', '.join(tried)}; the "
+                "driver may have ended, or a firewall may be in between"
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _gone(error: BaseException) -> str:
+    first_line = str(error).partition("\n")[0]
+    return f"`{ELASTIC}` is gone: its store does not answer ({first_line})"

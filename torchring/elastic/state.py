@@ -1,0 +1,486 @@
+"""What an elastic job carries from one generation to the next: models, optimizers, and whatever else changes with them.
+
+Replicas are equal after each step. So a survivor has everything, and nothing needs to be saved for the others. When a
+rank is lost, some survivors may have finished the step that others have not. Whoever is furthest passes on what it has.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from torchring.collectives.initial_state import (
+    broadcast_parameters,
+    broadcast_state,
+    check_broadcastable,
+    check_sendable,
+)
+from torchring.collectives.service import collectives_of
+from torchring.collectives.signature import first_difference
+from torchring.elastic.checkpoint import CheckpointWriter, copy_of, newest, newest_step
+from torchring.elastic.membership import Member
+from torchring.elastic.sampler import Sampler
+from torchring.errors import PlanMismatchError
+from torchring.optimizer import DistributedOptimizer
+from torchring.world import World
+
+_FORMAT: Final = 1  # of checkpoints
+_SHARE_OF_COPIES: Final = 0.004  # of the time, for copies that commits need
+_EVERY: Final = timedelta(minutes=5)
+
+_log = logging.getLogger("torchring.elastic")
+
+
+class MembershipChange(BaseException):
+    """Leaves the training function, which is called again with other ranks.
+
+    Not an Exception, so that a script that goes on after errors does not swallow it.
+
+    Attributes:
+        all_leave: whether all ranks were told to end.
+    """
+
+    def __init__(self, *, all_leave: bool) -> None:
+        super().__init__("the ranks of this elastic job change")
+        self.all_leave = all_leave
+
+
+class State:
+    """What all ranks have, and a new one gets: models, optimizers, samplers, schedulers and any other values.
+
+        state = torchring.elastic.State(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
+
+    Modules and objects with `state_dict()` and `load_state_dict()` are changed in place. Other values are attributes:
+    `state.epoch`. They hold numbers, strings, tensors, and lists, tuples and dicts of those.
+
+    A step is a `step()` of the first optimizer. Change values between this step and the next forward or backward, and
+    call collectives of your own before or after all of these changes, so that values and step belong together wherever
+    a rank is lost.
+
+    Args:
+        model: a module. Others may have other names.
+        optimizer: what `torchring.wrap` has returned. Others may have other names.
+        global_batch: number of samples of a step, of all ranks together. Ranks get shares of it that differ by one at
+            most, see `batch_size`, and gradients are weighted means over samples. So the learning rate need not change
+            with the number of ranks. By default each rank has a batch size of its own, which does not change.
+        checkpoint: a folder. Rank 0 writes checkpoints there in the background. If all ranks were lost, or the job is
+            started anew, the newest valid one is loaded, into any number of ranks.
+        every: how often a checkpoint is written: a number of steps, or a timedelta. Default: 5 minutes.
+        on_resize: called as `on_resize(old, new)` on all ranks if the number of ranks has changed, before the training
+            function is called again: to scale a learning rate, say. `old` is the number with which the state was
+            trained last, by other workers and before a checkpoint, too.
+        values: whatever else belongs to the state, under the names of the attributes.
+
+    Raises:
+        TypeError: a value cannot be sent to other ranks, or there is no optimizer from `torchring.wrap`.
+        ValueError: an argument is out of range, or a tensor of a module cannot be sent.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        global_batch: int | None = None,
+        checkpoint: str | Path | None = None,
+        every: int | timedelta | None = None,
+        on_resize: Callable[[int, int], object] | None = None,
+        **values: Any,
+    ) -> None:
+        named = {"model": model, "optimizer": optimizer}
+        given = {**{name: value for name, value in named.items() if value is not None}, **values}
+        for name, value in given.items():
+            if name.startswith("_") or hasattr(type(self), name):
+                raise ValueError(f"a State has something else under the name {name!r}; choose another")
+            setattr(self, name, value)
+        self._modules = {name: value for name, value in given.items() if isinstance(value, torch.nn.Module)}
+        self._stateful = {
+            name: value
+            for name, value in given.items()
+            if name not in self._modules and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        }
+        self._names_of_values = [name for name in given if name not in self._modules and name not in self._stateful]
+        self._optimizers = [each for each in self._stateful.values() if isinstance(each, DistributedOptimizer)]
+        self._samplers = [each for each in self._stateful.values() if isinstance(each, Sampler)]
+        self._check(global_batch, every)
+        self._global_batch = global_batch
+        self._on_resize = on_resize
+        self._folder = None if checkpoint is None else Path(checkpoint)
+        self._every: int | timedelta = _EVERY if every is None else every
+
+        # How far the state is
+        self._is_fresh = True  # nothing trained, loaded or received
+        self._num_steps = 0  # of the first optimizer
+        self._progress = 0  # steps of all optimizers: more is further
+        self._size = 0  # of the world that trained last; 0 for none
+        self._is_between = False  # a step has been made, and values may not have been changed yet
+
+        # The generation
+        self._member: Member | None = None
+        self._world: World | None = None
+        self._agreed: MembershipChange | None = None
+        self._agreed_at = 0  # progress at that time
+
+        # What can be returned to: progress, and what there was
+        self._committed: tuple[int, dict[str, Any]] | None = None  # values only, because the rest is still there
+        self._copied: tuple[int, dict[str, Any]] | None = None  # everything
+        self._copying_seconds = 0.0
+        self._began_at = time.monotonic()
+        self._writer: CheckpointWriter | None = None
+        self._saved_at = (0, time.monotonic())  # steps, and time
+
+        for optimizer_ in self._optimizers:
+            is_first = optimizer_ is self._optimizers[0]
+            optimizer_.register_step_pre_hook(lambda *_, is_first=is_first: self._before_step(is_first=is_first))
+            optimizer_.register_step_post_hook(lambda *_, is_first=is_first: self._after_step(is_first=is_first))
+        for module in self._modules.values():
+            module.register_forward_pre_hook(lambda module, _: self._before_forward(module))
+        for sampler in self._samplers:
+            sampler.on_iter = self._weigh_first_batch
+
+    def _check(self, global_batch: int | None, every: int | timedelta | None) -> None:
+        if not self._optimizers:
+            raise TypeError("a State needs an optimizer that torchring.wrap() has returned")
+        if global_batch is not None and global_batch < 1:
+            raise ValueError(f"global_batch must be a number of samples, 1 or more, got {global_batch!r}")
+        if every is not None and not (timedelta() < every if isinstance(every, timedelta) else every >= 1):
+            raise ValueError(f"every must be a number of steps, 1 or more, or a positive timedelta, got {every!r}")
+        for name, module in self._modules.items():
+            try:
+                check_broadcastable(module)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        for stateful in (*self._stateful.values(), _Values(self)):
+            check_sendable(stateful)
+
+    @property
+    def batch_size(self) -> int:
+        """This rank's share of `global_batch`, for `DataLoader(batch_size=...)`. 1 for a rank without a share.
+
+        Raises:
+            ValueError: there is no `global_batch`, or this is not called from the training function.
+        """
+        if self._global_batch is None or self._world is None:
+            raise ValueError("batch_size is known in the training function, of a State with global_batch")
+        return max(1, len(range(self._world.rank, self._global_batch, self._world.size)))
+
+    def commit(self) -> None:
+        """Mark a point to return to after an exception: a lack of memory on one rank, a NaN. Not needed otherwise.
+
+        Sends nothing. All ranks call it after the same steps. A commit costs next to nothing: what it holds is copied
+        to host memory when the next step is about to change it, unless copies have taken more than 0.4 % of the time
+        so far. A commit that is not copied can be returned to until that step, and the last copied one after that.
+
+        Ranks may come and leave at this point.
+        """
+        self._is_between = False
+        self._leave_if_agreed()
+        self._committed = (self._progress, copy_of(_Values(self).state_dict()))
+
+    # What the training function does
+
+    def _before_forward(self, module: torch.nn.Module) -> None:
+        if torch.compiler.is_compiling():  # would break the graph
+            return
+        if module.training and torch.is_grad_enabled() and self._world is not None:
+            self._is_between = False
+            # With several optimizers, this may be the forward for the second one, in the middle of an iteration.
+            if len(self._optimizers) == 1 and (self._agreed is None or self._progress > self._agreed_at):
+                self._leave_if_agreed()
+
+    def _before_step(self, *, is_first: bool) -> None:
+        if self._world is None:
+            return
+        if is_first:
+            if self._world.size == 1:  # where no backward is noticed; nothing has changed since the last step
+                self._leave_if_agreed()
+            self._write_if_due()
+        committed = self._committed
+        if committed is None or committed[0] != self._progress or (self._copied or (-1,))[0] == self._progress:
+            return
+        now = time.monotonic()
+        if self._copying_seconds <= _SHARE_OF_COPIES * (now - self._began_at):
+            spare = None if self._copied is None else self._copied[1]
+            self._copied = (self._progress, copy_of(self._everything(values=committed[1]), spare))
+            self._copying_seconds += time.monotonic() - now
+
+    def _after_step(self, *, is_first: bool) -> None:
+        self._progress += 1
+        self._is_between = True
+        if is_first:
+            self._num_steps += 1
+            if self._member is not None:
+                self._member.num_steps = self._num_steps
+            accumulate = self._optimizers[0]._options.accumulate
+            for sampler in self._samplers:
+                sampler.record_step(accumulate)
+
+    def _leave_if_agreed(self) -> None:
+        """Raise MembershipChange if the ranks are to change now."""
+        world = self._world
+        if world is not None and world.size == 1 and world.wants_change:
+            self._agreed = MembershipChange(all_leave=world.leaves)
+        if self._agreed is not None:
+            raise self._agreed
+
+    def _next_weight(self) -> float | None:
+        if self._world is None or self._world.size == 1:
+            return None
+        return next((sampler.next_weight() for sampler in self._samplers), None)
+
+    def _weigh_first_batch(self) -> None:
+        """A sampler begins to draw."""
+        for optimizer in self._optimizers:
+            if optimizer._sync is not None and not optimizer._sync.in_backward:
+                optimizer._sync.weigh_next_batch()
+
+    # Between generations
+
+    def _enter(self, world: World, member: Member | None, *, has_failed: bool) -> None:
+        """Become what the rank is that is furthest, and have everything reduce with the ranks of `world`. Collective.
+
+        Args:
+            has_failed: this rank returns to its last commit, and so do all ranks.
+
+        Raises:
+            PlanMismatchError: ranks have states that differ in what they consist of, or a rank could not load.
+            RingError: a rank is lost.
+            ValueError: the checkpoint is of another model.
+        """
+        self._world, self._member, self._agreed, self._is_between = world, member, None, False
+        if world.size > 1:
+            collectives_of(world).check_equal(self._layout())
+        if member is not None and world.rank == 0:
+            member.publish_layout(json.dumps(self._layout()).encode())
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        uses_commits = self._share(world, has_failed=has_failed)
+        self._is_fresh = False
+        batches = [_Batches(self, is_first=i == 0) for i in range(len(self._optimizers))]
+        for optimizer, told in zip(self._optimizers, batches, strict=True):
+            optimizer._join_generation(world, told)
+        for sampler in self._samplers:
+            sampler.share_out(world.rank, world.size, self._global_batch)
+        old, self._size = self._size, world.size
+        if old not in (0, world.size) and self._on_resize is not None:
+            self._on_resize(old, world.size)
+        self._copied = None
+        self._committed = (self._progress, copy_of(_Values(self).state_dict())) if uses_commits else None
+        self._saved_at = (self._num_steps, time.monotonic())
+        if member is not None:
+            member.num_steps = self._num_steps
+        if self._folder is not None and world.rank == 0 and self._writer is None:
+            self._writer = CheckpointWriter(self._folder)
+
+    def _share(self, world: World, *, has_failed: bool) -> bool:
+        """Give all ranks what one of them has. Collective. Returns whether some rank has committed."""
+        returns_to = self._returns_to()
+        saved = -1
+        if self._is_fresh and self._folder is not None:
+            found = newest_step(self._folder)
+            saved = -1 if found is None else found
+        mine = [-1 if self._is_fresh else self._progress, -self._is_between, returns_to, has_failed, saved]
+        everybody = [mine]
+        if world.size > 1:
+            rows = collectives_of(world).all_gather(torch.tensor([mine], dtype=torch.int64, device="cpu"))
+            everybody = [row.flatten().tolist() for row in rows]
+        progress, commits, newest_saved = ([row[i] for row in everybody] for i in (0, 2, 4))
+        some_failed = any(row[3] for row in everybody)
+        if some_failed and max(commits) >= 0:
+            src = commits.index(max(commits))
+            change: Callable[[], object] = self._return_to_commit
+        elif max(progress) >= 0:
+            ends = [tuple(row[:2]) for row in everybody]  # of equals, one whose values are certain
+            src, change = ends.index(max(ends)), lambda: None
+        else:
+            src, change = newest_saved.index(max(newest_saved)), self._load_newest
+        problem: Exception | None = None
+        if world.rank == src:
+            try:
+                change()
+            except Exception as error:
+                problem = error
+        if world.size == 1:
+            if problem is not None:
+                raise problem
+        else:
+            collectives_of(world).raise_together(problem, "could not give the others its state")
+            are_equal = len(set(progress)) == 1 and max(progress) >= 0 and not any(row[1] for row in everybody)
+            self._broadcast(src, everything=some_failed or not are_equal)
+        return max(commits) >= 0
+
+    def _broadcast(self, src: int, *, everything: bool) -> None:
+        """Give all ranks what rank `src` has. Collective. Of equal replicas, only buffers may differ."""
+        for module in self._modules.values():
+            broadcast_parameters(module if everything else dict(module.named_buffers()), src)
+        if everything:
+            for each in (*self._stateful.values(), _Values(self), _Counters(self)):
+                broadcast_state(each, src)
+
+    def _leave(self) -> None:
+        """The generation is over for this rank."""
+        self._world = self._agreed = None
+
+    def _check_layout(self, theirs: list[str]) -> None:
+        """Raise PlanMismatchError if this state consists of other things than that of the workers that train."""
+        mine = self._layout()
+        if mine != theirs:
+            difference = first_difference([theirs, mine])
+            raise PlanMismatchError(f"this worker's state is not that of the workers that train: {difference}")
+
+    def _layout(self) -> list[str]:
+        """What ranks must agree on."""
+        lines = []
+        for name, module in self._modules.items():
+            tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            lines += [f"{name}.{key}: {tuple(t.shape)} {t.dtype}" for key, t in tensors.items()]
+        lines += [f"{name}: {type(each).__name__}" for name, each in self._stateful.items()]
+        lines += [f"{name}: a value" for name in self._names_of_values]
+        return [*lines, f"global_batch={self._global_batch}"]
+
+    # Points to return to
+
+    def _returns_to(self) -> int:
+        """Progress of the newest commit that this rank can return to; -1 for none."""
+        if self._committed is not None and self._committed[0] == self._progress:
+            return self._progress
+        return -1 if self._copied is None else self._copied[0]
+
+    def _return_to_commit(self) -> None:
+        if self._committed is not None and self._committed[0] == self._progress:
+            _Values(self).load_state_dict(copy_of(self._committed[1]))
+        elif self._copied is not None:
+            self._become(copy_of(self._copied[1]))
+
+    def _everything(self, values: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "layout": self._layout(),
+            "modules": {name: module.state_dict() for name, module in self._modules.items()},
+            "stateful": {name: each.state_dict() for name, each in self._stateful.items()},
+            "values": _Values(self).state_dict() if values is None else values,
+            "counters": _Counters(self).state_dict(),
+        }
+
+    def _become(self, everything: dict[str, Any]) -> None:
+        for name, module in self._modules.items():
+            module.load_state_dict(everything["modules"][name])
+        for name, each in self._stateful.items():
+            each.load_state_dict(everything["stateful"][name])
+        _Values(self).load_state_dict(everything["values"])
+        _Counters(self).load_state_dict(everything["counters"])
+
+    # Checkpoints
+
+    def _load_newest(self) -> None:
+        found = None if self._folder is None else newest(self._folder)
+        if found is None:
+            return
+        step, everything = found
+        if everything.get("format") != _FORMAT:
+            raise ValueError(f"the checkpoint of step {step} in {self._folder} is of another version of torchring")
+        if everything["layout"] != self._layout():
+            difference = first_difference([everything["layout"], self._layout()])
+            raise ValueError(
+                f"the checkpoint of step {step} in {self._folder} is of another model or State ({difference}); use "
+                "another folder, or remove the checkpoints"
+            )
+        self._become(everything)
+        _log.info("training goes on from the checkpoint of step %d in %s", step, self._folder)
+
+    def _write_if_due(self) -> None:
+        if self._writer is None or self._world is None or self._world.rank != 0:
+            return
+        steps, at = self._saved_at
+        every = self._every
+        if isinstance(every, int):
+            is_due = self._num_steps >= steps + every
+        else:
+            is_due = self._num_steps > steps and time.monotonic() >= at + every.total_seconds()
+        if is_due:
+            self._saved_at = (self._num_steps, time.monotonic())
+            self._writer.write(self._num_steps, self._writer.copy_of(self._everything()))
+        if self._member is not None:
+            self._member.checkpoint = str(self._writer.newest or "")
+
+    def _save_now(self) -> str:
+        """Write a checkpoint, unless the newest has this step. Returns its path; "" without a folder, or on failure."""
+        if self._folder is None or self._is_fresh:
+            return ""
+        if self._writer is None:
+            self._writer = CheckpointWriter(self._folder)
+        try:
+            self._writer.flush(60.0)
+            if newest_step(self._folder) != self._num_steps:
+                self._writer.write_now(self._num_steps, self._everything())
+        except Exception as error:
+            _log.warning("no checkpoint was written to %s: %s", self._folder, error)
+            return ""
+        return str(self._writer.newest or "")
+
+
+class _Batches:
+    """What a State wants to know of the backwards of one optimizer. See `gradients.sync.Batches`."""
+
+    def __init__(self, state: State, *, is_first: bool) -> None:
+        self._state = state
+        self._is_first = is_first
+
+    def begin_backward(self) -> None:
+        state = self._state
+        if not self._is_first:
+            return
+        state._is_between = False
+        if state._member is not None and state._member.seems_alone() and state._world is not None:
+            state._world.wants_change = True
+        state._leave_if_agreed()
+
+    def next_weight(self) -> float | None:
+        return self._state._next_weight()
+
+    def change_is_agreed(self, *, all_leave: bool) -> None:
+        if self._is_first:
+            self._state._agreed = MembershipChange(all_leave=all_leave)
+            self._state._agreed_at = self._state._progress
+
+
+class _Values:
+    """The plain values of a State, as something that has a state."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._state, name) for name in self._state._names_of_values}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name in self._state._names_of_values:
+            setattr(self._state, name, state_dict[name])
+
+
+class _Counters:
+    """How far a State is, as something that has a state."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._state
+        return {"num_steps": state._num_steps, "progress": state._progress, "size": state._size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = self._state
+        state._num_steps, state._progress = state_dict["num_steps"], state_dict["progress"]
+        state._size = state_dict["size"]
