@@ -1,0 +1,362 @@
+"""A sampler for a number of ranks that changes: each sample of an epoch is used once, to the unit of a global batch.
+
+An epoch is a permutation of the dataset, equal on all ranks. `position` samples at its beginning have been used by
+finished steps. A *global batch* is the next B samples, of which each rank draws its share. With 10 samples in order:
+
+    two ranks, batches of 2       rank 0: 0 2     rank 1: 1 3           the first global batch, 0 to 3, is used
+    then three ranks, B = 4       rank 0: 4 7     rank 1: 5     rank 2: 6
+                                  rank 0: 8       rank 1: 9     rank 2: 8, with weight 0: nothing is left for it
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import BatchSampler
+from torch.utils.data import Sampler as _Sampler
+
+
+@dataclass
+class _Pass:
+    """One iteration over what is left of an epoch.
+
+    Attributes:
+        start: position at which it began.
+        length: of the epoch, in samples.
+        rank, size: of this process in the world that shares the pass.
+        unit: number of samples of a global batch. The last one may be smaller.
+        num_used: number of global batches that finished steps have used. While a step is under way that began in the
+            pass before, this is minus the number of its batches that came from there.
+        is_drawn: all indices have been drawn.
+    """
+
+    start: int
+    length: int
+    rank: int
+    size: int
+    unit: int
+    num_used: int = 0
+    is_drawn: bool = False
+
+    @property
+    def num_batches(self) -> int:
+        return -(-(self.length - self.start) // self.unit)
+
+    @property
+    def position(self) -> int:
+        return min(self.start + max(self.num_used, 0) * self.unit, self.length)
+
+    def bounds(self, batch: int) -> tuple[int, int]:
+        """The samples of a global batch, as positions in the epoch."""
+        begin = self.start + batch * self.unit
+        return begin, min(begin + self.unit, self.length)
+
+    def share(self, batch: int) -> range:
+        """What this rank draws of a global batch, as positions in the epoch."""
+        begin, end = self.bounds(batch)
+        own = range(begin + self.rank, end, self.size)
+        if own:
+            return own
+        padding = begin + self.rank % (end - begin)
+        return range(padding, padding + 1)
+
+    def weight(self, batch: int) -> int:
+        begin, end = self.bounds(batch)
+        return len(range(begin + self.rank, end, self.size))
+
+    @property
+    def has_equal_shares(self) -> bool:
+        return self.num_batches == 0 or all(
+            (end - begin) % self.size == 0 for begin, end in (self.bounds(0), self.bounds(self.num_batches - 1))
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """What this rank draws in the whole pass, padding included."""
+        if self.num_batches == 0:
+            return 0
+        return (self.num_batches - 1) * len(self.share(0)) + len(self.share(self.num_batches - 1))
+
+
+class Sampler(_Sampler[int]):
+    """Shares the samples that are left of an epoch out to the ranks that there are. Put it in `elastic.State`.
+
+        sampler = torchring.elastic.Sampler(dataset)
+        state = torchring.elastic.State(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
+
+        @torchring.elastic.run
+        def train(state):
+            loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+            for state.epoch in range(state.epoch, num_epochs):
+                sampler.set_epoch(state.epoch)
+                for batch in loader:
+                    ...
+
+    The k-th batches of all ranks are the k-th global batch. All ranks draw the same number of batches. The last global
+    batch of an epoch may be smaller. Where fewer samples are left than there are ranks, the other ranks draw one of
+    them again, which counts with weight 0. So the mean of the gradients, and an epoch, have each sample once.
+
+    Only finished steps count. A sample that was drawn ahead by a `DataLoader` worker, or for a step that was lost with
+    a rank, is drawn again.
+
+    Epochs: an iteration goes on at `position`. When all samples of the epoch have been used, the next iteration begins
+    the next epoch. There is one exception: the first iteration after a change of ranks, after `load_state_dict` and
+    after `set_epoch(e)` for the epoch under way belongs to that epoch, and yields nothing if all its samples have been
+    used. So a training function that is called again at the end of an epoch does not train on the epoch twice. A script
+    that calls `set_epoch` as above need not think about this.
+
+    The batch size is that of the `DataLoader` (or `BatchSampler`) that draws from this sampler. Under
+    `State(global_batch=n)`, pass `batch_size=sampler.batch_size` to the `DataLoader`, and make the `DataLoader` in the
+    training function: the share changes with the ranks.
+
+    No method communicates. The state is equal on all ranks if all take the same steps.
+
+    Args:
+        dataset: something with a length, which does not change.
+        shuffle: whether to shuffle, in an order that depends on `seed` and the epoch.
+        seed: equal on all ranks. `load_state_dict` replaces it.
+        batch_size: number of samples that a rank draws for a batch, where no `BatchSampler` draws from this sampler and
+            there is no global batch.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, *, batch_size: int | None = None) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self._length = len(dataset)
+        self._shuffle = shuffle
+        self._seed = seed
+        self._own_batch_size = batch_size
+        self._rank, self._size = 0, 1
+        self._global_batch: int | None = None
+        self._epoch = 0
+        self._start = 0  # position, as long as there is no pass
+        self._pass: _Pass | None = None  # the newest one
+        self._goes_on = False  # the next iteration belongs to the epoch under way, even at its end
+        self._batches_per_step = 0  # of the newest step
+        self._num_open = 0  # batches of the epoch before that belong to a step under way
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Number of samples of the epoch that finished steps have used, on all ranks together."""
+        return self._start if self._pass is None else self._pass.position
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples of this rank's batches. The last batch of an epoch may be smaller.
+
+        Raises:
+            ValueError: there is neither a global batch nor a `batch_size`.
+        """
+        if self._global_batch is not None:
+            # A rank without a share draws one sample, with weight 0.
+            return max(1, len(range(self._rank, self._global_batch, self._size)))
+        if self._own_batch_size is None:
+            raise ValueError(
+                "the batch size is not known: pass a number to DataLoader(batch_size=...), or set "
+                "Sampler(batch_size=...) or State(global_batch=...)"
+            )
+        return self._own_batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration belongs to this epoch. Nothing changes if it is under way; else it starts from the front.
+
+        An epoch of which all samples have been used yields nothing.
+        """
+        if epoch != self._epoch:
+            self._begin(epoch)
+        self._goes_on = True
+
+    def share_out(self, rank: int, size: int, global_batch: int | None = None) -> None:
+        """Share out what is left to other ranks, from the next iteration on. What no finished step used is left.
+
+        Called by `elastic.run` before the training function.
+
+        Args:
+            rank, size: of this process, and of the world.
+            global_batch: number of samples of all ranks' batches together. The shares differ by one at most. None if
+                each rank has the same batch size.
+
+        Raises:
+            ValueError: no such rank, or no such global batch.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be in [0, {size}), got {rank}")
+        if global_batch is not None and global_batch < 1:
+            raise ValueError(f"global_batch must be at least 1, got {global_batch}")
+        self._rank, self._size, self._global_batch = rank, size, global_batch
+        self._resume(self._epoch, self.position)
+
+    def record(self, num_batches: int = 1) -> None:
+        """A finished step has used the next global batches. Called by `elastic.run` on all ranks.
+
+        Args:
+            num_batches: number of batches that each rank has drawn for the step.
+
+        Raises:
+            ValueError: the epoch has fewer batches left, or no batch has been drawn.
+        """
+        if num_batches < 0:
+            raise ValueError(f"num_batches must not be negative, got {num_batches}")
+        if self._pass is None:
+            raise ValueError("a step was finished without a batch of the sampler: draw the batches of a step from it")
+        left = self._pass.num_batches - self._pass.num_used
+        if num_batches > left:
+            raise ValueError(
+                f"a step has used {num_batches} batches, but epoch {self._epoch} has only {left} left: each step must "
+                "draw its batches from the sampler, and with accumulate=n an epoch needs n batches at least"
+            )
+        self._pass.num_used += num_batches
+        self._batches_per_step = num_batches
+
+    @property
+    def recorded(self) -> int:
+        """Number of batches of the newest iteration that finished steps have used: `weight`'s number of the next batch.
+
+        Below 0 while a step is under way for which the iteration before has supplied that many batches.
+        """
+        return 0 if self._pass is None else self._pass.num_used
+
+    def weight(self, batch: int) -> int | None:
+        """How many samples of one of this rank's batches count: all, or 0 for a sample that is drawn again.
+
+        Args:
+            batch: its number in the newest iteration, from 0.
+
+        Returns:
+            None if all ranks have equal shares in each batch of the iteration: then no weight is needed. So is the
+            answer on all ranks.
+
+        Raises:
+            ValueError: there is no such batch.
+        """
+        if self._pass is None or not 0 <= batch < self._pass.num_batches:
+            raise ValueError(f"there is no batch {batch} in the newest iteration")
+        return None if self._pass.has_equal_shares else self._pass.weight(batch)
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Where the epoch is, for a checkpoint. Holds no tensor, and nothing that depends on rank or size."""
+        return {
+            "epoch": self._epoch,
+            "position": self.position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "length": self._length,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, int | bool]) -> None:
+        """Go on where `state_dict` says, from the next iteration on, in its order: seed and `shuffle` are its.
+
+        Raises:
+            ValueError: the state is of a dataset of another length.
+        """
+        length, position = int(state_dict["length"]), int(state_dict["position"])
+        if length != self._length:
+            raise ValueError(
+                f"the sampler's state is of a dataset of {length} samples, but this one has {self._length}; to train "
+                "on another dataset, begin with a new sampler"
+            )
+        if not 0 <= position <= length:
+            raise ValueError(f"the sampler's state says that {position} of {length} samples have been used")
+        self._seed = int(state_dict["seed"])
+        self._shuffle = bool(state_dict["shuffle"])
+        self._resume(int(state_dict["epoch"]), position)
+
+    def __iter__(self) -> Iterator[int]:
+        # No generator function: it would run after the BatchSampler has asked, in another frame.
+        return self._draw(self._unit())
+
+    def __len__(self) -> int:
+        """Number of samples that this rank draws in the newest iteration, or in the next one if none has begun.
+
+        Raises:
+            ValueError: as `__iter__`.
+        """
+        unit = self._unit()
+        return (self._pass or self._new_pass(unit)).num_samples
+
+    def _resume(self, epoch: int, position: int) -> None:
+        self._epoch = epoch
+        self._start = position
+        self._pass = None
+        self._goes_on = True
+        self._num_open = 0
+
+    def _begin(self, epoch: int) -> None:
+        """Begin an epoch. A step may be under way that uses the last batches of the one before."""
+        last = self._pass
+        if last is not None and last.is_drawn:
+            left = last.num_batches - last.num_used
+            # More batches than a step has were not used but given up: the script has broken off its loop.
+            self._num_open = left if left < self._batches_per_step else 0
+        self._epoch = epoch
+        self._start = 0
+        self._pass = None
+
+    def _draw(self, unit: int) -> Iterator[int]:
+        last = self._pass
+        # Batches of a step under way are all drawn. Otherwise the loop was left early, and goes on.
+        is_over = self.position == self._length or (
+            last is not None and last.is_drawn and last.num_batches - last.num_used < self._batches_per_step
+        )
+        if is_over and not self._goes_on:
+            self._begin(self._epoch + 1)
+        elif last is not None:
+            self._num_open = max(0, -last.num_used)
+            self._start = last.position
+        self._goes_on = False
+        current = self._pass = self._new_pass(unit)
+        self._num_open = 0
+        order = self._order()
+        for batch in range(current.num_batches):
+            share = current.share(batch)
+            drawn = order[share.start : share.stop : share.step]
+            yield from drawn.tolist() if isinstance(drawn, torch.Tensor) else drawn
+        current.is_drawn = True
+
+    def _new_pass(self, unit: int) -> _Pass:
+        return _Pass(self._start, self._length, self._rank, self._size, unit, -self._num_open)
+
+    def _order(self) -> range | torch.Tensor:
+        if not self._shuffle:
+            return range(self._length)
+        return torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + self._epoch))
+
+    def _unit(self) -> int:
+        """Number of samples of a global batch, from whoever iterates: called by `__iter__` and `__len__` only."""
+        asking = self._asking_batch_sampler()
+        if asking is not None and getattr(asking, "drop_last", False):
+            raise ValueError(
+                "drop_last=True would leave samples out, and other batches on some ranks than on others: leave "
+                "drop_last=False, and the last batch is shared out evenly"
+            )
+        if self._global_batch is not None:
+            if asking is not None and asking.batch_size != self.batch_size:
+                raise ValueError(
+                    f"the DataLoader's batch_size is {asking.batch_size}, but rank {self._rank} of {self._size} has "
+                    f"{self.batch_size} samples of a global batch of {self._global_batch}: make the DataLoader in the "
+                    "training function, with batch_size=sampler.batch_size"
+                )
+            return self._global_batch
+        if asking is None:
+            return self.batch_size * self._size
+        if self._own_batch_size not in (None, asking.batch_size):
+            raise ValueError(
+                f"the DataLoader's batch_size is {asking.batch_size}, but the Sampler's {self._own_batch_size}: leave "
+                "out the Sampler's"
+            )
+        return asking.batch_size * self._size
+
+    def _asking_batch_sampler(self) -> BatchSampler | None:
+        frame = sys._getframe(3)  # who has called __iter__ or __len__
+        while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
+            frame = frame.f_back
+        asking = frame.f_locals.get("self")
+        return asking if isinstance(asking, BatchSampler) and asking.sampler is self else None
