@@ -6,26 +6,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-from harness import is_running, patient, wait_until
-
-from torchring import cli
-from torchring.elastic.protocol import Beat, Broken, Card, Plan
-from torchring.launch.elastic import hosts as hosts_module
-from torchring.launch.elastic import membership as m
-from torchring.launch.elastic.cooldown import Cooldown
-from torchring.launch.elastic.hosts import Hosts
-from torchring.launch.elastic.membership import Limits, Membership
-from torchring.launch.launcher import Host, LaunchError
+from harness import patient, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 
