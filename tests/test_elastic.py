@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
 import zlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from elastic_job import ElasticJob, is_last, note
-from harness import run_ranks
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, Dataset
 
@@ -44,39 +47,54 @@ def crc(model: torch.nn.Module) -> int:
     return value
 
 
-def train_worker(**options: Any) -> None:
-    """The script of a worker."""
-    model = make_model()
+def train_worker(
+    *,
+    commits: bool = False,
+    trouble: Callable[[int, Any], object] = lambda step, loss: None,
+    make: Callable[[], torch.nn.Module] = make_model,
+    **options: Any,
+) -> None:
+    """The script of a worker.
+
+    Args:
+        commits: commit after each step.
+        trouble: called with the number of the step, and its loss, before backward.
+    """
+    model = make()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), model)
     sampler = torchring.elastic.Sampler(Digits(), seed=5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
     state = torchring.elastic.State(
-        model=model, optimizer=optimizer, sampler=sampler, scheduler=scheduler, step=0, global_batch=GLOBAL_BATCH,
-        **options,
-    )  # fmt: skip
+        model=model,
+        optimizer=optimizer,
+        sampler=sampler,
+        scheduler=scheduler,
+        step=0,
+        **{"global_batch": GLOBAL_BATCH, **options},
+    )
 
     @torchring.elastic.run
     def train(state: Any) -> None:
         note(enters=state.step, rank=torchring.rank(), size=torchring.size())
+        batch_size = state.batch_size if options.get("global_batch", GLOBAL_BATCH) else 10
         while True:
-            for pixels, labels, indices in DataLoader(Digits(), batch_size=state.batch_size, sampler=sampler):
+            for pixels, labels, indices in DataLoader(Digits(), batch_size=batch_size, sampler=sampler):
                 if is_last(state.step):
                     return
                 optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(pixels), labels).backward()
+                loss = torch.nn.functional.cross_entropy(model(pixels), labels)
+                loss = trouble(state.step, loss) or loss
+                loss.backward()
                 optimizer.step()
                 scheduler.step()
                 state.step += 1
-                note(
-                    step=state.step,
-                    crc=crc(model),
-                    indices=indices.tolist(),
-                    rank=torchring.rank(),
-                    size=torchring.size(),
-                )
+                rank, size = torchring.rank(), torchring.size()
+                note(step=state.step, crc=crc(model), indices=indices.tolist(), rank=rank, size=size)
+                if commits:
+                    state.commit()
 
     train(state)
-    note(result=[p.tolist() for p in model.parameters()], lr=scheduler.get_last_lr())
+    note(result=[p.tolist() for p in model.parameters()])
 
 
 def expected(num_steps: int) -> list[torch.Tensor]:
@@ -143,8 +161,57 @@ def test_losses_joins_and_polite_ends_change_nothing() -> None:
         check_result(job, num_steps)
 
 
-def _train_once(rank: int, size: int) -> None: ...
+def _once(name: str) -> bool:
+    """Whether this is the first time that a worker of this job asks."""
+    try:
+        os.close(os.open(Path(os.environ["TMPDIR"]).with_name(name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
 
 
-def test_without_a_driver() -> None:
-    run_ranks(_train_once, 1)
+def _fail_once(step: int, loss: torch.Tensor) -> torch.Tensor | None:
+    """A rank runs out of memory, later the gradients are not finite, later a rank raises in the middle of backward."""
+    if step == 20 and torchring.rank() == 1 and _once("out of memory"):
+        raise torch.OutOfMemoryError("injected")
+    if step == 40 and _once(f"nan{torchring.rank()}"):
+        return loss * float("nan")
+    if step == 60 and torchring.rank() == 0 and _once("in backward"):
+        loss.register_hook(_raise)
+    return None
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ValueError("injected into backward")
+
+
+def test_commits_are_what_all_ranks_return_to() -> None:
+    with ElasticJob(functools.partial(train_worker, commits=True, trouble=_fail_once), 2) as job:
+        job.run_until(lambda: job.last_step() > 80, "80 steps")
+        num_steps = job.stop()
+        assert job.run() == 0
+        check_books(job, num_steps)
+        check_result(job, num_steps)
+        assert len(job.pids) == 2  # nobody was replaced
+        assert [each["enters"] for each in job.notes("enters") if each["rank"] == 0] == [0, 20, 40, 60]
+
+
+def _die_once(step: int, loss: torch.Tensor) -> None:
+    if step == 20 and torchring.rank() == 0 and _once("error"):
+        raise ZeroDivisionError("injected")
+    if step == 150 and _once(f"kill{torchring.rank()}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    script = functools.partial(train_worker, trouble=_die_once, checkpoint=folder, every=7)
+    with ElasticJob(script, 2, max_size=3) as job:
+        job.run_until(lambda: len(job.members) == 3, "a third worker")
+        job.run_until(lambda: job.last_step() > 150, "steps after the loss of all workers")
+        num_steps = job.stop()
+        assert job.run() == 0
+        check_result(job, num_steps)
+        enters = [each["enters"] for each in job.notes("enters")]
+        assert 20 in enters  # went on where they were
+        assert max(step for step in enters if step < 150) in range(150 - 14, 150)  # and from the checkpoint
