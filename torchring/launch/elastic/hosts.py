@@ -172,8 +172,9 @@ def _run(script: str, command: Sequence[str]) -> str:
                     trouble = f"did not end within {_SCRIPT_SECONDS:g} s, and was killed"
                 elif any(len(data) > _MOST_BYTES for data in printed.values()):
                     trouble = f"printed more than {_MOST_BYTES} bytes"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, end - time.monotonic()))
+            if not trouble:  # it has closed its output, so it is about to end
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.1, end - time.monotonic()))
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
