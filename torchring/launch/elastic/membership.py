@@ -238,6 +238,16 @@ class Membership:
         """Whether the job is over. Workers may still have to end."""
         return self._over_at is not None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is about to happen: the generation runs, and nobody waits."""
+        members = self._members()
+        return not (
+            self.is_over
+            or any(self._has_left(worker) or worker.card.state != "running" for worker in members)
+            or self._in_state("meeting")
+        )
+
     # ---- what has happened
 
     def set_hosts(self, hosts: Iterable[Host]) -> None:
