@@ -11,20 +11,39 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import is_running, patient, wait_until
+from torch.distributed import TCPStore
 
 from torchring import cli
-from torchring.elastic.protocol import Beat, Broken, Card, Plan
+from torchring.elastic.protocol import (
+    BROKEN,
+    CALL,
+    END,
+    LATEST,
+    PREFIX,
+    Beat,
+    Broken,
+    Card,
+    Plan,
+    beat_key,
+    card_key,
+    plan_key,
+    world_prefix,
+)
+from torchring.errors import PeerLostError, decode_error
 from torchring.launch.elastic import hosts as hosts_module
 from torchring.launch.elastic import membership as m
+from torchring.launch.elastic import store as store_module
 from torchring.launch.elastic.cooldown import Cooldown
 from torchring.launch.elastic.hosts import Hosts
 from torchring.launch.elastic.membership import Limits, Membership
-from torchring.launch.launcher import Host
+from torchring.launch.elastic.store import DriverStore, Listener
+from torchring.launch.launcher import Host, LaunchError
 from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -613,6 +632,16 @@ def test_a_discovery_script_that_fails(
     assert len(hosts.take_warnings()) == 1, "it is news again"
 
 
+def test_a_script_that_runs_is_killed_when_the_job_is_over(tmp_path: Path) -> None:
+    hosts = hosts_module.from_script(
+        script(tmp_path, f"echo $$ >{tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; sleep 60")
+    )
+    hosts.start()
+    wait_until((tmp_path / "pid").exists, "the script")
+    hosts.close()
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
 def test_a_host_file_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("localhost slots=1\n")
@@ -624,6 +653,44 @@ def test_a_host_file_is_read_again(tmp_path: Path) -> None:
     hosts.ask()
     assert hosts.known == (Host("localhost", 2),)
     assert "cannot read the host file" in hosts.take_warnings()[0]
+
+
+# ---- the store
+
+
+def test_the_store_listens_on_loopback_unless_others_can_come(tmp_path: Path) -> None:
+    hosts = hosts_module.fixed([Host("localhost", 2)])
+    with contextlib.closing(Listener(hosts, "nonsense")) as listener:
+        assert (listener.addresses, listener._socket.getsockname()) == (("127.0.0.1",), ("127.0.0.1", listener.port))
+    hosts = hosts_module.from_script(script(tmp_path, "echo localhost:2"))
+    with contextlib.closing(Listener(hosts, "lo")) as listener:
+        assert (listener.addresses, listener._socket.getsockname()[0]) == (("127.0.0.1",), "127.0.0.1")
+    with pytest.raises(LaunchError, match="no network interface 'nonsense'"):
+        Listener(hosts, "nonsense")
+    assert store_module._choose(hosts, "")[0] == ""
+    assert "127.0.0.1" not in store_module._choose(hosts, "")[1]
+
+
+def test_what_the_driver_writes() -> None:
+    """Workers that were started before the store may have written before the driver; old keys go."""
+    listener = Listener(hosts_module.fixed([Host("localhost", 2)]))
+    store = DriverStore(listener)
+    theirs = TCPStore("127.0.0.1", listener.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=9))
+    theirs.set(PREFIX + card_key(7), Card("meeting").encode())
+    store.add_worker(7)
+    assert store.read([card_key(7), beat_key(7)]) == [Card("meeting").encode(), Beat(0).encode()]
+    assert store.read([CALL, LATEST, END, BROKEN]) == [b"0", b"0", b"", Broken().encode()]
+    for generation in (1, 2, 3):
+        theirs.set(f"{PREFIX}{world_prefix(generation)}/0", "x")
+        store.publish(Plan(generation, (7,), ""))
+        assert store.read([LATEST]) == [b"%d" % generation]
+    assert [theirs.check([f"{PREFIX}{world_prefix(i)}/0"]) for i in (1, 2, 3)] == [False, True, True]
+    assert [theirs.check([PREFIX + plan_key(i)]) for i in (1, 2, 3)] == [False, True, True]
+    store.break_off(Broken(3, (1, 2), "rank 2 (worker 5) was killed"))
+    error = decode_error(store.read([f"{world_prefix(3)}/gave_up"])[0], None)
+    assert (type(error), error.peers, error.message) == (PeerLostError, (1, 2), "rank 2 (worker 5) was killed")
+    store.forget_worker(7)
+    assert not theirs.check([PREFIX + card_key(7)])
 
 
 # ---- the command line

@@ -182,6 +182,7 @@ class Driver:
                 process.job.close()
 
     def _open_store(self) -> None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # for torch: workers that are killed are no news
         self._store = DriverStore(self._listener)
         for worker in self._processes:
             self._store.add_worker(worker)

@@ -285,6 +285,7 @@ class Membership:
         worker.code = code
         how = _ending(code, worker, is_ssh)
         has_left = worker.card.state in ("leaving", "finished")
+        is_known = bool(worker.lost) and worker.rank >= 0
         worker.lost = worker.lost or how
         is_member = number in self._plan.workers
         if is_member and worker.card.state != "leaving":
@@ -295,7 +296,7 @@ class Membership:
             self._losses += 1
             if self._first_failure is None or (code and not self._first_failure[1]):
                 self._first_failure = (f"{worker.name} {worker.lost}", code)
-        if not is_member and not has_left:
+        if not is_member and not has_left and not is_known:
             self._say(f"{worker.name} {worker.lost}")
         self._note_failure(worker, is_ssh=is_ssh, from_outside=has_left or code - 128 in _FROM_OUTSIDE)
 
@@ -479,6 +480,8 @@ class Membership:
             worker.is_broken_off = False
         self._broken_ranks, self._is_called, self._gone = (), False, []
         self._final_code, self._is_anew = 0, False
+        if self._has_stepped:
+            self._first_failure = None
         self._short_since = self._enough_since = None
         self._has_said_short = False
         self._actions.append(Publish(self._plan))
