@@ -238,6 +238,16 @@ class Membership:
         """Whether the job is over. Workers may still have to end."""
         return self._over_at is not None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is about to happen: the generation runs, and nobody waits."""
+        members = self._members()
+        return not (
+            self.is_over
+            or any(self._has_left(worker) or worker.card.state != "running" for worker in members)
+            or self._in_state("meeting")
+        )
+
     # ---- what has happened
 
     def set_hosts(self, hosts: Iterable[Host]) -> None:
@@ -275,6 +285,7 @@ class Membership:
         worker.code = code
         how = _ending(code, worker, is_ssh)
         has_left = worker.card.state in ("leaving", "finished")
+        is_known = bool(worker.lost) and worker.rank >= 0
         worker.lost = worker.lost or how
         is_member = number in self._plan.workers
         if is_member and worker.card.state != "leaving":
@@ -285,9 +296,9 @@ class Membership:
             self._losses += 1
             if self._first_failure is None or (code and not self._first_failure[1]):
                 self._first_failure = (f"{worker.name} {worker.lost}", code)
-        self._note_failure(worker, is_ssh=is_ssh, from_outside=has_left or code - 128 in _FROM_OUTSIDE)
-        if not is_member and worker.card.state != "leaving":
+        if not is_member and not has_left and not is_known:
             self._say(f"{worker.name} {worker.lost}")
+        self._note_failure(worker, is_ssh=is_ssh, from_outside=has_left or code - 128 in _FROM_OUTSIDE)
 
     def note_signal(self, number: int) -> None:
         """The driver was told to end. The second signal kills the workers."""
@@ -335,6 +346,10 @@ class Membership:
     def _has_left(self, worker: _Worker) -> bool:
         """Whether a member has left the current generation."""
         return worker.is_lost or self._left_by_itself(worker)
+
+    def _is_away(self, worker: _Worker) -> bool:
+        """Whether a member has left for good, and `_gone` does not say so yet."""
+        return not worker.is_broken_off and worker.card.state in ("leaving", "finished")
 
     def _left_by_itself(self, worker: _Worker) -> bool:
         return worker.card.generation >= self.generation and worker.card.state != "running"
@@ -444,7 +459,8 @@ class Membership:
             self._short_since = self._clock
         if self.generation and not self._has_said_short and self._living():
             self._has_said_short = True
-            why = f", because {'; '.join(self._gone)}" if self._gone else ""
+            gone = [*self._gone, *(_gone(worker) for worker in self._members() if self._is_away(worker))]
+            why = f", because {'; '.join(gone)}" if gone else ""
             self._say(f"waiting for more workers: there are {num} of {needed}{why}")
         if self._clock - self._short_since > self.limits.elastic_timeout:
             self._over(
@@ -456,7 +472,7 @@ class Membership:
     def _publish(self, meeting: Sequence[_Worker]) -> None:
         # Who has belonged to a generation comes first, in the order of ranks.
         order = sorted(meeting, key=lambda worker: (worker.rank < 0, worker.rank, worker.number))
-        self._gone += [_gone(member) for member in self._members() if not member.is_broken_off and member not in order]
+        self._gone += [_gone(worker) for worker in self._members() if self._is_away(worker) and worker not in order]
         reason = self._reason(order)
         self._plan = Plan(self.generation + 1, tuple(worker.number for worker in order), reason)
         for rank, worker in enumerate(order):
@@ -464,6 +480,8 @@ class Membership:
             worker.is_broken_off = False
         self._broken_ranks, self._is_called, self._gone = (), False, []
         self._final_code, self._is_anew = 0, False
+        if self._has_stepped:
+            self._first_failure = None
         self._short_since = self._enough_since = None
         self._has_said_short = False
         self._actions.append(Publish(self._plan))
@@ -580,6 +598,7 @@ class Membership:
             return False
         where = f"load {self._checkpoint}" if self._checkpoint else "start from the beginning: there is no checkpoint"
         self._say(f"all workers that have trained are lost, first {what}; new ones {where}")
+        self._first_failure = None
         return True
 
     def _begin_anew(self) -> None:

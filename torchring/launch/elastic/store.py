@@ -6,7 +6,6 @@ The socket is there before torch is: workers can be started at once, and import 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -107,7 +106,6 @@ class DriverStore:
     """
 
     def __init__(self, listener: Listener) -> None:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # workers that are killed are no news
         from torch.distributed import TCPStore
 
         self._store: TCPStore = TCPStore(
