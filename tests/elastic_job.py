@@ -126,6 +126,7 @@ class ElasticJob:
         size: number of workers to begin with.
         hosts: where; by default this machine, with `max_size` slots.
         enter_host: called in each worker with the name of its host, before anything else.
+        interface: of the network, where the store listens.
         limits: of `membership.Limits`.
 
     Attributes:
@@ -140,10 +141,12 @@ class ElasticJob:
         *,
         hosts: Hosts | None = None,
         enter_host: Callable[[str], object] | None = None,
+        interface: str = "",
         **limits: Any,
     ) -> None:
         self.script = script
         self.enter_host = enter_host
+        self._interface = interface
         self.pids: dict[int, int] = {}
         self._limits = Limits(size=size, **{"min_size": 1, "max_size": size, "cooldown": (0.05, 0.2), **limits})
         self._hosts = hosts or fixed([Host("localhost", self._limits.max_size)])
@@ -161,7 +164,7 @@ class ElasticJob:
         patch.setattr(drivers, "_child_of", lambda job: job.process.pid)
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("TMPDIR", self.leftovers.tmpdir)
-        listener = Listener(self._hosts)
+        listener = Listener(self._hosts, self._interface)
         self._stack.callback(listener.close)
         output = Output(OutputOptions())
         self._stack.callback(output.close)

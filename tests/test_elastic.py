@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import re
 import signal
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +15,12 @@ from typing import Any
 
 import torch
 from elastic_job import ElasticJob, is_last, note
+from harness import count_open_fds
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, Dataset
 
 import torchring
+from torchring.elastic import loop
 
 GLOBAL_BATCH = 60
 LR = 0.05
@@ -75,7 +80,7 @@ def train_worker(
 
     @torchring.elastic.run
     def train(state: Any) -> None:
-        note(enters=state.step, rank=torchring.rank(), size=torchring.size())
+        note(enters=state.step, rank=torchring.rank(), size=torchring.size(), **resources())
         batch_size = state.batch_size if options.get("global_batch", GLOBAL_BATCH) else 10
         while True:
             for pixels, labels, indices in DataLoader(Digits(), batch_size=batch_size, sampler=sampler):
@@ -88,8 +93,8 @@ def train_worker(
                 optimizer.step()
                 scheduler.step()
                 state.step += 1
-                rank, size = torchring.rank(), torchring.size()
-                note(step=state.step, crc=crc(model), indices=indices.tolist(), rank=rank, size=size)
+                where = {"rank": torchring.rank(), "size": torchring.size(), "generation": loop._the_member.generation}
+                note(step=state.step, crc=crc(model), indices=indices.tolist(), **where)
                 if commits:
                     state.commit()
 
@@ -121,20 +126,66 @@ def orders(num_steps: int) -> list[torch.Tensor]:
     return steps[:num_steps]
 
 
+def resources() -> dict[str, int]:
+    """What this process holds."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    mappings = Path("/proc/self/maps").read_bytes().count(b"\n")
+    return {
+        "descriptors": count_open_fds(),
+        "threads": threading.active_count(),
+        "mappings": mappings,
+        "kilobytes": int(re.findall(r"^VmRSS:\s*([0-9]+)", status, re.MULTILINE)[0]),
+    }
+
+
 def check_books(job: ElasticJob, num_steps: int) -> None:
     """Whatever has happened: replicas were equal after each step, and each step had its samples, each once."""
-    by_step: dict[int, list[dict[str, Any]]] = {}
+    by_step: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for each in job.notes("step"):
-        by_step.setdefault(each["step"], []).append(each)
-    assert sorted(by_step) == list(range(1, num_steps + 1))
-    for step, order in enumerate(orders(num_steps), 1):
-        notes = by_step[step]
+        by_step.setdefault((each["generation"], each["step"]), []).append(each)
+    assert {step for _, step in by_step} == set(range(1, num_steps + 1))
+    samples = [set(order.tolist()) for order in orders(num_steps)]
+    for (_, step), notes in by_step.items():
         assert len({each["crc"] for each in notes}) == 1, f"replicas differ after step {step}"
         drawn = [index for each in notes for index in each["indices"]]
         assert len(drawn) == len(set(drawn)), f"samples were used twice in step {step}"
-        assert set(drawn) <= set(order.tolist()), f"step {step} has used samples of another"
-        if len({each["size"] for each in notes}) == 1 and len(notes) == notes[0]["size"]:
+        assert set(drawn) <= samples[step - 1], f"step {step} has used samples of another"
+        if len(notes) == notes[0]["size"]:  # nobody was lost before it could write
             assert len(drawn) == GLOBAL_BATCH
+
+
+def check_continuity(job: ElasticJob) -> None:
+    """Each generation began where the one before had ended: no finished step was lost."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for each in job.notes("step"):
+        generation, step = each["generation"], each["step"]
+        first[generation] = min(step, first.get(generation, step))
+        last[generation] = max(step, last.get(generation, step))
+    ordered = sorted(first)
+    assert [first[later] for later in ordered[1:]] == [last[earlier] + 1 for earlier in ordered[:-1]]
+
+
+def check_growth(job: ElasticJob) -> dict[str, int]:
+    """No worker has grown with the number of changes. Returns the most that one has grown, of each kind."""
+    by_worker: dict[int, list[dict[str, Any]]] = {}
+    for each in job.notes("enters"):
+        by_worker.setdefault(each["pid"], []).append(each)
+    grown = {"descriptors": 0, "threads": 0, "mappings": 0, "kilobytes": 0}
+    for entries in by_worker.values():
+        settled = entries[2:]  # what is made once, was
+        for kind in grown:
+            if settled:
+                # By the number of ranks, to which descriptors and mappings belong.
+                for size in {each["size"] for each in settled}:
+                    of_size = [each[kind] for each in settled if each["size"] == size]
+                    grown[kind] = max(grown[kind], of_size[-1] - of_size[0])
+    assert grown["descriptors"] <= 4, grown
+    assert grown["threads"] <= 2, grown
+    assert grown["mappings"] <= 40, grown
+    assert grown["kilobytes"] <= 20_000, grown
+    return grown
 
 
 def check_result(job: ElasticJob, num_steps: int) -> None:
@@ -158,6 +209,7 @@ def test_losses_joins_and_polite_ends_change_nothing() -> None:
         num_steps = job.stop()
         assert job.run() == 0
         check_books(job, num_steps)
+        check_continuity(job)
         check_result(job, num_steps)
 
 
