@@ -298,6 +298,19 @@ def test_a_member_that_does_not_leave_is_killed_in_the_end() -> None:
     assert "did not leave its step for 300 s" in job.broken[0].reason
 
 
+def test_a_worker_that_leaves_but_does_not_end_is_killed_in_the_end() -> None:
+    job = running(num=2)
+    job.say("leaving", 1)
+    job.say("meeting", 0)
+    job.say("running", 0)
+    job.wait(299, 0)
+    assert job.sent == []
+    job.wait(2, 0)
+    assert job.sent == [(1, signal.SIGKILL)]
+    job.end(1)
+    assert (job.broken, job.started[2:]) == ([], [(2, "a", 1)])
+
+
 # ---- new workers
 
 
