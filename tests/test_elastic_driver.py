@@ -298,6 +298,19 @@ def test_a_member_that_does_not_leave_is_killed_in_the_end() -> None:
     assert "did not leave its step for 300 s" in job.broken[0].reason
 
 
+def test_a_worker_that_leaves_but_does_not_end_is_killed_in_the_end() -> None:
+    job = running(num=2)
+    job.say("leaving", 1)
+    job.say("meeting", 0)
+    job.say("running", 0)
+    job.wait(299, 0)
+    assert job.sent == []
+    job.wait(2, 0)
+    assert job.sent == [(1, signal.SIGKILL)]
+    job.end(1)
+    assert (job.broken, job.started[2:]) == ([], [(2, "a", 1)])
+
+
 # ---- new workers
 
 
@@ -817,14 +830,14 @@ while state not in ("leaving", "finished"):
 
 # As sshd does: what stands behind the host is for a shell, which has little of the environment.
 SSH = """#!/bin/sh
-while [ "$1" != far ]; do shift; done
+while [ "$1" != 192.0.2.1 ]; do shift; done
 shift
 exec env -i PATH="$PATH" HOME="$HOME" sh -c "$*"
 """
 
 
 class Launched:
-    """`torchring run --elastic` in a folder of its own, with an ssh that knows the host "far"."""
+    """`torchring run --elastic` in a folder of its own, with an ssh that knows one host, 192.0.2.1."""
 
     def __init__(self, folder: Path, code: str, *options: str) -> None:
         self.folder = folder
@@ -880,7 +893,7 @@ class Launched:
 
 def test_a_job_from_start_to_finish(tmp_path: Path) -> None:
     """A worker is killed, another told to end; both are replaced. Two of three slots are on another host."""
-    hosts = ["-H", "localhost:1,far:2", "--network-interfaces", "lo"]
+    hosts = ["-H", "localhost:1,192.0.2.1:2", "--network-interfaces", "lo"]
     options = ["-np", "2", "--max-np", "3", "--tag-output", "--log-dir", "logs"]
     job = Launched(tmp_path, WORKER, "--elastic", *hosts, *options)
     try:
@@ -912,12 +925,12 @@ def test_a_job_from_start_to_finish(tmp_path: Path) -> None:
     ]  # fmt: skip
     changes = [line.partition(" begins, ")[2] for line in err.splitlines() if " begins, " in line]
     assert changes == [
-        "2 workers (localhost: 0; far: 1), because the job starts",
-        "3 workers (localhost: 0; far: 1, 2), because worker 2 joined",
-        "2 workers (localhost: 0; far: 2), because worker 1 on far was killed by SIGKILL",
-        "3 workers (localhost: 0; far: 2, 3), because worker 3 joined",
-        "2 workers (localhost: 0; far: 3), because worker 2 on far left",
-        "3 workers (localhost: 0; far: 3, 4), because worker 4 joined",
+        "2 workers (localhost: 0; 192.0.2.1: 1), because the job starts",
+        "3 workers (localhost: 0; 192.0.2.1: 1, 2), because worker 2 joined",
+        "2 workers (localhost: 0; 192.0.2.1: 2), because worker 1 on 192.0.2.1 was killed by SIGKILL",
+        "3 workers (localhost: 0; 192.0.2.1: 2, 3), because worker 3 joined",
+        "2 workers (localhost: 0; 192.0.2.1: 3), because worker 2 on 192.0.2.1 left",
+        "3 workers (localhost: 0; 192.0.2.1: 3, 4), because worker 4 joined",
     ]
     assert len(err.splitlines()) == len(changes), err
 

@@ -7,7 +7,8 @@ The loop reads what workers say, looks which processes have ended, and carries o
 when a process ends, and every 50 ms, or every 10 ms while workers meet.
 
 When the driver ends, even by SIGKILL, the lifelines close, and the reapers (launch/reaper.py) tell the workers to end:
-workers finish their step, save, and end. Nothing here imports torch before the first workers are started.
+workers finish their step, save, and end. Nothing here imports torch before the first workers are started. Then a thread
+imports torch and opens the store, while workers do the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -150,7 +152,9 @@ class Driver:
         }
         self._membership = Membership(limits, time.monotonic())
         self._processes: dict[int, _Process] = {}
+        self._opening: Future[DriverStore] | None = None
         self._store: DriverStore | None = None
+        self._reason = ""  # why the job is over
         self._ending = select.poll()
         self._beats_at = 0.0
         self._num_signals = 0
@@ -159,14 +163,13 @@ class Driver:
 
     def run(self, received: Sequence[int]) -> int:
         """Run the job. Signals that this process gets are appended to `received`."""
-        while not self._processes and self._code is None:
-            self._tick(received)  # without a store, until the first workers are started
-            self._sleep()
-        if self._code is None:
-            self._open_store()
-        while self._code is None:
-            self._tick(received)
-            self._sleep()
+        with ThreadPoolExecutor(1, "torchring-store") as executor:
+            while self._code is None:
+                self._tick(received)
+                if self._opening is None and self._processes:
+                    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # workers that are killed are no news
+                    self._opening = executor.submit(DriverStore, self._listener)
+                self._sleep()
         return self._code
 
     def close(self) -> None:
@@ -181,11 +184,15 @@ class Driver:
             if process.code is None:
                 process.job.close()
 
-    def _open_store(self) -> None:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # for torch: workers that are killed are no news
-        self._store = DriverStore(self._listener)
+    def _take_store(self) -> None:
+        """Once torch is imported, and the store is there."""
+        if self._store is not None or self._opening is None or not self._opening.done():
+            return
+        self._store = self._opening.result()
         for worker in self._processes:
             self._store.add_worker(worker)
+        if self._reason:
+            self._store.end(self._reason)
 
     def _tick(self, received: Sequence[int]) -> None:
         now = time.monotonic()
@@ -198,6 +205,7 @@ class Driver:
             _say(warning)
         ended = [process for process in self._processes.values() if process.code is not None and not process.is_noted]
         self._look_at_processes(now)
+        self._take_store()
         if self._store is not None:
             self._read(self._store)
         # What a worker said last may reach the store a moment after its process has ended.
@@ -282,15 +290,17 @@ class Driver:
             del self._processes[action.worker]
             if store is not None:
                 store.forget_worker(action.worker)
-        elif store is not None:
+        elif isinstance(action, membership.Over):
+            self._reason = action.reason
+            if store is not None:
+                store.end(action.reason)
+        elif store is not None:  # without a store, no worker has come
             if isinstance(action, membership.Publish):
                 store.publish(action.plan)
             elif isinstance(action, membership.Break):
                 store.break_off(action.broken)
-            elif isinstance(action, membership.Call):
-                store.call(action.generation)
             else:
-                store.end(action.reason)
+                store.call(action.generation)
 
     def _start(self, action: membership.Start) -> None:
         """Start a worker's process. A failure is an end of the process."""

@@ -34,7 +34,7 @@ UNLIMITED: Final = 1 << 30
 _LONGEST_GAP: Final = 1.0  # seconds between two ticks; what goes beyond does not count: the driver was stopped
 _JOIN_SECONDS: Final = 0.5  # that a new worker waits for others that are starting
 _STRAGGLER_SECONDS: Final = 30.0  # that a first generation waits for more workers once there are enough
-_LEAVE_SECONDS: Final = 300.0  # that the others wait for a member that does not leave a generation
+_LEAVE_SECONDS: Final = 300.0  # for a member to leave a generation after the first has, and then to end
 _PROOF_SECONDS: Final = 5.0  # of running that prove a worker whose number of steps is unknown
 _STEADY_SECONDS: Final = 60.0  # after which a failure has nothing to do with earlier ones
 _GOODBYE_SECONDS: Final = 30.0  # for workers to end by themselves when the job is over
@@ -367,8 +367,10 @@ class Membership:
     def _end_silent(self) -> None:
         for worker in self._living():
             state, limits = worker.card.state, self.limits
-            if state in ("finished", "leaving"):
+            if state in ("finished", "leaving"):  # may have stopped its signs of life, and have files to write
                 silence = 0.0
+                if state == "leaving" and self._clock - worker.changed_at > _LEAVE_SECONDS:
+                    self._kill(worker, f"did not end within {_LEAVE_SECONDS:g} s, and was killed")
             elif worker.beat is not None:
                 silence = self._clock - worker.beat_at
             else:
