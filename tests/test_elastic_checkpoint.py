@@ -85,8 +85,10 @@ def test_the_newest_that_waits_is_written(tmp_path: Path) -> None:
     other = CheckpointWriter(tmp_path, keep=9)
     assert not torn.exists()
     assert len(_names(tmp_path)) == 1
-    writer.write(2, _state(2))
-    writer.write(3, _state(3))
+    writer.write(2, replaced := writer.copy_of(_state(2)))
+    writer.write(3, copy := writer.copy_of(_state(3)))
+    assert copy["weights"].data_ptr() != replaced["weights"].data_ptr()
+    assert writer.copy_of(_state(4))["weights"].data_ptr() == replaced["weights"].data_ptr()
     assert not writer.flush(0)
     other.write_now(4, _state(4))
     gate.opened.set()
@@ -306,3 +308,24 @@ def test_copies_use_memory_again_once_it_is_written(tmp_path: Path) -> None:
 def test_state_that_cannot_be_copied() -> None:
     with pytest.raises(TypeError, match=r"'hook' in the state cannot be copied: .*lambda"):
         copy_of({"step": 1, "hook": lambda: None})
+
+
+class _Computed:
+    """Has its tensor only while it is copied."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return list, ((torch.full((1000,), self.value),),)
+
+
+def test_tensors_that_are_gone_are_not_taken_for_others() -> None:
+    copied = copy_of({str(n): _Computed(n) for n in range(5)})
+    assert [copied[str(n)][0][0].item() for n in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_tied_tensor_of_an_earlier_copy_is_used_once() -> None:
+    tied = torch.zeros(8)
+    copied = copy_of({"a": torch.zeros(8), "b": torch.ones(8)}, spare=copy_of({"a": tied, "b": tied}))
+    assert [copied[name].tolist() for name in "ab"] == [[0.0] * 8, [1.0] * 8]

@@ -320,7 +320,7 @@ class _Copies:
 
     def of(self, value: Any) -> Any:
         data = io.BytesIO()
-        pickler = _Pickler(data, pickle.HIGHEST_PROTOCOL)
+        pickler = _Pickler(data)
         pickler.copies = self
         pickler.dump(value)
         data.seek(0)
