@@ -20,7 +20,17 @@ from harness import is_running, patient, wait_until
 from torch.distributed import TCPStore
 
 from torchring import cli
-from torchring.elastic.protocol import (
+from torchring.errors import PeerLostError, decode_error
+from torchring.launch.elastic import hosts as hosts_module
+from torchring.launch.elastic import membership as m
+from torchring.launch.elastic import store as store_module
+from torchring.launch.elastic.cooldown import Cooldown
+from torchring.launch.elastic.hosts import Hosts
+from torchring.launch.elastic.membership import Limits, Membership
+from torchring.launch.elastic.store import DriverStore, Listener
+from torchring.launch.launcher import Host, LaunchError
+from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
+from torchring.rendezvous.protocol import (
     BROKEN,
     CALL,
     END,
@@ -35,16 +45,6 @@ from torchring.elastic.protocol import (
     plan_key,
     world_prefix,
 )
-from torchring.errors import PeerLostError, decode_error
-from torchring.launch.elastic import hosts as hosts_module
-from torchring.launch.elastic import membership as m
-from torchring.launch.elastic import store as store_module
-from torchring.launch.elastic.cooldown import Cooldown
-from torchring.launch.elastic.hosts import Hosts
-from torchring.launch.elastic.membership import Limits, Membership
-from torchring.launch.elastic.store import DriverStore, Listener
-from torchring.launch.launcher import Host, LaunchError
-from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -113,12 +113,11 @@ class Job:
         for worker in workers:
             count, before = self.steps.get(worker, (0, 0))
             self.steps[worker] = (count + 1, before + steps)
-            self.membership.note_beat(worker, Beat(*self.steps[worker]))
+            self.membership.note_beat(worker, Beat(*self.steps[worker], made=before + steps))
         if ticks:
             self.tick()
 
-    def step(self, *workers: int, times: int = 3) -> None:
-        """So often that it counts as work."""
+    def step(self, *workers: int, times: int = 1) -> None:
         for _ in range(times):
             self.beat(*workers, steps=1)
 
@@ -780,7 +779,7 @@ WORKER = """
 import json, os, pathlib, signal, sys, time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from torchring.elastic.protocol import *
+from torchring.rendezvous.protocol import *
 
 me = invitation(os.environ)
 store = TCPStore(me.addresses[0], me.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from torchring.elastic.protocol import VARIABLE, Beat, Card, Invitation, beat_key, card_key
 from torchring.launch.elastic import membership
 from torchring.launch.elastic.hosts import Hosts
 from torchring.launch.elastic.membership import Action, Limits, Membership
@@ -45,6 +44,7 @@ from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.linux import open_process
 from torchring.rendezvous.environment import JOB
+from torchring.rendezvous.protocol import VARIABLE, Beat, Card, Invitation, beat_key, card_key
 
 # A tick takes 0.2 ms of a core, most of which is to wake the store's thread and this one.
 _TICK_SECONDS: Final = 0.05

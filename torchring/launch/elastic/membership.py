@@ -26,9 +26,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from torchring.elastic.protocol import Beat, Broken, Card, Plan
 from torchring.launch.elastic.cooldown import DEFAULT_RANGE, Cooldown
 from torchring.launch.launcher import Host
+from torchring.rendezvous.protocol import Beat, Broken, Card, Plan
 
 UNLIMITED: Final = 1 << 30
 _LONGEST_GAP: Final = 1.0  # seconds between two ticks; what goes beyond does not count: the driver was stopped
@@ -152,7 +152,6 @@ class _Worker:
     changed_at: float = 0.0  # when its state changed last
     beat: Beat | None = None
     beat_at: float = 0.0
-    growths: int = 0  # how often its steps were seen to have grown; loading or joining may be the first one
     rank: int = -1  # in the last generation that it belonged to
     code: int | None = None  # its exit code
     lost: str = ""  # how it ended, or why it was killed
@@ -169,8 +168,8 @@ class _Worker:
 
     def has_worked(self, clock: float) -> bool:
         """Whether it has made steps."""
-        if self.growths or (self.beat is not None and self.beat.steps >= 0):
-            return self.growths >= 2
+        if self.beat is not None and self.beat.made >= 0:
+            return self.beat.made > 0
         return self.card.state == "running" and clock - self.changed_at > _PROOF_SECONDS
 
 
@@ -268,12 +267,12 @@ class Membership:
         worker = self._workers[number]
         if worker.beat is not None and beat.count == worker.beat.count:
             return
-        has_grown = worker.beat is not None and 0 <= worker.beat.steps < beat.steps
-        worker.growths += has_grown
-        if (has_grown or beat.steps < 0) and worker.has_worked(self._clock):
+        before, worker.beat = worker.beat, beat
+        has_stepped = beat.made < 0 or before is None or beat.made > before.made
+        if has_stepped and worker.has_worked(self._clock):
             self._has_stepped, self._losses = True, 0
         self._steps = max(self._steps, beat.steps)
-        worker.beat, worker.beat_at = beat, self._clock
+        worker.beat_at = self._clock
 
     def note_pid(self, number: int, pid: int) -> None:
         """The number of a worker's process, for messages."""

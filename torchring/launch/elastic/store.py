@@ -12,7 +12,11 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from torchring.elastic.protocol import (
+from torchring.errors import PeerLostError, encode_error
+from torchring.launch.elastic.hosts import Hosts
+from torchring.launch.launcher import LaunchError, address_towards
+from torchring.rendezvous.addresses import list_interfaces, own_addresses
+from torchring.rendezvous.protocol import (
     BROKEN,
     CALL,
     END,
@@ -28,10 +32,6 @@ from torchring.elastic.protocol import (
     plan_key,
     world_prefix,
 )
-from torchring.errors import PeerLostError, encode_error
-from torchring.launch.elastic.hosts import Hosts
-from torchring.launch.launcher import LaunchError, address_towards
-from torchring.rendezvous.addresses import list_interfaces, own_addresses
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
