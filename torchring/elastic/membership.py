@@ -67,7 +67,7 @@ class Member:
         self._plan: Plan | None = None
         self._over = ""  # why the job is over
         self._num_beats = 0
-        self._num_looks = 0
+        self._has_looked = False
         self._beat_at = 0.0
         self._answered_at = time.monotonic()
         self._changed = threading.Condition()
@@ -141,11 +141,9 @@ class Member:
         """Whether the driver has ended the job, or is gone. Asks the driver, and waits 2 s at most."""
         with self._changed:
             for _ in range(2):  # the first look may have begun before
-                looks = self._num_looks
+                self._has_looked = False
                 self._wake.set()
-                self._changed.wait_for(
-                    lambda looks=looks: bool(self._over) or self._num_looks > looks, _GOODBYE_SECONDS
-                )
+                self._changed.wait_for(lambda: bool(self._over) or self._has_looked, _GOODBYE_SECONDS)
             return bool(self._over)
 
     def ask_to_leave(self) -> None:
@@ -238,7 +236,7 @@ class Member:
         with self._changed:
             self._plan, self._call, self._broken = plan, int(call), Broken.decode(broken)
             self._over = self._over or over.decode()
-            self._num_looks += 1
+            self._has_looked = True
             self._pass_on()
             self._changed.notify_all()
 
