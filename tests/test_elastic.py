@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Any
 
 import torch
 from elastic_job import ElasticJob, is_last, note
-from harness import count_open_fds
+from harness import count_open_fds, patient, run_ranks
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, Dataset
 
 import torchring
 from torchring.elastic import loop
+from torchring.elastic.checkpoint import newest_step
 
 GLOBAL_BATCH = 60
 LR = 0.05
@@ -102,26 +104,28 @@ def train_worker(
     note(result=[p.tolist() for p in model.parameters()])
 
 
-def expected(num_steps: int) -> list[torch.Tensor]:
+def expected(num_steps: int, global_batch: int = GLOBAL_BATCH, accumulate: int = 1) -> list[torch.Tensor]:
     """The parameters after as many steps of one process."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
-    for order in orders(num_steps):
+    batches = orders(num_steps * accumulate, global_batch)
+    for step in range(num_steps):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(PIXELS[order]), LABELS[order]).backward()
+        for order in batches[step * accumulate : (step + 1) * accumulate]:
+            torch.nn.functional.cross_entropy(model(PIXELS[order]), LABELS[order]).backward()
         optimizer.step()
         scheduler.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def orders(num_steps: int) -> list[torch.Tensor]:
+def orders(num_steps: int, global_batch: int = GLOBAL_BATCH) -> list[torch.Tensor]:
     """The samples of each step."""
     steps: list[torch.Tensor] = []
     epoch = 0
     while len(steps) < num_steps:
         order = torch.randperm(600, generator=torch.Generator().manual_seed(5 + epoch))
-        steps += order.split(GLOBAL_BATCH)
+        steps += order.split(global_batch)
         epoch += 1
     return steps[:num_steps]
 
@@ -267,3 +271,121 @@ def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpo
         enters = [each["enters"] for each in job.notes("enters")]
         assert 20 in enters  # went on where they were
         assert max(step for step in enters if step < 150) in range(150 - 14, 150)  # and from the checkpoint
+
+
+_NUM_STEPS = 24
+
+
+def _train_alone(rank: int, size: int, folder: Path, is_told: bool) -> Any:
+    """Under any launcher, with shares that differ and a smaller last batch; rank 1 is told to end after 12 steps."""
+    model = make_model()
+    optimizer = torchring.wrap(
+        torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), model, accumulate=2, on_nonfinite="skip"
+    )
+    sampler = torchring.elastic.Sampler(Digits(), seed=5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+    parts = {"model": model, "optimizer": optimizer, "sampler": sampler, "scheduler": scheduler}
+    state = torchring.elastic.State(**parts, step=0, global_batch=64, checkpoint=folder, every=5)
+
+    @torchring.elastic.run
+    def train(state: Any) -> int:
+        first, num_micro = state.step, 0
+        while True:
+            for pixels, labels, _ in DataLoader(Digits(), batch_size=sampler.batch_size, sampler=sampler):
+                if state.step == _NUM_STEPS:
+                    return first
+                if is_told and rank == 1 and state.step == 12 and num_micro % 2 == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                torch.nn.functional.cross_entropy(model(pixels), labels).backward()
+                num_micro += 1
+                if num_micro % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    scheduler.step()
+                    state.step += 1
+
+    return train(state), [parameter.detach() for parameter in model.parameters()]
+
+
+def test_without_a_driver_a_job_that_is_told_to_end_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    run_ranks(_train_alone, 2, tmp_path, True, expect_exit={0: 143, 1: 143})
+    for first, parameters in run_ranks(_train_alone, 3, tmp_path, False):
+        assert first == 13  # the signal came before the step was over
+        for found, wanted in zip(parameters, expected(_NUM_STEPS, 64, accumulate=2), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+def _train_badly(folder: str) -> None:
+    """What a script may do wrong before `run`, and the wrong State."""
+    wrong = {}
+    model, other = make_model(), make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=LR), model)
+    unlisted = torchring.wrap(torch.optim.SGD(other.parameters(), lr=LR), other)
+    for name, call in {
+        "collective": lambda: torchring.all_reduce(torch.zeros(1)),
+        "step": lambda: (setattr(model[0].weight, "grad", torch.ones_like(model[0].weight)), optimizer.step()),
+        "process group": lambda: torchring.init(process_group=True),
+    }.items():
+        try:
+            call()
+        except torchring.TopologyError as error:
+            wrong[name] = str(error)
+    state = torchring.elastic.State(model=model, optimizer=optimizer)
+    ranks = torchring.rank(), torchring.size()
+
+    @torchring.elastic.run
+    def train(state: Any) -> None:
+        model(PIXELS[:4]).sum().backward()
+        other(PIXELS[:4]).sum().backward()
+
+    note(wrong=wrong, ranks=ranks)
+    try:
+        train(state)
+    except ValueError as error:
+        note(error=str(error))
+        unlisted.close()
+        raise
+
+
+def test_mistakes_before_run_are_errors() -> None:
+    with ElasticJob(functools.partial(_train_badly, ""), 2) as job:
+        assert job.run() == 1
+        noted = job.notes("wrong")
+        assert sorted(each["ranks"] for each in noted) == [[0, 2], [1, 2]]
+        assert all(each["wrong"].keys() == {"collective", "step", "process group"} for each in noted)
+        assert "inside the function that torchring.elastic.run decorates" in noted[0]["wrong"]["collective"]
+        assert all("pass it to torchring.elastic.State" in each["error"] for each in job.notes("error"))
+        assert job.notes("error")
+
+
+def _make_with_batch_norm() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(64, 24), torch.nn.BatchNorm1d(24), torch.nn.Linear(24, 10)).double()
+
+
+def _note_resize(old: int, new: int) -> None:
+    note(old=old, new=new, rank=torchring.rank())
+
+
+def test_buffers_are_equal_callbacks_are_called_and_a_job_without_a_driver_saves(tmp_path: Path) -> None:
+    options = {"make": _make_with_batch_norm, "on_resize": _note_resize, "global_batch": None, "checkpoint": tmp_path}
+    with ElasticJob(functools.partial(train_worker, **options), 3) as job:
+        job.run_until(lambda: job.last_step() > 20, "20 steps")
+        job.send(job.members[2])
+        job.run_until(lambda: len(job.notes("old")) == 2, "callbacks")
+        job.run_until(lambda: len(job.notes("old")) == 5, "callbacks on three")
+        resized = [(each["old"], each["new"]) for each in job.notes("old")]
+        assert resized == [(3, 2)] * 2 + [(2, 3)] * 3  # the new one, too
+        workers = job.members
+        job.driver._store = None  # as after SIGKILL, for the workers
+        gc.collect()
+        end = time.monotonic() + patient(30)
+        while any(job.driver._processes[worker].job.process.poll() is None for worker in workers):
+            assert time.monotonic() < end, "workers did not end without the driver"
+            time.sleep(0.02)
+        assert [job.driver._processes[worker].job.process.poll() for worker in workers] == [1, 1, 1]
+        by_step: dict[tuple[int, int], set[int]] = {}
+        for each in job.notes("step"):
+            by_step.setdefault((each["generation"], each["step"]), set()).add(each["crc"])
+        assert all(len(crcs) == 1 for crcs in by_step.values())
+        assert newest_step(tmp_path) == job.last_step()

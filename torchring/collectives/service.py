@@ -54,14 +54,14 @@ class Collectives:
     @run_eagerly
     def run(self, what: str, operation: Callable[..., _T], *arguments: Any) -> _T:
         """Run `operation(backend, *arguments)` after earlier asynchronous operations. Errors call it `what`."""
-        self._refuse_in_join(what)
+        self._check_callable(what)
         result: _T = self._calls.run(what, self._run_in_turn, what, operation, arguments)
         return result
 
     @run_eagerly
     def start(self, what: str, operation: Callable[..., _T], *arguments: Any) -> Future[_T]:
         """Run `operation(backend, *arguments)` on the background thread."""
-        self._refuse_in_join(what)
+        self._check_callable(what)
         return self._calls.run(what, self._start, what, operation, arguments)
 
     def _run_in_turn(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
@@ -77,9 +77,10 @@ class Collectives:
         self._last = future = self._background.submit(in_background)
         return future
 
-    def _refuse_in_join(self, what: str) -> None:
+    def _check_callable(self, what: str) -> None:
         if self._is_scripts:
             self.world.refuse_in_join(what)
+        self.world.refuse_before_generation(what)
 
     def _operate(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
         if self._track is None:  # a world of one

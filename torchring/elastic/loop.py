@@ -112,6 +112,8 @@ def _run_once(state: State, call: Callable[[], _T], signals: _Signals) -> _T:
         signals.end()
     if world.size > 1:
         collectives_of(world).barrier()
+    if world.rank == 0:
+        state._save_now()
     return result
 
 
@@ -135,6 +137,8 @@ def _run(state: State, call: Callable[[], _T], member: Member, signals: _Signals
             if world.size > 1:
                 collectives_of(world).barrier()
             member.finish()
+            if world.rank == 0:
+                state._save_now()
             return result
         except MembershipChange as change:
             reason = ""

@@ -232,13 +232,21 @@ class Sampler(_Sampler[int]):
         taken = self._num_taken()
         self.record(num_batches if taken is None else max(0, taken - self._pass.num_used))
 
-    def next_weight(self) -> int | None:
-        """`weight` of the batch that the loop takes next. None if the newest iteration has no more batches."""
+    def next_weight(self) -> tuple[float, float] | None:
+        """The weight of the batch that the loop takes next, and the sum of the ranks' weights for it.
+
+        The sum is the same for all batches, the smaller last one included: each is a mean over its samples. None if no
+        weights are needed, or the newest iteration has no more batches.
+        """
         if self._pass is None or not self._weighs:
             return None
         taken = self._num_taken()
         batch = self._pass.num_used + self._batches_per_step if taken is None else taken
-        return self._pass.weight(batch) if 0 <= batch < self._pass.num_batches else None
+        if not 0 <= batch < self._pass.num_batches:
+            return None
+        begin, end = self._pass.bounds(batch)
+        unit = float(self._pass.unit)
+        return self._pass.weight(batch) * (unit / (end - begin)), unit
 
     def _num_taken(self) -> int | None:
         """How many batches the loop has taken from the `DataLoader`. None if no `DataLoader` draws.

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +25,6 @@ from torchring.collectives.initial_state import (
     check_sendable,
 )
 from torchring.collectives.service import collectives_of
-from torchring.collectives.signature import first_difference
 from torchring.elastic.checkpoint import CheckpointWriter, copy_of, newest, newest_step
 from torchring.elastic.membership import Member
 from torchring.elastic.sampler import Sampler
@@ -71,7 +71,8 @@ class State:
         global_batch: number of samples of a step, of all ranks together. Ranks get shares of it that differ by one at
             most, see `batch_size`, and gradients are weighted means over samples. So the learning rate need not change
             with the number of ranks. By default each rank has a batch size of its own, which does not change.
-        checkpoint: a folder. Rank 0 writes checkpoints there in the background. If all ranks were lost, or the job is
+        checkpoint: a folder. Rank 0 writes checkpoints there in the background, and a last one when the training
+            function has returned. If all ranks were lost, or the job is
             started anew, the newest valid one is loaded, into any number of ranks.
         every: how often a checkpoint is written: a number of steps, or a timedelta. Default: 5 minutes.
         on_resize: called as `on_resize(old, new)` on all ranks if the number of ranks has changed, before the training
@@ -235,7 +236,7 @@ class State:
         if self._agreed is not None:
             raise self._agreed
 
-    def _next_weight(self) -> float | None:
+    def _next_weight(self) -> tuple[float, float] | None:
         if self._world is None or self._world.size == 1:
             return None
         return next((sampler.next_weight() for sampler in self._samplers), None)
@@ -347,8 +348,11 @@ class State:
         """Raise PlanMismatchError if this state consists of other things than that of the workers that train."""
         mine = self._layout()
         if mine != theirs:
-            difference = first_difference([theirs, mine])
-            raise PlanMismatchError(f"this worker's state is not that of the workers that train: {difference}")
+            theirs_has, mine_has = _difference(theirs, mine)
+            raise PlanMismatchError(
+                f"this worker's State is not that of the workers that train: they have {theirs_has}, it has "
+                f"{mine_has}; start the same script everywhere"
+            )
 
     def _layout(self) -> list[str]:
         """What ranks must agree on."""
@@ -402,10 +406,10 @@ class State:
         if everything.get("format") != _FORMAT:
             raise ValueError(f"the checkpoint of step {step} in {self._folder} is of another version of torchring")
         if everything["layout"] != self._layout():
-            difference = first_difference([everything["layout"], self._layout()])
+            saved_has, mine_has = _difference(everything["layout"], self._layout())
             raise ValueError(
-                f"the checkpoint of step {step} in {self._folder} is of another model or State ({difference}); use "
-                "another folder, or remove the checkpoints"
+                f"the checkpoint of step {step} in {self._folder} is of another model or State: it has {saved_has}, "
+                f"the script has {mine_has}; use another folder, or remove the checkpoints"
             )
         self._become(everything)
         _log.info("training goes on from the checkpoint of step %d in %s", step, self._folder)
@@ -441,6 +445,11 @@ class State:
         return str(self._writer.newest or "")
 
 
+def _difference(theirs: list[str], mine: list[str]) -> tuple[str, str]:
+    """The first line that differs, in both."""
+    return next(pair for pair in zip_longest(theirs, mine, fillvalue="nothing more") if pair[0] != pair[1])
+
+
 class _Batches:
     """What a State wants to know of the backwards of one optimizer. See `gradients.sync.Batches`."""
 
@@ -457,7 +466,7 @@ class _Batches:
             state._world.wants_change = True
         state._leave_if_agreed()
 
-    def next_weight(self) -> float | None:
+    def next_weight(self) -> tuple[float, float] | None:
         return self._state._next_weight()
 
     def change_is_agreed(self, *, all_leave: bool) -> None:

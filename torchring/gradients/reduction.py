@@ -124,6 +124,11 @@ class Reduction:
         return self.scheduler.buckets
 
     @property
+    def is_sum(self) -> bool:
+        """Whether gradients are added up over ranks, and not averaged."""
+        return self._options.op == "sum"
+
+    @property
     def num_bytes(self) -> int:
         """What one rank contributes to a round, sparse gradients not counted."""
         return sum(bucket.plan.num_bytes for bucket in self.buckets)

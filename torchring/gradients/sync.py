@@ -34,8 +34,11 @@ class Batches(Protocol):
     def begin_backward(self) -> None:
         """A backward is about to begin, or its first gradient has come. May raise what ends the training function."""
 
-    def next_weight(self) -> float | None:
-        """The weight of this rank's next batch. None if no batch has a weight, on any rank."""
+    def next_weight(self) -> tuple[float, float] | None:
+        """The weight of this rank's next batch, and the sum of the weights that all ranks have for it.
+
+        None if no batch has a weight, on any rank.
+        """
 
     def change_is_agreed(self, *, all_leave: bool) -> None:
         """The ranks are to change at the end of this step, or to leave, all of them. All ranks are told so in the same
@@ -192,24 +195,35 @@ class GradientSync:
 
     def weigh_next_batch(self) -> None:
         """In an elastic job: give the next backward the weight of its batch, unless the script gives another."""
-        if self.batches is not None and (weight := self.batches.next_weight()) is not None:
-            self._weigh(weight, is_default=True)
+        if self.batches is None or (given := self.batches.next_weight()) is None:
+            return
+        weight, whole = given
+        if not self.reduction.is_sum:
+            self._weigh(weight, whole)
+        elif not weight:
+            self._end_zero_weight()
+            self._zero_next_backward()
 
-    def _weigh(self, weight: float, *, is_default: bool = False) -> None:
+    def _weigh(self, weight: float, whole: float | None = None) -> None:
         reduction, weights = self.reduction, self._weights
         self._end_zero_weight()
         weight = weights.representable(weight)
-        factor = weights.give(weight, is_default=is_default)
+        factor = weights.give(weight, whole)
         thawed = [parameter for parameter in self._frozen if parameter.requires_grad]  # not adopted yet
         if factor != 1.0:
             reduction.scale_local(factor)
             for grad in (p.grad for p in thawed if p.grad is not None):
                 grad.mul_(factor)
-        if not weight:  # whatever the loss is, a mean over nothing included
-            for parameter in (*reduction.parameters, *thawed):
-                if parameter.requires_grad:
-                    handle = parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-                    self._handles_of_zero_weight.append(handle)
+        if not weight:
+            self._zero_next_backward()
+
+    def _zero_next_backward(self) -> None:
+        """Gradients of the next backward are zeros, whatever the loss is, a mean over nothing included."""
+        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]  # not adopted yet
+        for parameter in (*self.reduction.parameters, *thawed):
+            if parameter.requires_grad:
+                handle = parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+                self._handles_of_zero_weight.append(handle)
 
     def skip(self) -> None:
         """Collective: take part in the reduction of the others' next backward. See `DistributedOptimizer.skip`."""

@@ -59,7 +59,8 @@ class Weights:
         self.reference = 1.0
         self._is_narrow = False
         self._next: float | None = None  # for the backward that comes
-        self._is_default = False  # whether an elastic job has given it, and not the script
+        self._next_whole: float | None = None
+        self._whole: float | None = None
         self._unit: float | None = None  # the weight that local gradients are divided by
         self._total: float | None = None
         self._last: float | None = None  # of the backward under way
@@ -80,14 +81,17 @@ class Weights:
         """The weight that is sent: in 16 bits, a multiple of 2**-16."""
         return round(weight * 2**_FRACTION_BITS) / 2**_FRACTION_BITS if self._is_narrow else weight
 
-    def give(self, weight: float, *, is_default: bool = False) -> float:
+    def give(self, weight: float, whole: float | None = None) -> float:
         """The next backward has this weight. Returns the factor that local gradients have to be scaled by before.
 
-        Another weight may follow a default one.
+        Args:
+            whole: for a weight that an elastic job gives, because ranks have unequal shares of a batch: the sum of the
+                ranks' weights for a batch. Then gradients of several batches are added up, as without weights, and not
+                averaged. A weight that the script gives may follow.
 
         Raises GradientError if a weight was given already, or an earlier backward had none.
         """
-        if self._next is not None and not self._is_default:
+        if self._next is not None and self._next_whole is None:
             raise GradientError("weigh() was called twice before one backward(); call it once before each")
         if self.num_backwards and self._total is None:
             raise GradientError(
@@ -95,7 +99,7 @@ class Weights:
                 "weigh() before each backward(), or zero_grad() first"
             )
         self._next = weight
-        self._is_default = is_default
+        self._next_whole = whole
         if not weight:
             return 1.0
         unit, self._unit = self._unit, weight
@@ -110,6 +114,7 @@ class Weights:
                 "optimizer.weigh() before each backward()"
             )
         self._last = weight
+        self._whole = self._next_whole
         if weight is not None:
             self._total = (self._total or 0.0) + weight
         self.num_backwards += 1
@@ -146,6 +151,8 @@ class Weights:
             present = num_ranks - num_absent
             return num_ranks / present if present else 1.0
         scale = num_ranks * self.reference / total if total else 1.0
+        if self._whole is not None:
+            scale *= max(1, math.ceil(total / self._whole - 0.001))  # number of batches: alike on all ranks
         if total:
             self.reference = 2.0 ** round(math.log2(total / num_ranks))
         return scale
