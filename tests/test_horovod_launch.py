@@ -174,9 +174,9 @@ def test_options_that_set_variables(started: list[dict[str, Any]]) -> None:
 def test_options_without_a_meaning_are_named_in_one_line(
     started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = "--start-timeout 30 --autotune --blacklist-cooldown-range 10 20 --start-timeout 31"
+    line = "--start-timeout 30 --autotune --cache-capacity 9 --start-timeout 31"
     assert cli.main(["run", "-np", "1", *line.split(), __file__]) == 0
-    expected = "torchring run: --start-timeout, --autotune, --blacklist-cooldown-range: no meaning here, ignored\n"
+    expected = "torchring run: --start-timeout, --autotune, --cache-capacity: no meaning here, ignored\n"
     assert capsys.readouterr().err == expected
     assert cli.main(["run", "-np", "1", __file__]) == 0
     assert capsys.readouterr().err == ""
@@ -214,15 +214,6 @@ def test_options_that_are_wrong(line: str, complaint: str, capsys: pytest.Captur
     assert complaint in capsys.readouterr().err
 
 
-def test_a_discovery_script_is_no_option_to_ignore(
-    started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The job would run somewhere else."""
-    assert cli.main(["run", "-np", "1", "--host-discovery-script", "./hosts.sh", __file__]) == 2
-    assert "use -H or --hostfile" in capsys.readouterr().err
-    assert started == []
-
-
 def test_ssh_gets_its_options_and_is_preferred_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_module, "_why_no_mpirun", lambda: None)
     hosts = [Host("192.0.2.1", 1)]
@@ -235,7 +226,7 @@ def test_ssh_gets_its_options_and_is_preferred_with_them(monkeypatch: pytest.Mon
 def test_other_hosts_get_horovods_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
     monkeypatch.setenv("TORCHRING_TEST", "not for them")
-    forwarded = launcher_module._forwarded({"HOROVOD_TIMELINE": "t"})
+    forwarded = launcher_module.forwarded({"HOROVOD_TIMELINE": "t"})
     assert forwarded["HOROVOD_CYCLE_TIME"] == "5"
     assert forwarded["HOROVOD_TIMELINE"] == "t"
     assert "TORCHRING_TEST" not in forwarded

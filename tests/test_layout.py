@@ -16,8 +16,8 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "rendezvous", "memory", "stalls", "world", "accelerators",
-    "transport", "collectives", "norms", "allreduce", "gradients", "optimizer", "joining", "launch", "horovod",
-    "doctor", "cli", "__main__", "__init__", "bench",
+    "transport", "collectives", "norms", "allreduce", "gradients", "optimizer", "joining", "elastic", "launch",
+    "horovod", "doctor", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on
 

@@ -190,7 +190,7 @@ def test_hosts_are_filled_in_order() -> None:
 def test_names_of_this_machine() -> None:
     assert all(map(is_here, ("localhost", "127.0.0.1", "[::1]", socket.gethostname())))
     assert not any(map(is_here, ("192.0.2.1", "torchring.invalid", "someone@localhost", "[2001:db8::1]")))
-    names = run_module._as_this_machine([Host("far", 1), Host("localhost", 2), Host("127.0.0.1", 3)])
+    names = run_module.as_this_machine([Host("far", 1), Host("localhost", 2), Host("127.0.0.1", 3)])
     assert names == [Host("far", 1), Host("localhost", 5)]
 
 
@@ -265,9 +265,9 @@ def test_the_reaper_leaves_nothing(ending: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("beats", [True, False])
 def test_a_reaper_that_gets_no_heartbeat_ends_its_command(beats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a line that is cut: the pipe is not closed."""
-    monkeypatch.setattr(run_module, "_HEARTBEAT_SECONDS", 0.1 if beats else 100.0)
+    monkeypatch.setattr(run_module, "HEARTBEAT_SECONDS", 0.1 if beats else 100.0)
     reaper = [sys.executable, "-I", str(REAPER), "0", "--silence", "1"]
-    job = run_module._Job("host", [*reaper, "sleep", "3" if beats else "60"], {}, is_remote=True)
+    job = run_module.Job("host", [*reaper, "sleep", "3" if beats else "60"], os.environ, is_remote=True)
     assert run_module._supervise([job], None, lambda: False) == (0 if beats else 128 + signal.SIGTERM)
 
 

@@ -19,6 +19,8 @@ from typing import Final
 
 from torchring.launch import horovodrun
 from torchring.launch.arguments import hosts_of, positive, setting
+from torchring.launch.elastic import options as elastic
+from torchring.launch.elastic.driver import start_elastic
 from torchring.launch.launcher import LAUNCHERS, LaunchError, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import Stopped, signals_raise
@@ -63,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
     run.add_argument("--tag-output", action="store_true", help="put [rank] before each line that a process prints")
     run.add_argument(
-        "--log-dir", metavar="DIR", help="also write what rank N prints to DIR/rankN.log, on the host where it runs"
+        "--log-dir",
+        metavar="DIR",
+        help="also write what rank N prints to DIR/rankN.log, on the host where it runs; with --elastic, what worker N "
+        "prints to DIR/workerN.log, here",
     )
     run.add_argument("--quiet", action="store_true", help="with --log-dir: do not show it here")
     run.add_argument(
@@ -71,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="when a process waits for long, have those that it waits for print their Python stacks",
     )
+    elastic.add_options(run, where)
     horovodrun.add_options(run)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     run.add_argument("script", nargs="?", metavar="SCRIPT", help="the Python script, or a folder with a __main__.py")
@@ -105,14 +111,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _bench(options.name, options.arguments)
     if options.script is None:
         run.error("say which script to run")
-    if options.num_proc is None and options.hosts is None and options.hostfile is None:
+    is_elastic = _is_elastic(run, options)
+    if not is_elastic and options.num_proc is None and options.hosts is None and options.hostfile is None:
         run.error("say how many processes: -np N, or -H HOST:SLOTS,..., or --hostfile FILE")
     if options.quiet and options.log_dir is None:
         run.error("--quiet drops what processes print, unless --log-dir says where to write it")
-    return _run(options)
+    return _run(options, is_elastic)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _is_elastic(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
+    try:
+        return elastic.is_elastic(options)
+    except LaunchError as error:
+        parser.error(str(error))
+
+
+def _run(options: argparse.Namespace, is_elastic: bool) -> int:
     """Returns the exit code of the first process that failed; 128 + n if signal n ended it, as in a shell."""
     try:
         command = horovodrun.without_interpreter(options.script, options.arguments)
@@ -120,11 +134,18 @@ def _run(options: argparse.Namespace) -> int:
             command = [*_program(options.script, options.module), *options.arguments]
         output = OutputOptions(options.tag_output, options.log_dir, options.quiet)
         env = horovodrun.settings_of(options) | ({STACKS: "1"} if options.stacks_on_stall else {})
+        ssh_options = horovodrun.ssh_options_of(options)
+        if is_elastic:
+            limits = elastic.limits_of(options)
+            sources = elastic.hosts_of(options, limits)
+            horovodrun.warn_of_ignored(options)
+            if options.verbose:
+                print(horovodrun.describe(command, options.num_proc, sources.known), file=sys.stderr)
+            return start_elastic(command, limits, sources, env, output, ssh_options)
         hosts, launcher = hosts_of(options), horovodrun.launcher_of(options)
         horovodrun.warn_of_ignored(options)
         if options.verbose:
             print(horovodrun.describe(command, options.num_proc, hosts), file=sys.stderr)
-        ssh_options = horovodrun.ssh_options_of(options)
         return start(command, options.num_proc, hosts, env, launcher, output, ssh_options=ssh_options)
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)

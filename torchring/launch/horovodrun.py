@@ -18,12 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from torchring.launch.launcher import Host, LaunchError
+from torchring.launch.launcher import Host
 
 _STARTUP: Final = Path(__file__).parent.parent / "horovod" / "startup"  # see horovod/aliases.py
 _MIB: Final = 2**20
 SOCKETS: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_DISCOVERY: Final = "--host-discovery-script"
 # Options without a meaning here, by the number of values that they take.
 _IGNORED: Final = {
     0: """--disable-cache --jsrun --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather
@@ -31,10 +30,8 @@ _IGNORED: Final = {
         --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp --log-without-timestamp
         -prefix-timestamp --prefix-output-with-timestamp""",
     1: """--config-file --start-timeout --cache-capacity --autotune-log-file --autotune-warmup-samples
-        --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np
-        --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit --mpi-args
+        --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --mpi-args
         --binding-args --num-nccl-streams --thread-affinity""",
-    2: "--blacklist-cooldown-range",
 }
 
 
@@ -65,7 +62,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_setting(group, ("--gloo-timeout-seconds",), "HOROVOD_GLOO_TIMEOUT_SECONDS", _number, "SECONDS")
     _add_setting(group, ("--log-level",), "HOROVOD_LOG_LEVEL", str.upper, "LEVEL")
-    group.add_argument(_DISCOVERY, metavar="SCRIPT", help=argparse.SUPPRESS)
     for num_values, names in _IGNORED.items():
         for name in names.split():
             group.add_argument(
@@ -82,9 +78,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def warn_of_ignored(options: argparse.Namespace) -> None:
-    """Name the options that have no meaning. Raises LaunchError where the job would run somewhere else without."""
-    if options.host_discovery_script is not None:
-        raise LaunchError(f"{_DISCOVERY}: torchring run starts nothing on hosts that come and go; use -H or --hostfile")
+    """Name the options that have no meaning."""
     if options.ignored:
         names = ", ".join(dict.fromkeys(options.ignored))
         print(f"torchring run: {names}: no meaning here, ignored", file=sys.stderr)

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 from torchring.launch.part import Part
@@ -45,9 +45,9 @@ _REAPER: Final = Path(__file__).with_name("reaper.py")
 _HOST: Final = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:,\[\]]+)(?::(?P<slots>[0-9]+))?")
 _PATIENCE_SECONDS: Final = 40.0  # for the reapers after they were told to stop; reaper.py itself waits 32
 _LOOPBACK_SECONDS: Final = 5.0
-_KILL_SECONDS: Final = 5.0  # for the reapers to kill the processes that are left
+KILL_SECONDS: Final = 5.0  # for the reapers to kill the processes that are left
 _POLL_SECONDS: Final = 0.05
-_HEARTBEAT_SECONDS: Final = 10.0  # between two heartbeats to the reapers of other hosts
+HEARTBEAT_SECONDS: Final = 10.0  # between two heartbeats to the reapers of other hosts
 _SILENCE_SECONDS: Final = 120  # without a heartbeat, after which reapers of other hosts end their processes
 _PORTS: Final = range(20_000, 30_000)  # below the ports that Linux hands out to clients
 # Gives each rank an equal share of its host's cores, as the agent does without mpirun.
@@ -79,7 +79,7 @@ class Host:
 
 def parse_hosts(text: str) -> list[Host]:
     """ "a:2,b:4" is two processes on a and four on b. A host without a number takes one. Raises LaunchError."""
-    return [_host(item.strip(), f"-H takes host:slots,host:slots,..., got {text!r}") for item in text.split(",")]
+    return [parse_host(item.strip(), f"-H takes host:slots,host:slots,..., got {text!r}") for item in text.split(",")]
 
 
 def parse_hostfile(text: str) -> list[Host]:
@@ -93,7 +93,7 @@ def parse_hostfile(text: str) -> list[Host]:
         slots = re.fullmatch("slots=([0-9]+)", words[1]) if len(words) == 2 and ":" not in words[0] else None
         if len(words) > 2 or (len(words) == 2 and slots is None):
             raise LaunchError(complaint)
-        hosts.append(_host(f"{words[0]}:{slots[1]}" if slots else words[0], complaint))
+        hosts.append(parse_host(f"{words[0]}:{slots[1]}" if slots else words[0], complaint))
     if not hosts:
         raise LaunchError("the host file names no host")
     return hosts
@@ -154,55 +154,58 @@ def start(
         raise LaunchError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
     if hosts is None:
         hosts = [Host("localhost", num_proc or 1)]
-    filled = _as_this_machine(share_out(hosts, num_proc))
+    filled = as_this_machine(share_out(hosts, num_proc))
     launcher = _choose(filled, launcher, prefers_ssh=bool(ssh_options))
-    if launcher == "local" and (trouble := _why_no_loopback()):
+    if launcher == "local" and (trouble := why_no_loopback()):
         raise LaunchError(trouble)
     env, output = {JOB: secrets.token_hex(8), **(env or {})}, output or OutputOptions()
     if launcher == "mpirun":
-        jobs = [_Job("mpirun", _mpirun(filled, command, env), {}, is_mpirun=True)]
-        return _supervise(jobs, _open_output(output), is_over)
+        jobs = [Job("mpirun", _mpirun(filled, command, env), os.environ, is_mpirun=True)]
+        return _supervise(jobs, open_output(output), is_over)
     jobs = _agents(filled, command, env, output, ssh_options)
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
-    return _supervise(jobs, _open_output(OutputOptions()) if len(jobs) > 1 else None, is_over)
+    return _supervise(jobs, open_output(OutputOptions()) if len(jobs) > 1 else None, is_over)
 
 
-def _open_output(options: OutputOptions) -> Output:
+def open_output(options: OutputOptions, log_name: str = "rank{}.log") -> Output:
+    """An Output, see there. Raises LaunchError if log files cannot be written."""
     try:
-        return Output(options)
+        return Output(options, log_name=log_name)
     except OSError as error:
         raise LaunchError(f"cannot write log files to {options.log_dir!r}: {error.strerror}") from error
 
 
 @dataclass
-class _Job:
+class Job:
     """One reaper, on this machine or behind ssh, and the command that it runs."""
 
     name: str
     command: list[str]
-    env: Mapping[str, str]  # for a command on this machine
+    environ: Mapping[str, str]
     is_remote: bool = False
+    patience: float | None = None  # seconds that a command on this machine gets to end after a signal
     is_mpirun: bool = False
     process: subprocess.Popen[bytes] = field(init=False)
     lifeline: int = field(init=False, default=-1)
 
-    def start(self, output: Output | None) -> None:
-        """Start the reaper. Its output goes to `output`, or to this process's stdout and stderr if that is None."""
+    def start(self, output: Output | None, rank: int | None = None) -> None:
+        """Start the reaper. Its output goes to `output`, or to this process's stdout and stderr if that is None.
+
+        A job that is one rank, or one worker, gives its number, and reads nothing.
+        """
         theirs, self.lifeline = os.pipe()
         os.set_blocking(self.lifeline, False)  # a connection that is cut has no reader
-        streams = [output.pipe(stream, is_mpirun=self.is_mpirun) for stream in (STDOUT, STDERR)] if output else []
+        streams = [output.pipe(stream, rank, is_mpirun=self.is_mpirun) for stream in (STDOUT, STDERR)] if output else []
         out, err = streams or (None, None)
-        environ = {**os.environ, **self.env}
+        how: dict[str, Any] = {"stdout": out, "stderr": err, "env": self.environ, "start_new_session": True}
         try:
             if self.is_remote:
-                self.process = subprocess.Popen(
-                    self.command, stdin=theirs, stdout=out, stderr=err, env=environ, start_new_session=True
-                )
+                self.process = subprocess.Popen(self.command, stdin=theirs, **how)
             else:
-                reaper = [sys.executable, "-I", str(_REAPER), str(theirs), *self.command]
-                self.process = subprocess.Popen(
-                    reaper, pass_fds=[theirs], stdout=out, stderr=err, env=environ, start_new_session=True
-                )
+                options = [] if self.patience is None else ["--patience", str(self.patience)]
+                reaper = [sys.executable, "-I", str(_REAPER), str(theirs), *options, *self.command]
+                stdin = None if rank is None else subprocess.DEVNULL
+                self.process = subprocess.Popen(reaper, stdin=stdin, pass_fds=[theirs], **how)
         except OSError:
             os.close(self.lifeline)
             raise
@@ -210,16 +213,22 @@ class _Job:
             for descriptor in [theirs, *streams]:
                 os.close(descriptor)
 
+    def close(self) -> None:
+        """Kill the reaper if it runs. Call this once, after `start`."""
+        os.close(self.lifeline)
+        self.process.kill()
+        self.process.wait()
+
     def tell(self, number: int) -> None:
         """Have the reaper pass a signal on. 0 is a heartbeat."""
         with contextlib.suppress(OSError):  # the reaper has ended
             os.write(self.lifeline, bytes([number]))
 
 
-def _supervise(jobs: Sequence[_Job], output: Output | None, is_over: Callable[[], bool]) -> int:
+def _supervise(jobs: Sequence[Job], output: Output | None, is_over: Callable[[], bool]) -> int:
     """Wait for all jobs. A failure, a signal or `is_over` ends the others. A second signal kills them at once."""
     code = 0
-    started: list[_Job] = []
+    started: list[Job] = []
     with noted_signals() as received:
         try:
             for job in jobs:
@@ -228,7 +237,7 @@ def _supervise(jobs: Sequence[_Job], output: Output | None, is_over: Callable[[]
             if output is not None:
                 output.start()
             running = list(started)
-            heartbeat_at = time.monotonic() + _HEARTBEAT_SECONDS
+            heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS
             while running and not code and not received:
                 if is_over():
                     received.append(signal.SIGTERM)
@@ -236,7 +245,7 @@ def _supervise(jobs: Sequence[_Job], output: Output | None, is_over: Callable[[]
                     running.remove(job)
                     code = code or _exit_code(job)
                 if time.monotonic() > heartbeat_at:
-                    heartbeat_at = time.monotonic() + _HEARTBEAT_SECONDS
+                    heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS
                     for job in running:
                         job.tell(0)
                 if running and not code:
@@ -252,7 +261,7 @@ def _supervise(jobs: Sequence[_Job], output: Output | None, is_over: Callable[[]
     return code or (128 + received[0] if received else 0)
 
 
-def _end(jobs: Sequence[_Job], received: Sequence[int]) -> None:
+def _end(jobs: Sequence[Job], received: Sequence[int]) -> None:
     """End the jobs by the signal that was received, or by SIGTERM. Kill them after a second signal, or a while."""
 
     def wait(seconds: float, num_signals: float = float("inf")) -> None:
@@ -268,14 +277,12 @@ def _end(jobs: Sequence[_Job], received: Sequence[int]) -> None:
     wait(_PATIENCE_SECONDS, len(received) + 1)
     for job in jobs:
         job.tell(signal.SIGKILL)
-    wait(_KILL_SECONDS)
+    wait(KILL_SECONDS)
     for job in jobs:
-        os.close(job.lifeline)
-        job.process.kill()
-        job.process.wait()
+        job.close()
 
 
-def _exit_code(job: _Job) -> int:
+def _exit_code(job: Job) -> int:
     code = job.process.returncode
     if code == 255 and job.is_remote:
         print(
@@ -301,7 +308,7 @@ def _choose(hosts: Sequence[Host], launcher: str, *, prefers_ssh: bool = False) 
     return "ssh" if prefers_ssh or _why_no_mpirun() else "mpirun"
 
 
-def _why_no_loopback() -> str | None:
+def why_no_loopback() -> str | None:
     """Why ranks of this machine cannot meet. torch would try for a minute, and not say why."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -341,7 +348,7 @@ def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
     options += ["--wdir", os.getcwd(), "--tag-output"]  # `Output` reads the rank from the tags, and removes them
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
-    for key, value in _forwarded(env).items():
+    for key, value in forwarded(env).items():
         options += ["-x", f"{key}={value}"]
     # mpi4py aborts the other ranks when a rank fails.
     return [*options, "sh", "-c", _SHARE_CORES, "sh", sys.executable, "-u", "-m", "mpi4py", *command]
@@ -353,7 +360,7 @@ def _agents(
     env: Mapping[str, str],
     output: OutputOptions,
     ssh_options: Sequence[str] = (),
-) -> list[_Job]:
+) -> list[Job]:
     """One job per host. Each runs torch.distributed.run."""
     address, port = _rendezvous_endpoint(hosts) if len(hosts) > 1 else ("", 0)
     jobs = []
@@ -361,17 +368,38 @@ def _agents(
         part = Part(host.slots, len(hosts), number, host.name, address, port, output)
         agent = [sys.executable, "-c", _AGENT, part.to_json(), *command]
         if is_here(host.name):
-            jobs.append(_Job(host.name, agent, env))
-            continue
-        reaper = [sys.executable, "-I", str(_REAPER), "0", "--silence", str(_SILENCE_SECONDS), *agent]
-        settings = [f"{key}={value}" for key, value in _forwarded(env).items()]
-        there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *reaper])}"
-        # BatchMode, because ssh must not ask for a password: the reaper uses the standard input.
-        jobs.append(_Job(host.name, ["ssh", "-o", "BatchMode=yes", *ssh_options, host.name, there], {}, is_remote=True))
+            jobs.append(Job(host.name, agent, {**os.environ, **env}))
+        else:
+            jobs.append(remote_job(host.name, agent, env, ssh_options, silence=_SILENCE_SECONDS))
     return jobs
 
 
-def _forwarded(env: Mapping[str, str]) -> dict[str, str]:
+def remote_job(
+    name: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    ssh_options: Sequence[str] = (),
+    *,
+    silence: float,
+    patience: float | None = None,
+) -> Job:
+    """A job that runs `command` on another host, through ssh. See `start` for `env` and `ssh_options`.
+
+    Args:
+        silence: seconds without a heartbeat, after which the reaper there ends the command.
+        patience: seconds that the command gets to end after a signal. By default those of reaper.py.
+    """
+    reaper = [sys.executable, "-I", str(_REAPER), "0", "--silence", str(silence)]
+    reaper += [] if patience is None else ["--patience", str(patience)]
+    settings = [f"{key}={value}" for key, value in forwarded(env).items()]
+    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *reaper, *command])}"
+    # BatchMode, because ssh must not ask for a password: the reaper uses the standard input.
+    ssh = ["ssh", "-o", "BatchMode=yes", *ssh_options, name, there]
+    return Job(name, ssh, os.environ, is_remote=True)
+
+
+def forwarded(env: Mapping[str, str]) -> dict[str, str]:
+    """`env`, and what other hosts get of this process's variables."""
     names = ("PYTHONPATH", "OMP_NUM_THREADS")
     own = {key: value for key, value in os.environ.items() if key in names or key.startswith("HOROVOD_")}
     return {**own, **env}
@@ -382,17 +410,17 @@ def _rendezvous_endpoint(hosts: Sequence[Host]) -> tuple[str, int]:
     machine."""
     first = hosts[0].name.rpartition("@")[2].strip("[]")
     if not is_here(hosts[0].name):
-        return _resolvable(first), random.choice(_PORTS)
+        return resolvable(first), random.choice(_PORTS)
     remote = next((host.name for host in hosts if not is_here(host.name)), None)
     if remote is not None:  # other hosts would take "localhost" for themselves
-        first = _address_towards(remote.rpartition("@")[2].strip("[]"))
+        first = address_towards(remote.rpartition("@")[2].strip("[]"))
     for port in random.sample(_PORTS, 50):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return first, port
     raise LaunchError(f"50 ports between {_PORTS.start} and {_PORTS.stop} are all in use")
 
 
-def _resolvable(name: str) -> str:
+def resolvable(name: str) -> str:
     """The name itself, or the address that ssh's configuration has for a name that does not resolve."""
     try:
         socket.getaddrinfo(name, 9)
@@ -404,7 +432,7 @@ def _resolvable(name: str) -> str:
     return name
 
 
-def _address_towards(name: str) -> str:
+def address_towards(name: str) -> str:
     """This machine's address on the network of the named host. The likeliest address if the name does not resolve."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
@@ -429,7 +457,7 @@ def is_here(name: str) -> bool:
     return False
 
 
-def _as_this_machine(hosts: Sequence[Host]) -> list[Host]:
+def as_this_machine(hosts: Sequence[Host]) -> list[Host]:
     """Merge hosts that are all names of this machine into one."""
     here = [host for host in hosts if is_here(host.name)]
     if len(here) < 2:
@@ -438,9 +466,10 @@ def _as_this_machine(hosts: Sequence[Host]) -> list[Host]:
     return [together if host is here[0] else host for host in hosts if host is here[0] or host not in here]
 
 
-def _host(text: str, complaint: str) -> Host:
+def parse_host(text: str, complaint: str, default_slots: int = 1) -> Host:
+    """`host:slots` or `host`. Raises LaunchError with the complaint."""
     match = _HOST.fullmatch(text)
     # ssh would take a leading "-" for an option.
     if match is None or match["slots"] == "0" or text.startswith("-"):
         raise LaunchError(complaint)
-    return Host(match["name"], int(match["slots"] or 1))
+    return Host(match["name"], int(match["slots"] or default_slots))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import select
@@ -37,7 +38,7 @@ _SETTLE_SECONDS: Final = 0.02  # for a terminal's driver to pass on what was wri
 # What mpirun --tag-output puts before every line: [job,rank]<stream>:
 _MPIRUN_TAG: Final = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>: ?")
 
-_Owner: TypeAlias = "tuple[int, int | None]"  # of a line: the pipe from which the line came, and the rank
+_Owner: TypeAlias = "tuple[int, int | None]"  # of a line: the number of its source, and the rank
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class OutputOptions:
 
     Attributes:
         tag: put "[rank] " before each line.
-        log_dir: also write the output of rank N to rankN.log in this folder. Overwrites a file that exists.
+        log_dir: also write the output of rank N to rankN.log (of worker N to workerN.log) in this folder. Overwrites a
+            file that exists.
         is_quiet: show nothing.
     """
 
@@ -57,8 +59,9 @@ class OutputOptions:
 
 @dataclass
 class _Source:
-    """A process's stdout or stderr. `rank` is None if the process is not a rank."""
+    """A process's stdout or stderr. `rank` is None if the process is not a rank. No two sources have a number."""
 
+    number: int
     reading: int
     stream: int
     rank: int | None
@@ -78,12 +81,22 @@ class _Target:
 
 
 class Output:
-    """Passes on what processes print into its pipes, from `start` to `close`."""
+    """Passes on what processes print into its pipes, from `start` to `close`.
 
-    def __init__(self, options: OutputOptions, *, out: int = STDOUT, err: int = STDERR) -> None:
+    `pipe` may be called before and after `start`. A pipe is forgotten when the last process that can write to it has
+    ended: processes may come and go for as long as they like.
+    """
+
+    def __init__(
+        self, options: OutputOptions, *, out: int = STDOUT, err: int = STDERR, log_name: str = "rank{}.log"
+    ) -> None:
         """`out` and `err` are the descriptors to write to. Raises OSError if the log directory cannot be made."""
         self.options = options
-        self._sources: dict[int, _Source] = {}
+        self._log_name = log_name
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # of `_new`, and of log files, which both threads open
+        self._new: list[_Source] = []  # not yet seen by the thread
+        self._sources: dict[int, _Source] = {}  # by their descriptor; of the thread once it runs
         self._targets = {STDOUT: _Target(out), STDERR: _Target(err)}
         self._logs: dict[int, int] = {}
         self._unlogged: set[int] = set()
@@ -106,12 +119,14 @@ class Output:
             _copy_size(self._targets[stream].descriptor, reading)
         else:
             reading, writing = os.pipe()
-        self._sources[reading] = _Source(reading, stream, rank, is_mpirun, is_terminal)
         self._log(rank, b"")  # empties the log file of an earlier run
+        with self._lock:
+            self._new.append(_Source(next(self._numbers), reading, stream, rank, is_mpirun, is_terminal))
+        os.write(self._waker, b"+")
         return writing
 
     def start(self) -> None:
-        """Start to pass on. Call this after the last `pipe`."""
+        """Start to pass on."""
         self._thread.start()
 
     def close(self) -> None:
@@ -119,6 +134,7 @@ class Output:
         os.close(self._waker)
         if self._thread.ident is not None:
             self._thread.join()
+        self._take_new()
         for descriptor in [*self._sources, *self._logs.values(), self._wake]:
             os.close(descriptor)
         self._sources.clear()
@@ -132,16 +148,18 @@ class Output:
 
     def _pass_on_all(self) -> None:
         waiting = select.poll()
-        for descriptor in [self._wake, *self._sources]:
-            waiting.register(descriptor, select.POLLIN)
+        waiting.register(self._wake, select.POLLIN)
         is_closing = False
         while not is_closing:
             ready = [descriptor for descriptor, _ in waiting.poll(self._patience())]
             for descriptor in ready:
                 if descriptor == self._wake:
-                    is_closing = True
+                    is_closing = not os.read(self._wake, 4096)
+                    for source in self._take_new():
+                        waiting.register(source.reading, select.POLLIN)
                 elif not self._read(self._sources[descriptor]):
                     waiting.unregister(descriptor)
+                    self._forget(self._sources.pop(descriptor))
             now = time.monotonic()
             for source in self._sources.values():
                 if source.pending and now - source.pending_since >= _HOLD_SECONDS:
@@ -149,6 +167,23 @@ class Output:
         for source in self._sources.values():
             self._read_the_rest(source)
             self._pass_on(source, len(source.pending))
+
+    def _take_new(self) -> list[_Source]:
+        with self._lock:
+            new, self._new = self._new, []
+        self._sources |= {source.reading: source for source in new}
+        for stream, target in self._targets.items():
+            if new and target.is_broken and self.options.log_dir is None:
+                self._break(stream)
+        return new
+
+    def _forget(self, source: _Source) -> None:
+        """Close what belongs to a pipe that has ended."""
+        os.close(source.reading)
+        with self._lock:
+            is_last = all(other.rank != source.rank for other in [*self._sources.values(), *self._new])
+            if is_last and source.rank in self._logs and not source.is_mpirun:
+                os.close(self._logs.pop(source.rank))
 
     def _patience(self) -> float | None:
         """Milliseconds until an unfinished line is due."""
@@ -188,16 +223,18 @@ class Output:
         for rank, part in _by_rank(text) if source.is_mpirun else [(source.rank, text)]:
             if part:
                 self._log(rank, part)
-                self._show(source.stream, rank, part, (source.reading, rank))
+                self._show(source.stream, rank, part, (source.number, rank))
 
     def _log(self, rank: int | None, text: bytes) -> None:
         if self.options.log_dir is None or rank is None:
             return
-        file = Path(self.options.log_dir, f"rank{rank}.log")
+        file = Path(self.options.log_dir, self._log_name.format(rank))
         try:
-            if rank not in self._logs:
-                self._logs[rank] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-            _write(self._logs[rank], text)
+            with self._lock:
+                if rank not in self._logs:
+                    self._logs[rank] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+                descriptor = self._logs[rank]
+            _write(descriptor, text)
         except OSError as error:  # a full disk is no reason to stop training
             if rank not in self._unlogged:
                 self._unlogged.add(rank)

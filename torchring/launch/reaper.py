@@ -3,6 +3,7 @@
     python reaper.py FD COMMAND...               runs the command; the exit code is the command's, 128 + n if signal n
                                                 ended it
     python reaper.py FD --silence N COMMAND...   the same, but N seconds without a byte from FD count as a closed pipe
+    python reaper.py FD --patience N COMMAND...  the same, but the command gets N seconds to end after a signal
 
 The process that starts a reaper holds the other end of the pipe FD, and writes numbers of signals into the pipe, a byte
 each. The reaper passes the first SIGINT, SIGTERM or SIGHUP on to the command, and gives it some time to end. SIGKILL
@@ -32,9 +33,10 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
-    lifeline, command, patience = int(arguments[0]), arguments[1:], float("inf")
-    if command[0] == "--silence":
-        patience, command = float(command[1]), command[2:]
+    lifeline, command = int(arguments[0]), arguments[1:]
+    options = {"--silence": float("inf"), "--patience": PATIENCE_SECONDS}
+    while command[0] in options:
+        options[command[0]], command = float(command[1]), command[2:]
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -62,7 +64,7 @@ def main(arguments: list[str]) -> int:
             received += told.replace(b"\0", b"") if told else [signal.SIGTERM]
             if not told:
                 sources.remove(lifeline)
-        elif now > last_byte_at + patience:
+        elif now > last_byte_at + options["--silence"]:
             received.append(signal.SIGTERM)
         if signal.SIGKILL in received:
             break
@@ -70,7 +72,7 @@ def main(arguments: list[str]) -> int:
         if stopping and end == float("inf"):
             is_young = time.monotonic() - started < _YOUNG_SECONDS
             process.send_signal(signal.SIGTERM if is_young else stopping[0])
-            end = time.monotonic() + PATIENCE_SECONDS
+            end = time.monotonic() + options["--patience"]
     if process.poll() != 0:
         _kill(_descendants)
     code = process.wait()

@@ -1,0 +1,187 @@
+"""Which hosts an elastic job can use: fixed ones, those of a file that is read again, those that a script prints.
+
+The file and the script are asked in a thread, because a script may take long, and so may the name service. The last
+good answer stays in force while they give no good one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from torchring.launch.launcher import Host, LaunchError, is_here, parse_host, parse_hostfile
+
+_ASK_SECONDS: Final = 1.0  # between two questions
+_SCRIPT_SECONDS: Final = 10.0  # for the script to answer
+_MOST_BYTES: Final = 1 << 20  # of an answer
+_QUOTED: Final = 200  # characters of what the script printed, in a message
+
+
+class Hosts:
+    """The hosts, as they are now.
+
+    Args:
+        ask: returns the hosts, or raises LaunchError. None if `hosts` does not change.
+        hosts: the hosts to begin with; None if they are not known yet.
+    """
+
+    def __init__(self, ask: Callable[[], Sequence[Host]] | None, hosts: Sequence[Host] | None = None) -> None:
+        self._ask = ask
+        self._here: dict[str, bool] = {}
+        self._problem = ""
+        self._warnings: list[str] = []
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="torchring-hosts", daemon=True)
+        self.known: tuple[Host, ...] | None = None if hosts is None else self._merged(hosts)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether other hosts may come."""
+        return self._ask is not None
+
+    @property
+    def problem(self) -> str:
+        """Why there is no newer answer, "" if there is."""
+        return self._problem
+
+    def is_here(self, name: str) -> bool:
+        """Whether a host that is, or was, known is this machine. Does not ask the name service."""
+        return self._here[name]
+
+    def start(self) -> None:
+        """Ask every second from now on. Names of hosts are looked up in the same thread."""
+        if self._ask is not None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more. Does not wait for a script that runs; it is killed within ten seconds."""
+        self._is_closed.set()
+
+    def take_warnings(self) -> list[str]:
+        """What the user should know, each once."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
+
+    def ask(self) -> None:
+        """Ask once, and note the answer or the problem."""
+        assert self._ask is not None
+        try:
+            self.known = self._merged(self._ask())
+        except LaunchError as error:
+            if str(error) != self._problem:
+                kept = "" if self.known is None else "; the hosts known so far are kept"
+                self._warnings.append(f"{error}{kept}")
+            self._problem = str(error)
+        else:
+            self._problem = ""
+
+    def _watch(self) -> None:
+        while not self._is_closed.is_set():
+            self.ask()
+            self._is_closed.wait(_ASK_SECONDS)
+
+    def _merged(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
+        """Each host once, and all names of this machine as one host."""
+        slots: dict[str, int] = {}
+        here = next((name for name, is_one in self._here.items() if is_one), None)
+        for host in hosts:
+            if host.name not in self._here:
+                self._here[host.name] = is_here(host.name)
+            name = host.name
+            if self._here[name]:
+                name = here = here or name
+            slots[name] = slots.get(name, 0) + host.slots
+        return tuple(Host(name, number) for name, number in slots.items())
+
+
+def fixed(hosts: Sequence[Host]) -> Hosts:
+    """Hosts that do not change. Asks the name service."""
+    return Hosts(None, hosts)
+
+
+def from_file(path: str) -> Hosts:
+    """The hosts of a host file. Raises LaunchError if it cannot be read now."""
+
+    def ask() -> list[Host]:
+        try:
+            return parse_hostfile(Path(path).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise LaunchError(f"cannot read the host file {path!r}: {error}") from error
+
+    return Hosts(ask, ask())
+
+
+def from_script(script: str, default_slots: int = 1) -> Hosts:
+    """The hosts that a script prints: lines `host:slots`, or `host` for one with `default_slots`.
+
+    `script` is the path of an executable, or a line for the shell, as for horovodrun. Raises LaunchError if it is
+    neither.
+    """
+    if os.path.exists(script):
+        if os.path.isdir(script) or not os.access(script, os.X_OK):
+            raise LaunchError(f"the discovery script {script!r} is not an executable file: chmod +x makes it one")
+        command = [os.path.abspath(script)]
+    elif not script.split() or shutil.which(script.split()[0]) is None:
+        raise LaunchError(f"there is no discovery script {script!r}")
+    else:
+        command = ["sh", "-c", script]
+    return Hosts(lambda: _printed_hosts(script, _run(script, command), default_slots))
+
+
+def _printed_hosts(script: str, text: str, default_slots: int) -> list[Host]:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise LaunchError(f"the discovery script {script!r} printed no host; expected lines `host:slots`")
+    complaint = f"the discovery script {script!r} printed {{!r}}; expected `host:slots` or `host` on each line"
+    return [parse_host(line, complaint.format(line[:_QUOTED]), default_slots) for line in lines]
+
+
+def _run(script: str, command: Sequence[str]) -> str:
+    """What the command prints. Raises LaunchError if it fails, or does not end in time."""
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+    except OSError as error:
+        raise LaunchError(f"the discovery script {script!r} does not start: {error.strerror}") from error
+    with process, selectors.DefaultSelector() as waiting:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        printed = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+        for descriptor in printed:
+            waiting.register(descriptor, selectors.EVENT_READ)
+        end = time.monotonic() + _SCRIPT_SECONDS
+        trouble = ""
+        try:
+            while waiting.get_map() and not trouble:
+                for key, _ in waiting.select(max(0.0, end - time.monotonic())):
+                    data = os.read(key.fd, 1 << 16)
+                    printed[key.fd] += data
+                    if not data:
+                        waiting.unregister(key.fd)
+                if time.monotonic() >= end:
+                    trouble = f"did not end within {_SCRIPT_SECONDS:g} s, and was killed"
+                elif any(len(data) > _MOST_BYTES for data in printed.values()):
+                    trouble = f"printed more than {_MOST_BYTES} bytes"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, end - time.monotonic()))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        out, err = (data.decode(errors="replace") for data in printed.values())
+        code = process.wait()
+    if code and not trouble:
+        said = (err.strip() or out.strip()).splitlines()
+        trouble = f"failed with exit code {code}" + (f": {said[-1][:_QUOTED]}" if said else "")
+    if trouble:
+        raise LaunchError(f"the discovery script {script!r} {trouble}")
+    return out
