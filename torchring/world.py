@@ -536,6 +536,16 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
+def leave_launch() -> None:
+    """Leave the world, and forget the store at which its ranks met: the launcher says anew who this process is.
+
+    The next init() reads the environment again. Its ranks meet at a store of their own, in which no rank has met yet.
+    """
+    global _own_store, _num_inits
+    shutdown()
+    _own_store, _num_inits = None, 0
+
+
 def is_initialized() -> bool:
     """Whether this process has joined a world."""
     return _default is not None
