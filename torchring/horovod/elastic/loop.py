@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import logging
 from collections.abc import Callable
@@ -119,7 +118,6 @@ def _run(state: State, call: Callable[[], _T], reset: Callable[[], object], rese
             needs_sync = not interrupt.skip_sync
         num_resets += 1
         needs_reset = True
-        gc.collect()  # graphs, and iterators with worker processes
 
 
 def _kind_of(error: BaseException, *, has_driver: bool) -> Literal["loss", "failure", "final"]:
