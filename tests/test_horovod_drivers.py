@@ -83,11 +83,11 @@ def _work(
             if rank == 1 and state.met and hvd.size() == 3 and "HOROVOD_ELASTIC" not in os.environ:
                 os.kill(os.getpid(), signal.SIGTERM)
             optimizer.zero_grad()
+            in_no_state.zero_grad()
             (in_no_state.param_groups[0]["params"][0] * model(torch.full((1, 2), float(rank + 1)))).sum().backward()
             optimizer.step()
             grads = hvd.allgather(in_no_state.param_groups[0]["params"][0].grad.clone())
             assert torch.equal(grads, grads[:1].expand_as(grads))  # reduced, with the ranks that there are
-            in_no_state.zero_grad()
             state.step += 1
             state.commit()
 
@@ -300,6 +300,9 @@ def horovods(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         mixed = removed | added
 
     found = types.SimpleNamespace()
+    for package in ("horovod", "horovod.runner", "horovod.runner.common", "horovod.runner.common.util"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setitem(sys.modules, "horovod.runner.elastic", types.ModuleType("horovod.runner.elastic"))
     homes = {
         "horovod.runner.common.util.network": (PingRequest, PingResponse, AckResponse),
         "horovod.runner.elastic.worker": (HostsUpdatedRequest, HostUpdateResult),
