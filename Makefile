@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all tests soak horovod-conformance mutants bench docs lint types clean
+.PHONY: demo test test-all tests soak chaos horovod-conformance mutants bench docs lint types clean
 
 demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
 	$(BIN)/torchring run -np 2 examples/train_digits.py
@@ -27,6 +27,10 @@ tests: $(INSTALLED)
 SECONDS ?= 600
 soak: $(INSTALLED)  ## random models, options and steps on 1 to 4 ranks against one process, for SECONDS
 	PYTHONPATH=tests $(BIN)/python -c "import soak, sys; sys.exit(soak.main())" --seconds $(SECONDS) \
+	    $(if $(SEED),--seed $(SEED))
+
+chaos: $(INSTALLED)  ## an elastic job under an adversary that kills, stops, cuts off and adds workers, for SECONDS
+	PYTHONPATH=tests $(BIN)/python -c "import chaos, sys; sys.exit(chaos.main())" --seconds $(SECONDS) \
 	    $(if $(SEED),--seed $(SEED))
 
 # HOROVOD_SRC: a checkout of github.com/horovod/horovod. ARGS: see tests/horovod_conformance.py.

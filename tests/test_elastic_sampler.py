@@ -151,6 +151,8 @@ def test_epochs_begin_by_themselves_and_differ() -> None:
         assert sampler.epoch == epoch
         sampler.record(3)
     assert len({tuple(order) for order in orders}) == 3
+    sampler.set_epoch(2)
+    assert list(sampler) == []  # all its samples have been used
     sampler.set_epoch(1)
     assert list(sampler) == orders[1]
     assert list(Sampler(range(12), seed=1, batch_size=4)) == orders[1]  # seed + epoch
@@ -181,6 +183,9 @@ def test_a_loop_that_is_left_early_goes_on() -> None:
     assert next(iter(sampler)) == 0
     sampler.record()
     assert list(sampler) == [1, 2, 3]
+    assert (sampler.epoch, sampler.recorded) == (0, 0)
+    sampler.set_epoch(1)  # gives up the others
+    assert list(sampler) == [0, 1, 2, 3]
     assert sampler.recorded == 0
 
 
@@ -198,6 +203,20 @@ def test_a_step_may_use_batches_of_two_epochs(calls_set_epoch: bool) -> None:
     assert next(iter(sampler)) == 0  # another look at the front: the batch of the first epoch is still open
     sampler.record(3)
     assert (sampler.epoch, sampler.position, sampler.recorded) == (1, 2, 2)
+    sampler.set_epoch(2)
+    next(iter(sampler))
+    assert sampler.recorded == 0
+
+
+def test_a_step_of_two_epochs_that_is_lost() -> None:
+    sampler = Sampler(range(4), shuffle=False, batch_size=1)
+    list(sampler)
+    sampler.record(3)
+    sampler.set_epoch(1)
+    sampler.share_out(0, 1)
+    list(sampler)
+    sampler.record(3)
+    assert (sampler.position, sampler.recorded) == (3, 3)
 
 
 def test_length_stays_while_a_pass_is_under_way() -> None:

@@ -19,8 +19,11 @@ from harness import is_running, patient, wait_until
 from netns import needs_hosts
 
 from torchring.bench.netns import INTERFACE, Network
+from torchring.launch import agent
 from torchring.launch import launcher as run_module
 from torchring.launch.launcher import Host, LaunchError, is_here, parse_hostfile, parse_hosts, share_out, start
+from torchring.launch.output import OutputOptions
+from torchring.launch.part import Part
 
 ROOT = Path(__file__).resolve().parent.parent
 REAPER = Path(run_module.__file__).with_name("reaper.py")
@@ -70,6 +73,25 @@ total = torchring.all_reduce(torch.tensor([10.0 ** torchring.rank()]), "sum").it
 facts = [torchring.rank(), torchring.local_rank(), torchring.node_rank(), total, os.environ["SETTING"], os.getcwd()]
 print(json.dumps(facts) + "\\n", end="", flush=True)
 """
+
+# What the rank and its agent listen at, and the kernel's text for these addresses.
+LISTENING = """
+import pathlib
+def listening(pid):
+    links = [os.readlink(link) for link in pathlib.Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    for table in ("tcp", "tcp6"):
+        for line in pathlib.Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, here, _, state, *others = line.split()
+            if state == "0A" and f"socket:[{others[5]}]" in links:
+                yield here.partition(":")[0]
+if torchring.rank() == 0:
+    print("listening at", *sorted([*listening(os.getpid()), *listening(os.getppid())]), file=sys.stderr, flush=True)
+torchring.all_reduce(torch.zeros(1))
+"""
+
+
+def _of_kernel(address: str) -> str:
+    return socket.inet_aton(address)[::-1].hex().upper()
 
 
 def check_lines(out: str, ranks: int, tag: str = "") -> None:
@@ -364,6 +386,34 @@ def test_mpirun_on_this_machine(cluster: Cluster) -> None:
     wait_until(lambda: not any(map(is_running, cluster.pids())), "the ranks to end", seconds=10)
 
 
+# ---- where the store listens
+
+
+def test_one_machine_listens_on_loopback_only(cluster: Cluster) -> None:
+    ran = cluster.run("-np", "2", "--env", "SETTING=", "script.py", code=f"import sys{SUM}{LISTENING}")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == f"listening at {_of_kernel('127.0.0.1')}\n"
+
+
+@pytest.mark.parametrize(
+    ("address", "resolved"),
+    [
+        ("192.0.2.1", ["192.0.2.1"]),  # a router's
+        ("node1", ["127.0.1.1"]),  # Debian's idea of a machine's own name
+        ("node1", ["192.0.2.1", "2001:db8::1"]),
+        ("node1", []),
+    ],
+)
+def test_an_address_that_may_differ_for_other_hosts(
+    address: str, resolved: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "resolve", {address: resolved}.__getitem__)
+    with agent._listener(Part(1, 2, 0, "node1", address, 0, OutputOptions())) as listener:
+        assert listener.getsockname()[0] in ("0.0.0.0", "::")
+        with socket.create_connection(("127.0.0.1", listener.getsockname()[1])):
+            pass
+
+
 # ---- hosts that are apart
 
 
@@ -399,7 +449,7 @@ def test_hosts_that_are_apart(launcher: str, network: tuple[Network, Cluster]) -
     on_first = hosts.command(0, ["unshare", "--uts", "sh", "-c", 'hostname torchring-host0; exec "$@"', "sh"])
     slots = f"{hosts.addresses[0]}:2,{hosts.addresses[1]}:1"
     options = ["--launcher", launcher, "-H", slots, "--env", "SETTING=x y", "--env", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
-    ran = cluster.run(*options, "script.py", code=SUM, before=tuple(on_first))
+    ran = cluster.run(*options, "script.py", code=f"import sys{SUM}{LISTENING}", before=tuple(on_first))
     assert ran.returncode == 0, ran.stderr[-4000:]
     ranks = sorted(json.loads(line) for line in ran.stdout.splitlines() if line.startswith("["))
     folder = str(cluster.folder)
@@ -407,3 +457,8 @@ def test_hosts_that_are_apart(launcher: str, network: tuple[Network, Cluster]) -
         [0, 0, 0, 111.0, "x y", folder], [1, 1, 0, 111.0, "x y", folder], [2, 0, 1, 111.0, "x y", folder]
     ]  # fmt: skip
     assert cluster.log.read_text().split() == [hosts.addresses[1]]
+    listening = {
+        word for line in ran.stderr.splitlines() if line.startswith("listening at") for word in line.split()[2:]
+    }
+    if launcher == "ssh":  # the store, and Gloo
+        assert listening == {_of_kernel(hosts.addresses[0])}

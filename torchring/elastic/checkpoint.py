@@ -12,7 +12,6 @@ locked: nobody locks the file of a writer that was killed, so the next writer re
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import io
 import logging
@@ -21,14 +20,13 @@ import pickle
 import re
 import secrets
 import threading
-import time
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _log: Final = logging.getLogger("torchring.elastic")
 _NAME: Final = re.compile(r"step-(\d{9,})\.pt")
@@ -39,7 +37,7 @@ _BLOCK_BYTES: Final = 2**20
 
 
 class CheckpointWriter:
-    """Writes checkpoints into a directory, one at a time, on a thread that lives only while there is something to write.
+    """Writes checkpoints into a directory, one at a time, on a thread that lives while there is something to write.
 
     Where a checkpoint cannot be written, training goes on. The first failure of each kind is a warning in
     `logging.getLogger("torchring.elastic")`.
@@ -158,13 +156,10 @@ def copy_of(state: Mapping[str, Any], spare: Mapping[str, Any] | None = None) ->
     copies = _Copies(spare or {})
     copied: dict[str, Any] = {}
     for name, value in state.items():
-        data = io.BytesIO()
         try:
-            copies.pickler(data).dump(value)
-        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+            copied[name] = copies.of(value)
+        except Exception as error:  # pickling calls code of the value's class
             raise TypeError(f"{name!r} in the state cannot be copied: {error}") from error
-        data.seek(0)
-        copied[name] = copies.unpickler(data).load()
     return copied
 
 
@@ -186,7 +181,7 @@ def newest(directory: str | os.PathLike[str]) -> tuple[int, dict[str, Any]] | No
                 state = torch.load(file, map_location="cpu", weights_only=True)
         except FileNotFoundError:  # a writer has removed it: there is a newer one, or an older one will do
             continue
-        except (OSError, _Damaged) as error:
+        except (OSError, _DamagedError) as error:
             _log.warning("the checkpoint %s is skipped: %s", path, error)
             continue
         except Exception as error:
@@ -201,13 +196,13 @@ def newest_step(directory: str | os.PathLike[str]) -> int | None:
     `newest` may load an older one: it also finds bits that have flipped.
     """
     for step, path in _found(directory):
-        with contextlib.suppress(OSError, _Damaged), path.open("rb") as file:
+        with contextlib.suppress(OSError, _DamagedError), path.open("rb") as file:
             _sum_at_end(file)
             return step
     return None
 
 
-class _Damaged(Exception):
+class _DamagedError(Exception):
     """The file is not as it was written."""
 
 
@@ -235,26 +230,24 @@ def _write(directory: Path, step: int, state: Mapping[str, Any]) -> Path:
     path = directory / f"step-{step:09}.pt"
     temporary = directory / f"{path.stem}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
-        with temporary.open("xb+", buffering=0) as file:
+        with temporary.open("xb+") as file:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with io.BufferedRandom(file) as buffered:
-                summed = _Summed(buffered)
-                try:
-                    torch.save(dict(state), summed)
-                    buffered.write(_LAST_LINE % summed.sum)
-                    buffered.flush()
-                except Exception as error:
-                    raise (summed.error or error) from None
-                buffered.seek(0)
-                unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffered)
-                if unsafe:
-                    raise TypeError(
-                        f"the state holds {', '.join(sorted(unsafe))}, which torch.load(weights_only=True) does not "
-                        "load; keep numbers, strings, tensors, lists and dicts in it"
-                    )
-                os.fsync(file)
-                temporary.rename(path)
+            summed = _Summed(file)
+            try:
+                torch.save(dict(state), summed)  # type: ignore[arg-type]
+            except Exception as error:
+                raise (summed.error or error) from None
+            file.write(_LAST_LINE % summed.sum)
+            file.seek(0)  # flushes
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            if unsafe:
+                raise TypeError(
+                    f"the state holds {', '.join(sorted(unsafe))}, which torch.load(weights_only=True) does not load; "
+                    "keep numbers, strings, tensors, lists and dicts in it"
+                )
+            os.fsync(file.fileno())
+            temporary.rename(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -295,7 +288,7 @@ def _check(file: BinaryIO) -> None:
         found = zlib.crc32(block, found)
         left -= len(block)
     if found != expected:
-        raise _Damaged(f"its sum is {found:08x}, but {expected:08x} was written")
+        raise _DamagedError(f"its sum is {found:08x}, but {expected:08x} was written")
 
 
 def _sum_at_end(file: BinaryIO) -> tuple[int, int]:
@@ -308,14 +301,103 @@ def _sum_at_end(file: BinaryIO) -> tuple[int, int]:
             written = int(line[-9:-1], 16)
             if line == _LAST_LINE % written:
                 return written, size
-    raise _Damaged("its end is missing")
+    raise _DamagedError("its end is missing")
 
 
-class _Key(NamedTuple):
+class _Copies:
+    """Pickles a value without its tensors, which it copies instead."""
+
+    def __init__(self, spare: Mapping[str, Any]) -> None:
+        self._made: list[Tensor] = []
+        self._numbers: dict[_Elements, int] = {}
+        self._read: list[Tensor] = []  # as long as they live, no other tensor gets their memory
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        seen: set[int] = set()
+        for tensor in _tensors(spare):
+            if _is_plain(tensor) and tensor.device.type == "cpu" and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                self._free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+
+    def of(self, value: Any) -> Any:
+        data = io.BytesIO()
+        pickler = _Pickler(data)
+        pickler.copies = self
+        pickler.dump(value)
+        data.seek(0)
+        unpickler = _Unpickler(data)
+        unpickler.copies = self
+        return unpickler.load()
+
+    def number(self, tensor: Tensor) -> int:
+        tensor = tensor.detach()
+        elements = _Elements.of(tensor) if _is_strided(tensor) else None
+        number = None if elements is None else self._numbers.get(elements)
+        if number is None:
+            number = len(self._made)
+            self._made.append(self._copy(tensor))
+            self._read.append(tensor)
+            if elements is not None:
+                self._numbers[elements] = number
+        return number
+
+    def numbered(self, number: int) -> Tensor:
+        return self._made[number]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if not _is_strided(tensor):
+            return tensor.cpu().clone()
+        free = self._free.get((tensor.shape, tensor.dtype))
+        own = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return own.copy_(tensor)
+
+
+class _Pickler(pickle.Pickler):
+    copies: _Copies
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self.copies.number(obj) if isinstance(obj, Tensor) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    copies: _Copies
+
+    def persistent_load(self, pid: int) -> Tensor:
+        return self.copies.numbered(pid)
+
+
+class _Elements(NamedTuple):
     """Equal for views of the same elements."""
 
+    device: torch.device
     address: int
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Elements | None:
+        if tensor.numel() == 0:  # all have the same address
+            return None
+        return cls(tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized and type(tensor) in (Tensor, nn.Parameter)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor owns its memory, and has no gaps."""
+    is_own = _is_strided(tensor) and tensor.is_contiguous() and not tensor.requires_grad
+    return is_own and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)

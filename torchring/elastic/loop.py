@@ -16,10 +16,10 @@ from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from torchring.collectives.service import collectives_of
 from torchring.elastic.membership import JobOverError, Member, member_of_process
-from torchring.elastic.protocol import VARIABLE
 from torchring.elastic.state import MembershipChange, State
 from torchring.errors import GradientError, RingError
 from torchring.rendezvous.environment import CHOICE
+from torchring.rendezvous.protocol import VARIABLE
 from torchring.world import default_world
 
 _P = ParamSpec("_P")
@@ -130,7 +130,7 @@ def _run(state: State, call: Callable[[], _T], member: Member, signals: Signals)
             reason = ""
             saves = world.rank == 0  # all ranks are equally far
             if member.leaves:
-                path = state._save_now() if change.all_leave and saves else ""
+                path = state._save_now() if saves and (change.all_leave or member.is_over()) else ""
                 member.checkpoint = path or member.checkpoint
                 member.say_goodbye("it was told to end")
                 _say("was told to end", path)

@@ -16,10 +16,10 @@ from typing import Final, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from torchring.elastic import protocol
-from torchring.elastic.protocol import Beat, Broken, Card, Invitation, Plan, invitation
 from torchring.errors import PeerLostError, TopologyError
+from torchring.rendezvous import protocol
 from torchring.rendezvous.environment import CHOICE, ELASTIC
+from torchring.rendezvous.protocol import Beat, Broken, Card, Invitation, Plan, invitation
 from torchring.rendezvous.store import try_store
 from torchring.world import World, leave_generation, open_generation
 
@@ -44,6 +44,7 @@ class Member:
         worker: number of this worker.
         generation: the one that this worker belongs to, or has belonged to last; 0 for none.
         num_steps: how many optimizer steps the state has behind it; -1 for none. The driver is told.
+        num_made: how many of them this process has made; -1 if unknown.
         checkpoint: path of the newest checkpoint that this worker knows of, or "".
         leaves: whether this worker was told to end.
         size_before: how many ranks the generation before had.
@@ -53,6 +54,7 @@ class Member:
         self.worker = invitation.worker
         self.generation = 0
         self.num_steps = -1
+        self.num_made = -1
         self.checkpoint = ""
         self.leaves = False
         self._pid = os.getpid()
@@ -65,6 +67,7 @@ class Member:
         self._plan: Plan | None = None
         self._over = ""  # why the job is over
         self._num_beats = 0
+        self._num_looks = 0
         self._beat_at = 0.0
         self._answered_at = time.monotonic()
         self._changed = threading.Condition()
@@ -125,6 +128,22 @@ class Member:
     def seems_alone(self) -> bool:
         """Whether the driver has not answered for so long that it counts as gone."""
         return time.monotonic() - self._answered_at > _SILENT_SECONDS
+
+    def has_stepped(self, num_steps: int) -> None:
+        """This process has made a step. `num_steps`: of the state, with this one."""
+        self.num_steps = num_steps
+        self.num_made += 1
+        if self.num_made == 1:  # a driver that does not know would take an early loss for an error of the script
+            self._beat_at = 0.0
+            self._wake.set()
+
+    def is_over(self) -> bool:
+        """Whether the driver has ended the job, or is gone. Asks the driver, and waits 2 s at most."""
+        with self._changed:
+            looks = self._num_looks
+            self._wake.set()
+            self._changed.wait_for(lambda: bool(self._over) or self._num_looks > looks + 1, _GOODBYE_SECONDS)
+            return bool(self._over)
 
     def ask_to_leave(self) -> None:
         """End at the end of this step. From a signal handler, too."""
@@ -188,7 +207,8 @@ class Member:
                 return
             if is_last:
                 return
-            self._wake.wait(_MEETING_LOOK_SECONDS if self._card.state == "meeting" else protocol.LOOK_SECONDS)
+            is_meeting = self._card.state == "meeting"
+            self._wake.wait(_MEETING_LOOK_SECONDS if is_meeting else protocol.LOOK_SECONDS)
             self._wake.clear()
 
     def _look(self) -> None:
@@ -202,7 +222,7 @@ class Member:
         if now >= self._beat_at:
             self._beat_at = now + protocol.BEAT_SECONDS
             self._num_beats += 1
-            self._set(protocol.beat_key(self.worker), Beat(self._num_beats, self.num_steps).encode())
+            self._set(protocol.beat_key(self.worker), Beat(self._num_beats, self.num_steps, self.num_made).encode())
         call, broken, latest, over = self._store.multi_get(
             list(map(_key, (protocol.CALL, protocol.BROKEN, protocol.LATEST, protocol.END)))
         )
@@ -216,6 +236,7 @@ class Member:
         with self._changed:
             self._plan, self._call, self._broken = plan, int(call), Broken.decode(broken)
             self._over = self._over or over.decode()
+            self._num_looks += 1
             self._pass_on()
             self._changed.notify_all()
 

@@ -62,8 +62,7 @@ class _Pass:
         own = range(begin + self.rank, end, self.size)
         if own:
             return own
-        padding = begin + self.rank % (end - begin)
-        return range(padding, padding + 1)
+        return range(begin, begin + 1)
 
     def weight(self, batch: int) -> int:
         begin, end = self.bounds(batch)
@@ -134,7 +133,7 @@ class Sampler(_Sampler[int]):
         self._rank, self._size = 0, 1
         self._global_batch: int | None = None
         self._epoch = 0
-        self._start = 0  # position, as long as there is no pass
+        self._start = 0  # position at which the newest pass began, or the next one begins
         self._pass: _Pass | None = None  # the newest one
         self._goes_on = False  # the next iteration belongs to the epoch under way, even at its end
         self._batches_per_step = 0  # of the newest step
@@ -175,9 +174,10 @@ class Sampler(_Sampler[int]):
 
         An epoch of which all samples have been used yields nothing.
         """
-        if epoch != self._epoch:
+        if epoch == self._epoch:
+            self._goes_on = True
+        else:
             self._begin(epoch)
-        self._goes_on = True
 
     def share_out(self, rank: int, size: int, global_batch: int | None = None) -> None:
         """Share out what is left to other ranks, from the next iteration on. What no finished step used is left.
@@ -314,8 +314,7 @@ class Sampler(_Sampler[int]):
         Raises:
             ValueError: as `__iter__`.
         """
-        unit = self._unit()
-        return (self._pass or self._new_pass(unit)).num_samples
+        return self._new_pass(self._unit()).num_samples
 
     def _resume(self, epoch: int, position: int) -> None:
         self._epoch = epoch

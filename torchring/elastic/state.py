@@ -222,7 +222,7 @@ class State:
         if is_first:
             self._num_steps += 1
             if self._member is not None:
-                self._member.num_steps = self._num_steps
+                self._member.has_stepped(self._num_steps)
             accumulate = self._optimizers[0]._options.accumulate
             for sampler in self._samplers:
                 sampler.record_step(accumulate)
@@ -280,7 +280,7 @@ class State:
         self._committed = (self._progress, copy_of(_Values(self).state_dict())) if uses_commits else None
         self._saved_at = (self._num_steps, time.monotonic())
         if member is not None:
-            member.num_steps = self._num_steps
+            member.num_steps, member.num_made = self._num_steps, max(member.num_made, 0)
         if self._folder is not None and world.rank == 0 and self._writer is None:
             self._writer = CheckpointWriter(self._folder)
 

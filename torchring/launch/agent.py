@@ -4,6 +4,9 @@
 
 BOOT imports this module and calls `main`. The first argument is a `Part`. COMMAND has the arguments of `python`: a
 script, or -m and a module, and their arguments. All hosts need the same version of torch.
+
+The agents meet in a store of this module's, not in torchrun's: that one listens on all network interfaces, and what
+strangers write to it is unpickled. The first agent hosts the store: on loopback if there is no other host.
 """
 
 from __future__ import annotations
@@ -12,21 +15,31 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
-import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import elastic_launch
 
 from torchring.launch.output import STDERR, STDOUT, Output
 from torchring.launch.part import Part
+from torchring.rendezvous.addresses import is_for_other_hosts, resolve
 
+_RENDEZVOUS: Final = "torchring"  # torch's name for `_Meeting`
+_LOOPBACK: Final = "127.0.0.1"
+_MEETING_SECONDS: Final = 900.0  # for the agents to come, as with torchrun
 _PATIENCE_SECONDS: Final = 10.0  # for the agents to tell each other that they are done
 # Only rank 0 reads the standard input. If all ranks did, each would get a part of it.
 _RANK: Final = '[ "$RANK" = 0 ] || exec </dev/null; exec "$@"'
@@ -35,41 +48,104 @@ _RANK: Final = '[ "$RANK" = 0 ] || exec </dev/null; exec "$@"'
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of the first rank of this host that failed; 128 + n if signal n ended it, as in a shell."""
     part, command = Part.from_json(arguments[0]), arguments[1:]
-    # The first agent hosts the store for all agents, torchrun on the same port included. The first agent must end last:
-    # an agent that loses the store prints a page.
-    has_store = part.num_hosts > 1
-    store = _store("127.0.0.1", part.port, is_master=True) if has_store and part.number == 0 else None
     try:
-        code = _run(part, command)
-    except OSError as error:
+        store = _store(part)
+        code = _run(part, command, store)
+    except (OSError, DistError) as error:
         print(f"torchring run: cannot start the ranks: {error}", file=sys.stderr)
         return 2
-    if code == 0 and has_store:
+    if code == 0:
+        # The first agent must end last: an agent that loses the store prints a page.
         with contextlib.suppress(DistError):
-            if store is None:
-                _store(part.address, part.port).set(f"torchring/done{part.number}", "")
-            else:
-                store.wait([f"torchring/done{other}" for other in range(1, part.num_hosts)])
+            if part.number > 0:
+                store.set(f"torchring/done{part.number}", "")
+            elif part.num_hosts > 1:
+                others = [f"torchring/done{other}" for other in range(1, part.num_hosts)]
+                store.wait(others, timedelta(seconds=_PATIENCE_SECONDS))
     return code
 
 
-def _store(address: str, port: int, *, is_master: bool = False) -> TCPStore:
-    timeout = timedelta(seconds=_PATIENCE_SECONDS)
-    return TCPStore(address, port, is_master=is_master, wait_for_workers=False, multi_tenant=True, timeout=timeout)
+def _store(part: Part) -> TCPStore:
+    """The store of all agents and ranks, which the first agent hosts."""
+    timeout = timedelta(seconds=_MEETING_SECONDS)
+    if part.number > 0:
+        return TCPStore(part.address, part.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    listener = _listener(part)
+    address, port = listener.getsockname()[:2]
+    return TCPStore(
+        _LOOPBACK if address in ("0.0.0.0", "::") else address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
 
 
-def _run(part: Part, command: Sequence[str]) -> int:
+def _listener(part: Part) -> socket.socket:
+    """Listens on loopback if there is no other host. Otherwise at the address that the others are told.
+
+    Everywhere if that may be another address for them: a name of several addresses, or that of a router.
+    """
+    if part.num_hosts == 1:
+        return socket.create_server((_LOOPBACK, 0))
+    own = resolve(part.address)
+    if len(own) == 1 and is_for_other_hosts(own[0]):
+        with contextlib.suppress(OSError):
+            family = socket.AF_INET6 if ":" in own[0] else socket.AF_INET
+            return socket.create_server((own[0], part.port), family=family)
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", part.port), family=family, dualstack_ipv6=is_dual)
+
+
+class _Meeting(RendezvousHandler):
+    """The agents of a job, whose number and order are known before they start."""
+
+    def __init__(self, part: Part, store: TCPStore) -> None:
+        self._part, self._store = part, store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._part.num_hosts == 1:
+            place = RendezvousStoreInfo(_LOOPBACK, self._store.port)
+        else:
+            place = RendezvousStoreInfo(self._part.address, self._part.port)
+        agents = PrefixStore("torchring/agents", self._store)
+        return RendezvousInfo(agents, self._part.number, self._part.num_hosts, place)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True  # ranks meet in this store
+
+    def get_backend(self) -> str:
+        return _RENDEZVOUS
+
+    def get_run_id(self) -> str:
+        return _RENDEZVOUS
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _run(part: Part, command: Sequence[str], store: TCPStore) -> int:
     """Start this host's ranks and wait for them."""
     # torchrun would set 1, and warn. Instead, each rank gets an equal share of the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // part.num_proc)))
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):  # failures are reported below, in fewer lines
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    if part.num_hosts == 1:
-        where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
-    else:
-        where = [f"--nnodes={part.num_hosts}", f"--node-rank={part.number}"]
-        where += [f"--master-addr={part.address}", f"--master-port={part.port}"]
+    rendezvous_handler_registry.register(_RENDEZVOUS, lambda _: _Meeting(part, store))
+    name = _RENDEZVOUS  # the endpoint is not used, but torchrun asks for one
+    where = [f"--nnodes={part.num_hosts}", f"--rdzv-backend={name}", f"--rdzv-endpoint={name}", f"--rdzv-id={name}"]
     rank = ["sh", "-c", _RANK, "sh", sys.executable, "-u", *command]
     options = torchrun.parse_args(  # type: ignore[no-untyped-call]
         [*where, f"--nproc-per-node={part.num_proc}", f"--log-dir={os.devnull}", "--no-python", "--", *rank]

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from torchring.elastic import protocol
 from torchring.errors import TopologyError
+from torchring.rendezvous import protocol
 
 CHOICE: Final = "TORCHRING_LAUNCHER"
 MEMBER: Final = "TORCHRING_MEMBER"

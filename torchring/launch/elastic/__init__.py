@@ -7,5 +7,5 @@ decides which workers train together.
     store.py        the store through which driver and workers talk
     driver.py       processes, signals, and the loop around the decisions
 
-torchring/elastic/protocol.py says what driver and workers tell each other.
+torchring/rendezvous/protocol.py says what driver and workers tell each other.
 """

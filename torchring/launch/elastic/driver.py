@@ -3,9 +3,12 @@
     driver --- lifeline --- reaper --- worker        this machine
            --- ssh's stdin - reaper --- worker       another
 
-Every 20 ms the loop reads what workers say, looks which processes have ended, and carries out what `Membership`
-decides. When the driver ends, even by SIGKILL, the lifelines close, and the reapers (launch/reaper.py) tell the workers
-to end: workers finish their step, save, and end. Nothing here imports torch before the first workers are started.
+The loop reads what workers say, looks which processes have ended, and carries out what `Membership` decides. It does so
+when a process ends, and every 50 ms, or every 10 ms while workers meet.
+
+When the driver ends, even by SIGKILL, the lifelines close, and the reapers (launch/reaper.py) tell the workers to end:
+workers finish their step, save, and end. Nothing here imports torch before the first workers are started. Then a thread
+imports torch and opens the store, while workers do the same.
 """
 
 from __future__ import annotations
@@ -13,16 +16,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from torchring.elastic.protocol import VARIABLE, Beat, Card, Invitation, beat_key, card_key
 from torchring.launch.elastic import membership
 from torchring.launch.elastic.hosts import Hosts
 from torchring.launch.elastic.membership import Action, Limits, Membership
@@ -38,10 +42,14 @@ from torchring.launch.launcher import (
 )
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
+from torchring.linux import open_process
 from torchring.rendezvous.environment import JOB
+from torchring.rendezvous.protocol import VARIABLE, Beat, Card, Invitation, beat_key, card_key
 
-_TICK_SECONDS: Final = 0.02
-_TICKS_PER_BEAT: Final = 5  # beats are read less often than cards
+# A tick takes 0.2 ms of a core, most of which is to wake the store's thread and this one.
+_TICK_SECONDS: Final = 0.05
+_BUSY_TICK_SECONDS: Final = 0.01  # while workers meet
+_BEAT_SECONDS: Final = 0.2  # beats are read less often than cards
 _PATIENCE_SECONDS: Final = 120.0  # for a worker to finish its step and save, after it was told to end
 _SILENCE_SECONDS: Final = 60.0  # without a heartbeat, after which reapers of other hosts end their workers
 _CONNECT_SECONDS: Final = 20  # for ssh
@@ -115,6 +123,7 @@ class _Process:
     kill_at: float = float("inf")
     code: int | None = None  # once it has ended
     is_noted: bool = False  # whether the membership knows
+    descriptor: int = -1  # readable once it has ended
 
 
 class Driver:
@@ -143,20 +152,24 @@ class Driver:
         }
         self._membership = Membership(limits, time.monotonic())
         self._processes: dict[int, _Process] = {}
+        self._opening: Future[DriverStore] | None = None
         self._store: DriverStore | None = None
-        self._num_ticks = 0
+        self._reason = ""  # why the job is over
+        self._ending = select.poll()
+        self._beats_at = 0.0
         self._num_signals = 0
         self._heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS
         self._code: int | None = None
 
     def run(self, received: Sequence[int]) -> int:
         """Run the job. Signals that this process gets are appended to `received`."""
-        while not self._processes and self._code is None:
-            self._tick(received)  # without a store, until the first workers are started
-        if self._code is None:
-            self._open_store()
-        while self._code is None:
-            self._tick(received)
+        with ThreadPoolExecutor(1, "torchring-store") as executor:
+            while self._code is None:
+                self._tick(received)
+                if self._opening is None and self._processes:
+                    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # workers that are killed are no news
+                    self._opening = executor.submit(DriverStore, self._listener)
+                self._sleep()
         return self._code
 
     def close(self) -> None:
@@ -167,18 +180,22 @@ class Driver:
         end = time.monotonic() + KILL_SECONDS
         for process in self._processes.values():
             while process.code is None and process.job.process.poll() is None and time.monotonic() < end:
-                time.sleep(_TICK_SECONDS)
+                time.sleep(_BUSY_TICK_SECONDS)
             if process.code is None:
                 process.job.close()
 
-    def _open_store(self) -> None:
-        self._store = DriverStore(self._listener)
+    def _take_store(self) -> None:
+        """Once torch is imported, and the store is there."""
+        if self._store is not None or self._opening is None or not self._opening.done():
+            return
+        self._store = self._opening.result()
         for worker in self._processes:
             self._store.add_worker(worker)
+        if self._reason:
+            self._store.end(self._reason)
 
     def _tick(self, received: Sequence[int]) -> None:
         now = time.monotonic()
-        self._num_ticks += 1
         for number in received[self._num_signals :]:
             self._num_signals += 1
             self._membership.note_signal(number)
@@ -188,6 +205,7 @@ class Driver:
             _say(warning)
         ended = [process for process in self._processes.values() if process.code is not None and not process.is_noted]
         self._look_at_processes(now)
+        self._take_store()
         if self._store is not None:
             self._read(self._store)
         # What a worker said last may reach the store a moment after its process has ended.
@@ -197,7 +215,13 @@ class Driver:
                 self._note_end(process)
         for action in self._membership.tick(now):
             self._carry_out(action, now)
-        time.sleep(_TICK_SECONDS)
+
+    def _sleep(self) -> None:
+        """Until the next tick, or the end of a process."""
+        is_settled = self._membership.is_settled and all(
+            process.code is None or process.is_noted for process in self._processes.values()
+        )
+        self._ending.poll((_TICK_SECONDS if is_settled else _BUSY_TICK_SECONDS) * 1e3)
 
     def _look_at_processes(self, now: float) -> None:
         for process in self._processes.values():
@@ -207,6 +231,9 @@ class Driver:
             if code is not None:
                 process.code = code if code >= 0 else 128 - code
                 process.job.close()
+                if process.descriptor >= 0:
+                    self._ending.unregister(process.descriptor)
+                    os.close(process.descriptor)
             elif now > process.kill_at:  # the connection is cut
                 process.kill_at = float("inf")
                 process.job.process.kill()
@@ -223,10 +250,11 @@ class Driver:
         self._membership.note_end(process.worker, process.code, is_ssh=is_ssh)
 
     def _read(self, store: DriverStore) -> None:
-        with_beats = self._num_ticks % _TICKS_PER_BEAT == 0
+        with_beats = time.monotonic() > self._beats_at
         processes = [process for process in self._processes.values() if not process.is_noted]
         keys = [card_key(process.worker) for process in processes]
         if with_beats:
+            self._beats_at = time.monotonic() + _BEAT_SECONDS
             keys += [beat_key(process.worker) for process in processes]
         values = store.read(keys)
         for process, data in zip(processes, values[: len(processes)], strict=True):
@@ -262,15 +290,17 @@ class Driver:
             del self._processes[action.worker]
             if store is not None:
                 store.forget_worker(action.worker)
-        elif store is not None:
+        elif isinstance(action, membership.Over):
+            self._reason = action.reason
+            if store is not None:
+                store.end(action.reason)
+        elif store is not None:  # without a store, no worker has come
             if isinstance(action, membership.Publish):
                 store.publish(action.plan)
             elif isinstance(action, membership.Break):
                 store.break_off(action.broken)
-            elif isinstance(action, membership.Call):
-                store.call(action.generation)
             else:
-                store.end(action.reason)
+                store.call(action.generation)
 
     def _start(self, action: membership.Start) -> None:
         """Start a worker's process. A failure is an end of the process."""
@@ -304,6 +334,9 @@ class Driver:
         process = _Process(action.worker, job)
         try:
             job.start(self._output, action.worker)
+            with contextlib.suppress(OSError):  # the next tick sees the end of the process
+                process.descriptor = open_process(job.process.pid)
+                self._ending.register(process.descriptor, select.POLLIN)
         except OSError as error:
             what = shlex.quote(str(error.filename or job.command[0]))
             _say(f"cannot start worker {action.worker} on {action.host}: {what}: {error.strerror or error}")

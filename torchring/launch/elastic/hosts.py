@@ -22,6 +22,8 @@ from torchring.launch.launcher import Host, LaunchError, is_here, parse_host, pa
 
 _ASK_SECONDS: Final = 1.0  # between two questions
 _SCRIPT_SECONDS: Final = 10.0  # for the script to answer
+_LOOK_SECONDS: Final = 0.2  # between two looks whether the script is still wanted
+_CLOSE_SECONDS: Final = 2.0  # for the thread to end; the name service may not answer
 _MOST_BYTES: Final = 1 << 20  # of an answer
 _QUOTED: Final = 200  # characters of what the script printed, in a message
 
@@ -32,14 +34,20 @@ class Hosts:
     Args:
         ask: returns the hosts, or raises LaunchError. None if `hosts` does not change.
         hosts: the hosts to begin with; None if they are not known yet.
+        is_closed: set by `close`, so that `ask` can return early.
     """
 
-    def __init__(self, ask: Callable[[], Sequence[Host]] | None, hosts: Sequence[Host] | None = None) -> None:
+    def __init__(
+        self,
+        ask: Callable[[], Sequence[Host]] | None,
+        hosts: Sequence[Host] | None = None,
+        is_closed: threading.Event | None = None,
+    ) -> None:
         self._ask = ask
         self._here: dict[str, bool] = {}
         self._problem = ""
         self._warnings: list[str] = []
-        self._is_closed = threading.Event()
+        self._is_closed = is_closed or threading.Event()
         self._thread = threading.Thread(target=self._watch, name="torchring-hosts", daemon=True)
         self.known: tuple[Host, ...] | None = None if hosts is None else self._merged(hosts)
 
@@ -63,8 +71,10 @@ class Hosts:
             self._thread.start()
 
     def close(self) -> None:
-        """Ask no more. Does not wait for a script that runs; it is killed within ten seconds."""
+        """Ask no more. A script that runs is killed."""
         self._is_closed.set()
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_SECONDS)
 
     def take_warnings(self) -> list[str]:
         """What the user should know, each once."""
@@ -134,7 +144,8 @@ def from_script(script: str, default_slots: int = 1) -> Hosts:
         raise LaunchError(f"there is no discovery script {script!r}")
     else:
         command = ["sh", "-c", script]
-    return Hosts(lambda: _printed_hosts(script, _run(script, command), default_slots))
+    is_closed = threading.Event()
+    return Hosts(lambda: _printed_hosts(script, _run(script, command, is_closed), default_slots), is_closed=is_closed)
 
 
 def _printed_hosts(script: str, text: str, default_slots: int) -> list[Host]:
@@ -145,8 +156,8 @@ def _printed_hosts(script: str, text: str, default_slots: int) -> list[Host]:
     return [parse_host(line, complaint.format(line[:_QUOTED]), default_slots) for line in lines]
 
 
-def _run(script: str, command: Sequence[str]) -> str:
-    """What the command prints. Raises LaunchError if it fails, or does not end in time."""
+def _run(script: str, command: Sequence[str], is_closed: threading.Event) -> str:
+    """What the command prints. Raises LaunchError if it fails, does not end in time, or if `is_closed`."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -163,17 +174,20 @@ def _run(script: str, command: Sequence[str]) -> str:
         trouble = ""
         try:
             while waiting.get_map() and not trouble:
-                for key, _ in waiting.select(max(0.0, end - time.monotonic())):
+                for key, _ in waiting.select(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
                     data = os.read(key.fd, 1 << 16)
                     printed[key.fd] += data
                     if not data:
                         waiting.unregister(key.fd)
-                if time.monotonic() >= end:
+                if is_closed.is_set():
+                    trouble = "is wanted no more"
+                elif time.monotonic() >= end:
                     trouble = f"did not end within {_SCRIPT_SECONDS:g} s, and was killed"
                 elif any(len(data) > _MOST_BYTES for data in printed.values()):
                     trouble = f"printed more than {_MOST_BYTES} bytes"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, end - time.monotonic()))
+            if not trouble:  # it has closed its output, so it is about to end
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.1, end - time.monotonic()))
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -26,15 +26,15 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from torchring.elastic.protocol import Beat, Broken, Card, Plan
 from torchring.launch.elastic.cooldown import DEFAULT_RANGE, Cooldown
 from torchring.launch.launcher import Host
+from torchring.rendezvous.protocol import Beat, Broken, Card, Plan
 
 UNLIMITED: Final = 1 << 30
 _LONGEST_GAP: Final = 1.0  # seconds between two ticks; what goes beyond does not count: the driver was stopped
 _JOIN_SECONDS: Final = 0.5  # that a new worker waits for others that are starting
 _STRAGGLER_SECONDS: Final = 30.0  # that a first generation waits for more workers once there are enough
-_LEAVE_SECONDS: Final = 300.0  # that the others wait for a member that does not leave a generation
+_LEAVE_SECONDS: Final = 300.0  # for a member to leave a generation after the first has, and then to end
 _PROOF_SECONDS: Final = 5.0  # of running that prove a worker whose number of steps is unknown
 _STEADY_SECONDS: Final = 60.0  # after which a failure has nothing to do with earlier ones
 _GOODBYE_SECONDS: Final = 30.0  # for workers to end by themselves when the job is over
@@ -152,7 +152,6 @@ class _Worker:
     changed_at: float = 0.0  # when its state changed last
     beat: Beat | None = None
     beat_at: float = 0.0
-    growths: int = 0  # how often its steps were seen to have grown; loading or joining may be the first one
     rank: int = -1  # in the last generation that it belonged to
     code: int | None = None  # its exit code
     lost: str = ""  # how it ended, or why it was killed
@@ -169,8 +168,8 @@ class _Worker:
 
     def has_worked(self, clock: float) -> bool:
         """Whether it has made steps."""
-        if self.growths or (self.beat is not None and self.beat.steps >= 0):
-            return self.growths >= 2
+        if self.beat is not None and self.beat.made >= 0:
+            return self.beat.made > 0
         return self.card.state == "running" and clock - self.changed_at > _PROOF_SECONDS
 
 
@@ -238,6 +237,16 @@ class Membership:
         """Whether the job is over. Workers may still have to end."""
         return self._over_at is not None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is about to happen: the generation runs, and nobody waits."""
+        members = self._members()
+        return not (
+            self.is_over
+            or any(self._has_left(worker) or worker.card.state != "running" for worker in members)
+            or self._in_state("meeting")
+        )
+
     # ---- what has happened
 
     def set_hosts(self, hosts: Iterable[Host]) -> None:
@@ -258,12 +267,12 @@ class Membership:
         worker = self._workers[number]
         if worker.beat is not None and beat.count == worker.beat.count:
             return
-        has_grown = worker.beat is not None and 0 <= worker.beat.steps < beat.steps
-        worker.growths += has_grown
-        if (has_grown or beat.steps < 0) and worker.has_worked(self._clock):
+        before, worker.beat = worker.beat, beat
+        has_stepped = beat.made < 0 or before is None or beat.made > before.made
+        if has_stepped and worker.has_worked(self._clock):
             self._has_stepped, self._losses = True, 0
         self._steps = max(self._steps, beat.steps)
-        worker.beat, worker.beat_at = beat, self._clock
+        worker.beat_at = self._clock
 
     def note_pid(self, number: int, pid: int) -> None:
         """The number of a worker's process, for messages."""
@@ -275,6 +284,7 @@ class Membership:
         worker.code = code
         how = _ending(code, worker, is_ssh)
         has_left = worker.card.state in ("leaving", "finished")
+        is_known = bool(worker.lost) and worker.rank >= 0
         worker.lost = worker.lost or how
         is_member = number in self._plan.workers
         if is_member and worker.card.state != "leaving":
@@ -285,9 +295,9 @@ class Membership:
             self._losses += 1
             if self._first_failure is None or (code and not self._first_failure[1]):
                 self._first_failure = (f"{worker.name} {worker.lost}", code)
-        self._note_failure(worker, is_ssh=is_ssh, from_outside=has_left or code - 128 in _FROM_OUTSIDE)
-        if not is_member and worker.card.state != "leaving":
+        if not is_member and not has_left and not is_known:
             self._say(f"{worker.name} {worker.lost}")
+        self._note_failure(worker, is_ssh=is_ssh, from_outside=has_left or code - 128 in _FROM_OUTSIDE)
 
     def note_signal(self, number: int) -> None:
         """The driver was told to end. The second signal kills the workers."""
@@ -336,6 +346,10 @@ class Membership:
         """Whether a member has left the current generation."""
         return worker.is_lost or self._left_by_itself(worker)
 
+    def _is_away(self, worker: _Worker) -> bool:
+        """Whether a member has left for good, and `_gone` does not say so yet."""
+        return not worker.is_broken_off and worker.card.state in ("leaving", "finished")
+
     def _left_by_itself(self, worker: _Worker) -> bool:
         return worker.card.generation >= self.generation and worker.card.state != "running"
 
@@ -352,8 +366,10 @@ class Membership:
     def _end_silent(self) -> None:
         for worker in self._living():
             state, limits = worker.card.state, self.limits
-            if state in ("finished", "leaving"):
+            if state in ("finished", "leaving"):  # may have stopped its signs of life, and have files to write
                 silence = 0.0
+                if state == "leaving" and self._clock - worker.changed_at > _LEAVE_SECONDS:
+                    self._kill(worker, f"did not end within {_LEAVE_SECONDS:g} s, and was killed")
             elif worker.beat is not None:
                 silence = self._clock - worker.beat_at
             else:
@@ -444,7 +460,8 @@ class Membership:
             self._short_since = self._clock
         if self.generation and not self._has_said_short and self._living():
             self._has_said_short = True
-            why = f", because {'; '.join(self._gone)}" if self._gone else ""
+            gone = [*self._gone, *(_gone(worker) for worker in self._members() if self._is_away(worker))]
+            why = f", because {'; '.join(gone)}" if gone else ""
             self._say(f"waiting for more workers: there are {num} of {needed}{why}")
         if self._clock - self._short_since > self.limits.elastic_timeout:
             self._over(
@@ -456,7 +473,7 @@ class Membership:
     def _publish(self, meeting: Sequence[_Worker]) -> None:
         # Who has belonged to a generation comes first, in the order of ranks.
         order = sorted(meeting, key=lambda worker: (worker.rank < 0, worker.rank, worker.number))
-        self._gone += [_gone(member) for member in self._members() if not member.is_broken_off and member not in order]
+        self._gone += [_gone(worker) for worker in self._members() if self._is_away(worker) and worker not in order]
         reason = self._reason(order)
         self._plan = Plan(self.generation + 1, tuple(worker.number for worker in order), reason)
         for rank, worker in enumerate(order):
@@ -464,6 +481,8 @@ class Membership:
             worker.is_broken_off = False
         self._broken_ranks, self._is_called, self._gone = (), False, []
         self._final_code, self._is_anew = 0, False
+        if self._has_stepped:
+            self._first_failure = None
         self._short_since = self._enough_since = None
         self._has_said_short = False
         self._actions.append(Publish(self._plan))
@@ -580,6 +599,7 @@ class Membership:
             return False
         where = f"load {self._checkpoint}" if self._checkpoint else "start from the beginning: there is no checkpoint"
         self._say(f"all workers that have trained are lost, first {what}; new ones {where}")
+        self._first_failure = None
         return True
 
     def _begin_anew(self) -> None:

@@ -6,14 +6,17 @@ The socket is there before torch is: workers can be started at once, and import 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from torchring.elastic.protocol import (
+from torchring.errors import PeerLostError, encode_error
+from torchring.launch.elastic.hosts import Hosts
+from torchring.launch.launcher import LaunchError, address_towards
+from torchring.rendezvous.addresses import list_interfaces, own_addresses
+from torchring.rendezvous.protocol import (
     BROKEN,
     CALL,
     END,
@@ -29,10 +32,6 @@ from torchring.elastic.protocol import (
     plan_key,
     world_prefix,
 )
-from torchring.errors import PeerLostError, encode_error
-from torchring.launch.elastic.hosts import Hosts
-from torchring.launch.launcher import LaunchError, address_towards
-from torchring.rendezvous.addresses import list_interfaces, own_addresses
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -107,7 +106,6 @@ class DriverStore:
     """
 
     def __init__(self, listener: Listener) -> None:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # workers that are killed are no news
         from torch.distributed import TCPStore
 
         self._store: TCPStore = TCPStore(

@@ -130,10 +130,12 @@ class Beat:
     Attributes:
         count: grows with each sign.
         steps: number of optimizer steps that the worker's state has behind it; -1 for none that it knows of.
+        made: how many of them this process has made; -1 if it does not know.
     """
 
     count: int
     steps: int = -1
+    made: int = -1
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()

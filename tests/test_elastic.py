@@ -1,0 +1,269 @@
+"""Elastic training: ranks that are lost, come, leave and fail, and what the others have after that."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import re
+import signal
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from elastic_job import ElasticJob, is_last, note
+from harness import count_open_fds
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, Dataset
+
+import torchring
+from torchring.elastic import loop
+
+GLOBAL_BATCH = 60
+LR = 0.05
+
+
+PIXELS, LABELS = (torch.tensor(each[:600]) for each in load_digits(return_X_y=True))
+PIXELS /= 16
+
+
+class Digits(Dataset[Any]):
+    """600 images, each with its number."""
+
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return PIXELS[index], LABELS[index], index
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(64, 24), torch.nn.Tanh(), torch.nn.Linear(24, 10)).double()
+
+
+def crc(model: torch.nn.Module) -> int:
+    value = 0
+    for tensor in model.state_dict().values():
+        value = zlib.crc32(tensor.numpy().tobytes(), value)
+    return value
+
+
+def train_worker(
+    *,
+    commits: bool = False,
+    trouble: Callable[[int, Any], object] = lambda step, loss: None,
+    make: Callable[[], torch.nn.Module] = make_model,
+    **options: Any,
+) -> None:
+    """The script of a worker.
+
+    Args:
+        commits: commit after each step.
+        trouble: called with the number of the step, and its loss, before backward.
+    """
+    model = make()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), model)
+    sampler = torchring.elastic.Sampler(Digits(), seed=5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+    state = torchring.elastic.State(
+        model=model,
+        optimizer=optimizer,
+        sampler=sampler,
+        scheduler=scheduler,
+        step=0,
+        **{"global_batch": GLOBAL_BATCH, **options},
+    )
+
+    @torchring.elastic.run
+    def train(state: Any) -> None:
+        note(enters=state.step, rank=torchring.rank(), size=torchring.size(), **resources())
+        batch_size = state.batch_size if options.get("global_batch", GLOBAL_BATCH) else 10
+        while True:
+            for pixels, labels, indices in DataLoader(Digits(), batch_size=batch_size, sampler=sampler):
+                if is_last(state.step):
+                    return
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(pixels), labels)
+                loss = trouble(state.step, loss) or loss
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                state.step += 1
+                where = {"rank": torchring.rank(), "size": torchring.size(), "generation": loop._the_member.generation}
+                note(step=state.step, crc=crc(model), indices=indices.tolist(), **where)
+                if commits:
+                    state.commit()
+
+    train(state)
+    note(result=[p.tolist() for p in model.parameters()])
+
+
+def expected(num_steps: int) -> list[torch.Tensor]:
+    """The parameters after as many steps of one process."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+    for order in orders(num_steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(PIXELS[order]), LABELS[order]).backward()
+        optimizer.step()
+        scheduler.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def orders(num_steps: int) -> list[torch.Tensor]:
+    """The samples of each step."""
+    steps: list[torch.Tensor] = []
+    epoch = 0
+    while len(steps) < num_steps:
+        order = torch.randperm(600, generator=torch.Generator().manual_seed(5 + epoch))
+        steps += order.split(GLOBAL_BATCH)
+        epoch += 1
+    return steps[:num_steps]
+
+
+def resources() -> dict[str, int]:
+    """What this process holds."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    mappings = Path("/proc/self/maps").read_bytes().count(b"\n")
+    return {
+        "descriptors": count_open_fds(),
+        "threads": threading.active_count(),
+        "mappings": mappings,
+        "kilobytes": int(re.findall(r"^VmRSS:\s*([0-9]+)", status, re.MULTILINE)[0]),
+    }
+
+
+def check_books(job: ElasticJob, num_steps: int) -> None:
+    """Whatever has happened: replicas were equal after each step, and each step had its samples, each once."""
+    by_step: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for each in job.notes("step"):
+        by_step.setdefault((each["generation"], each["step"]), []).append(each)
+    assert {step for _, step in by_step} == set(range(1, num_steps + 1))
+    samples = [set(order.tolist()) for order in orders(num_steps)]
+    for (_, step), notes in by_step.items():
+        assert len({each["crc"] for each in notes}) == 1, f"replicas differ after step {step}"
+        drawn = [index for each in notes for index in each["indices"]]
+        assert len(drawn) == len(set(drawn)), f"samples were used twice in step {step}"
+        assert set(drawn) <= samples[step - 1], f"step {step} has used samples of another"
+        if len(notes) == notes[0]["size"]:  # nobody was lost before it could write
+            assert len(drawn) == GLOBAL_BATCH
+
+
+def check_continuity(job: ElasticJob) -> None:
+    """Each generation began where the one before had ended: no finished step was lost."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for each in job.notes("step"):
+        generation, step = each["generation"], each["step"]
+        first[generation] = min(step, first.get(generation, step))
+        last[generation] = max(step, last.get(generation, step))
+    ordered = sorted(first)
+    assert [first[later] for later in ordered[1:]] == [last[earlier] + 1 for earlier in ordered[:-1]]
+
+
+def check_growth(job: ElasticJob) -> dict[str, int]:
+    """No worker has grown with the number of changes. Returns the most that one has grown, of each kind."""
+    by_worker: dict[int, list[dict[str, Any]]] = {}
+    for each in job.notes("enters"):
+        by_worker.setdefault(each["pid"], []).append(each)
+    grown = {"descriptors": 0, "threads": 0, "mappings": 0, "kilobytes": 0}
+    for entries in by_worker.values():
+        settled = entries[2:]  # what is made once, was
+        for kind in grown:
+            if settled:
+                # By the number of ranks, to which descriptors and mappings belong.
+                for size in {each["size"] for each in settled}:
+                    of_size = [each[kind] for each in settled if each["size"] == size]
+                    grown[kind] = max(grown[kind], of_size[-1] - of_size[0])
+    assert grown["descriptors"] <= 4, grown
+    assert grown["threads"] <= 2, grown
+    assert grown["mappings"] <= 40, grown
+    assert grown["kilobytes"] <= 20_000, grown
+    return grown
+
+
+def check_result(job: ElasticJob, num_steps: int) -> None:
+    """All workers of the last generation have what one process would have, to rounding."""
+    results = job.notes("result")
+    assert len(results) == len(job.members)
+    for result in results:
+        for found, wanted in zip(result["result"], expected(num_steps), strict=True):
+            torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_losses_joins_and_polite_ends_change_nothing() -> None:
+    with ElasticJob(train_worker, 3) as job:
+        job.run_until(lambda: job.last_step() > 30, "30 steps")
+        job.send(job.members[0])  # rank 0
+        job.run_until(lambda: len(job.members) == 2, "a generation of two")
+        job.run_until(lambda: len(job.members) == 3, "a replacement")
+        leaving = job.members[1]
+        job.send(leaving, signal.SIGTERM)
+        job.run_until(lambda: leaving not in job.members, "a generation without it")
+        num_steps = job.stop()
+        assert job.run() == 0
+        check_books(job, num_steps)
+        check_continuity(job)
+        check_result(job, num_steps)
+
+
+def _once(name: str) -> bool:
+    """Whether this is the first time that a worker of this job asks."""
+    try:
+        os.close(os.open(Path(os.environ["TMPDIR"]).with_name(name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _fail_once(step: int, loss: torch.Tensor) -> torch.Tensor | None:
+    """A rank runs out of memory, later the gradients are not finite, later a rank raises in the middle of backward."""
+    if step == 20 and torchring.rank() == 1 and _once("out of memory"):
+        raise torch.OutOfMemoryError("injected")
+    if step == 40 and _once(f"nan{torchring.rank()}"):
+        return loss * float("nan")
+    if step == 60 and torchring.rank() == 0 and _once("in backward"):
+        loss.register_hook(_raise)
+    return None
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ValueError("injected into backward")
+
+
+def test_commits_are_what_all_ranks_return_to() -> None:
+    with ElasticJob(functools.partial(train_worker, commits=True, trouble=_fail_once), 2) as job:
+        job.run_until(lambda: job.last_step() > 80, "80 steps")
+        num_steps = job.stop()
+        assert job.run() == 0
+        check_books(job, num_steps)
+        check_result(job, num_steps)
+        assert len(job.pids) == 2  # nobody was replaced
+        assert [each["enters"] for each in job.notes("enters") if each["rank"] == 0] == [0, 20, 40, 60]
+
+
+def _die_once(step: int, loss: torch.Tensor) -> None:
+    if step == 20 and torchring.rank() == 0 and _once("error"):
+        raise ZeroDivisionError("injected")
+    if step == 150 and _once(f"kill{torchring.rank()}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    script = functools.partial(train_worker, trouble=_die_once, checkpoint=folder, every=7)
+    with ElasticJob(script, 2, max_size=3) as job:
+        job.run_until(lambda: len(job.members) == 3, "a third worker")
+        job.run_until(lambda: job.last_step() > 150, "steps after the loss of all workers")
+        num_steps = job.stop()
+        assert job.run() == 0
+        check_result(job, num_steps)
+        enters = [each["enters"] for each in job.notes("enters")]
+        assert 20 in enters  # went on where they were
+        assert max(step for step in enters if step < 150) in range(150 - 14, 150)  # and from the checkpoint
