@@ -171,6 +171,9 @@ def _join(settings: Settings) -> Context:
     if driver is None:
         timeout = None if worlds.is_initialized() else settings.timeout_seconds
         return Context(worlds.init(timeout_seconds=timeout), settings)
+    importlib.import_module(
+        "torch._dynamo"
+    )  # for seconds; any optimizer needs it, and the others will wait for this rank
     tries_left = _MOST_TRIES
     while True:
         try:
