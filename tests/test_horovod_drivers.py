@@ -29,9 +29,9 @@ import torch
 from harness import is_running, patient, run_ranks, wait_until
 from torch.distributed import TCPStore
 
+from torchring.horovod.notices import NoticeService
 from torchring.rendezvous import protocol
 from torchring.rendezvous.protocol import Beat, Broken, Card, Invitation, Plan
-from torchring.horovod.notices import NoticeService
 
 SECONDS = 60.0  # against hangs
 
