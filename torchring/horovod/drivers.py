@@ -101,6 +101,7 @@ def agree(name: str, *values: float) -> list[float]:
 
 _driver: Driver | None = None  # through which this process joins
 _pid: int | None = None
+_server: tuple[str | None, ...] = ()  # of Horovod's launcher; its Spark and Ray executors start one job after the other
 
 
 def find(settings: Settings) -> Driver | None:
@@ -108,17 +109,20 @@ def find(settings: Settings) -> Driver | None:
 
     Raises TopologyError if the driver does not answer.
     """
-    global _driver, _pid
-    if _pid == os.getpid():
-        return _driver
+    global _driver, _pid, _server
     launcher = worlds.launcher()
+    server = (launcher, *(os.environ.get(key) for key in _PLACE[:2]))
+    if (_pid, _server) == (os.getpid(), server):
+        return _driver
+    if _pid == os.getpid() and isinstance(_driver, HorovodDriver):
+        _driver.close()
     found: Driver | None = None
     if launcher == ELASTIC:
         member = member_of_process()
         found = None if member is None else TorchringDriver(member)
     elif launcher == _HOROVODRUN and settings.is_elastic and all(key in os.environ for key in _PLACE):
         found = HorovodDriver(os.environ)
-    _driver, _pid = found, os.getpid()
+    _driver, _pid, _server = found, os.getpid(), server
     return found
 
 
@@ -248,6 +252,11 @@ class HorovodDriver:
 
     def finish(self) -> None:
         return  # the driver sees the exit code
+
+    def close(self) -> None:
+        """Hear of nothing more."""
+        if self._notices is not None:
+            self._notices.close()
 
     def _hear(self, timestamp: float, changes: int) -> None:
         """On the thread of the service."""
