@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torchring.launch.elastic import driver as drivers
 from torchring.launch.elastic.driver import Driver
 from torchring.launch.elastic.hosts import Hosts, fixed
 from torchring.launch.elastic.membership import Limits
-from torchring.launch.elastic.store import Listener
+from torchring.launch.elastic.store import DriverStore, Listener
 from torchring.launch.launcher import Host
 from torchring.launch.output import Output, OutputOptions
 
@@ -87,7 +88,7 @@ class _Job:
         log = str(self._job.folder / f"worker{worker}.log")
         enter = self._job.enter_host
         arguments = (self._job.script, environ, log, functools.partial(enter, self._host) if enter else None)
-        process = self._job.context.Process(target=_main, args=arguments, name=f"worker {worker}")
+        process = self._job.context.Process(target=_main, args=arguments, name=f"worker {worker}", daemon=True)
         process.start()
         self.process = _Process(process)
         self._job.pids[worker] = self.process.pid
@@ -171,8 +172,9 @@ class ElasticJob:
         self.driver = Driver(["script"], self._limits, self._hosts, {}, output, [], listener)
         self._stack.callback(self.driver.close)
         while not self.pids:
-            self.driver._tick(self.received)
-        self.driver._open_store()
+            self.tick()
+        self.driver._opening = Future()
+        self.driver._opening.set_result(DriverStore(listener))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -208,7 +210,8 @@ class ElasticJob:
         return time.monotonic()
 
     def tick(self) -> None:
-        self.driver._tick(self.received)
+        self.driver.tick(self.received)
+        self.driver._sleep()
 
     def run_until(self, condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
         end = time.monotonic() + patient(seconds)

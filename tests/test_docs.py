@@ -95,8 +95,11 @@ class Commands:
             (folder / name).symlink_to(ROOT / name)
         (folder / "train.py").touch()
         (folder / "hosts.txt").write_text("node1 slots=4\nnode2:4\n")
+        (folder / "hosts.sh").write_text("#!/bin/sh\necho node1:4\n")
+        (folder / "hosts.sh").chmod(0o755)
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(cli, "start", lambda command, *_, **__: self.started.append(command) or 0)
+        for name in ("start", "start_elastic"):
+            monkeypatch.setattr(cli, name, lambda command, *_, **__: self.started.append(command) or 0)
 
     def check(self, words: list[str]) -> None:
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -124,6 +127,8 @@ class Commands:
                 assert Path(word).exists() or word in ("-q", "-m", "gpu"), word
         elif program in ("python", "sbatch"):
             assert Path(arguments[0]).is_file(), arguments[0]
+        elif program == "kubectl":
+            assert Path(arguments[-1]).is_file(), arguments[-1]
         elif program == "make":
             assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), arguments[0]
         elif program == "pip":

@@ -6,6 +6,7 @@ Start the script with `torchring run -np 2 script.py` or torchrun. To read the c
 through `gradients/`. Imports go one way: a folder imports only from the folders below it.
 
     horovod/        the API of horovod.torch
+    elastic/        training that survives lost ranks, and takes new ones in
     joining.py      ranks with more data than others     cli.py, launch/, doctor/   the commands
     optimizer.py    wrap
     gradients/      from autograd to the optimizer's step
@@ -32,6 +33,7 @@ Words that are used throughout, beside those of PyTorch and MPI:
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchring import elastic as elastic
     from torchring.collectives import (
         Work,
         all_gather,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -17,7 +18,7 @@ from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 from torchring.collectives.service import collectives_of
 from torchring.elastic.membership import JobOverError, Member, member_of_process
 from torchring.elastic.state import MembershipChange, State
-from torchring.errors import GradientError, RingError
+from torchring.errors import GradientError, PlanMismatchError, RingError, TopologyError
 from torchring.rendezvous.environment import CHOICE
 from torchring.rendezvous.protocol import VARIABLE
 from torchring.world import default_world
@@ -26,6 +27,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Function = Callable[Concatenate[State, _P], _T]
 _MOST_RETURNS: Final = 3  # to a commit, without a step in between
+_MOST_APART: Final = 5  # generations in a row whose ranks did not reach each other
 
 _log = logging.getLogger("torchring.elastic")
 
@@ -96,8 +98,8 @@ def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
     try:
         result = call()
     except MembershipChange:
-        path = state._save_now() if world.rank == 0 else ""
-        _say("was told to end", path)
+        if world.rank == 0:
+            _say("this job was told to end", state._save_now())
         if world.size > 1:
             collectives_of(world).barrier()  # launchers end the others when the first has ended
         signals.end()
@@ -115,6 +117,7 @@ def _run(state: State, call: Callable[[], _T], member: Member, signals: Signals)
     has_failed = False  # this rank returns to its last commit
     saves = False  # this rank writes the last checkpoint, if the job is over
     returns = _Returns(state)
+    num_apart = 0
     while True:
         try:
             world = member.meet(reason)
@@ -130,24 +133,30 @@ def _run(state: State, call: Callable[[], _T], member: Member, signals: Signals)
             reason = ""
             saves = world.rank == 0  # all ranks are equally far
             if member.leaves:
-                path = state._save_now() if saves and (change.all_leave or member.is_over()) else ""
-                member.checkpoint = path or member.checkpoint
-                member.say_goodbye("it was told to end")
-                _say("was told to end", path)
+                member.say_goodbye("it was told to end")  # first: the others wait for it
+                if saves and (change.all_leave or member.is_over()):
+                    member.checkpoint = state._save_now()
+                    _say("this job was told to end", member.checkpoint)
+                    member.say_goodbye("it was told to end")
+                member.close()
                 signals.end()
         except JobOverError as over:
             path = state._save_now() if saves else ""
             member.checkpoint = path or member.checkpoint
             member.say_goodbye(str(over))
+            member.close()
             if member.leaves:
                 signals.end()
             if member.num_steps < 0:  # it came when the others had finished
                 sys.exit(0)
-            _say(str(over), path)
+            if saves:
+                _say(str(over), path)
             sys.exit(1)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            if not _is_loss(error):
+            # Ranks that do not reach each other may be dying. If they are not, they would try for ever.
+            num_apart = num_apart + 1 if isinstance(error, TopologyError) else 0
+            if not _is_loss(error) or num_apart > _MOST_APART:
                 if state._world is not None:
                     state._world.break_off("the training function", error)
                 if not returns.may_return():
@@ -160,7 +169,8 @@ def _run(state: State, call: Callable[[], _T], member: Member, signals: Signals)
 
 def _is_loss(error: Exception) -> bool:
     """Whether ranks are lost, and the others go on. If not, all ranks raise here, or this rank is the cause."""
-    return isinstance(error, RingError) and not error.in_step and not isinstance(error, GradientError)
+    is_mistake = isinstance(error, (GradientError, PlanMismatchError))
+    return isinstance(error, RingError) and not error.in_step and not is_mistake
 
 
 class _Returns:
@@ -220,7 +230,6 @@ class Signals:
 
 
 def _say(reason: str, path: str) -> None:
-    if path:
-        print(f"torchring: {reason}; the newest checkpoint is {path}", file=sys.stderr, flush=True)
-    else:
-        _log.info("%s", reason)
+    where = f"; the newest checkpoint is {path}" if path else ""
+    with contextlib.suppress(OSError):  # nobody reads
+        print(f"torchring: {reason}{where}", file=sys.stderr, flush=True)

@@ -67,7 +67,7 @@ class Member:
         self._plan: Plan | None = None
         self._over = ""  # why the job is over
         self._num_beats = 0
-        self._num_looks = 0
+        self._has_looked = False
         self._beat_at = 0.0
         self._answered_at = time.monotonic()
         self._changed = threading.Condition()
@@ -140,9 +140,10 @@ class Member:
     def is_over(self) -> bool:
         """Whether the driver has ended the job, or is gone. Asks the driver, and waits 2 s at most."""
         with self._changed:
-            looks = self._num_looks
-            self._wake.set()
-            self._changed.wait_for(lambda: bool(self._over) or self._num_looks > looks + 1, _GOODBYE_SECONDS)
+            for _ in range(2):  # the first look may have begun before
+                self._has_looked = False
+                self._wake.set()
+                self._changed.wait_for(lambda: bool(self._over) or self._has_looked, _GOODBYE_SECONDS)
             return bool(self._over)
 
     def ask_to_leave(self) -> None:
@@ -153,14 +154,13 @@ class Member:
             world.leaves = world.wants_change = True
 
     def say_goodbye(self, reason: str) -> None:
-        """This worker takes part in nothing more, and is about to exit."""
+        """This worker takes part in nothing more, and is about to exit. `close` comes next."""
         self._say(Card("leaving", self.generation, self.checkpoint, reason))
-        self._close()
 
     def finish(self) -> None:
         """The training function has returned on all workers. The world stays open."""
         self._say(Card("finished", self.generation, self.checkpoint))
-        self._close()
+        self.close()
 
     def publish_layout(self, lines: bytes) -> None:
         """What the workers' states consist of; see `protocol.LAYOUT`."""
@@ -186,8 +186,8 @@ class Member:
             self._card, self._says_card = card, True
         self._wake.set()
 
-    def _close(self) -> None:
-        """End the thread, once it has said the last card."""
+    def close(self) -> None:
+        """Say nothing more. Waits until the driver has heard the last card, 2 s at most."""
         self._is_closed = True
         self._wake.set()
         self._thread.join(_GOODBYE_SECONDS)
@@ -236,7 +236,7 @@ class Member:
         with self._changed:
             self._plan, self._call, self._broken = plan, int(call), Broken.decode(broken)
             self._over = self._over or over.decode()
-            self._num_looks += 1
+            self._has_looked = True
             self._pass_on()
             self._changed.notify_all()
 

@@ -318,16 +318,26 @@ class State:
         else:
             collectives_of(world).raise_together(problem, "could not give the others its state")
             are_equal = len(set(progress)) == 1 and max(progress) >= 0 and not any(row[1] for row in everybody)
-            self._broadcast(src, everything=some_failed or not are_equal)
+            if some_failed or not are_equal:
+                self._receive(src, world.rank)
+            else:  # only what a forward changes may differ
+                for module in self._modules.values():
+                    broadcast_parameters(dict(module.named_buffers()), src)
         return max(commits) >= 0
 
-    def _broadcast(self, src: int, *, everything: bool) -> None:
-        """Give all ranks what rank `src` has. Collective. Of equal replicas, only buffers may differ."""
-        for module in self._modules.values():
-            broadcast_parameters(module if everything else dict(module.named_buffers()), src)
-        if everything:
+    def _receive(self, src: int, rank: int) -> None:
+        """Give all ranks what rank `src` has. Collective."""
+        # Rank `src` may be lost on the way. Then this rank may be the furthest, and has to have what it had.
+        before = None if self._is_fresh or rank == src else copy_of(self._everything())
+        try:
+            for module in self._modules.values():
+                broadcast_parameters(module, src)
             for each in (*self._stateful.values(), _Values(self), _Counters(self)):
                 broadcast_state(each, src)
+        except BaseException:
+            if before is not None:
+                self._become(before)
+            raise
 
     def _leave(self) -> None:
         """The generation is over for this rank."""

@@ -165,7 +165,7 @@ class Driver:
         """Run the job. Signals that this process gets are appended to `received`."""
         with ThreadPoolExecutor(1, "torchring-store") as executor:
             while self._code is None:
-                self._tick(received)
+                self.tick(received)
                 if self._opening is None and self._processes:
                     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # workers that are killed are no news
                     self._opening = executor.submit(DriverStore, self._listener)
@@ -194,7 +194,8 @@ class Driver:
         if self._reason:
             self._store.end(self._reason)
 
-    def _tick(self, received: Sequence[int]) -> None:
+    def tick(self, received: Sequence[int]) -> None:
+        """Look once at what has happened, and do what follows."""
         now = time.monotonic()
         for number in received[self._num_signals :]:
             self._num_signals += 1
