@@ -196,6 +196,7 @@ class TorchringDriver:
     def _say_goodbye(self, reason: str) -> None:
         self._is_over = True
         self._member.say_goodbye(reason)
+        self._member.close()
 
     def _end(self) -> NoReturn:
         if self._signals is not None:
