@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from torchring.collectives.service import collectives_of
-from torchring.elastic.membership import JobOverError, Member
+from torchring.elastic.membership import JobOverError, Member, member_of_process
 from torchring.elastic.state import MembershipChange, State
 from torchring.errors import GradientError, PlanMismatchError, RingError, TopologyError
 from torchring.rendezvous.environment import CHOICE
-from torchring.rendezvous.protocol import invitation
+from torchring.rendezvous.protocol import VARIABLE
 from torchring.world import default_world
 
 _P = ParamSpec("_P")
@@ -70,30 +70,23 @@ def run(function: _Function[_P, _T]) -> _Function[_P, _T]:
             raise TypeError(f"the first argument must be a torchring.elastic.State, got {type(state).__name__}")
         call = functools.partial(function, state, *args, **kwargs)
         member = _member()
-        with _Signals([signal.SIGTERM] if member is None else [signal.SIGTERM, signal.SIGINT]) as signals:
+        with Signals([signal.SIGTERM] if member is None else [signal.SIGTERM, signal.SIGINT]) as signals:
             return _run_once(state, call, signals) if member is None else _run(state, call, member, signals)
 
     return wrapper
 
 
-_the_member: Member | None = None  # of this process
-
-
 def _member() -> Member | None:
-    global _the_member
-    invited = None if CHOICE in os.environ else invitation(os.environ)
-    if invited is None:
+    if CHOICE in os.environ or VARIABLE not in os.environ:
         return None
     if not default_world().is_provisional:
         raise RuntimeError(
             "an elastic job has one training function, and this process has called one already; call both from one"
         )
-    if _the_member is None or not _the_member.is_own:
-        _the_member = Member(invited)
-    return _the_member
+    return member_of_process()
 
 
-def _run_once(state: State, call: Callable[[], _T], signals: _Signals) -> _T:
+def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
     """Without a driver."""
     world = default_world()
 
@@ -117,7 +110,7 @@ def _run_once(state: State, call: Callable[[], _T], signals: _Signals) -> _T:
     return result
 
 
-def _run(state: State, call: Callable[[], _T], member: Member, signals: _Signals) -> _T:
+def _run(state: State, call: Callable[[], _T], member: Member, signals: Signals) -> _T:
     """With a driver: in one generation after the other."""
     signals.on_signal(member.ask_to_leave)
     if (theirs := member.fetch_layout()) is not None:
@@ -200,7 +193,7 @@ class _Returns:
         return self._state._returns_to() >= 0 and self._count < _MOST_RETURNS
 
 
-class _Signals:
+class Signals:
     """Inside, the first signal that would end this process is noted. The second one acts."""
 
     def __init__(self, numbers: list[signal.Signals]) -> None:
@@ -209,7 +202,7 @@ class _Signals:
         self._received: int | None = None
         self._tell: Callable[[], None] | None = None
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other
             for number in self._numbers:
                 before = signal.getsignal(number)

@@ -18,8 +18,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from torchring.errors import PeerLostError, TopologyError
 from torchring.rendezvous import protocol
-from torchring.rendezvous.environment import ELASTIC
-from torchring.rendezvous.protocol import Beat, Broken, Card, Invitation, Plan
+from torchring.rendezvous.environment import CHOICE, ELASTIC
+from torchring.rendezvous.protocol import Beat, Broken, Card, Invitation, Plan, invitation
 from torchring.rendezvous.store import try_store
 from torchring.world import World, leave_generation, open_generation
 
@@ -261,6 +261,24 @@ class Member:
         if broken.generation >= self.generation and world.failure is None:
             ranks = broken.ranks if broken.generation == self.generation else ()
             world.fail(PeerLostError(broken.reason, rank=world.rank, peers=ranks))
+
+
+_the_member: Member | None = None  # of this process
+
+
+def member_of_process() -> Member | None:
+    """This process as a worker, the same at each call. None if no driver has started it.
+
+    Raises:
+        TopologyError: the driver's store does not answer.
+    """
+    global _the_member
+    invited = None if CHOICE in os.environ else invitation(os.environ)
+    if invited is None:
+        return None
+    if _the_member is None or not _the_member.is_own:
+        _the_member = Member(invited)
+    return _the_member
 
 
 def _key(name: str) -> str:

@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 
 from torchring import world as worlds
+from torchring.errors import RingError, TopologyError
+from torchring.horovod import drivers
 from torchring.horovod.engine import Engine, Operation
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.negotiation import ADD_SET, REMOVE_SET, Request
 from torchring.horovod.settings import DYNAMIC_TIMELINE, Settings, apply_log_level, read_settings
 from torchring.horovod.timeline import Timeline
 
+_MOST_TRIES: Final = 20  # to meet, in an elastic job whose workers are lost meanwhile
 _NOT_INITIALISED: Final = "Horovod has not been initialized; call hvd.init() first"
 
 
@@ -129,6 +132,9 @@ def context_of_collectives() -> Context:
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the other ranks that the launcher has started. Collective. A second call changes nothing but process sets.
 
+    In an elastic job, this waits until the driver says who trains together, this worker among them: a new worker waits
+    for the next commit of those that train. The process ends here if the job is over, or goes on without this worker.
+
     Args:
         comm: for Horovod's signature: None, the list of all ranks, or an mpi4py communicator of all ranks. A part of
             the ranks is a ProcessSet.
@@ -151,14 +157,33 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         shutdown()
     if _context is None:
         apply_log_level(settings)
-        timeout = None if worlds.is_initialized() else settings.timeout_seconds
-        _context = Context(worlds.init(timeout_seconds=timeout), settings)
+        _context = _join(settings)
         global_process_set.ranks = list(range(_context.world.size))
         global_process_set.process_set_id = 0
         _context.sets[0] = global_process_set
     _check_comm(comm, _context.world.size)
     if process_sets:
         _register_all(process_sets)
+
+
+def _join(settings: Settings) -> Context:
+    driver = drivers.find(settings)
+    if driver is None:
+        timeout = None if worlds.is_initialized() else settings.timeout_seconds
+        return Context(worlds.init(timeout_seconds=timeout), settings)
+    importlib.import_module(
+        "torch._dynamo"
+    )  # for seconds; any optimizer needs it, and the others will wait for this rank
+    tries_left = _MOST_TRIES
+    while True:
+        try:
+            return Context(driver.join(settings), settings)
+        except RingError as error:
+            driver.leave()
+            tries_left -= 1
+            if not tries_left or isinstance(error, TopologyError):
+                raise
+            driver.reason = f"{type(error).__name__}: {error}"
 
 
 def _check_comm(comm: Any, size: int) -> None:
@@ -206,7 +231,11 @@ def shutdown() -> None:
     if over.engine.timeline is not None:
         over.engine.timeline.close()
     if worlds.is_initialized() and worlds.default_world() is over.world:
-        worlds.shutdown()
+        driver = drivers.current()
+        if driver is None:
+            worlds.shutdown()
+        else:
+            driver.leave()
 
 
 def is_initialized() -> bool:

@@ -14,6 +14,7 @@ import functools
 import gc
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -27,7 +28,7 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.sync import GradientSync, is_still_there
 from torchring.gradients.validation import parameters_of, sparse_parameters
-from torchring.horovod import mpi_ops
+from torchring.horovod import drivers, mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
 from torchring.horovod.context import ProcessSet, context, global_process_set, rocm_built
 from torchring.world import World, default_world
@@ -98,6 +99,9 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         context()
         if self._reduces_together:
             _close_earlier(optimizer)
+        # In an elastic job, the optimizer of a new worker is made while others have theirs already, and do not take
+        # part. All of them connect with the first gradient.
+        self._connects_later = self._reduces_together and drivers.current() is not None
         super().__init__(
             optimizer,
             op="sum" if op == mpi_ops.Sum else "mean",
@@ -107,6 +111,10 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
             sync_buffers=None,
             sync_initial_state=False,
         )
+        if self._connects_later:
+            self._connects_later = False
+            self._connect_with_first_gradient()
+        _optimizers.add(self)
 
     @property
     def _parameter_names(self) -> Mapping[torch.nn.Parameter, str]:
@@ -232,7 +240,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
     # What torchring's optimizer asks of this class
 
     def _find_world(self) -> World:
-        return default_world() if self._reduces_together else World(None, 0, 1)
+        return default_world() if self._reduces_together and not self._connects_later else World(None, 0, 1)
 
     def _name_parameters(self, optimizer: Optimizer, model: torch.nn.Module | None) -> dict[torch.nn.Parameter, str]:
         names = super()._name_parameters(optimizer, model)
@@ -265,9 +273,19 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         self._compression, self._op, self._passes, self._reduces_together = state["horovod"]
         self._set = global_process_set
         self._given_names = {}
+        self._connects_later = False
         self._should_synchronize, self._synchronized, self._num_rounds_before = True, False, 0
         self._has_warned = False
         super().__setstate__(state)
+        _optimizers.add(self)
+
+
+_optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
+
+
+def live_optimizers() -> list[DistributedOptimizer]:
+    """All of this process that are still used."""
+    return [optimizer for optimizer in _optimizers if not optimizer._is_closed]
 
 
 class _LenientReplicaCheck(ReplicaCheck):

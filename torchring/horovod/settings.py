@@ -9,6 +9,7 @@
     HOROVOD_STALL_SHUTDOWN_TIME_SECONDS     before waiting ranks give up; 0: never
     HOROVOD_DYNAMIC_PROCESS_SETS            1: add_process_set() and remove_process_set() are allowed
     HOROVOD_ELASTIC                         1: from a launcher that replaces workers
+    HOROVOD_ELASTIC_TIMEOUT                 for which such a launcher waits for hosts (drivers.py)
     HOROVOD_GLOO_TIMEOUT_SECONDS            for ranks to meet in init(), and for bytes under way
     HOROVOD_LOG_LEVEL                       TRACE, DEBUG, INFO, WARNING, ERROR or FATAL, of the logger "torchring"
 

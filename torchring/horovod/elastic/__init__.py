@@ -8,8 +8,10 @@
 
     train(hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0))
 
-A commit copies model, optimizer and the other values to host memory. After a failure that leaves all ranks alive,
-`run` restores the copy, and calls the function again. A lost rank still ends the job, with HorovodInternalError.
+A commit copies model, optimizer and the other values to host memory. After a failure, `run` restores the copy, and
+calls the function again. Under `torchring run --elastic` and Horovod's own elastic launcher, ranks may be lost, leave,
+and come; drivers.py talks to the launcher. Under any other launcher, a lost rank ends the job, with
+HorovodInternalError.
 """
 
 from torchring.horovod.elastic.loop import run, run_fn

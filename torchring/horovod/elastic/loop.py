@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar, overload
 
 from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, RingError
+from torchring.horovod import drivers
 from torchring.horovod.elastic.state import State
 from torchring.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from torchring.horovod.optimizer import live_optimizers
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -31,12 +34,17 @@ def run(func: Any = None, *, reset_limit: int | None = None) -> Any:
     Each call of the function starts with `state.sync()`, so that all ranks have what rank 0 has. The function is called
     again
 
-    - after HorovodInternalError, from the last commit, where all ranks raise and all are alive: they disagreed about a
-      collective. Not after the loss of a rank, nor after a rank has kept others waiting for too long: the error is
-      raised, and ends the job. Not after the third failure in a row without a commit, which would fail for ever.
+    - after HorovodInternalError, from the last commit. Not after the third failure in a row without a commit that
+      leaves all ranks alive, such as a disagreement about a collective: it would fail for ever.
     - after HostsUpdatedInterrupt, with the state as it is.
 
     In between, `shutdown()` and `init()` run, and the callbacks of `state.register_reset_callbacks`.
+
+    Under `torchring run --elastic`, and under Horovod's own launcher with --min-np, ranks may be lost, leave, and come:
+    those that are left go on, and `init()` waits for new ones. `init()` may also end the process, with SystemExit: the
+    job is over, or goes on without it. Under `torchring run --elastic`, SIGTERM lets the worker leave at its next
+    commit, with exit code 143. Under any other launcher, the loss of a rank ends the job, and so does a rank that has
+    kept others waiting for too long: the error is raised.
 
     Args:
         reset_limit: how often the function may be called again; the next failure is raised. Horovod has this as an
@@ -60,45 +68,70 @@ def run_fn(
 
     @functools.wraps(func)
     def wrapper(state: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        num_resets = num_failures = 0
-        num_commits = state._num_commits
-        needs_sync = True
-        while True:
-            try:
-                if needs_sync:
-                    state.sync()
-                return func(state, *args, **kwargs)
-            except HorovodInternalError as error:
-                num_failures = num_failures + 1 if state._num_commits == num_commits else 1
-                num_commits = state._num_commits
-                if _is_final(error):
-                    raise
-                if num_failures >= _MOST_FAILURES:
-                    raise HorovodInternalError(f"failed {num_failures} times without a commit: {error}") from error
-                _raise_if_over(num_resets, reset_limit, error)
-                _log.warning("training starts again from the last commit, after %s", error)
-                state.restore()
-                needs_sync = True
-            except HostsUpdatedInterrupt as interrupt:
-                _raise_if_over(num_resets, reset_limit, interrupt)
-                needs_sync = not interrupt.skip_sync
-            num_resets += 1
-            reset()
-            state.on_reset()
+        driver = drivers.current()
+        with contextlib.nullcontext() if driver is None else driver.training():
+            return _run(state, functools.partial(func, state, *args, **kwargs), reset, reset_limit)
 
     return wrapper
 
 
-def _is_final(error: BaseException) -> bool:
-    """Whether a rank is lost, or may be, or the script is wrong. Ranks that raise at the same point of a step are all
-    there."""
+def _run(state: State, call: Callable[[], _T], reset: Callable[[], object], reset_limit: int | None) -> _T:
+    driver = drivers.current()
+    num_resets = num_failures = 0
+    num_commits = state._num_commits
+    needs_sync, needs_reset = True, False
+    while True:
+        try:
+            if needs_reset:
+                reset()
+                state.on_reset()
+                needs_reset = False
+            if driver is not None:
+                driver.num_commits = state._num_commits
+                needs_sync = bool(drivers.agree("elastic.needs_sync", needs_sync)[0])  # new ranks do
+            if needs_sync:
+                state.sync()
+            result = call()
+            if driver is not None:
+                driver.finish()
+            return result
+        except HorovodInternalError as error:
+            kind = _kind_of(error, has_driver=driver is not None)
+            if kind == "final" or (driver is None and (kind == "loss" or needs_reset)):
+                raise
+            if kind == "failure":
+                num_failures = num_failures + 1 if state._num_commits == num_commits else 1
+                num_commits = state._num_commits
+                if num_failures >= _MOST_FAILURES:
+                    raise HorovodInternalError(f"failed {num_failures} times without a commit: {error}") from error
+            _raise_if_over(num_resets, reset_limit, error)
+            _log.warning("training starts again from the last commit, after %s", error)
+            if driver is not None:
+                driver.reason = f"{type(error).__name__}: {error}"
+            state.restore()
+            needs_sync = True
+        except HostsUpdatedInterrupt as interrupt:
+            if driver is not None:
+                driver.reason = ""
+                driver.end_if_told()
+            _raise_if_over(num_resets, reset_limit, interrupt)
+            needs_sync = not interrupt.skip_sync
+        num_resets += 1
+        needs_reset = True
+
+
+def _kind_of(error: BaseException, *, has_driver: bool) -> Literal["loss", "failure", "final"]:
+    """ "loss": a rank is lost, or may be. "final": the script is wrong. "failure": something else, and all ranks that
+    raise it at the same point of a step are there."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RingError):
-            is_lost = isinstance(cause, (PeerLostError, PeerTimeoutError)) and not cause.in_step
-            return is_lost or isinstance(cause, GradientError)
+            if isinstance(cause, GradientError):
+                return "final"
+            is_loss = isinstance(cause, (PeerLostError, PeerTimeoutError)) or (has_driver and type(cause) is RingError)
+            return "loss" if is_loss and not cause.in_step else "failure"
         cause = cause.__cause__ or cause.__context__
-    return False
+    return "failure"
 
 
 def _raise_if_over(num_resets: int, limit: int | None, error: RuntimeError) -> None:
@@ -110,3 +143,5 @@ def _reset() -> None:
     hvd = importlib.import_module("torchring.horovod")  # which imports this module
     hvd.shutdown()
     hvd.init()
+    for optimizer in live_optimizers():
+        optimizer._rejoin()

@@ -5,20 +5,36 @@ from __future__ import annotations
 import copy
 import importlib
 import queue
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import torch
 
+from torchring.horovod import drivers
+from torchring.horovod.drivers import ADDED, NO_UPDATE, REMOVED
 from torchring.horovod.elastic.sampler import ElasticSampler
 from torchring.horovod.exceptions import HostsUpdatedInterrupt
 from torchring.optimizer import DistributedOptimizer
 
-_V = TypeVar("_V")
+__all__ = [
+    "ADDED",
+    "NO_UPDATE",
+    "REMOVED",
+    "ModelStateHandler",
+    "ObjectState",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "State",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "set_handler_registry",
+]
 
-# What changed, as Horovod's launcher counts: bits that add up.
-NO_UPDATE, REMOVED, ADDED = 0, 1, 2
+_V = TypeVar("_V")
+_LATER_SECONDS: Final = 0.001  # than what was announced before: clocks of hosts differ
 
 
 def _hvd() -> Any:
@@ -59,7 +75,7 @@ class State:
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Announce that hosts have changed, at `timestamp`: 1 for removed, 2 for added, 3 for both. From any thread.
 
-        Only what rank 0 is told counts, at the next commit.
+        It counts at the next commit. In a job without a driver, only what rank 0 is told counts.
         """
         self._host_messages.put((timestamp, update_res))
 
@@ -70,15 +86,25 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on all ranks if rank 0 has been told of changed hosts. Collective."""
+        """Raise HostsUpdatedInterrupt on all ranks if hosts have changed, or a rank was told to end. Collective."""
+        driver = drivers.current()
         before = latest = self._last_updated_timestamp
+        if driver is not None:
+            driver.num_commits = self._num_commits
+            if announced := driver.changes():
+                self.on_hosts_updated(max(time.time(), before + _LATER_SECONDS), announced)
         changes = NO_UPDATE
         while not self._host_messages.empty():
             timestamp, change = self._host_messages.get()
             if timestamp > before:
                 latest = max(latest, timestamp)
                 changes |= change
-        before, self._last_updated_timestamp, changes = self._bcast_object((before, latest, changes))
+        if driver is None:
+            before, self._last_updated_timestamp, changes = self._bcast_object((before, latest, changes))
+        else:
+            said = drivers.agree("elastic.changes", latest > before, latest, changes & REMOVED, changes & ADDED)
+            before, changes = said[1] - said[0], int(said[2]) | int(said[3])
+            self._last_updated_timestamp = said[1]
         if self._last_updated_timestamp > before:
             raise HostsUpdatedInterrupt(skip_sync=changes == REMOVED)
 
