@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, Dataset
 
 import torchring
-from torchring.elastic import loop
+from torchring.elastic import membership
 from torchring.elastic.checkpoint import newest_step
 
 GLOBAL_BATCH = 60
@@ -95,7 +95,11 @@ def train_worker(
                 optimizer.step()
                 scheduler.step()
                 state.step += 1
-                where = {"rank": torchring.rank(), "size": torchring.size(), "generation": loop._the_member.generation}
+                where = {
+                    "rank": torchring.rank(),
+                    "size": torchring.size(),
+                    "generation": membership._the_member.generation,
+                }
                 note(step=state.step, crc=crc(model), indices=indices.tolist(), **where)
                 if commits:
                     state.commit()
@@ -377,7 +381,7 @@ def test_buffers_are_equal_callbacks_are_called_and_a_job_without_a_driver_saves
         resized = [(each["old"], each["new"]) for each in job.notes("old")]
         assert resized == [(3, 2)] * 2 + [(2, 3)] * 3  # the new one, too
         workers = job.members
-        job.driver._store = None  # as after SIGKILL, for the workers
+        job.driver._store = job.driver._opening = None  # as after SIGKILL, for the workers
         gc.collect()
         end = time.monotonic() + patient(30)
         while any(job.driver._processes[worker].job.process.poll() is None for worker in workers):
