@@ -24,34 +24,18 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic_job import ElasticJob
+from elastic_job import ElasticJob, Slots
 from harness import run_ranks
 from netns import enter, why_skipped
 from test_elastic import check_books, check_growth, check_result, train_worker
 
 from torchring.bench.netns import INTERFACE, Network
-from torchring.launch.elastic.hosts import Hosts
-from torchring.launch.launcher import Host
 
 __all__ = ["Adversary", "Slots", "run", "run_ranks"]  # the harness preloads modules that have `run_ranks`
 _MEAN_SECONDS = 1.0  # between two events
 _HEARTBEAT_TIMEOUT = 6.0
 _CUT_SECONDS = (0.5, 15.0)
 _STOP_SECONDS = (1.0, 20.0)
-
-
-class Slots(Hosts):
-    """Hosts whose slots the adversary changes."""
-
-    may_change = True
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(None, [Host(name, 2) for name in names])
-        self._here = dict.fromkeys(names, True)  # other hosts are namespaces
-        self.names = names
-
-    def offer(self, slots: dict[str, int]) -> None:
-        self.known = tuple(Host(name, number) for name, number in slots.items() if number)
 
 
 class Adversary:

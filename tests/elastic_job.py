@@ -119,6 +119,20 @@ def _main(script: Callable[[], object], environ: dict[str, str], log: str, enter
     script()
 
 
+class Slots(Hosts):
+    """Hosts whose slots the test changes."""
+
+    may_change = True
+
+    def __init__(self, names: list[str], slots: int = 2) -> None:
+        super().__init__(None, [Host(name, slots) for name in names])
+        self._here = dict.fromkeys(names, True)  # other hosts are namespaces
+        self.names = names
+
+    def offer(self, slots: dict[str, int]) -> None:
+        self.known = tuple(Host(name, number) for name, number in slots.items() if number)
+
+
 class ElasticJob:
     """A job that runs while `tick`, `run_until` or `run` do.
 

@@ -251,8 +251,9 @@ class Driver:
         self._membership.note_end(process.worker, process.code, is_ssh=is_ssh)
 
     def _read(self, store: DriverStore) -> None:
-        with_beats = time.monotonic() > self._beats_at
         processes = [process for process in self._processes.values() if not process.is_noted]
+        # A worker that has just ended may have made its first step since the last beat that was read.
+        with_beats = time.monotonic() > self._beats_at or any(process.code is not None for process in processes)
         keys = [card_key(process.worker) for process in processes]
         if with_beats:
             self._beats_at = time.monotonic() + _BEAT_SECONDS
