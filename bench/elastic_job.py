@@ -130,7 +130,7 @@ class Job:
             worker.read()
         for name, process in list(self._processes.items()):
             if process.poll() is not None:
-                if self.name != "torchft":
+                if self.name != "torchft" or not any(worker.steps for worker in self.workers.values()):
                     raise StuckError(f"{name} ended with exit code {process.returncode}")
                 self._processes[name] = self._start_group(int(name))
 
@@ -202,7 +202,9 @@ class Job:
             "torchring": ["torchring", "run", "--elastic", "-np", str(SIZE), "--min-np", "2", "--max-np", str(SIZE)],
         }
         module = modules.get(self.name) or modules["torchring"]
-        self._processes[self.name] = self._start_process([sys.executable, "-m", *module, *self._command], {})
+        # Without this, restarted workers find the addresses of dead ones in the store (pytorch issue 135712).
+        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.name == "torchrun" else {}
+        self._processes[self.name] = self._start_process([sys.executable, "-m", *module, *self._command], environment)
 
     def _start_group(self, group: int) -> subprocess.Popen[bytes]:
         environment = {"REPLICA_GROUP_ID": str(group), "TORCHFT_LIGHTHOUSE": self._lighthouse.address()}
@@ -291,6 +293,11 @@ def make_fault(job: Job, number: signal.Signals, rank: int, usual: float, rng: r
     resumed = going_on()
     again = max(steps[0].ns for steps in resumed)
     last, first = max(line.step for line in before), min(steps[0].step for steps in resumed)
+    job.wait(
+        lambda: any(line.step > last for steps in going_on() for line in steps),
+        _SETTLE_SECONDS,
+        f"a new step after {number.name} to rank {rank}",
+    )
     if last >= first:
         job.lost |= {(line.world if job.restarts_all else 0, line.step) for line in before if line.step >= first}
     joined = max(worker.steps[0].ns for worker in new)
@@ -307,7 +314,7 @@ def make_fault(job: Job, number: signal.Signals, rank: int, usual: float, rng: r
         rank=rank,
         pause_s=(again - at) / 1e9,
         gap_s=gap,
-        new_s=(min(line.ns for steps in resumed for line in steps if line.step > last) - at) / 1e9,
+        new_s=(min(line.ns for steps in going_on() for line in steps if line.step > last) - at) / 1e9,
         lost_steps=max(0, last - first + 1),
         usual_s=usual,
         join_gap_s=join_gap,
