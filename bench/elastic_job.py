@@ -301,7 +301,10 @@ def make_fault(job: Job, number: signal.Signals, rank: int, usual: float, rng: r
     if last >= first:
         job.lost |= {(line.world if job.restarts_all else 0, line.step) for line in before if line.step >= first}
     joined = max(worker.steps[0].ns for worker in new)
-    whole = max(next(line.ns for line in worker.steps if line.ns >= joined) for worker in job.alive)
+    whole = max(
+        next(line.ns for line in worker.steps if line.size == SIZE and (worker in new or line.world > worlds[worker.pid]))
+        for worker in job.alive
+    )
     if job.restarts_all:
         gap, join_gap = (again - max(line.ns for line in before)) / 1e9, None
     else:
