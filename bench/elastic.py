@@ -274,7 +274,8 @@ def _told(name: str, fault: Fault) -> str:
     join = "" if fault.join_gap_s is None else f", gap at the join {fault.join_gap_s:.2f} s"
     return (
         f"{name}: {fault.signal} to rank {fault.rank}: a step after {fault.pause_s:.2f} s, {fault.lost_steps} lost"
-        f"{join}, {SIZE} again after {fault.whole_s:.1f} s"
+        f"{join}, {SIZE} again after {fault.whole_s:.1f} s, "
+        f"of which {fault.start_s:.1f} for the start"
     )
 
 

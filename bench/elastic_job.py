@@ -245,6 +245,7 @@ class Fault:
         usual_s: time of a step before all faults.
         join_gap_s: the longest time between two finished steps of a survivor from when the replacement was ready to
             when it had finished its first step. None where all workers are restarted.
+        start_s: the start-up of the replacement: from the signal until it was ready to join the others.
         whole_s: from the signal until all workers have finished a step in their full number.
     """
 
@@ -256,6 +257,7 @@ class Fault:
     lost_steps: int
     usual_s: float
     join_gap_s: float | None
+    start_s: float
     whole_s: float
 
 
@@ -302,15 +304,17 @@ def make_fault(job: Job, number: signal.Signals, rank: int, usual: float, rng: r
         job.lost |= {(line.world if job.restarts_all else 0, line.step) for line in before if line.step >= first}
     joined = max(worker.steps[0].ns for worker in new)
     whole = max(
-        next(line.ns for line in worker.steps if line.size == SIZE and (worker in new or line.world > worlds[worker.pid]))
+        next(
+            line.ns for line in worker.steps if line.size == SIZE and (worker in new or line.world > worlds[worker.pid])
+        )
         for worker in job.alive
     )
+    ready = max(line.ns for worker in new for line in worker.lines if line.event == "ready")
     if job.restarts_all:
         gap, join_gap = (again - max(line.ns for line in before)) / 1e9, None
     else:
         others = [worker.steps for worker in old if worker != lost]
         gap = max(longest_gap(steps, at, again) for steps in others)
-        ready = min(line.ns for worker in new for line in worker.lines if line.event == "ready")
         join_gap = max(longest_gap(steps, ready, joined) for steps in others)
     return Fault(
         signal=number.name,
@@ -321,6 +325,7 @@ def make_fault(job: Job, number: signal.Signals, rank: int, usual: float, rng: r
         lost_steps=max(0, last - first + 1),
         usual_s=usual,
         join_gap_s=join_gap,
+        start_s=(ready - at) / 1e9,
         whole_s=(whole - at) / 1e9,
     )
 

@@ -223,20 +223,21 @@ def compare_steps(folder: Path, *, seconds: float) -> None:
     """
     training = Training(folder)
     other = Training(folder)
-    plain = torchring.wrap(other.optimizer, other.model)
     elastic = torchring.wrap(training.optimizer, training.model)
     state = torchring.elastic.State(model=training.model, optimizer=elastic, step=0)
 
-    def step_plain() -> None:
-        other.train(other.model, plain, torchring.rank(), state.step)
-
-    def step_elastic() -> None:
-        training.train(training.model, elastic, torchring.rank(), state.step)
-        state.step += 1
-        state.commit()
-
     @torchring.elastic.run
     def train(state: torchring.elastic.State) -> list[dict[str, tuple[float, float]]]:
+        plain = torchring.wrap(other.optimizer, other.model)  # in here, what is wrapped need not be in the State
+
+        def step_plain() -> None:
+            other.train(other.model, plain, torchring.rank(), state.step)
+
+        def step_elastic() -> None:
+            training.train(training.model, elastic, torchring.rank(), state.step)
+            state.step += 1
+            state.commit()
+
         rows = []
         turns: dict[str, Callable[[], None]] = {"plain": step_plain, "elastic": step_elastic}
         end = time.monotonic() + seconds
