@@ -45,7 +45,6 @@ from torchring.launch.arguments import duration
 RIVALS: Final = ("torchring", "torchft", "torchrun")
 _START_SECONDS: Final = 120.0
 _PAIRS_IN_BLOCK: Final = 10
-_COLUMNS: Final = ("median", "worst")
 
 
 def main() -> int:
@@ -215,53 +214,67 @@ def _per_second(steps: Sequence[float]) -> float:
 
 def report(rows: Sequence[dict[str, Any]], cost: dict[str, Any] | None, about: dict[str, Any]) -> None:
     """Print the tables."""
-    for number, title in ((signal.SIGKILL, "A killed worker"), (signal.SIGTERM, "A worker told to end (SIGTERM)")):
-        columns = [
-            "rival", "faults", "no new world", "pause s, median", "worst", "without a step s, median", "worst",
-            "new step s, median", "worst", "lost steps, median", "worst",
-            "join: gap s, median", "worst", "more than a step s, median", "worst", "all three s, median",
-        ]  # fmt: skip
+    tables = {
+        f"A worker gets SIGKILL {measure.origin(about)}": (
+            ["SIGKILL"],
+            {
+                "next step s": lambda fault: fault["pause_s"],
+                "new step s": lambda fault: fault["new_s"],
+                "lost steps": lambda fault: fault["lost_steps"],
+            },
+        ),
+        "A worker gets SIGTERM": (
+            ["SIGTERM"],
+            {
+                "without a step s": lambda fault: fault["gap_s"],
+                "more than a step s": lambda fault: fault["gap_s"] - fault["usual_s"],
+                "lost steps": lambda fault: fault["lost_steps"],
+            },
+        ),
+        "The replacement joins": (
+            ["SIGKILL", "SIGTERM"],
+            {
+                "without a step s": lambda fault: fault["join_gap_s"],
+                "more than a step s": lambda fault: fault["join_gap_s"] - fault["usual_s"],
+                "start-up s": lambda fault: fault["start_s"],
+            },
+        ),
+    }
+    for title, (signals, columns) in tables.items():
+        joins = title == "The replacement joins"
         cells = []
         for row in rows:
-            faults = [fault for fault in row["faults"] if fault["signal"] == number.name]
-            stuck = sum(number.name in failure for failure in row["failures"])
-            gaps = [fault["join_gap_s"] for fault in faults if fault["join_gap_s"] is not None]
-            more = [fault["join_gap_s"] - fault["usual_s"] for fault in faults if fault["join_gap_s"] is not None]
-            cells.append(
-                [
-                    row["rival"],
-                    str(len(faults)),
-                    str(stuck),
-                    *_median_and_worst([fault["pause_s"] for fault in faults]),
-                    *_median_and_worst([fault["gap_s"] for fault in faults]),
-                    *_median_and_worst([fault["new_s"] for fault in faults]),
-                    *_median_and_worst([fault["lost_steps"] for fault in faults], digits=0),
-                    *_median_and_worst(gaps),
-                    *_median_and_worst(more),
-                    _median_and_worst([fault["whole_s"] for fault in faults])[0],
-                ]
-            )
-        measure.print_table(f"{title} {measure.origin(about)}", columns, cells)
+            faults = [
+                fault
+                for fault in row["faults"]
+                if fault["signal"] in signals and not (joins and fault["join_gap_s"] is None)
+            ]
+            stuck = sum(any(name in failure for name in signals) for failure in row["failures"])
+            values = [cell for value in columns.values() for cell in _median_and_worst([value(f) for f in faults])]
+            cells.append([row["rival"], str(len(faults)), str(stuck), *values])
+        heads = [text for name in columns for text in (name, "worst")]
+        measure.print_table(title, ["rival", "times", "stuck", *heads], cells)
     cells = []
     for row in rows:
         spread = Spread(**row["step_ms"])
         saving = "" if row["saving_ms"] is None else Spread(**row["saving_ms"]).text(0)
         cells.append([row["rival"], f"{row['steps_per_s']:.2f}", spread.text(0), saving, str(row["comparisons"])])
-    columns = ["rival", "steps/s", "step ms", "checkpoint ms", "equal replicas"]
-    measure.print_table("Without faults, 3 workers", columns, cells)
+    columns = ["rival", "steps/s", "step ms", "checkpoint ms", "equal digests"]
+    measure.print_table(f"Without faults, {SIZE} workers", columns, cells)
     if cost:
         cells = [
             [name, f"{100 * (cost[f'{key}_ratio'] - 1):+.2f}%", _percent(Spread(**cost[f"{key}_ratios"]))]
             for name, key in (("time", "seconds"), ("CPU time", "cpu"))
         ]
-        title = f"Cost of State and commit() in a step, {cost['pairs']} pairs of steps"
+        title = f"What State and commit() add to a step, {cost['pairs']} pairs of steps"
         measure.print_table(title, ["", "all", f"blocks of {_PAIRS_IN_BLOCK} pairs"], cells)
 
 
-def _median_and_worst(values: Sequence[float], digits: int = 2) -> tuple[str, str]:
+def _median_and_worst(values: Sequence[float]) -> tuple[str, str]:
     """Table cells: the median with its 20 % and 80 % quantiles, and the worst."""
     if not values:
         return "", ""
+    digits = 0 if all(isinstance(value, int) for value in values) else 2
     return Spread.of([value / 1e3 for value in values]).text(digits), f"{max(values):.{digits}f}"
 
 

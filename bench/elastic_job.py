@@ -304,10 +304,8 @@ def make_fault(job: Job, number: signal.Signals, rank: int, usual: float, rng: r
         job.lost |= {(line.world if job.restarts_all else 0, line.step) for line in before if line.step >= first}
     joined = max(worker.steps[0].ns for worker in new)
     whole = max(
-        next(
-            line.ns for line in worker.steps if line.size == SIZE and (worker in new or line.world > worlds[worker.pid])
-        )
-        for worker in job.alive
+        next(line.ns for line in steps if line.size == SIZE)
+        for steps in [*going_on(), *(worker.steps for worker in new)]
     )
     ready = max(line.ns for worker in new for line in worker.lines if line.event == "ready")
     if job.restarts_all:
