@@ -31,14 +31,14 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from torchring.bench import measure
 from torchring.bench.elastic_job import LIGHTHOUSE, SIZE, TORCHRUN, Fault, StuckError, check, make_fault, started
-from torchring.bench.elastic_worker import worker
+from torchring.bench.elastic_worker import GLOO_TIMEOUT, worker
 from torchring.bench.measure import Spread
 from torchring.launch.arguments import duration
 
@@ -73,7 +73,10 @@ def main() -> int:
         print("torchft takes no part, because it cannot be imported: pip install torchft", file=sys.stderr)
     about = measure.provenance() | {"script": Path(__file__).name, "seed": options.seed}
     about["versions"]["torchft"] = importlib.metadata.version("torchft") if has_torchft() else None
-    about["settings"] = {"torchft": LIGHTHOUSE, "torchrun": TORCHRUN}
+    about["settings"] = {
+        "torchft": {**LIGHTHOUSE, "gloo_timeout_s": GLOO_TIMEOUT.total_seconds()},
+        "torchrun": TORCHRUN,
+    }
     with measure.stopped_by_signals():
         records = compare(rivals, options)
         cost = compare_cost(options.cost_seconds) if "torchring" in rivals else None
@@ -214,7 +217,7 @@ def _per_second(steps: Sequence[float]) -> float:
 
 def report(rows: Sequence[dict[str, Any]], cost: dict[str, Any] | None, about: dict[str, Any]) -> None:
     """Print the tables."""
-    tables = {
+    tables: dict[str, tuple[list[str], dict[str, Callable[[dict[str, Any]], float]]]] = {
         f"A worker gets SIGKILL {measure.origin(about)}": (
             ["SIGKILL"],
             {
@@ -259,8 +262,8 @@ def report(rows: Sequence[dict[str, Any]], cost: dict[str, Any] | None, about: d
         spread = Spread(**row["step_ms"])
         saving = "" if row["saving_ms"] is None else Spread(**row["saving_ms"]).text(0)
         cells.append([row["rival"], f"{row['steps_per_s']:.2f}", spread.text(0), saving, str(row["comparisons"])])
-    columns = ["rival", "steps/s", "step ms", "checkpoint ms", "equal digests"]
-    measure.print_table(f"Without faults, {SIZE} workers", columns, cells)
+    heads = ["rival", "steps/s", "step ms", "checkpoint ms", "equal digests"]
+    measure.print_table(f"Without faults, {SIZE} workers", heads, cells)
     if cost:
         cells = [
             [name, f"{100 * (cost[f'{key}_ratio'] - 1):+.2f}%", _percent(Spread(**cost[f"{key}_ratios"]))]

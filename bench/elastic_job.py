@@ -214,7 +214,7 @@ class Job:
         return measure.Command(self.name, arguments, {"OMP_NUM_THREADS": "1", **environment}).start(self._output)
 
 
-LIGHTHOUSE: Final = {"join_timeout_ms": 1000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 1000}
+LIGHTHOUSE: Final = {"join_timeout_ms": 500, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 500}
 """The lighthouse of torchft. Its defaults, 100, 100 and 5000 ms, see bench/NOTES.md."""
 
 TORCHRUN: Final = ["--max-restarts=1000", "--monitor-interval=0.1"]
@@ -244,7 +244,7 @@ class Fault:
         lost_steps: number of steps that a worker had finished, and that were made again.
         usual_s: time of a step before all faults.
         join_gap_s: the longest time between two finished steps of a survivor from when the replacement was ready to
-            when it had finished its first step. None where all workers are restarted.
+            when it had finished its second step. None where all workers are restarted.
         start_s: the start-up of the replacement: from the signal until it was ready to join the others.
         whole_s: from the signal until all workers have finished a step in their full number.
     """
@@ -302,7 +302,7 @@ def make_fault(job: Job, number: signal.Signals, rank: int, usual: float, rng: r
     )
     if last >= first:
         job.lost |= {(line.world if job.restarts_all else 0, line.step) for line in before if line.step >= first}
-    joined = max(worker.steps[0].ns for worker in new)
+    joined = max(worker.steps[1].ns for worker in new)
     whole = max(
         next(line.ns for line in steps if line.size == SIZE)
         for steps in [*going_on(), *(worker.steps for worker in new)]

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -105,7 +105,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def digest(tensors: list[torch.Tensor]) -> int:
+def digest(tensors: Sequence[torch.Tensor]) -> int:
     """A number that differs if a bit differs, but for swaps."""
     return sum(int(t.detach().flatten().view(torch.int32).sum(dtype=torch.int64)) for t in tensors)
 
@@ -156,7 +156,7 @@ def train_with_torchft(folder: Path) -> None:
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
-        pg=Group(timeout=timedelta(seconds=5)),
+        pg=Group(timeout=GLOO_TIMEOUT),
         min_replica_size=2,
         load_state_dict=lambda state: _load(state, training.model, training.optimizer),
         state_dict=lambda: {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()},
@@ -259,6 +259,9 @@ def compare_steps(folder: Path, *, seconds: float) -> None:
 
 
 _MOST_REPETITIONS: Final = 10_000
+
+GLOO_TIMEOUT: Final = timedelta(seconds=2)
+"""Of torchft's process group. A survivor can wait so long for another one that has noticed the loss before."""
 
 WORKERS: Final[dict[str, Callable[[Path], None]]] = {
     "torchring": train_with_torchring,
