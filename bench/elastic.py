@@ -10,8 +10,10 @@ moments of a step. Each lost worker is replaced at once, and the next signal fol
 again.
 Rivals, at their best settings:
     torchring  torchring.elastic.State with commit() in each step, under `torchring run --elastic -np 3 --min-np 2`
-    torchft    DistributedDataParallel and Manager over Gloo, three replica groups of one process each, a lighthouse
-               with short time-outs (if it can be imported: pip install torchft)
+    torchft    DistributedDataParallel and Manager over Gloo, three replica groups of one process each; heartbeats and
+               joins time out after 0.5 s, Gloo after 2 (if it can be imported: pip install torchft)
+    torchft-defaults
+               the same with the time-outs of torchft's README and train_ddp.py: 5, 10 and 5 s
     torchrun   DistributedDataParallel over Gloo, `--max-restarts`, a checkpoint as often as 5 % of the time allow
 Workers write the time of each finished step to files, and all times are from these files. Replicas must be equal after
 each step, and after each change all of their parameters.
@@ -37,12 +39,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchring.bench import measure
-from torchring.bench.elastic_job import LIGHTHOUSE, SIZE, TORCHRUN, Fault, StuckError, check, make_fault, started
-from torchring.bench.elastic_worker import GLOO_TIMEOUT, worker
+from torchring.bench.elastic_job import LIGHTHOUSES, SIZE, TORCHRUN, Fault, StuckError, check, make_fault, started
+from torchring.bench.elastic_worker import worker
 from torchring.bench.measure import Spread
 from torchring.launch.arguments import duration
 
-RIVALS: Final = ("torchring", "torchft", "torchrun")
+RIVALS: Final = ("torchring", "torchft", "torchft-defaults", "torchrun")
 _START_SECONDS: Final = 120.0
 _PAIRS_IN_BLOCK: Final = 10
 
@@ -68,15 +70,12 @@ def main() -> int:
         options.kills = options.rivals_kills = 3
         options.polite = options.turns = 1
         options.seconds, options.cost_seconds = 10.0, 30.0
-    rivals = [name for name in options.rivals if name != "torchft" or has_torchft()]
+    rivals = [name for name in options.rivals if name not in LIGHTHOUSES or has_torchft()]
     if rivals != list(options.rivals):
         print("torchft takes no part, because it cannot be imported: pip install torchft", file=sys.stderr)
     about = measure.provenance() | {"script": Path(__file__).name, "seed": options.seed}
     about["versions"]["torchft"] = importlib.metadata.version("torchft") if has_torchft() else None
-    about["settings"] = {
-        "torchft": {**LIGHTHOUSE, "gloo_timeout_s": GLOO_TIMEOUT.total_seconds()},
-        "torchrun": TORCHRUN,
-    }
+    about["settings"] = {**LIGHTHOUSES, "torchrun": TORCHRUN}
     with measure.stopped_by_signals():
         records = compare(rivals, options)
         cost = compare_cost(options.cost_seconds) if "torchring" in rivals else None

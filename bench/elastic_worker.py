@@ -130,21 +130,26 @@ def train_with_torchring(folder: Path) -> None:
     train(state)
 
 
-def train_with_torchft(folder: Path) -> None:
-    """One replica group of one process, as in torchft's train_ddp.py."""
+def train_with_torchft(folder: Path, *, gloo_seconds: float) -> None:
+    """One replica group of one process, as in torchft's train_ddp.py.
+
+    Args:
+        gloo_seconds: time-out of the process group. A survivor can wait so long for another one that has noticed the
+            loss before.
+    """
     import torchft
 
     training = Training(folder)
     group = int(os.environ["REPLICA_GROUP_ID"])
     worlds = 0
 
-    class Group(torchft.ProcessGroupGloo):
+    class Group(torchft.ProcessGroupGloo):  # type: ignore[misc]  # mypy does not see torchft
         def configure(self, *arguments: Any, **named: Any) -> None:
             nonlocal worlds
             super().configure(*arguments, **named)
             worlds += 1
 
-    class DistributedDataParallel(torchft.DistributedDataParallel):
+    class DistributedDataParallel(torchft.DistributedDataParallel):  # type: ignore[misc]
         """torchft's own hook fails an assertion after an error of Gloo, which would end all survivors (0.2.0)."""
 
         @staticmethod
@@ -156,7 +161,7 @@ def train_with_torchft(folder: Path) -> None:
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
-        pg=Group(timeout=GLOO_TIMEOUT),
+        pg=Group(timeout=timedelta(seconds=gloo_seconds)),
         min_replica_size=2,
         load_state_dict=lambda state: _load(state, training.model, training.optimizer),
         state_dict=lambda: {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()},
@@ -260,12 +265,10 @@ def compare_steps(folder: Path, *, seconds: float) -> None:
 
 _MOST_REPETITIONS: Final = 10_000
 
-GLOO_TIMEOUT: Final = timedelta(seconds=2)
-"""Of torchft's process group. A survivor can wait so long for another one that has noticed the loss before."""
-
 WORKERS: Final[dict[str, Callable[[Path], None]]] = {
     "torchring": train_with_torchring,
-    "torchft": train_with_torchft,
+    "torchft": functools.partial(train_with_torchft, gloo_seconds=2),
+    "torchft-defaults": functools.partial(train_with_torchft, gloo_seconds=5),
     "torchrun": train_with_torchrun,
 }
 
