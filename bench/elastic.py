@@ -40,8 +40,9 @@ from typing import Any, Final
 
 from torchring.bench import measure
 from torchring.bench.elastic_job import LIGHTHOUSES, SIZE, TORCHRUN, Fault, StuckError, check, make_fault, started
-from torchring.bench.elastic_worker import worker
+from torchring.bench.elastic_worker import work
 from torchring.bench.measure import Spread
+from torchring.bench.models import MODELS
 from torchring.launch.arguments import duration
 
 RIVALS: Final = ("torchring", "torchft", "torchft-defaults", "torchrun")
@@ -52,6 +53,7 @@ _PAIRS_IN_BLOCK: Final = 10
 def main() -> int:
     parser = measure.parser("elastic", __doc__ or "")
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=RIVALS)
+    parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
     parser.add_argument("--kills", type=measure.positive, default=30, help="SIGKILLs of torchring's workers")
     parser.add_argument("--rivals-kills", type=measure.positive, default=15, help="SIGKILLs of each rival's workers")
     parser.add_argument("--polite", type=measure.positive, default=6, help="SIGTERMs of each rival's workers")
@@ -64,7 +66,7 @@ def main() -> int:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker)()
+        work(options.worker, options.model)
         return 0
     if options.quick:
         options.kills = options.rivals_kills = 3
@@ -78,8 +80,8 @@ def main() -> int:
     about["settings"] = {**LIGHTHOUSES, "torchrun": TORCHRUN}
     with measure.stopped_by_signals():
         records = compare(rivals, options)
-        cost = compare_cost(options.cost_seconds) if "torchring" in rivals else None
-    rows = [row_of(record) for record in records]
+        cost = compare_cost(options.cost_seconds, options.model) if "torchring" in rivals else None
+    rows = [row_of(record) | {"model": options.model} for record in records]
     report(rows, cost, about)
     measure.write_json(options.json, rows + ([cost] if cost else []), about)
     return 0
@@ -123,21 +125,23 @@ def compare(rivals: Sequence[str], options: argparse.Namespace) -> list[Record]:
                 *[signal.SIGKILL] * len(range(turn, kills, options.turns)),
                 *[signal.SIGTERM] * len(range(turn, options.polite, options.turns)),
             ]
-            take_turn(records[name], numbers, options.seconds, generators[name])
+            take_turn(records[name], numbers, options, generators[name])
     return list(records.values())
 
 
-def take_turn(record: Record, numbers: Sequence[signal.Signals], seconds: float, rng: random.Random) -> None:
+def take_turn(
+    record: Record, numbers: Sequence[signal.Signals], options: argparse.Namespace, rng: random.Random
+) -> None:
     """Start a job, let it train, and send the signals. After a failure, start another job for the signals left."""
     pending = list(zip(numbers, _ranks(rng), strict=False))
     is_first = True
     while pending or is_first:
-        with started(__file__, record.name) as job:
+        with started(__file__, record.name, options.model) as job:
             number = None
             try:
                 job.wait(job.is_settled, _START_SECONDS, "the start")
                 if is_first:
-                    record.steps += undisturbed(job, seconds)
+                    record.steps += undisturbed(job, options.seconds)
                 is_first = False
                 usual = statistics.median(record.steps)
                 while pending:
@@ -170,9 +174,9 @@ def _ranks(rng: random.Random) -> Iterator[int]:
         yield from rng.sample(range(SIZE), SIZE)
 
 
-def compare_cost(seconds: float) -> dict[str, Any]:
+def compare_cost(seconds: float, model: str) -> dict[str, Any]:
     """The time of a step with State and commit() in relation to a step without, from blocks of some pairs of steps."""
-    with started(__file__, f"cost:{seconds:g}") as job:
+    with started(__file__, f"cost:{seconds:g}", model) as job:
         try:
             job.wait_for_end(seconds + 2 * _START_SECONDS)
         except StuckError as error:

@@ -88,8 +88,9 @@ class Job:
     """Three workers of one rival.
 
     Args:
-        script: run by every worker with `--worker NAME,FOLDER`.
+        script: run by every worker with `--worker NAME,FOLDER --model MODEL`.
         name: the rival.
+        model: name of the model.
 
     Attributes:
         workers: all processes so far, by pid.
@@ -97,7 +98,7 @@ class Job:
         lost: steps that had to be made again: pairs of the world, if all workers restart together, and the step.
     """
 
-    def __init__(self, script: str, name: str) -> None:
+    def __init__(self, script: str, name: str, model: str) -> None:
         self.name = name
         self.folder = Path(tempfile.mkdtemp(prefix="torchring-bench-"))
         self.workers: dict[int, Worker] = {}
@@ -105,7 +106,7 @@ class Job:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._output = (self.folder / "output").open("wb")
         self._lighthouse: Any = None
-        self._command = [script, "--worker", f"{name},{self.folder}"]
+        self._command = [script, "--worker", f"{name},{self.folder}", "--model", model]
         try:
             self._start()
         except BaseException:
@@ -224,9 +225,9 @@ TORCHRUN: Final = ["--max-restarts=1000", "--monitor-interval=0.1"]
 
 
 @contextmanager
-def started(script: str, name: str) -> Iterator[Job]:
+def started(script: str, name: str, model: str) -> Iterator[Job]:
     """A `Job`, whose processes are killed on leaving the context."""
-    job = Job(script, name)
+    job = Job(script, name, model)
     try:
         yield job
     finally:

@@ -65,9 +65,10 @@ class Training:
 
     Args:
         folder: where the file is written.
+        model: name of the model.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._file = os.open(folder / f"{os.getpid()}.log", flags)
         self._world = 0  # of the newest step
@@ -75,7 +76,7 @@ class Training:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.folder = folder
-        self.workload = MODELS["gpt"]()
+        self.workload = MODELS[model]()
         self.model = self.workload.model
         self.optimizer = adamw(self.model)
 
@@ -110,8 +111,8 @@ def digest(tensors: Sequence[torch.Tensor]) -> int:
     return sum(int(t.detach().flatten().view(torch.int32).sum(dtype=torch.int64)) for t in tensors)
 
 
-def train_with_torchring(folder: Path) -> None:
-    training = Training(folder)
+def train_with_torchring(folder: Path, model: str) -> None:
+    training = Training(folder, model)
     optimizer = torchring.wrap(training.optimizer, training.model)
     state = torchring.elastic.State(model=training.model, optimizer=optimizer, step=0)
     worlds = 0
@@ -130,7 +131,7 @@ def train_with_torchring(folder: Path) -> None:
     train(state)
 
 
-def train_with_torchft(folder: Path, *, gloo_seconds: float) -> None:
+def train_with_torchft(folder: Path, model: str, *, gloo_seconds: float) -> None:
     """One replica group of one process, as in torchft's train_ddp.py.
 
     Args:
@@ -139,7 +140,7 @@ def train_with_torchft(folder: Path, *, gloo_seconds: float) -> None:
     """
     import torchft
 
-    training = Training(folder)
+    training = Training(folder, model)
     group = int(os.environ["REPLICA_GROUP_ID"])
     worlds = 0
 
@@ -172,12 +173,12 @@ def train_with_torchft(folder: Path, *, gloo_seconds: float) -> None:
         rank=0,
         world_size=1,
     )
-    model = DistributedDataParallel(manager, training.model, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(manager, training.model, gradient_as_bucket_view=True)
     optimizer = torchft.Optimizer(manager, training.optimizer)
     training.write("ready")
     while True:
         before = manager.current_step()
-        training.train(model, optimizer, group, before)
+        training.train(ddp, optimizer, group, before)
         step, rank = manager.current_step(), manager.participating_rank()
         if step > before:
             training.finished(step, -1 if rank is None else rank, manager.num_participants(), worlds)
@@ -185,9 +186,9 @@ def train_with_torchft(folder: Path, *, gloo_seconds: float) -> None:
             training.write("discarded", step=step, world=worlds)
 
 
-def train_with_torchrun(folder: Path) -> None:
+def train_with_torchrun(folder: Path, model: str) -> None:
     """DistributedDataParallel, and a checkpoint as often as 5 % of the time allow."""
-    training = Training(folder)
+    training = Training(folder, model)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, size = dist.get_rank(), dist.get_world_size()
     world = 1 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -198,11 +199,11 @@ def train_with_torchrun(folder: Path) -> None:
         _load(state, training.model, training.optimizer)
         step = state["step"]
         del state
-    model = torch.nn.parallel.DistributedDataParallel(training.model, gradient_as_bucket_view=True)
+    ddp = torch.nn.parallel.DistributedDataParallel(training.model, gradient_as_bucket_view=True)
     training.write("ready")
     due = time.monotonic() if rank == 0 else float("inf")
     while True:
-        training.train(model, training.optimizer, rank, step)
+        training.train(ddp, training.optimizer, rank, step)
         step += 1
         training.finished(step, rank, size, world)
         if time.monotonic() >= due:
@@ -221,13 +222,13 @@ def _load(state: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.
     optimizer.load_state_dict(state["optimizer"])
 
 
-def compare_steps(folder: Path, *, seconds: float) -> None:
+def compare_steps(folder: Path, model: str, *, seconds: float) -> None:
     """Train two copies of the model in turns: one in a State with commits, the other without. Rank 0 writes times.
 
     Both copies are in the same processes: two jobs would differ by more than what is to be measured.
     """
-    training = Training(folder)
-    other = Training(folder)
+    training = Training(folder, model)
+    other = Training(folder, model)
     elastic = torchring.wrap(training.optimizer, training.model)
     state = torchring.elastic.State(model=training.model, optimizer=elastic, step=0)
 
@@ -265,7 +266,7 @@ def compare_steps(folder: Path, *, seconds: float) -> None:
 
 _MOST_REPETITIONS: Final = 10_000
 
-WORKERS: Final[dict[str, Callable[[Path], None]]] = {
+WORKERS: Final[dict[str, Callable[[Path, str], None]]] = {
     "torchring": train_with_torchring,
     "torchft": functools.partial(train_with_torchft, gloo_seconds=2),
     "torchft-defaults": functools.partial(train_with_torchft, gloo_seconds=5),
@@ -273,9 +274,10 @@ WORKERS: Final[dict[str, Callable[[Path], None]]] = {
 }
 
 
-def worker(text: str) -> Callable[[], None]:
-    """Parse what a job gives its workers: NAME,FOLDER, where NAME is a rival, or "cost:SECONDS"."""
+def work(text: str, model: str) -> None:
+    """Do what a job asks of its workers in `text`: NAME,FOLDER. NAME is a rival, or "cost:SECONDS"."""
     name, _, folder = text.partition(",")
     if name.startswith("cost:"):
-        return functools.partial(compare_steps, Path(folder), seconds=float(name.removeprefix("cost:")))
-    return functools.partial(WORKERS[name], Path(folder))
+        compare_steps(Path(folder), model, seconds=float(name.removeprefix("cost:")))
+    else:
+        WORKERS[name](Path(folder), model)
