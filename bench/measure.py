@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -137,16 +137,20 @@ class Command:
     environment: Mapping[str, str]
     is_quiet: bool = False
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self, output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
         """Start the process. It gets SIGTERM when this process ends.
 
         The process has a session of its own: Ctrl-C reaches only this process, which then stops the others.
+
+        Args:
+            output: the file for what the process prints.
         """
         return subprocess.Popen(
             self.arguments,
             env={**os.environ, **self.environment},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if self.is_quiet else None,
+            stdout=subprocess.DEVNULL if self.is_quiet else output,
+            stderr=output,
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from harness import patient, run_ranks
 
 import torchring
 import torchring.horovod
-from torchring.bench import allreduce, measure, memory, netns, network, step
+from torchring.bench import allreduce, elastic, elastic_job, elastic_worker, measure, memory, netns, network, step
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
 
@@ -504,6 +504,49 @@ def test_memory_claims_one_copy_of_the_gradients(above: int, verdict: str) -> No
     said = [f"- a, peak RSS: {verdict} copies", "- a, peak PSS: kept, 0.50 copies"]
     assert memory.verdicts([ours, *others, alone]) == said
     assert memory.verdicts([ours, *others]) == []
+
+
+@pytest.mark.grid
+def test_elastic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    signals = ["--kills", "1", "--polite", "1", "--turns", "1", "--seconds", "1", "--cost-seconds", "1"]
+    arguments = ["--rivals", "torchring", "--model", "small", *signals]
+    printed, written = run_bench(tmp_path, monkeypatch, capfd, elastic, *arguments)
+    row, cost = written["rows"]
+    assert (row["rival"], row["model"], row["ranks"], row["failures"]) == ("torchring", "small", 3, [])
+    assert [fault["signal"] for fault in row["faults"]] == ["SIGKILL", "SIGTERM"]
+    for fault in row["faults"]:
+        assert fault["lost_steps"] == 0
+        assert 0 < fault["pause_s"] < fault["whole_s"]
+        assert 0 < fault["start_s"] < fault["whole_s"]
+    assert row["comparisons"] > 0
+    assert cost["pairs"] > 0
+    assert printed.count("| torchring |") == 4
+
+
+def a_job(*workers: list[tuple[int, int]]) -> Any:
+    """A job whose workers have finished these steps: (step, digest)."""
+    made = {}
+    for pid, steps in enumerate(workers):
+        lines = [elastic_worker.Line(pid, "step", step=step, world=1, digest=digest) for step, digest in steps]
+        made[pid] = SimpleNamespace(pid=pid, lines=lines, steps=lines)
+    return SimpleNamespace(name="x", workers=made, lost=set(), restarts_all=False)
+
+
+def test_elastic_replicas_that_differ_end_the_run() -> None:
+    """A replacement begins at a later step, and what was lost may have been different."""
+    job = a_job([(1, 10), (2, 20), (3, 30)], [(1, 10), (2, 99)], [(3, 30)])
+    with pytest.raises(SystemExit, match="x: workers had different parameters after step 2"):
+        elastic_job.check(job)
+    job.lost = {(0, 2)}
+    assert elastic_job.check(job) == 2
+    with pytest.raises(SystemExit, match="x: worker 0 went back to a step that it had finished"):
+        elastic_job.check(a_job([(1, 10), (1, 10)]))
+
+
+def test_elastic_gaps_overlap_the_time_that_is_asked_for() -> None:
+    steps = [elastic_worker.Line(at * 10**9, "step") for at in (0, 5, 6, 8, 20)]
+    gaps = {(0, 5): 5, (5, 6): 1, (5, 7): 2, (7, 8): 2, (7, 9): 12}
+    assert {when: elastic_job.longest_gap(steps, *(at * 10**9 for at in when)) for when in gaps} == gaps
 
 
 def test_every_script_has_its_test() -> None:
