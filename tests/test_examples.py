@@ -28,6 +28,7 @@ FAST = {
     "train_digits.py": ("--epochs", "4", "--target", "0.8"),
     "train_char_gpt.py": ("--steps", "40", "--sample", "20", "--amp", "off"),
     "train_sequences.py": ("--steps", "3"),
+    "train_elastic.py": ("--epochs", "2", "--target", "0.8"),
     "compare_with_ddp.py": ("--steps", "12", "--width", "128"),
 }
 
@@ -119,6 +120,15 @@ def test_train_digits_alone() -> None:
 def test_train_digits_says_if_it_has_not_learned() -> None:
     _, stderr = fork_example("train_digits.py", "--epochs", "1", "--lr", "0", num_ranks=1, exit_code=1)
     assert "the accuracy should have reached 97%" in stderr
+
+
+def test_train_elastic_under_its_launcher() -> None:
+    command = ["-m", "torchring", "run", "--elastic", "-np", "2", EXAMPLES / "train_elastic.py"]
+    result = run_script([*command, *FAST["train_elastic.py"]], deadline=90)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == "epoch 0, image 0: 2 ranks"
+    assert number(r"epoch 1: ([\d.]+)% of the test images are right", result.stdout) >= 80
+    assert "torchring run: generation 1 begins, 2 workers (localhost: 0, 1), because the job starts" in result.stderr
 
 
 @grid("num_ranks", [1, 2], keep=lambda num_ranks: num_ranks == 2)

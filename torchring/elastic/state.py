@@ -72,8 +72,8 @@ class State:
             most, see `batch_size`, and gradients are weighted means over samples. So the learning rate need not change
             with the number of ranks. By default each rank has a batch size of its own, which does not change.
         checkpoint: a folder. Rank 0 writes checkpoints there in the background, and a last one when the training
-            function has returned. If all ranks were lost, or the job is
-            started anew, the newest valid one is loaded, into any number of ranks.
+            function has returned. If all ranks were lost, or the job is started anew, the newest valid one is loaded,
+            into any number of ranks.
         every: how often a checkpoint is written: a number of steps, or a timedelta. Default: 5 minutes.
         on_resize: called as `on_resize(old, new)` on all ranks if the number of ranks has changed, before the training
             function is called again: to scale a learning rate, say. `old` is the number with which the state was

@@ -197,7 +197,6 @@ class TorchringDriver:
         self._is_over = True
         self._member.say_goodbye(reason)
         self._member.close()
-        self._member.close()
 
     def _end(self) -> NoReturn:
         if self._signals is not None:
