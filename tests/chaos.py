@@ -26,7 +26,7 @@ from pathlib import Path
 
 from elastic_job import ElasticJob, Slots
 from harness import run_ranks
-from netns import enter, why_skipped
+from netns import enter, inside, why_skipped
 from test_elastic import check_books, check_growth, check_result, train_worker
 
 from torchring.bench.netns import INTERFACE, Network
@@ -213,10 +213,9 @@ def main() -> int:
         print(f"one host only: {reason}", flush=True)
         print(run(options.seconds, seed))
         return 0
-    with Network(2) as network:
-        enter(network.name(0))
+    with Network(2) as network, inside(network.name(0)):
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-        print(run(options.seconds, seed, network))
+        print(run(options.seconds, seed, network), flush=True)
     return 0
 
 

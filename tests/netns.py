@@ -10,11 +10,12 @@ they do so in a known place of the training.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,21 @@ class _OnHost:
 
 def enter(namespace: str) -> None:
     """Move this thread, and what it starts from now on, to a network namespace. Sockets stay where they were made."""
-    with (_NAMES / namespace).open() as file:
+    _enter(_NAMES / namespace)
+
+
+@contextlib.contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """`enter`, and go back at the end: what is in a namespace when its network goes is killed."""
+    with Path("/proc/thread-self/ns/net").open() as before:
+        enter(namespace)
+        try:
+            yield
+        finally:
+            _enter(Path(f"/proc/self/fd/{before.fileno()}"))
+
+
+def _enter(path: Path) -> None:
+    with path.open() as file:
         if _libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+            raise OSError(ctypes.get_errno(), f"cannot enter {path.name}")
