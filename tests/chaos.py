@@ -17,11 +17,12 @@ import os
 import random
 import secrets
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elastic_job import ElasticJob, Slots
@@ -60,7 +61,8 @@ class Adversary:
             "kill rank 0": (1, self._kill_rank_0),
             "polite end": (2, self._end),
             "stop": (0.4, self._stop),
-            "kill while a checkpoint is written": (1, self._kill_writer),
+            "wait for a checkpoint to be written": (1, self._kill_writer),
+            "full disk": (0.4 if _is_small(folder) else 0, self._fill_disk),
             "other slots": (0.7, self._change_slots),
             "cut": (0.3 if network else 0, self._cut),
         }
@@ -105,10 +107,21 @@ class Adversary:
         return bool(self._job.members) and self._send(self._job.members[0], signal.SIGKILL)
 
     def _kill_writer(self) -> bool:
-        if not any(not file.name.endswith(".pt") for file in self._folder.iterdir()):
+        if any(file.suffix == ".tmp" for file in self._folder.iterdir()):
+            self.num_events["kill while a checkpoint is written"] += self._kill_rank_0()
+        else:
             self._later.append((0.0, self._kill_writer))  # until there is a file that is not finished
+        return True
+
+    def _fill_disk(self) -> bool:
+        file = self._folder / "full"
+        if file.exists():
             return False
-        return self._kill_rank_0()
+        with contextlib.suppress(OSError), file.open("wb", buffering=0) as full:
+            while True:
+                full.write(bytes(1 << 14))
+        self._later.append((time.monotonic() + self._random.uniform(0.5, 5.0), file.unlink))
+        return True
 
     def _end(self) -> bool:
         alive = self._alive()
@@ -145,12 +158,28 @@ class Adversary:
         self._is_cut = False
 
 
+def _is_small(folder: Path) -> bool:
+    return os.path.ismount(folder)
+
+
+@contextlib.contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    """A file system of its own, which the adversary can fill. For root; others go without."""
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder]).returncode:
+        yield
+        return
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
 def run(seconds: float, seed: int, network: Network | None = None) -> str:
     """Let the adversary act for that long. Returns what has happened, as text. Raises AssertionError.
 
     With a network of two hosts, this process has to be on host 0.
     """
-    with tempfile.TemporaryDirectory(prefix="torchring-chaos-") as name:
+    with tempfile.TemporaryDirectory(prefix="torchring-chaos-") as name, _small_disk(Path(name)):
         folder = Path(name)
         hosts = Slots(["a"] if network is None else ["a", "b"])
         enters = None if network is None else functools.partial(_enter, {"b": network.name(1)})
