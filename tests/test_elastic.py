@@ -218,9 +218,10 @@ def check_result(job: ElasticJob, num_steps: int) -> None:
 def test_losses_joins_and_polite_ends_change_nothing() -> None:
     with ElasticJob(train_worker, 3) as job:
         job.run_until(lambda: job.last_step() > 30, "30 steps")
-        job.send(job.members[0])  # rank 0
-        job.run_until(lambda: len(job.members) == 2, "a generation of two")
-        job.run_until(lambda: len(job.members) == 3, "a replacement")
+        lost = job.members[0]
+        job.send(lost)
+        # On a busy machine, the replacement may come before the others have met.
+        job.run_until(lambda: lost not in job.members and len(job.members) == 3, "a replacement")
         leaving = job.members[1]
         job.send(leaving, signal.SIGTERM)
         job.run_until(lambda: leaving not in job.members, "a generation without it")
