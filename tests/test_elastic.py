@@ -82,7 +82,8 @@ def train_worker(
 
     @torchring.elastic.run
     def train(state: Any) -> None:
-        note(enters=state.step, rank=torchring.rank(), size=torchring.size(), **resources())
+        patience = membership._the_member._store.timeout.total_seconds()
+        note(enters=state.step, rank=torchring.rank(), size=torchring.size(), patience=patience, **resources())
         batch_size = state.batch_size if options.get("global_batch", GLOBAL_BATCH) else 10
         while True:
             for pixels, labels, indices in DataLoader(Digits(), batch_size=batch_size, sampler=sampler):
@@ -229,6 +230,7 @@ def test_losses_joins_and_polite_ends_change_nothing() -> None:
         assert job.run() == 0
         check_books(job, num_steps)
         check_continuity(job)
+        assert {each["patience"] for each in job.notes("enters")} == {60.0}  # for a driver that is stopped
         check_result(job, num_steps)
 
 

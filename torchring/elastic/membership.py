@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Final, TypeVar
 
 import torch.distributed as dist
@@ -292,7 +293,9 @@ def _connect(invitation: Invitation) -> TCPStore:
         tried = []
         for address in invitation.addresses:
             try:
-                return try_store(address, invitation.port, invitation.token, _key(protocol.TOKEN))
+                store = try_store(address, invitation.port, invitation.token, _key(protocol.TOKEN))
+                store.set_timeout(timedelta(seconds=_SILENT_SECONDS))  # a driver may be stopped for a while
+                return store
             except (OSError, dist.DistError) as error:
                 first_line = str(error).partition("\n")[0]
                 tried.append(f"{address} ({getattr(error, 'strerror', None) or first_line})")
