@@ -185,7 +185,8 @@ class Sampler(_Sampler[int]):
         Called by `elastic.run` before the training function.
 
         Args:
-            rank, size: of this process, and of the world.
+            rank: of this process.
+            size: of the world.
             global_batch: number of samples of all ranks' batches together. The shares differ by one at most. None if
                 each rank has the same batch size.
 
