@@ -83,7 +83,8 @@ def train_worker(
     @torchring.elastic.run
     def train(state: Any) -> None:
         patience = membership._the_member._store.timeout.total_seconds()
-        note(enters=state.step, rank=torchring.rank(), size=torchring.size(), patience=patience, **resources())
+        layout = [torchring.size(), torchring.num_nodes(), torchring.local_size()]
+        note(enters=state.step, rank=torchring.rank(), layout=layout, patience=patience, **resources())
         batch_size = state.batch_size if options.get("global_batch", GLOBAL_BATCH) else 10
         while True:
             for pixels, labels, indices in DataLoader(Digits(), batch_size=batch_size, sampler=sampler):
@@ -196,10 +197,10 @@ def check_growth(job: ElasticJob) -> dict[str, int]:
         settled = entries[2:]  # what is made once, was
         for kind in grown:
             if settled:
-                # By the number of ranks, to which descriptors and mappings belong.
-                for size in {each["size"] for each in settled}:
-                    of_size = [each[kind] for each in settled if each["size"] == size]
-                    grown[kind] = max(grown[kind], of_size[-1] - of_size[0])
+                # By what there are connections to: ranks of this host, and of others.
+                for layout in {tuple(each["layout"]) for each in settled}:
+                    of_layout = [each[kind] for each in settled if tuple(each["layout"]) == layout]
+                    grown[kind] = max(grown[kind], of_layout[-1] - of_layout[0])
     assert grown["descriptors"] <= 4, grown
     assert grown["threads"] <= 2, grown
     assert grown["mappings"] <= 40, grown
