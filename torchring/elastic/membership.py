@@ -21,7 +21,7 @@ from torchring.errors import PeerLostError, TopologyError
 from torchring.rendezvous import protocol
 from torchring.rendezvous.environment import CHOICE, ELASTIC
 from torchring.rendezvous.protocol import Beat, Broken, Card, Invitation, Plan, invitation
-from torchring.rendezvous.store import try_store
+from torchring.rendezvous.store import try_all
 from torchring.world import World, leave_generation, open_generation
 
 _T = TypeVar("_T")
@@ -48,7 +48,6 @@ class Member:
         num_made: how many of them this process has made; -1 if unknown.
         checkpoint: path of the newest checkpoint that this worker knows of, or "".
         leaves: whether this worker was told to end.
-        size_before: how many ranks the generation before had.
     """
 
     def __init__(self, invitation: Invitation) -> None:
@@ -59,7 +58,6 @@ class Member:
         self.checkpoint = ""
         self.leaves = False
         self._pid = os.getpid()
-        self._invitation = invitation
         self._world: World | None = None
         self._card = Card("starting")
         self._says_card = False
@@ -290,15 +288,10 @@ def _connect(invitation: Invitation) -> TCPStore:
     """Raises TopologyError, with what was tried, if the driver's store does not answer at any of its addresses."""
     end = time.monotonic() + _CONNECT_SECONDS
     while True:
-        tried = []
-        for address in invitation.addresses:
-            try:
-                store = try_store(address, invitation.port, invitation.token, _key(protocol.TOKEN))
-                store.set_timeout(timedelta(seconds=_SILENT_SECONDS))  # a driver may be stopped for a while
-                return store
-            except (OSError, dist.DistError) as error:
-                first_line = str(error).partition("\n")[0]
-                tried.append(f"{address} ({getattr(error, 'strerror', None) or first_line})")
+        store, tried = try_all(invitation.addresses, invitation.port, invitation.token, _key(protocol.TOKEN))
+        if store is not None:
+            store.set_timeout(timedelta(seconds=_SILENT_SECONDS))  # a driver may be stopped for a while
+            return store
         if time.monotonic() + _PAUSE_SECONDS > end:
             raise TopologyError(
                 f"worker {invitation.worker} on {invitation.host} reaches the store of `{ELASTIC}` at none "

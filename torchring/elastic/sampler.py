@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch.utils.data import BatchSampler
@@ -80,6 +81,11 @@ class _Pass:
         if self.num_batches == 0:
             return 0
         return (self.num_batches - 1) * len(self.share(0)) + len(self.share(self.num_batches - 1))
+
+
+def share_of(global_batch: int, rank: int, size: int) -> int:
+    """Number of samples that a rank draws of a global batch. A rank without a share draws one, with weight 0."""
+    return max(1, len(range(rank, global_batch, size)))
 
 
 class Sampler(_Sampler[int]):
@@ -160,8 +166,7 @@ class Sampler(_Sampler[int]):
             ValueError: there is neither a global batch nor a `batch_size`.
         """
         if self._global_batch is not None:
-            # A rank without a share draws one sample, with weight 0.
-            return max(1, len(range(self._rank, self._global_batch, self._size)))
+            return share_of(self._global_batch, self._rank, self._size)
         if self._own_batch_size is None:
             raise ValueError(
                 "the batch size is not known: pass a number to DataLoader(batch_size=...), or set "
@@ -404,16 +409,17 @@ class Sampler(_Sampler[int]):
         return asking.batch_size * self._size
 
     def _asking_loader(self) -> weakref.ref[_BaseDataLoaderIter] | None:
-        frame = sys._getframe(2)  # who has called __iter__: a BatchSampler, for an iterator of a DataLoader
-        while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
-            frame = frame.f_back
-        above = frame.f_back
+        above = self._caller().f_back  # a BatchSampler has called __iter__, for an iterator of a DataLoader
         asking = None if above is None else above.f_locals.get("self")
         return weakref.ref(asking) if isinstance(asking, _BaseDataLoaderIter) else None
 
     def _asking_batch_sampler(self) -> BatchSampler | None:
-        frame = sys._getframe(3)  # who has called __iter__ or __len__
-        while frame.f_back is not None and frame.f_locals.get("self") is self:  # a subclass
-            frame = frame.f_back
-        asking = frame.f_locals.get("self")
+        asking = self._caller().f_locals.get("self")
         return asking if isinstance(asking, BatchSampler) and asking.sampler is self else None
+
+    def _caller(self) -> FrameType:
+        """The frame that has called __iter__ or __len__, of this class or a subclass."""
+        frame = sys._getframe()
+        while frame.f_back is not None and frame.f_locals.get("self") is self:
+            frame = frame.f_back
+        return frame

@@ -27,7 +27,7 @@ from torchring.collectives.initial_state import (
 from torchring.collectives.service import collectives_of
 from torchring.elastic.checkpoint import CheckpointWriter, copy_of, newest, newest_step
 from torchring.elastic.membership import Member
-from torchring.elastic.sampler import Sampler
+from torchring.elastic.sampler import Sampler, share_of
 from torchring.errors import PlanMismatchError
 from torchring.optimizer import DistributedOptimizer
 from torchring.world import World
@@ -176,7 +176,7 @@ class State:
         """
         if self._global_batch is None or self._world is None:
             raise ValueError("batch_size is known in the training function, of a State with global_batch")
-        return max(1, len(range(self._world.rank, self._global_batch, self._world.size)))
+        return share_of(self._global_batch, self._world.rank, self._world.size)
 
     def commit(self) -> None:
         """Mark a point to return to after an exception: a lack of memory on one rank, a NaN. Not needed otherwise.

@@ -5,7 +5,7 @@ workers that train together, with ranks 0 .. size - 1. Generations are numbered 
 
     worker                                   store                            driver
 
-    meets: "I have left generation 3"        worker/7                         reads all cards every 20 ms
+    meets: "I have left generation 3"        worker/7                         reads all cards every 50 ms, or 10
                                              plan/4, then latest              "generation 4 is 7, 2, 9"
     opens the world of generation 4          world/4/...
     runs, says now and then that it lives    worker/7, beat/7                 kills a worker that has been silent

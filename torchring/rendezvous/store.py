@@ -252,7 +252,7 @@ def _connect(launch: LaunchEnvironment, endpoint: dict[str, Any], timeout_second
     limit = min(timeout_seconds, _SEARCH_SECONDS)
     end = time.monotonic() + limit
     while True:
-        store, tried = _try_all(endpoint)
+        store, tried = try_all(endpoint["addresses"], endpoint["port"], endpoint["token"])
         if store is not None:
             return store
         if time.monotonic() + _PAUSE_SECONDS > end:
@@ -260,12 +260,14 @@ def _connect(launch: LaunchEnvironment, endpoint: dict[str, Any], timeout_second
         time.sleep(_PAUSE_SECONDS)
 
 
-def _try_all(endpoint: dict[str, Any]) -> tuple[TCPStore | None, list[str]]:
-    """The store, and the addresses at which it does not answer, with reasons."""
+def try_all(
+    addresses: Sequence[str], port: int, token: str, key: str = _TOKEN_KEY
+) -> tuple[TCPStore | None, list[str]]:
+    """The store that has the token under `key`, and the addresses at which it does not answer, with reasons."""
     tried: list[str] = []
-    for address in endpoint["addresses"]:
+    for address in addresses:
         try:
-            return try_store(address, endpoint["port"], endpoint["token"]), tried
+            return _try(address, port, token, key), tried
         except (OSError, dist.DistError) as error:
             tried.append(f"{address} ({getattr(error, 'strerror', None) or _first_line(error)})")
     return None, tried
@@ -302,7 +304,7 @@ def _over_key_values(launch: LaunchEnvironment, server: tuple[str, int], timeout
         said = _ask(launch, server, left, lambda: get(server, _STORE_KEY) or b"null")
         endpoint = json.loads(said)
         if endpoint is not None:
-            found, tried = _try_all(endpoint)
+            found, tried = try_all(endpoint["addresses"], endpoint["port"], endpoint["token"])
             if found is not None:
                 found.set_timeout(timedelta(seconds=timeout_seconds))
                 return found
@@ -338,7 +340,7 @@ def _ask(launch: LaunchEnvironment, server: tuple[str, int], seconds: float, req
             time.sleep(_PAUSE_SECONDS)
 
 
-def try_store(address: str, port: int, token: str, key: str = _TOKEN_KEY) -> TCPStore:
+def _try(address: str, port: int, token: str, key: str) -> TCPStore:
     """Connect, and check by the token under `key` that the right store answered: a container bridge has the same
     address on every host. Raises OSError or DistError."""
     socket.create_connection((address, port), timeout=_TRY_SECONDS).close()
