@@ -15,9 +15,9 @@ PACKAGE = ROOT / "torchring"
 # From the cellar to the front door: what is in a room imports from its own room and from those before it.
 # fmt: off
 ORDER = [
-    "kernels", "errors", "linux", "threads", "dynamo", "rendezvous", "memory", "stalls", "world", "accelerators",
-    "transport", "collectives", "norms", "allreduce", "gradients", "optimizer", "joining", "elastic", "launch",
-    "horovod", "doctor", "cli", "__main__", "__init__", "bench",
+    "kernels", "errors", "linux", "threads", "dynamo", "rendezvous", "memory", "stalls", "tracing", "world",
+    "accelerators", "transport", "collectives", "norms", "allreduce", "gradients", "optimizer", "joining", "elastic",
+    "launch", "horovod", "doctor", "report", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on
 

@@ -1,0 +1,65 @@
+"""What a rank writes down comes back from its file, or an error says what is wrong with the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from traces import MS, simulate
+from torchring.tracing.files import FORMAT, TraceError, find, path_of, read, write
+from torchring.tracing.records import About, Part, RankTrace, decode, encode
+
+
+def test_a_step_is_cut_into_parts_without_gaps() -> None:
+    (trace, _) = simulate(num_steps=3, backward_ms=[60, 90], noise=0)
+    step = trace.steps[1]
+    assert [part.begin for part in step.parts] == [step.begin, *(part.end for part in step.parts[:-1])]
+    assert step.parts[-1].end == step.end
+    assert sum(step.ns_in(part) for part in Part) == step.end - step.begin
+    # 26 MB and 25 MB of buckets: the last one begins when rank 1 is there, 30 ms later, and takes 12.7 ms.
+    assert step.exposed_ns == pytest.approx(42.7 * MS)
+    assert step.num_bytes == 51_000_000
+
+
+def test_an_encoded_step_is_the_same_step_and_a_short_one_is_refused() -> None:
+    for trace in simulate(3, 2, skew_ms=[0, 5, -7], ranks_per_host=1):
+        for step in trace.steps:
+            numbers = encode(step)
+            assert decode(numbers) == step
+            for length in (0, 7, 8, len(numbers) - 1):
+                with pytest.raises(ValueError, match="cut short"):
+                    decode(numbers[:length])
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    traces = simulate(3, 4, skew_ms=[0, 5, -7], ranks_per_host=1)
+    empty = RankTrace(About(rank=7))
+    for trace in (*traces, empty):
+        write(tmp_path / "new", trace)
+    assert {rank: read(path) for rank, path in find(tmp_path / "new").items()} == dict(enumerate(traces)) | {7: empty}
+    write(tmp_path / "new", dataclasses.replace(empty, num_dropped=3))
+    assert read(path_of(tmp_path / "new", 7)).num_dropped == 3
+    assert len(list((tmp_path / "new").iterdir())) == 4  # nothing unfinished is left
+
+
+def test_a_torn_file_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, simulate(1, 20)[0])
+    whole = path.read_bytes()
+    rng = random.Random(1)
+    for length in (0, 1, 100, len(whole) // 2, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(10))):
+        path.write_bytes(whole[:length])
+        with pytest.raises(TraceError, match=path.name):
+            read(path)
+    with pytest.raises(TraceError, match="No such file"):
+        read(tmp_path / "rank-00009.npz")
+
+
+def test_another_format_is_named(tmp_path: Path) -> None:
+    about = f'{{"format": {FORMAT + 1}, "versions": {{"torchring": "9.9"}}, "novelty": 1}}'
+    np.savez(path_of(tmp_path, 0), about=np.frombuffer(about.encode(), np.uint8))
+    with pytest.raises(TraceError, match=r"torchring 9\.9, in another format"):
+        read(path_of(tmp_path, 0))

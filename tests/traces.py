@@ -1,0 +1,138 @@
+"""Traces of jobs that never ran: made from the durations that a test gives, so that the right answer is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+
+from torchring.tracing.records import (
+    About,
+    Arrivals,
+    BucketRecord,
+    ClockOffset,
+    ParameterRecord,
+    Part,
+    PartRecord,
+    RankTrace,
+    StepRecord,
+)
+
+MS = 1_000_000
+MB = 1_000_000
+
+
+def simulate(
+    num_ranks: int = 2,
+    num_steps: int = 50,
+    *,
+    input_ms: float | Sequence[float] = 2.0,
+    forward_ms: float | Sequence[float] = 30.0,
+    backward_ms: float | Sequence[float] = 60.0,
+    between_ms: float | Sequence[float] = 0.5,
+    optimizer_ms: float | Sequence[float] = 8.0,
+    bucket_mb: Sequence[float] = (1.0, 25.0, 25.0),
+    ready_at: Sequence[float] | None = None,
+    latency_ms: float = 0.2,
+    gigabytes_per_s: float = 2.0,
+    noise: float = 0.02,
+    skew_ms: Sequence[float] | None = None,
+    ranks_per_host: int | None = None,
+    num_samples: int = 16,
+    seed: int = 0,
+) -> list[RankTrace]:
+    """One trace per rank. Durations may be given for each rank.
+
+    Args:
+        bucket_mb: bytes of each bucket, in units of 10**6.
+        ready_at: for each bucket, after which part of backward it is ready; equally spaced by default.
+        latency_ms, gigabytes_per_s: a bucket of b bytes takes latency + 2 (N - 1) / N b / bandwidth.
+        noise: standard deviation of each duration, as a part of it.
+        skew_ms: by how much each rank's clock is ahead; with it, the traces have `ClockOffset`s that say so.
+        ranks_per_host: all by default.
+    """
+    rng = random.Random(seed)
+    per_host = ranks_per_host or num_ranks
+    skews = [round(ms * MS) for ms in (skew_ms or [0.0] * num_ranks)]
+    fractions = ready_at or [(i + 1) / len(bucket_mb) for i in range(len(bucket_mb))]
+
+    def duration(given: float | Sequence[float], rank: int) -> int:
+        value = given if isinstance(given, float | int) else given[rank]
+        return max(0, round(value * MS * (1.0 + noise * rng.gauss(0.0, 1.0))))
+
+    begins = [1_000_000 * MS] * num_ranks
+    steps: list[list[StepRecord]] = [[] for _ in range(num_ranks)]
+    for number in range(num_steps):
+        cut = []
+        for rank, begin in enumerate(begins):
+            forward = begin + duration(input_ms, rank)
+            backward = forward + duration(forward_ms, rank)
+            exposed = backward + duration(backward_ms, rank)
+            cut.append((begin, forward, backward, exposed))
+        times: list[list[tuple[int, int]]] = []  # per bucket: launched and reduced, per rank
+        free = 0
+        for megabytes, fraction in zip(bucket_mb, fractions, strict=True):
+            launched = [round(back + (exposed - back) * fraction) for _, _, back, exposed in cut]
+            took = latency_ms * MS + 2 * (num_ranks - 1) / num_ranks * megabytes * MB / gigabytes_per_s
+            free = max(free, *launched) + max(0, round(took * (1.0 + noise * rng.gauss(0.0, 1.0))))
+            times.append([(at, free) for at in launched])
+        for rank, (begin, forward, backward, exposed) in enumerate(cut):
+            between = max(exposed, free)
+            optimizer = between + duration(between_ms, rank)
+            end = optimizer + duration(optimizer_ms, rank)
+            starts = [begin, forward, backward, exposed, between, optimizer, end]
+            parts = tuple(
+                PartRecord(part, a + skews[rank], b + skews[rank])
+                for part, (a, b) in zip(Part, itertools.pairwise(starts), strict=True)
+                if b > a
+            )
+            buckets = []
+            for index, row in enumerate(times):
+                launched_at, reduced_at = (t + skews[rank] for t in row[rank])
+                size = round(bucket_mb[index] * MB)
+                buckets.append(
+                    BucketRecord(index, size, launched_at - MS // 10, launched_at, launched_at, launched_at, reduced_at)
+                )
+            steps[rank].append(
+                StepRecord(
+                    number, begin + skews[rank], end + skews[rank], num_samples, 0, MS // 2, parts, tuple(buckets)
+                )
+            )
+            begins[rank] = end
+    traces = []
+    names = [f"layer{i}.weight" for i in reversed(range(len(bucket_mb)))]
+    for rank in range(num_ranks):
+        about = About(
+            rank=rank,
+            size=num_ranks,
+            local_rank=rank % per_host,
+            local_size=per_host,
+            node_rank=rank // per_host,
+            host=f"host{rank // per_host}",
+            pid=1000 + rank,
+            num_cores=num_ranks,
+            process_began=begins[0] // 1000 + skews[rank],
+            wrapped=999_990 * MS + skews[rank],
+            algorithm="direct" if per_host == num_ranks else "ring",
+            reason="simulated",
+            options={"bucket_mb": "25", "compression": "None"},
+            bucket_bytes=tuple(round(mb * MB) for mb in bucket_mb),
+            parameters=tuple(
+                ParameterRecord(name, round(mb * MB), i)
+                for i, (name, mb) in enumerate(zip(names, bucket_mb, strict=True))
+            ),
+            versions={"torchring": "0.1.0", "torch": "2.13.0", "python": "3.11.0"},
+            written_at=1.8e9,
+        )
+        first = steps[rank][0]
+        backward = first.ns_in(Part.BACKWARD)
+        arrivals = (Arrivals(0, backward, tuple(round(backward * part) for part in fractions)),)
+        clock = () if skew_ms is None else (ClockOffset(first.begin, skews[rank], 0 if rank < per_host else MS // 20),)
+        traces.append(RankTrace(about, tuple(steps[rank]), 0, arrivals, clock))
+    return traces
+
+
+def shifted(trace: RankTrace, num_dropped: int) -> RankTrace:
+    """The same trace, with its first steps forgotten."""
+    return dataclasses.replace(trace, steps=trace.steps[num_dropped:], num_dropped=num_dropped)

@@ -1,0 +1,5 @@
+"""Where the time of a step goes: each rank writes down its last 1,000 steps, and can write them to a file.
+
+`records.py` says what is written down, as plain data. `recorder.py` gathers it while training runs. `files.py` writes
+and reads one file per rank. `clocks.py` finds out how far the clocks of hosts are apart.
+"""

@@ -1,0 +1,92 @@
+"""A trace is a folder with one file per rank, `rank-00003.npz`: numpy arrays, read without pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from torchring.tracing.records import About, Arrivals, ClockOffset, ParameterRecord, RankTrace, decode, encode
+
+FORMAT: Final = 1
+_NAME: Final = re.compile(r"rank-(\d+)\.npz")
+
+
+class TraceError(Exception):
+    """A file of a trace cannot be read. The text says why."""
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """Where a rank writes its trace."""
+    return folder / f"rank-{rank:05d}.npz"
+
+
+def find(folder: Path) -> dict[int, Path]:
+    """The files of a trace, by rank. Raises OSError if the folder cannot be read."""
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def write(folder: Path, trace: RankTrace) -> Path:
+    """Write a rank's file, whole or not at all, over an older one. Raises OSError."""
+    encoded = [encode(step) for step in trace.steps]
+    return write_encoded(folder, trace, encoded)
+
+
+def write_encoded(folder: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) -> Path:
+    """As `write`, with steps that are encoded already, in place of `trace.steps`."""
+    path = path_of(folder, trace.about.rank)
+    about = {"format": FORMAT, "num_dropped": trace.num_dropped, **dataclasses.asdict(trace.about)}
+    arrays = {
+        "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
+        "step_lengths": np.array([len(step) for step in steps], np.int64),
+        "steps": np.concatenate([np.asarray(step, np.int64) for step in steps] or [np.empty(0, np.int64)]),
+        "arrivals": np.array([(a.step, a.backward_ns, *a.ready_ns) for a in trace.arrivals], np.int64),
+        "clock": np.array([dataclasses.astuple(each) for each in trace.clock], np.int64),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs take the arrays for its options
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def read(path: Path) -> RankTrace:
+    """Read a rank's file. Raises TraceError if it is torn, or of another version."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return _parse(json.loads(bytes(arrays["about"])), arrays)
+    except TraceError:
+        raise
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise TraceError(f"{path} is torn, or no trace: {error}") from error
+
+
+def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
+    if about.pop("format") != FORMAT:
+        raise TraceError(f"it was written by torchring {about['versions'].get('torchring', '?')}, in another format")
+    ends = np.cumsum(arrays["step_lengths"])
+    steps = arrays["steps"]
+    if len(steps) != (ends[-1] if len(ends) else 0):
+        raise ValueError("steps are missing")
+    num_dropped = about.pop("num_dropped")
+    about["parameters"] = tuple(ParameterRecord(**each) for each in about["parameters"])
+    about["bucket_bytes"] = tuple(about["bucket_bytes"])
+    return RankTrace(
+        About(**about),
+        tuple(decode(part.tolist()) for part in np.split(steps, ends[:-1]) if len(part)),
+        num_dropped,
+        tuple(Arrivals(step, length, tuple(ready)) for step, length, *ready in arrays["arrivals"].tolist()),
+        tuple(ClockOffset(*each) for each in arrays["clock"].tolist()),
+    )

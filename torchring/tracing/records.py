@@ -1,0 +1,249 @@
+"""What a rank writes down about each step. Plain data.
+
+Times are nanoseconds of CLOCK_MONOTONIC (`time.perf_counter_ns`), a clock that all processes of a host share. Clocks of
+different hosts are compared by `ClockOffset`.
+
+A step goes from the end of one `optimizer.step()` to the end of the next. It is cut into parts without gaps:
+
+      begin                                                                                               end
+      | INPUT      | FORWARD | BACKWARD                        | EXPOSED      | BETWEEN  | OPTIMIZER          |
+        next batch   model     loss, gradients                   last buckets   clipping   step()
+                                  bucket 0    |launched|reduced|
+                                  bucket 1           |launched        |reduced|
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final
+
+
+class Part(IntEnum):
+    """What a rank does in a part of a step. A step with several micro-steps has several INPUT, FORWARD and BACKWARD.
+
+    INPUT: everything from the end of a step to the beginning of forward: waiting for data, zero_grad(), logging.
+    FORWARD: the model that `wrap` was given computes. Without a model, forward is not told apart from INPUT.
+    BACKWARD: from the end of forward, so with the loss, until the last gradient is computed. Stalls for buckets that
+        are reduced meanwhile included, see `StepRecord.stall_ns`.
+    EXPOSED: all gradients are computed; backward waits for reductions.
+    BETWEEN: from the end of a backward that reduces to `step()`: unscaling, clipping, logging.
+    OPTIMIZER: inside `step()`.
+    """
+
+    INPUT = 0
+    FORWARD = 1
+    BACKWARD = 2
+    EXPOSED = 3
+    BETWEEN = 4
+    OPTIMIZER = 5
+
+
+@dataclass(frozen=True)
+class BucketRecord:
+    """One bucket in one step.
+
+    Attributes:
+        index: number of the bucket in its plan; the model's buffers, which travel last, have the number after it.
+        num_bytes: that this rank contributes, after compression.
+        ready: the last gradient of the bucket has been computed.
+        packed: all gradients are in the wire buffer.
+        launched: the bucket has left: it is packed, and so are all buckets before it.
+        started: the reduction has begun to work on it, on a thread or stream that may have been busy until then.
+        reduced: the result is there.
+    """
+
+    index: int
+    num_bytes: int
+    ready: int
+    packed: int
+    launched: int
+    started: int
+    reduced: int
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """One part of a step."""
+
+    part: Part
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of one rank.
+
+    Attributes:
+        number: how many steps this rank had made before it.
+        begin, end: see above.
+        num_samples: length of the first dimension of what forward was given, over all micro-steps; 0 if unknown.
+        stall_ns: inside BACKWARD, how long buckets that were being reduced kept backward waiting.
+        packing_ns: inside BACKWARD and EXPOSED, how long gradients were copied to wire buffers.
+        parts: in order, without gaps, from `begin` to `end`.
+        buckets: in the order in which they left. Empty if nothing was reduced.
+    """
+
+    number: int
+    begin: int
+    end: int
+    num_samples: int
+    stall_ns: int
+    packing_ns: int
+    parts: tuple[PartRecord, ...]
+    buckets: tuple[BucketRecord, ...]
+
+    def ns_in(self, part: Part) -> int:
+        """How long all parts of that kind took together."""
+        return sum(each.end - each.begin for each in self.parts if each.part is part)
+
+    @property
+    def exposed_ns(self) -> int:
+        """How long communication kept this rank from computing, in all."""
+        return self.ns_in(Part.EXPOSED) + self.stall_ns
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank has contributed to reductions."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """When each gradient of one backward was computed.
+
+    Attributes:
+        step: number of the step.
+        backward_ns: length of the backward, from the end of forward to the last gradient.
+        ready_ns: for each parameter of `About.parameters`, nanoseconds from the end of forward to its gradient. -1 if
+            there was none. What communication and copies took until then is subtracted, so that these are the times of
+            a backward that only computes.
+    """
+
+    step: int
+    backward_ns: int
+    ready_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """How far the clock of a host is ahead of that of rank 0's host.
+
+    Attributes:
+        at: when this was measured, on this rank's clock.
+        offset_ns: subtract from this rank's times to get times of rank 0's clock.
+        error_ns: the true offset differs by this at most. 0 on rank 0's host.
+    """
+
+    at: int
+    offset_ns: int
+    error_ns: int
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """A parameter that is reduced. `bucket` is -1 if its gradient is sparse."""
+
+    name: str
+    num_bytes: int
+    bucket: int
+
+
+@dataclass(frozen=True)
+class About:
+    """What a rank's steps are steps of.
+
+    Attributes:
+        rank, size, local_rank, local_size: in the world.
+        node_rank: number of the host among the hosts of the world.
+        host: name of the host.
+        pid: of the process.
+        device: "cpu", or name of the GPU.
+        num_cores: how many cores the ranks of the host may use together.
+        num_threads: of torch, in this process.
+        process_began: when the process was started, on this rank's clock; 0 if unknown.
+        wrapped: when `wrap` had returned.
+        algorithm, reason, overlap: see `Stats`.
+        options: other arguments of `wrap`, by name, as text.
+        bucket_bytes: bytes of each bucket of the last plan.
+        parameters: in the order of registration.
+        versions: "torchring", "torch", "python".
+        ended_by: why the trace was written: "end", "SIGUSR1", or the text of an error.
+        written_at: seconds since 1970.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    host: str = ""
+    pid: int = 0
+    device: str = "cpu"
+    num_cores: int = 1
+    num_threads: int = 1
+    process_began: int = 0
+    wrapped: int = 0
+    algorithm: str = "none"
+    reason: str = ""
+    overlap: str = "inline"
+    options: dict[str, str] = field(default_factory=dict)
+    bucket_bytes: tuple[int, ...] = ()
+    parameters: tuple[ParameterRecord, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    ended_by: str = "end"
+    written_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """All that one rank has written down.
+
+    Attributes:
+        steps: the last ones, in order. The first steps of a job are special: buckets are laid out anew, memory is
+            touched for the first time.
+        num_dropped: how many steps there were before the first one of `steps`.
+        arrivals: of a few steps.
+        clock: empty if the ranks are on one host.
+    """
+
+    about: About
+    steps: tuple[StepRecord, ...] = ()
+    num_dropped: int = 0
+    arrivals: tuple[Arrivals, ...] = ()
+    clock: tuple[ClockOffset, ...] = ()
+
+
+_NUM_HEADER: Final = 8
+_NUM_OF_PART: Final = 2
+_NUM_OF_BUCKET: Final = 7
+
+
+def encode(step: StepRecord) -> array[int]:
+    """A step as integers. A thousand steps in this form take no time of the garbage collector."""
+    numbers = [step.number, step.begin, step.end, step.num_samples, step.stall_ns, step.packing_ns]
+    numbers += [len(step.parts), len(step.buckets)]
+    for part in step.parts:
+        numbers += [part.part, part.begin]
+    for b in step.buckets:
+        numbers += [b.index, b.num_bytes, b.ready, b.packed, b.launched, b.started, b.reduced]
+    return array("q", numbers)
+
+
+def decode(numbers: Sequence[int]) -> StepRecord:
+    """The step that `encode` has made these integers of. Raises ValueError if there are too few or too many."""
+    if len(numbers) < _NUM_HEADER:
+        raise ValueError("a step is cut short")
+    number, begin, end, num_samples, stall_ns, packing_ns, num_parts, num_buckets = numbers[:_NUM_HEADER]
+    first_bucket = _NUM_HEADER + _NUM_OF_PART * num_parts
+    if min(num_parts, num_buckets) < 0 or len(numbers) != first_bucket + _NUM_OF_BUCKET * num_buckets:
+        raise ValueError("a step is cut short")
+    starts = [*numbers[_NUM_HEADER + 1 : first_bucket : _NUM_OF_PART], end]
+    kinds = numbers[_NUM_HEADER:first_bucket:_NUM_OF_PART]
+    parts = tuple(PartRecord(Part(kind), starts[i], starts[i + 1]) for i, kind in enumerate(kinds))
+    rows = (numbers[i : i + _NUM_OF_BUCKET] for i in range(first_bucket, len(numbers), _NUM_OF_BUCKET))
+    buckets = tuple(BucketRecord(*row) for row in rows)
+    return StepRecord(number, begin, end, num_samples, stall_ns, packing_ns, parts, buckets)
