@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import platform
+import time
 from typing import Final
 
 # Numbers and flags as the kernel's headers give them: `os` and `fcntl` lack the flags' names where they lack the calls.
@@ -86,3 +87,14 @@ def _call(number: int, *arguments: object) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return descriptor
+
+
+def process_began_ns() -> int:
+    """When this process was started, in nanoseconds of CLOCK_MONOTONIC. 0 if /proc does not say."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])  # since the machine was started
+    except (OSError, ValueError, IndexError):
+        return 0
+    age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic_ns() - int(age_seconds * 1e9)

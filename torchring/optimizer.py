@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from torchring.allreduce.select import Algorithm, Overlap
 from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters, check_broadcastable
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.dynamo import run_eagerly
+from torchring.gradients.about import about
 from torchring.gradients.alone import Alone
 from torchring.gradients.buffers import SyncBuffers, buffer_specs
 from torchring.gradients.group import OptimizerGroup
@@ -46,6 +48,8 @@ from torchring.gradients.validation import (
     steps_exactly,
 )
 from torchring.gradients.weights import check_weight
+from torchring.tracing.forward import ForwardWatch
+from torchring.tracing.recorder import OPTIMIZER, Recorder
 from torchring.world import World, default_world
 
 _T = TypeVar("_T")
@@ -220,6 +224,8 @@ class DistributedOptimizer(Optimizer):
         elif problem is not None:
             raise problem
         self._initialise(optimizer, options, names, self._find_sparse(optimizer, model), model)
+        self._wrapped_at = time.perf_counter_ns()
+        self._record(world)
         if sync_initial_state:
             broadcast_parameters(model if model is not None else {name: p.data for p, name in names.items()})
             broadcast_optimizer_state(optimizer)
@@ -329,6 +335,13 @@ class DistributedOptimizer(Optimizer):
         world = self._find_world()
         if world.is_provisional and not self._only_creates_state():
             world.refuse_before_generation("step()")
+        world.recorder.enter(OPTIMIZER)
+        try:
+            return self._step_unwatched(closure, *args, **kwargs)
+        finally:
+            world.recorder.end_step()
+
+    def _step_unwatched(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         alone = self._alone
         alone.synchronize()
         if self._options.on_nonfinite != "skip":
@@ -566,6 +579,7 @@ class DistributedOptimizer(Optimizer):
             self._sync.reduction.world.refuse_in_join("close()")
         self._alone.settle()
         self._disconnect()
+        self._forward_watch.close()
         self._is_closed = True
 
     def __repr__(self) -> str:
@@ -629,6 +643,9 @@ class DistributedOptimizer(Optimizer):
         self._is_closed = False
         self._needs_state = False  # of torchring.elastic
         self._alone: Alone = Alone(names.keys(), options.accumulate)
+        self._recorder: Recorder | None = None
+        self._wrapped_at = 0
+        self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)))
         self._is_initialising = True
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self._is_initialising = False
@@ -653,6 +670,7 @@ class DistributedOptimizer(Optimizer):
             spec_of=functools.partial(spec_of, self._names, self._sparse),
             owner=self,
         )
+        self._record(world)
         return self._sync
 
     def _connect_with_first_gradient(self) -> None:
@@ -677,6 +695,15 @@ class DistributedOptimizer(Optimizer):
             for p in self._names
             if p.requires_grad
         ]
+
+    def _record(self, world: World) -> None:
+        """From now on, steps are written down for `world`."""
+        self._recorder = world.recorder
+        options = {each.name: str(getattr(self._options, each.name)) for each in dataclasses.fields(self._options)}
+        options["model"] = "None" if self._model is None else "given"
+        options["optimizer"] = type(self.optimizer).__name__
+        reduction = None if self._sync is None else self._sync.reduction
+        world.recorder.about = about(world, self._names, options, reduction, self._wrapped_at)
 
     def _drop_early_hooks(self) -> None:
         for handle in self._early_handles:
@@ -704,6 +731,7 @@ class DistributedOptimizer(Optimizer):
         self._needs_state = False
         self._disconnect()
         self._alone = Alone(self._names.keys(), self._options.accumulate)
+        self._record(world)
         self.zero_grad()
         if world.size > 1 and not self._is_closed:
             sync = world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
@@ -771,6 +799,16 @@ class DistributedOptimizer(Optimizer):
 
 class _StepSkipped(BaseException):
     """Leaves the wrapped optimizer's step() from within its closure. An optimizer may catch any other exception."""
+
+
+def _recorder_of(owner: weakref.ref[DistributedOptimizer]) -> Callable[[], Recorder | None]:
+    """Looks up the recorder of an optimizer that may be gone."""
+
+    def look_up() -> Recorder | None:
+        alive = owner()
+        return None if alive is None else alive._recorder
+
+    return look_up
 
 
 @functools.cache

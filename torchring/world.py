@@ -47,6 +47,8 @@ from torchring.rendezvous.rendezvous import Rendezvous, ended_key
 from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
 from torchring.stalls.monitor import WARNING_SECONDS, StallMonitor, warn_of_absent
 from torchring.stalls.page import PAGE_BYTES, Progress
+from torchring.tracing import writer
+from torchring.tracing.recorder import Recorder
 
 _T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
@@ -95,6 +97,7 @@ class World:
         num_cores: number of processor cores that the ranks of this host may use together.
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
         progress: where this rank says what it is doing. None in a world of one.
+        recorder: the steps of this rank.
         failure: the error that broke this world. A broken world sends nothing more.
         opening: lock of the thread that opens what all threads share.
         is_joining: whether the script is inside `torchring.join`, where ranks may have ended that take part in
@@ -136,6 +139,7 @@ class World:
         self.is_open = True
         self.num_reductions = 0
         self.progress: Progress | None = None
+        self.recorder = Recorder()
         self._stalls: StallMonitor | None = None
         self.failure: RingError | None = None
         self.opening = threading.RLock()
@@ -157,6 +161,7 @@ class World:
                 self.close()
                 raise
         _worlds.add(self)
+        writer.add(self.recorder)
         members = self.hosts[self.node_rank]
         self.local_rank = members.index(rank) if local_rank is None else local_rank
         self.local_size = len(members)
@@ -236,6 +241,7 @@ class World:
             self.host.abort(error)
         for channel in list(self._told_of_failure):
             channel.fail(error)
+        writer.note_end(self.recorder, str(error))
         if self.rendezvous is not None and not self.shares_memory:  # ranks of other hosts may be opening a channel
             with contextlib.suppress(RingError):
                 self.rendezvous.with_timeout(_GOODBYE_SECONDS).give_up(decode_error(encode_error(error), self.rank))
@@ -306,6 +312,7 @@ class World:
         self.is_open = False
         if self.is_forked:
             return
+        writer.note_end(self.recorder)
         if self.failure is None:
             self.say_why_it_ends("it called torchring.shutdown()", _ADVICE)
         while self._closing:

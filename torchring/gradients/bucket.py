@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import math
 import operator
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -62,6 +63,9 @@ class Bucket:
         share: what this rank contributes to the round, with weights.
         copies_on_arrival: for each slot, whether `mark_ready` copies the gradient at once.
         reduce_scale: the factor that the mover applies to the sum.
+        ready_at, packed_at: when the last gradient of this round had come, and when all were in the wire buffer, in
+            nanoseconds of time.perf_counter_ns.
+        packing_ns: how long this rank has copied gradients of this round to the wire buffer.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Bucket:
         # The round
         self.state = BucketState.IDLE
         self.non_finite: NonFinite | None = None
+        self.ready_at = self.packed_at = self.packing_ns = 0
         self._has_arrived = [False] * len(plan.slots)
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []  # slots that had not arrived when backward ended
@@ -136,11 +141,15 @@ class Bucket:
             self._has_arrived[slot] = True
             self._num_missing -= 1
         if self.copies_on_arrival[slot]:
+            started = time.perf_counter_ns()
             self._pack((slot,))
+            self.packing_ns += time.perf_counter_ns() - started
         if self._num_missing:
             return False
+        self.ready_at = time.perf_counter_ns()
         self.flags.fill_(1)
         self._pack_rest()
+        self._note_packed()
         return True
 
     def fill_missing(self) -> None:
@@ -149,6 +158,7 @@ class Bucket:
         A parameter whose gradient holds nothing new is flagged 0. If the flag is 0 on every rank, `.grad` stays as it
         is.
         """
+        self.ready_at = time.perf_counter_ns()
         if self.state is BucketState.IDLE:
             self._move(BucketState.FILLING)
         self.flags.fill_(1)
@@ -180,6 +190,7 @@ class Bucket:
             del views
         self._pack(present)
         self._pack_rest()
+        self._note_packed()
 
     def control_sums(self) -> ControlBits:
         """The control bits of the last round, summed over ranks. On the host, where the plan has room for them."""
@@ -248,6 +259,7 @@ class Bucket:
         self._has_arrived = [False] * len(self.names)
         self._num_missing = len(self.names)
         self._missing, self._kept, self._packed = [], {}, {}
+        self.packing_ns = 0
         self._is_abandoned = False
 
     def release(self) -> None:
@@ -266,6 +278,10 @@ class Bucket:
     def slot_at(self, element: int) -> int:
         """The slot that holds that element of the wire buffer."""
         return next(i for i in reversed(range(len(self.names))) if element >= self.plan.slots[i].offset)
+
+    def _note_packed(self) -> None:
+        self.packed_at = time.perf_counter_ns()
+        self.packing_ns += self.packed_at - self.ready_at
 
     def _open(self, slot: int) -> None:
         if self.state is not BucketState.IDLE:

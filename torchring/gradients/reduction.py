@@ -7,7 +7,7 @@ round the plan is rebuilt once, in the order in which rank 0's gradients really 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import torch
@@ -26,6 +26,8 @@ from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing,
 from torchring.gradients.scheduler import Round, Scheduler
 from torchring.gradients.sparse import NonFiniteGradient, SparseReduction
 from torchring.gradients.weights import Share, Weights
+from torchring.tracing.recorder import EXPOSED
+from torchring.tracing.records import Arrivals, ParameterRecord
 from torchring.world import World
 
 _BUCKET_MB: Final = 25.0
@@ -92,6 +94,7 @@ class Reduction:
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the round under way
         self.num_rounds = 0
         self.weights = Weights()
+        self._recorder = world.recorder
         self._share = Share()
         self._may_lose_results = False  # if all ranks give weight 0
         self.timing = Timing()
@@ -133,6 +136,14 @@ class Reduction:
         """What one rank contributes to a round, sparse gradients not counted."""
         return sum(bucket.plan.num_bytes for bucket in self.buckets)
 
+    def parameter_records(self) -> list[ParameterRecord]:
+        """Name, size and bucket of each parameter."""
+        buckets = {slot.parameter: bucket.index for bucket in self.buckets for slot in bucket.plan.slots}
+        return [
+            ParameterRecord(spec.name, spec.numel * spec.dtype.itemsize, buckets.get(index, -1))
+            for index, spec in enumerate(self.specs)
+        ]
+
     def extend(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective, between rounds: more parameters, in buckets of their own."""
         self._check_agreement(specs, internal_collectives_of(self.world))
@@ -173,7 +184,9 @@ class Reduction:
         for bucket in self.buckets:
             bucket.share = share
         self.rounds.begin(self.buckets, control_bits)
-        scheduler.begin(Round(scheduler.round.next_number, step, hold, control_bits))
+        number = scheduler.round.next_number
+        arrivals = [-1] * len(self.specs) if _times_arrivals(number) else None
+        scheduler.begin(Round(number, step, hold, control_bits, arrivals=arrivals))
         self._found_before, self.non_finite = self.non_finite, None
 
     def finish(self) -> None:
@@ -182,6 +195,8 @@ class Reduction:
         Collective, and in the same order on all ranks.
         """
         scheduler = self.scheduler
+        backward_began = self._recorder.part_began
+        self._recorder.enter(EXPOSED)
         self.rounds.backward_is_over()
         scheduler.finish()
         self.control_sums, self.non_finite = self.rounds.agree(scheduler.round, self.buckets)
@@ -197,9 +212,20 @@ class Reduction:
             self.non_finite = self.non_finite or self._found_before
         self.num_rounds += 1
         self.world.num_reductions += 1
+        self._record(scheduler.round, backward_began)
         if scheduler.ready_order is not None and scheduler.round.hold:
             self._rebuild(scheduler.ready_order)
         self.rounds.end()
+
+    def _record(self, current: Round, backward_began: int) -> None:
+        """Write down a round. `backward_began`: when the last forward had ended, or the first gradient had come."""
+        stall_ns = int(current.stall_seconds * 1e9)
+        recorder = self._recorder
+        if current.arrivals is not None and any(at >= 0 for at in current.arrivals):
+            length = recorder.part_began - backward_began - stall_ns - current.packing_ns
+            ready = tuple(at if at < 0 else max(0, at - backward_began) for at in current.arrivals)
+            recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
+        recorder.add_round(self.scheduler.times, stall_ns, current.packing_ns)
 
     def _weigh_result(self) -> float:
         """By which the result of this round has to be multiplied.
@@ -331,6 +357,14 @@ class Reduction:
                 bucket.release()
             collectives.barrier()  # memory is free when all ranks have let go of it
             self.scheduler.install(self._open(plan))
+            if (about := self._recorder.about) is not None:
+                sizes = tuple(bucket.plan.num_bytes for bucket in self.buckets)
+                self._recorder.about = replace(about, bucket_bytes=sizes, parameters=tuple(self.parameter_records()))
+
+
+def _times_arrivals(number: int) -> bool:
+    """Whether round `number` is one of the few in which the arrival of each gradient is written down."""
+    return 2 <= number < 6 or number % 64 == 0
 
 
 def _nothing() -> None: ...

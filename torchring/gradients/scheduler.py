@@ -42,6 +42,9 @@ class Round:
         is_broken_off: the round was given up.
         busy_seconds: time in which something was being reduced, waiting for peers included.
         exposed_seconds: the part of `busy_seconds` during which backward stood still.
+        stall_seconds: the part of `exposed_seconds` before the last gradient was computed.
+        packing_ns: how long this rank has copied gradients to wire buffers.
+        arrivals: if it is known, when each gradient has come, in nanoseconds by parameter index; -1 for none.
     """
 
     number: int
@@ -53,6 +56,9 @@ class Round:
     is_broken_off: bool = False
     busy_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    packing_ns: int = 0
+    arrivals: list[int] | None = None
 
     @property
     def next_number(self) -> int:
@@ -98,6 +104,7 @@ class Scheduler:
         ready_order: the order in which the gradients of the first round became ready, by parameter index. None while
             that round is still to be finished, and after `forget_order`.
         is_waiting: whether `advance` may be able to do this rank's part of a bucket that has left.
+        times: of the buckets that have left in this round: seven integers each, those of a `BucketRecord`.
     """
 
     def __init__(
@@ -118,6 +125,7 @@ class Scheduler:
         # The round
         self.round = Round(0)
         self.is_waiting = False
+        self.times: list[int] = []
         self._pending: list[tuple[Reducible, PendingReduction]] = []
         self._num_advanced = 0  # how many of `_pending` have this rank's part
 
@@ -151,6 +159,7 @@ class Scheduler:
             for bucket in self.buckets:
                 bucket.reset()
         self.round = new
+        self.times = []
 
     def mark_ready(self, index: int) -> None:
         """Parameter `index` has its gradient, in a backward that reduces. From the parameter's hook."""
@@ -165,6 +174,14 @@ class Scheduler:
             self.launch_packed()
         elif self.is_waiting and bucket.copies_on_arrival[slot]:  # some time has gone by
             self.advance()
+
+    def mark_ready_and_time(self, index: int) -> None:
+        """As `mark_ready`, in a round with `arrivals`. Stalls and copies until then are taken out."""
+        arrivals = self.round.arrivals
+        if arrivals is not None and index < len(arrivals):
+            packing_ns = sum(bucket.packing_ns for bucket in self.buckets)
+            arrivals[index] = time.perf_counter_ns() - packing_ns - int(self.round.exposed_seconds * 1e9)
+        self.mark_ready(index)
 
     def mark_local(self, index: int) -> None:
         """Parameter `index` has its gradient, in a backward that does not reduce. From the parameter's hook."""
@@ -185,6 +202,7 @@ class Scheduler:
         pending = self._pending
         while self._num_advanced < len(pending):
             bucket, reduction = pending[self._num_advanced]
+            self._note_start(self._num_advanced)
             if not self._locating(bucket, reduction.advance):
                 break
             self._num_advanced += 1
@@ -193,19 +211,21 @@ class Scheduler:
 
     def finish(self) -> None:
         """Backward is over: fill and launch the remaining buckets, and return when every bucket is REDUCED."""
+        self.round.stall_seconds = self.round.exposed_seconds
         for bucket in self.buckets:
             if bucket.state in (BucketState.IDLE, BucketState.FILLING):
                 bucket.fill_missing()
         self._launch_packed()
         if self.last is not None:
             self.last.index = len(self.buckets)
-            self._launch(self.last)
+            self._launch(self.last, time.perf_counter_ns(), 0)
         started = time.perf_counter()
         self._wait()
         self.round.exposed_seconds += time.perf_counter() - started
 
     def close_round(self, scale: float = 1.0) -> None:
         """Every bucket is REDUCED, and ranks agree about the round: every gradient gets its result, times `scale`."""
+        self.round.packing_ns = sum(bucket.packing_ns for bucket in self.buckets)
         for bucket in self.buckets:
             bucket.close_round(scale)
         self.round.is_over = True
@@ -237,11 +257,14 @@ class Scheduler:
             if bucket.state is not BucketState.PACKED:
                 return
             self.round.num_launched += 1
-            self._launch(bucket)
+            self._launch(bucket, bucket.ready_at, bucket.packed_at)
 
-    def _launch(self, bucket: Reducible) -> None:
+    def _launch(self, bucket: Reducible, ready_at: int, packed_at: int) -> None:
         bucket.begin_reduce()
         started = time.perf_counter()
+        launched_at = int(started * 1e9)
+        num_bytes = bucket.wire.tensor.nbytes
+        self.times += (bucket.index, num_bytes, ready_at, packed_at or launched_at, launched_at, launched_at, 0)
         scale, tag = bucket.reduce_scale, self.round.number * TAGS_PER_ROUND + bucket.index
         self._track.begin(tag)
         reduction = self._waiting(bucket, lambda: self._mover.start(bucket.wire, scale=scale, tag=tag))
@@ -257,12 +280,15 @@ class Scheduler:
         """
         started = time.perf_counter()
         pending, self._pending = self._pending, []
-        self._num_advanced, self.is_waiting = 0, False
-        for bucket, reduction in pending:
+        num_advanced, self._num_advanced, self.is_waiting = self._num_advanced, 0, False
+        for number, (bucket, reduction) in enumerate(pending):
+            if number >= num_advanced:
+                self._note_start(number)
             self._waiting(bucket, reduction.contribute)
         problem: GradientError | None = None
-        for bucket, reduction in pending:
+        for number, (bucket, reduction) in enumerate(pending):
             non_finite = self._waiting(bucket, reduction.wait)
+            self._note_end(number, reduction.span)
             if discard or problem is not None:
                 continue
             try:
@@ -275,6 +301,19 @@ class Scheduler:
             self.round.busy_seconds += time.perf_counter() - started
         if problem is not None:
             raise problem
+
+    def _note_start(self, number: int) -> None:
+        """This rank does its part of the n-th bucket that has left, unless it has to wait for others once more."""
+        if 7 * number < len(self.times):  # not that of a round which was broken off
+            self.times[7 * number + 5] = time.perf_counter_ns()
+
+    def _note_end(self, number: int, span: tuple[float, float] | None) -> None:
+        """The reduction of the n-th bucket that has left is over."""
+        if 7 * number < len(self.times):  # not that of a round which was broken off
+            started, ended = span or (0.0, time.perf_counter())
+            self.times[7 * number + 6] = int(ended * 1e9)
+            if span is not None:
+                self.times[7 * number + 5] = int(started * 1e9)
 
     def _stood_still(self, seconds: float) -> None:
         """Backward stood still for that long, in calls of the mover."""

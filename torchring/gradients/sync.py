@@ -26,6 +26,7 @@ from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.sparse import NonFiniteGradient
 from torchring.gradients.weights import ON_RESULTS
 from torchring.stalls.page import Phase
+from torchring.tracing import recorder
 
 
 class Batches(Protocol):
@@ -84,6 +85,7 @@ class GradientSync:
         self.failure: BaseException | None = None
         self.is_closed = False
         self._replicas = replicas
+        self._recorder = reduction.world.recorder
         self._on_nonfinite = on_nonfinite
         self._frozen = list(frozen)
         self._spec_of = spec_of
@@ -142,7 +144,7 @@ class GradientSync:
         if not self.in_backward:
             if self.batches is not None:
                 self.batches.begin_backward()
-            self._enter(Phase.BACKWARD)
+            self._enter(Phase.BACKWARD, recorder.BACKWARD)
             self._begin(reduces=self._next_reduces())
         self.watch.arm()
 
@@ -157,7 +159,7 @@ class GradientSync:
         elif self._no_sync_depth == 0:
             self._num_backwards += 1
         self.in_backward = False
-        self._enter(Phase.OUTSIDE)
+        self._enter(Phase.OUTSIDE, recorder.BETWEEN if reduces else recorder.INPUT)
         self._end_zero_weight()
         if reduces:
             sums = self.reduction.control_sums
@@ -278,12 +280,12 @@ class GradientSync:
 
     def before_step(self) -> None:
         """The optimizer is about to write to the parameters: note whether somebody else has."""
-        self._enter(Phase.STEP)
+        self._enter(Phase.STEP, recorder.OPTIMIZER)
         self._replicas.has_changed()
 
     def accept_parameters(self) -> None:
         """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
-        self._enter(Phase.OUTSIDE)
+        self._enter(Phase.OUTSIDE, recorder.INPUT)
         self._replicas.accept()
 
     def has_stepped(self) -> None:
@@ -291,7 +293,7 @@ class GradientSync:
         self._replicas.accept()
         self._write_buffers()
         self.num_steps += 1
-        self._enter(Phase.OUTSIDE)
+        self._end_step()
 
     def take_over(self, src: int) -> None:
         """Collective: this rank's parameters have become those of rank `src`, and no gradient is left."""
@@ -354,7 +356,7 @@ class GradientSync:
         if skips:
             self.num_skipped_steps += 1
             self._write_buffers()
-            self._enter(Phase.OUTSIDE)
+            self._end_step()
             return False
         rank, name, _ = non_finite
         origin = "the sum over ranks overflowed" if rank is None else f"NaN or infinity came from rank {rank}"
@@ -366,11 +368,16 @@ class GradientSync:
             step=self.num_steps,
         )
 
-    def _enter(self, phase: Phase) -> None:
-        """Other ranks see what this rank is doing."""
+    def _enter(self, phase: Phase, part: int) -> None:
+        """Other ranks see what this rank is doing, and this rank writes down that a part of a step begins."""
+        self._recorder.enter(part)
         progress = self.reduction.world.progress
         if progress is not None:
             progress.enter(phase, self.num_steps)
+
+    def _end_step(self) -> None:
+        self._enter(Phase.OUTSIDE, recorder.OPTIMIZER)
+        self._recorder.end_step()
 
     def _next_reduces(self) -> bool:
         """Whether the backward that begins now is to reduce. Raises GradientError if it could not be reduced right."""
@@ -420,6 +427,8 @@ class GradientSync:
             self.reduction.world.raise_if_broken()
             self._or_fail(lambda: self._begin_round(hold=self._group.are_several))
         self.mark_ready = scheduler.mark_ready if reduces else scheduler.mark_local
+        if reduces and scheduler.round.arrivals is not None:
+            self.mark_ready = scheduler.mark_ready_and_time
         self.in_backward = True
 
     def _backward_ended(self) -> None:

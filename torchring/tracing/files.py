@@ -28,6 +28,11 @@ def path_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.npz"
 
 
+def live_path_of(folder: Path, rank: int) -> Path:
+    """Where a rank writes its newest steps while it trains."""
+    return folder / f"live-{rank:05d}.npz"
+
+
 def find(folder: Path) -> dict[int, Path]:
     """The files of a trace, by rank. Raises OSError if the folder cannot be read."""
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
@@ -36,13 +41,11 @@ def find(folder: Path) -> dict[int, Path]:
 
 def write(folder: Path, trace: RankTrace) -> Path:
     """Write a rank's file, whole or not at all, over an older one. Raises OSError."""
-    encoded = [encode(step) for step in trace.steps]
-    return write_encoded(folder, trace, encoded)
+    return write_encoded(path_of(folder, trace.about.rank), trace, [encode(step) for step in trace.steps])
 
 
-def write_encoded(folder: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) -> Path:
+def write_encoded(path: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) -> Path:
     """As `write`, with steps that are encoded already, in place of `trace.steps`."""
-    path = path_of(folder, trace.about.rank)
     about = {"format": FORMAT, "num_dropped": trace.num_dropped, **dataclasses.asdict(trace.about)}
     arrays = {
         "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
@@ -51,7 +54,7 @@ def write_encoded(folder: Path, trace: RankTrace, steps: Sequence[Sequence[int]]
         "arrivals": np.array([(a.step, a.backward_ns, *a.ready_ns) for a in trace.arrivals], np.int64),
         "clock": np.array([dataclasses.astuple(each) for each in trace.clock], np.int64),
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         with open(unfinished, "wb") as file:

@@ -51,7 +51,8 @@ class BucketRecord:
         ready: the last gradient of the bucket has been computed.
         packed: all gradients are in the wire buffer.
         launched: the bucket has left: it is packed, and so are all buckets before it.
-        started: the reduction has begun to work on it, on a thread or stream that may have been busy until then.
+        started: the reduction has begun to work on it, on a thread that may have been busy until then. With
+            overlap="inline": this rank has begun to do its part, in a call between gradients or at the end.
         reduced: the result is there.
     """
 

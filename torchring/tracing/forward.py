@@ -1,0 +1,87 @@
+"""Notices when a model computes its forward, through hooks on the model."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from torchring.tracing.recorder import BACKWARD, FORWARD, Recorder
+
+_watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+class ForwardWatch:
+    """Tells a recorder of each forward with which a model trains. One for each model.
+
+    Args:
+        model: gets the hooks. Copies of the model, and what is pickled of it, do without. None: there is no model.
+        recorder: of the world in which the model trains now; None if there is nothing to tell.
+    """
+
+    def __init__(self, model: torch.nn.Module | None, recorder: Callable[[], Recorder | None]) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        if model is not None and model not in _watched:  # by another optimizer of the same model
+            _watched.add(model)
+            self._handles = [
+                model.register_forward_pre_hook(_Hook(recorder, _begins), with_kwargs=True),
+                model.register_forward_hook(_Hook(recorder, _ends)),
+            ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        if self._handles and self._model is not None and (model := self._model()) is not None:
+            _watched.discard(model)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _Hook:
+    """A hook. In a copy of the model, and in a pickled model, a function that does nothing takes its place.
+
+    So a model that was wrapped can be unpickled where torchring is not installed.
+    """
+
+    def __init__(
+        self, recorder: Callable[[], Recorder | None], tell: Callable[[Recorder, tuple[Any, ...]], None]
+    ) -> None:
+        self._recorder = recorder
+        self._tell = tell
+
+    def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
+        if torch.compiler.is_compiling():  # a look at the clock would break the graph
+            return
+        if module.training and torch.is_grad_enabled() and (recorder := self._recorder()) is not None:
+            self._tell(recorder, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+    @property
+    def __name__(self) -> NoReturn:
+        raise RuntimeError(
+            "torch.jit.script() does not compile the hooks that torchring.wrap() puts on a model; script the model "
+            "before wrap(), script a model with the same state_dict(), or call optimizer.close() first"
+        )
+
+
+def _begins(recorder: Recorder, arguments: tuple[Any, ...]) -> None:
+    recorder.enter(FORWARD)
+    recorder.num_samples += _num_samples(*arguments)
+
+
+def _ends(recorder: Recorder, _: tuple[Any, ...]) -> None:
+    recorder.enter(BACKWARD)
+
+
+def _num_samples(inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> int:
+    """Length of the first dimension of the first tensor; 0 if there is none."""
+    for each in (*inputs, *keywords.values()):
+        if isinstance(each, torch.Tensor):
+            return int(each.shape[0]) if each.dim() else 0
+    return 0

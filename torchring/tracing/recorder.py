@@ -1,0 +1,113 @@
+"""Gathers what a rank writes down about its steps, while training runs. Always on.
+
+A stamp is a look at the clock and two appended integers, 0.2 us. A step has about a dozen stamps, and five for each
+bucket. Finished steps are kept as arrays of integers, which the garbage collector does not look at.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from torchring.tracing.records import About, Arrivals, ClockOffset, Part, RankTrace, decode
+
+NUM_STEPS: Final = 1_000  # that are kept
+NUM_ARRIVALS: Final = 16
+_MOST_STAMPS: Final = 2_048  # of one step; a script with more micro-steps gets the rest in one part
+
+INPUT, FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER = map(int, Part)  # to look up a member of an enum takes 0.1 us
+
+
+class Recorder:
+    """The last steps of one rank in one world. For the thread that trains; others may read.
+
+    Attributes:
+        num_steps: how many steps have ended.
+        num_samples: that forward was given, since the last step ended.
+        num_bytes: that this rank has contributed to reductions, in all.
+        about: what the steps are steps of; None as long as no optimizer was wrapped. With several optimizers, of the
+            one that was wrapped last.
+        part_began: when the part under way has begun.
+        arrivals: of a few backwards.
+        clock: what is known of the clocks of other hosts.
+        is_on: whether steps are written down. For measurements of what the recorder costs.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_samples = 0
+        self.num_bytes = 0
+        self.about: About | None = None
+        self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)
+        self.clock: list[ClockOffset] = []
+        self.is_on = True
+        self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
+        # The step under way
+        self._part = INPUT
+        self.part_began = time.perf_counter_ns()
+        self._stamps = [INPUT, self.part_began]  # part, beginning; part, beginning; ...
+        self._stall_ns = 0
+        self._packing_ns = 0
+        self._buckets: list[int] = []
+
+    def enter(self, part: int) -> None:
+        """A part of a step begins."""
+        if part != self._part and len(self._stamps) < _MOST_STAMPS:
+            self._part = part
+            self.part_began = time.perf_counter_ns()
+            self._stamps.append(part)
+            self._stamps.append(self.part_began)
+
+    def add_round(self, buckets: Sequence[int], stall_ns: int, packing_ns: int) -> None:
+        """Buckets have been reduced.
+
+        Args:
+            buckets: seven integers for each bucket, those of a `BucketRecord`.
+            stall_ns, packing_ns: as in a `StepRecord`.
+        """
+        self._buckets += buckets
+        self._stall_ns += stall_ns
+        self._packing_ns += packing_ns
+
+    def end_step(self) -> None:
+        """The optimizer has stepped, or left the step out."""
+        now = time.perf_counter_ns()
+        stamps, buckets = self._stamps, self._buckets
+        if self.is_on:
+            header = (self.num_steps, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns)
+            step = array("q", header)
+            step.extend((len(stamps) // 2, len(buckets) // 7))
+            step.extend(stamps)
+            step.extend(buckets)
+            self._steps.append(step)
+        self.num_bytes += sum(buckets[1::7])
+        self.num_steps += 1
+        self.num_samples = self._stall_ns = self._packing_ns = 0
+        self._part, self.part_began = INPUT, now
+        self._stamps = [INPUT, now]
+        self._buckets = []
+
+    def last_steps(self, count: int = NUM_STEPS) -> list[array[int]]:
+        """The newest steps, encoded, the oldest first."""
+        for _ in range(3):
+            try:
+                return list(self._steps)[-count:]
+            except RuntimeError:  # a step has ended meanwhile, on the thread that trains
+                continue
+        return []
+
+    def trace(self, ended_by: str = "end", count: int = NUM_STEPS) -> tuple[RankTrace, list[array[int]]]:
+        """All that is known, with the steps apart from it, encoded. `decoded` puts the two together."""
+        about = replace(self.about or About(), ended_by=ended_by, written_at=time.time())
+        steps = self.last_steps(count)
+        num_dropped = steps[0][0] if steps else self.num_steps
+        return RankTrace(about, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps
+
+
+def decoded(trace: RankTrace, steps: Sequence[Sequence[int]]) -> RankTrace:
+    """The trace with its steps."""
+    return RankTrace(trace.about, tuple(map(decode, steps)), trace.num_dropped, trace.arrivals, trace.clock)

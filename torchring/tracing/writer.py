@@ -1,0 +1,159 @@
+"""Writes what the recorders of this process hold to a folder: at the end, on SIGUSR1, and when training breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from torchring.threads import PeriodicThread, at_last
+from torchring.tracing import files
+from torchring.tracing.recorder import Recorder
+
+TRACE: Final = "TORCHRING_TRACE"  # a folder; from `torchring run --trace`
+_LIVE_SECONDS: Final = 1.0
+_LIVE_STEPS: Final = 50
+_log = logging.getLogger("torchring")
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+_writer: TraceWriter | None = None
+
+
+class TraceWriter:
+    """Writes traces of this process to a folder. For any thread.
+
+    Once a second a thread writes the last 50 steps, for `torchring top`: to a file of its own, which goes when the
+    whole trace is written. What cannot be written is said once, as a warning; training goes on.
+
+    Args:
+        folder: is made when something is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # a signal handler may write while the main thread writes
+        self._has_warned = False
+        self._broken: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        self._num_live: weakref.WeakKeyDictionary[Recorder, int] = weakref.WeakKeyDictionary()
+        self._signals = _takes_signal()
+        if self._signals:
+            signal.signal(signal.SIGUSR1, self._handle)
+        self._thread = PeriodicThread("torchring-trace", self._write_live, _LIVE_SECONDS)
+
+    def write(self, recorder: Recorder, ended_by: str = "end") -> None:
+        """Write what `recorder` holds. After an error, only what the error has left is kept."""
+        if recorder in self._broken or recorder.about is None or os.getpid() != self._pid:
+            return
+        if ended_by not in ("end", "SIGUSR1"):
+            self._broken.add(recorder)
+        trace, steps = recorder.trace(ended_by)
+        with self._lock, self._warning():
+            path = files.write_encoded(files.path_of(self.folder, trace.about.rank), trace, steps)
+            files.live_path_of(self.folder, trace.about.rank).unlink(missing_ok=True)
+            _log.info("the trace of rank %d is in %s", trace.about.rank, path)
+
+    def close(self, ended_by: str = "end") -> None:
+        """Write all traces, and no more after that."""
+        self._thread.close()
+        for recorder in list(_recorders):
+            self.write(recorder, ended_by)
+        if self._signals:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+    def _write_live(self) -> None:
+        for recorder in list(_recorders):
+            if recorder.about is None or self._num_live.get(recorder) == recorder.num_steps:
+                continue
+            self._num_live[recorder] = recorder.num_steps
+            trace, steps = recorder.trace("now", _LIVE_STEPS)
+            with self._lock, self._warning():
+                files.write_encoded(files.live_path_of(self.folder, trace.about.rank), trace, steps)
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                _log.warning("no trace is written to %s: %s; training goes on", self.folder, error)
+            self._has_warned = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        for recorder in list(_recorders):
+            self.write(recorder, "SIGUSR1")
+
+
+def _takes_signal() -> bool:
+    """Whether this thread may handle SIGUSR1, and nobody else does."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def add(recorder: Recorder) -> None:
+    """A world has been opened, whose steps `recorder` writes down."""
+    _recorders.add(recorder)
+    if _writer is None and os.environ.get(TRACE):
+        start(os.environ[TRACE])
+
+
+def note_end(recorder: Recorder, ended_by: str = "end") -> None:
+    """The world of `recorder` has ended, or broken. Nothing happens unless traces are written."""
+    if _writer is not None:
+        _writer.write(recorder, ended_by)
+
+
+def start(folder: str | os.PathLike[str]) -> TraceWriter:
+    """Write traces from now on. Raises ValueError if they are written somewhere else already."""
+    global _writer
+    path = Path(folder).absolute()
+    if _writer is not None:
+        raise ValueError(f"traces are written to {_writer.folder} already, and cannot be written to {path} as well")
+    _writer = TraceWriter(path)
+    return _writer
+
+
+@at_last
+def _write_at_exit() -> None:
+    if _writer is not None:
+        error = getattr(sys, "last_value", None)  # an exception that nobody has caught
+        _writer.close("end" if error is None else f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """A context manager: inside, this rank's steps are traced, and then written to `folder`. Not collective.
+
+        with torchring.trace("trace"):
+            train()
+
+    `torchring report trace` shows what the traces of all ranks say. Each rank writes a file of its own, with its last
+    1,000 steps: at the end of the block, when it gets SIGUSR1, and when another rank is lost. If hosts do not share
+    `folder`, copy the files to one place. Inside the block, `torchring top trace` shows how training goes.
+
+    `torchring run --trace DIR` and TORCHRING_TRACE=DIR trace a whole script.
+
+    Args:
+        folder: is made if it does not exist. Files of an earlier trace are overwritten. If it cannot be written to, a
+            warning is logged, and training goes on.
+
+    Raises:
+        ValueError: this process is being traced already.
+    """
+    global _writer
+    if _writer is not None and _writer.folder == Path(folder).absolute():  # the environment asks for the same
+        yield
+        return
+    writer = start(folder)
+    try:
+        yield
+    finally:
+        _writer = None
+        writer.close()
