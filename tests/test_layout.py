@@ -16,8 +16,8 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "rendezvous", "memory", "stalls", "tracing", "world",
-    "accelerators", "transport", "collectives", "norms", "allreduce", "gradients", "optimizer", "joining", "elastic",
-    "launch", "horovod", "doctor", "report", "cli", "__main__", "__init__", "bench",
+    "accelerators", "transport", "collectives", "norms", "allreduce", "gradients", "optimizer", "joining", "monitoring",
+    "elastic", "launch", "horovod", "doctor", "report", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on
 

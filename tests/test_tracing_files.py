@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from traces import MS, simulate
+
 from torchring.tracing.files import FORMAT, TraceError, find, path_of, read, write
 from torchring.tracing.records import About, Part, RankTrace, decode, encode
 

@@ -7,7 +7,8 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
 
     horovod/        the API of horovod.torch
     elastic/        training that survives lost ranks, and takes new ones in
-    joining.py      ranks with more data than others     cli.py, launch/, doctor/   the commands
+    joining.py      ranks with more data than others     cli.py, launch/, doctor/, report/   the commands
+    monitoring.py   figures for TensorBoard and others
     optimizer.py    wrap
     gradients/      from autograd to the optimizer's step
     allreduce/      sums a bucket over ranks
@@ -15,6 +16,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     collectives/    all_reduce, broadcast, ... for scripts
     transport/      messages between hosts                accelerators.py            devices with streams
     world.py        which ranks train together            stalls/                    who keeps the others waiting
+    tracing/        where the time of a step goes
     memory/         memory that the ranks of a host share
     rendezvous/     where ranks find each other           kernels/                   Triton kernels
 
@@ -55,8 +57,10 @@ if TYPE_CHECKING:
         TopologyError,
     )
     from torchring.joining import join
+    from torchring.monitoring import metrics
     from torchring.norms import SyncBatchNorm, convert_sync_batchnorm
     from torchring.optimizer import DistributedOptimizer, Stats, wrap
+    from torchring.tracing.writer import trace
     from torchring.world import (
         device,
         init,
@@ -99,12 +103,14 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "metrics",
     "node_rank",
     "num_nodes",
     "rank",
     "reduce_scatter",
     "shutdown",
     "size",
+    "trace",
     "wrap",
 ]
 
@@ -115,8 +121,10 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
         "reduce_scatter",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
         "joining": "join",
+        "monitoring": "metrics",
         "norms": "SyncBatchNorm convert_sync_batchnorm",
         "optimizer": "DistributedOptimizer Stats wrap",
+        "tracing.writer": "trace",
         "collectives.initial_state": "broadcast_optimizer_state broadcast_parameters",
         "world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
     }

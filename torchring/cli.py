@@ -24,7 +24,7 @@ from torchring.launch.elastic.driver import start_elastic
 from torchring.launch.launcher import LAUNCHERS, LaunchError, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import Stopped, signals_raise
-from torchring.rendezvous.environment import STACKS
+from torchring.rendezvous.environment import STACKS, TRACE
 
 _BENCH: Final = Path(__file__).with_name("bench")
 _PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have to remove a network
@@ -75,6 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--stacks-on-stall",
         action="store_true",
         help="when a process waits for long, have those that it waits for print their Python stacks",
+    )
+    run.add_argument(
+        "--trace",
+        metavar="DIR",
+        help="write where the time of each process's last 1,000 steps went to DIR, for `torchring report DIR`; files "
+        "of an earlier trace in DIR are removed",
     )
     elastic.add_options(run, where)
     horovodrun.add_options(run)
@@ -134,6 +140,8 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             command = [*_program(options.script, options.module), *options.arguments]
         output = OutputOptions(options.tag_output, options.log_dir, options.quiet)
         env = horovodrun.settings_of(options) | ({STACKS: "1"} if options.stacks_on_stall else {})
+        if options.trace is not None:
+            env |= {TRACE: _empty_trace(options.trace)}
         ssh_options = horovodrun.ssh_options_of(options)
         if is_elastic:
             limits = elastic.limits_of(options)
@@ -150,6 +158,18 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
     return 2
+
+
+def _empty_trace(folder: str) -> str:
+    """The folder for a trace, made, as an absolute path. Raises LaunchError if nothing can be written there."""
+    path = Path(folder).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for file in [*path.glob("rank-*.npz"), *path.glob("live-*.npz")]:
+            file.unlink()
+    except OSError as error:
+        raise LaunchError(f"--trace {folder}: {error.strerror}") from error
+    return str(path)
 
 
 def _program(script: str, is_module: bool) -> list[str]:

@@ -26,12 +26,14 @@ from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing,
 from torchring.gradients.scheduler import Round, Scheduler
 from torchring.gradients.sparse import NonFiniteGradient, SparseReduction
 from torchring.gradients.weights import Share, Weights
+from torchring.tracing import clocks
 from torchring.tracing.recorder import EXPOSED
 from torchring.tracing.records import Arrivals, ParameterRecord
 from torchring.world import World
 
 _BUCKET_MB: Final = 25.0
 _BUCKET_MB_BETWEEN_HOSTS: Final = 12.0
+_ROUNDS_BETWEEN_CLOCKS: Final = 500  # clocks drift by some microseconds a second
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Reduction:
         self._track = world.progress.open_numbered_track("gradients") if world.progress is not None else None
         self.scheduler = Scheduler((), self.mover, self._sparse.mark_local, self._track)
         self._add(specs, parameters, plan)
+        self._compare_clocks()
         self.buffers: BufferSync | None = None
         if options.sync_buffers is not None and buffers:
             device = specs[0].device
@@ -213,6 +216,8 @@ class Reduction:
         self.num_rounds += 1
         self.world.num_reductions += 1
         self._record(scheduler.round, backward_began)
+        if scheduler.round.number % _ROUNDS_BETWEEN_CLOCKS == 0:
+            self._compare_clocks()
         if scheduler.ready_order is not None and scheduler.round.hold:
             self._rebuild(scheduler.ready_order)
         self.rounds.end()
@@ -226,6 +231,13 @@ class Reduction:
             ready = tuple(at if at < 0 else max(0, at - backward_began) for at in current.arrivals)
             recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
         recorder.add_round(self.scheduler.times, stall_ns, current.packing_ns)
+
+    def _compare_clocks(self) -> None:
+        """Collective where there are several hosts: find out how far this host's clock is ahead."""
+        world = self.world
+        if len(world.hosts) > 1:
+            exchange = internal_collectives_of(world).all_gather_bytes
+            self._recorder.clock.append(clocks.measure(exchange, is_same_host=world.rank in world.hosts[0]))
 
     def _weigh_result(self) -> float:
         """By which the result of this round has to be multiplied.

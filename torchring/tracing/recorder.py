@@ -28,6 +28,7 @@ class Recorder:
     Attributes:
         num_steps: how many steps have ended.
         num_samples: that forward was given, since the last step ended.
+        num_samples_before: that forward was given before that.
         num_bytes: that this rank has contributed to reductions, in all.
         about: what the steps are steps of; None as long as no optimizer was wrapped. With several optimizers, of the
             one that was wrapped last.
@@ -40,6 +41,7 @@ class Recorder:
     def __init__(self) -> None:
         self.num_steps = 0
         self.num_samples = 0
+        self.num_samples_before = 0
         self.num_bytes = 0
         self.about: About | None = None
         self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)
@@ -85,6 +87,7 @@ class Recorder:
             step.extend(buckets)
             self._steps.append(step)
         self.num_bytes += sum(buckets[1::7])
+        self.num_samples_before += self.num_samples
         self.num_steps += 1
         self.num_samples = self._stall_ns = self._packing_ns = 0
         self._part, self.part_began = INPUT, now

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from torchring.rendezvous.environment import TRACE
 from torchring.threads import PeriodicThread, at_last
 from torchring.tracing import files
 from torchring.tracing.recorder import Recorder
 
-TRACE: Final = "TORCHRING_TRACE"  # a folder; from `torchring run --trace`
 _LIVE_SECONDS: Final = 1.0
 _LIVE_STEPS: Final = 50
 _log = logging.getLogger("torchring")

@@ -1,0 +1,118 @@
+"""Figures about training, for the tools where people look at them: TensorBoard, MLflow, Prometheus."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from torchring.tracing.records import Part, decode
+from torchring.world import default_world
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_NUM_STEPS: Final = 100
+_PARTS: Final = {
+    "input": Part.INPUT,
+    "forward": Part.FORWARD,
+    "backward": Part.BACKWARD,
+    "other": Part.BETWEEN,
+    "optimizer": Part.OPTIMIZER,
+}
+_HELP: Final = {
+    "rank": "Number of this rank.",
+    "world_size": "Number of ranks.",
+    "steps_total": "Optimizer steps of this rank.",
+    "samples_total": "Samples that forward was given on this rank.",
+    "reduced_bytes_total": "Bytes that this rank has contributed to reductions of gradients.",
+    "steps_per_second": "Optimizer steps a second.",
+    "samples_per_second": "Samples a second of this rank.",
+    "step_seconds": "Time of a step.",
+    "input_seconds": "From the end of a step to forward: waiting for data, logging.",
+    "forward_seconds": "In forward.",
+    "backward_seconds": "In backward, the loss included, without stalls for communication.",
+    "exposed_communication_seconds": "Backward was kept waiting by communication, or by other ranks.",
+    "other_seconds": "Between backward and step(): clipping, unscaling.",
+    "optimizer_seconds": "In step().",
+}
+
+
+def metrics() -> dict[str, float]:
+    """Figures about this rank's training, by name. Sends nothing, and takes about 1 ms.
+
+    Names are those of Prometheus, with the unit at the end. Seconds are means over the last 100 steps at most, and
+    those of the parts add up to `torchring_step_seconds`. Names that end in _total count since `init()`; in an elastic
+    job, since ranks have changed. Before the first step there are no seconds.
+
+        torchring_rank  torchring_world_size
+        torchring_steps_total  torchring_samples_total  torchring_reduced_bytes_total
+        torchring_steps_per_second  torchring_samples_per_second
+        torchring_step_seconds  torchring_input_seconds  torchring_forward_seconds  torchring_backward_seconds
+        torchring_exposed_communication_seconds  torchring_other_seconds  torchring_optimizer_seconds
+
+    Forward is told apart from input only if `wrap` was given the model. `torchring report` says what the times mean.
+    """
+    world = default_world()
+    recorder = world.recorder
+    found: dict[str, float] = {
+        "rank": world.rank,
+        "world_size": world.size,
+        "steps_total": recorder.num_steps,
+        "samples_total": recorder.num_samples_before,
+        "reduced_bytes_total": recorder.num_bytes,
+    }
+    steps = [decode(step) for step in recorder.last_steps(_NUM_STEPS)]
+    if steps:
+        seconds = sum(step.end - step.begin for step in steps) / 1e9
+        found["steps_per_second"] = len(steps) / seconds
+        found["samples_per_second"] = sum(step.num_samples for step in steps) / seconds
+        found["step_seconds"] = seconds / len(steps)
+        exposed = sum(step.exposed_ns for step in steps) / 1e9 / len(steps)
+        stalls = sum(step.stall_ns for step in steps) / 1e9 / len(steps)
+        for name, part in _PARTS.items():
+            found[f"{name}_seconds"] = sum(step.ns_in(part) for step in steps) / 1e9 / len(steps)
+        found["backward_seconds"] -= stalls
+        found["exposed_communication_seconds"] = exposed
+    return {f"torchring_{name}": value for name, value in found.items()}
+
+
+def log_to_tensorboard(writer: SummaryWriter, step: int) -> None:
+    """Write `metrics()` to TensorBoard.
+
+    Args:
+        writer: of torch.utils.tensorboard.
+        step: number of the step.
+    """
+    for name, value in metrics().items():
+        writer.add_scalar(name, value, step)
+
+
+def log_to_mlflow(step: int) -> None:
+    """Log `metrics()` to the active run of MLflow. Raises ModuleNotFoundError without MLflow."""
+    import mlflow
+
+    mlflow.log_metrics(metrics(), step=step)
+
+
+def write_prometheus(path: str | os.PathLike[str]) -> None:
+    """Write `metrics()` in Prometheus' text format, for the textfile collector of its node exporter.
+
+    The file is replaced as a whole. Give each rank of a host a file of its own; the samples carry the rank as a label.
+
+    Args:
+        path: ends in ".prom", for the collector to find it.
+
+    Raises:
+        ModuleNotFoundError: prometheus_client is not installed.
+        OSError: the file cannot be written.
+    """
+    from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+
+    registry = CollectorRegistry()
+    figures = metrics()
+    rank = str(int(figures.pop("torchring_rank")))
+    for name, value in figures.items():
+        gauge = Gauge(name, _HELP[name.removeprefix("torchring_")], ["rank"], registry=registry)
+        gauge.labels(rank=rank).set(value)
+    write_to_textfile(str(Path(path)), registry)
