@@ -376,7 +376,7 @@ class Reduction:
 
 def _times_arrivals(number: int) -> bool:
     """Whether round `number` is one of the few in which the arrival of each gradient is written down."""
-    return 2 <= number < 6 or number % 64 == 0
+    return 2 <= number < 6 or number % 64 == 63
 
 
 def _nothing() -> None: ...

@@ -1,0 +1,276 @@
+"""What the recorder writes down of real steps, and when the trace is written."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_pooled, run_ranks
+from torch import nn
+
+import torchring
+from torchring import world as world_module
+from torchring.tracing import recorder as recorder_module
+from torchring.tracing import writer
+from torchring.tracing.clocks import estimate, measure
+from torchring.tracing.files import find, live_path_of, path_of, read
+from torchring.tracing.recorder import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Recorder, decoded
+from torchring.tracing.records import About, ClockOffset, Part, RankTrace, StepRecord
+
+SIZES = (300, 300, 300)  # 360 kB a layer: copied on arrival
+
+
+class Clock:
+    """A clock that a test sets, in place of the time module."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def perf_counter_ns(self) -> int:
+        return self.now
+
+    def time(self) -> float:
+        return 1.8e9
+
+
+def steps_of(recorder: Recorder) -> tuple[StepRecord, ...]:
+    return decoded(*recorder.trace()).steps
+
+
+def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(recorder_module, "time", clock)
+    recorder = Recorder()
+    for number in range(1003):
+        for part, begin in ((FORWARD, 5), (BACKWARD, 9), (BACKWARD, 11), (EXPOSED, 20), (BETWEEN, 30), (OPTIMIZER, 31)):
+            clock.now = 100 * number + begin
+            recorder.enter(part)
+        recorder.num_samples += 8
+        recorder.add_round([0, 64, 1, 2, 3, 4, 5], 7, 6)
+        clock.now = 100 * (number + 1)
+        recorder.end_step()
+    steps = steps_of(recorder)
+    assert [step.number for step in steps] == list(range(3, 1003))
+    last = steps[-1]
+    assert (last.begin, last.end, last.num_samples, last.stall_ns, last.packing_ns) == (100_200, 100_300, 8, 7, 6)
+    assert [last.ns_in(part) for part in Part] == [5, 4, 11, 10, 1, 69]
+    assert last.exposed_ns == 17
+    assert (recorder.num_steps, recorder.num_bytes, recorder.num_samples_before) == (1003, 64 * 1003, 8 * 1003)
+    trace, _ = recorder.trace()
+    assert trace.num_dropped == 3
+    recorder.is_on = False
+    recorder.end_step()
+    assert (len(steps_of(recorder)), recorder.num_steps) == (1000, 1004)
+
+
+def test_a_step_of_very_many_micro_steps_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    for _ in range(100_000):
+        recorder.enter(FORWARD)
+        recorder.enter(BACKWARD)
+    recorder.end_step()
+    (step,) = steps_of(recorder)
+    assert len(step.parts) < 2000
+    assert sum(step.ns_in(part) for part in Part) == step.end - step.begin
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(size, size) for size in SIZES))
+
+
+def _train(rank: int, size: int, options: dict[str, Any], micros: int) -> tuple[RankTrace, int, list[float]]:
+    model = _model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, **options)
+    for _ in range(8):
+        optimizer.zero_grad()
+        for _ in range(micros):
+            model(torch.ones(5, SIZES[0])).square().mean().backward()
+        model.eval()(torch.ones(7, SIZES[0]))  # no part of training
+        model.train()
+        optimizer.step()
+    recorder = world_module.default_world().recorder
+    return decoded(*recorder.trace()), optimizer.stats().bytes_per_step, list(torchring.metrics().values())
+
+
+@pytest.mark.parametrize(
+    ("options", "micros"),
+    [({"bucket_mb": 0.5}, 1), ({"accumulate": 2}, 2), ({"algorithm": "ring", "overlap": "thread"}, 1)],
+    ids=str,
+)
+def test_real_steps(options: dict[str, Any], micros: int) -> None:
+    for rank, (trace, bytes_per_step, _) in enumerate(run_pooled(_train, 2, options, micros)):
+        about = trace.about
+        assert (about.rank, about.size, about.host != "", about.pid > 0) == (rank, 2, True, True)
+        assert about.algorithm == options.get("algorithm", "direct")
+        assert [parameter.name for parameter in about.parameters] == [
+            f"{i}.{k}" for i in range(3) for k in ("weight", "bias")
+        ]
+        assert sum(about.bucket_bytes) == bytes_per_step
+        assert 0 < about.process_began < about.wrapped < trace.steps[0].end
+        assert [step.number for step in trace.steps] == list(range(8))
+        for before, step in itertools.pairwise(trace.steps):
+            assert before.end == step.begin
+            kinds = [part.part for part in step.parts]
+            assert kinds == [INPUT, FORWARD, BACKWARD] * micros + [EXPOSED, BETWEEN, OPTIMIZER]
+            assert step.num_samples == 5 * micros
+            assert step.num_bytes == bytes_per_step
+            assert [bucket.index for bucket in step.buckets] == list(range(len(about.bucket_bytes)))
+            (backward,) = (part for part in step.parts[-4:] if part.part == BACKWARD)
+            for bucket in step.buckets:
+                assert backward.begin < bucket.ready <= bucket.packed <= bucket.launched <= bucket.started
+                assert bucket.started <= bucket.reduced <= step.parts[-2].begin
+            assert 0 <= step.stall_ns <= step.ns_in(Part.BACKWARD)
+            assert step.packing_ns > 0
+        assert [arrivals.step for arrivals in trace.arrivals] == [2, 3, 4, 5]
+        for arrivals in trace.arrivals:
+            ready = [arrivals.ready_ns[2 * layer] for layer in range(3)]  # of the weights
+            assert arrivals.backward_ns >= ready[0] > ready[1] > ready[2] > 0
+
+
+def test_metrics_add_up_to_the_step() -> None:
+    for _, _, values in run_pooled(_train, 2, {}, 1):
+        rank, size, num_steps, num_samples, num_bytes, per_s, samples_per_s, step, *parts, exposed = values
+        assert (rank in (0, 1), size, num_steps, num_samples) == (True, 2, 8, 40)
+        assert num_bytes >= 8 * 4 * 3 * 90_300
+        assert (per_s * step, samples_per_s / per_s) == (pytest.approx(1), pytest.approx(5))
+        assert sum(parts) + exposed == pytest.approx(step)
+        assert all(part > 0 for part in parts)
+
+
+def test_a_world_of_one(tmp_path: Path) -> None:
+    trace, _, values = _train(0, 1, {"on_nonfinite": "skip"}, 1)
+    assert [part.part for part in trace.steps[-1].parts] == [INPUT, FORWARD, BACKWARD, OPTIMIZER]
+    assert trace.steps[-1].buckets == ()
+    assert trace.about.algorithm == "none"
+    assert len(values) == 14
+
+
+def _skips(rank: int, size: int) -> int:
+    model = _model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, on_nonfinite="skip")
+    for factor in (1.0, float("nan"), 1.0):
+        optimizer.zero_grad()
+        (model(torch.ones(5, SIZES[0])).square().mean() * factor).backward()
+        optimizer.step()
+    return world_module.default_world().recorder.num_steps
+
+
+def test_a_step_that_is_left_out_is_a_step() -> None:
+    assert run_pooled(_skips, 2) == [3, 3]
+
+
+def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
+    model = _model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    pickled = pickle.dumps(model)
+    assert b"torchring" not in pickled
+    before = world_module.default_world().recorder.num_samples
+    for other in (copy.deepcopy(model), pickle.loads(pickled)):
+        other(torch.ones(3, SIZES[0]))
+    assert world_module.default_world().recorder.num_samples == before
+    model(torch.ones(3, SIZES[0]))
+    assert world_module.default_world().recorder.num_samples == before + 3
+    torch.compile(model, fullgraph=True, backend="eager")(torch.ones(3, SIZES[0]))
+    with pytest.raises(RuntimeError, match=r"optimizer\.close\(\) first"):
+        torch.jit.script(model)
+    optimizer.close()
+    torch.jit.script(model)
+
+
+def _writes(rank: int, size: int, folder: Path) -> None:
+    model = _model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(5, SIZES[0])).square().mean().backward()
+        optimizer.step()
+
+    step()
+    with torchring.trace(folder / "block"):
+        step()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        now = read(path_of(folder / "block", rank))
+        assert (len(now.steps), now.about.ended_by) == (2, "SIGUSR1")
+        step()
+        writer._writer._write_live()
+        assert len(read(live_path_of(folder / "block", rank)).steps) == 3
+        with pytest.raises(ValueError, match=r"written to .*block already"), torchring.trace(folder / "other"):
+            pass
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert len(read(path_of(folder / "block", rank)).steps) == 3
+    assert not live_path_of(folder / "block", rank).exists()
+    with torchring.trace(folder / "broken"):
+        step()
+        error = torchring.PeerLostError("rank 7 is gone", rank=rank, peers=(7,))
+        world_module.default_world().fail(error)
+        assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).about.ended_by
+    assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).about.ended_by
+
+
+def test_when_a_trace_is_written(tmp_path: Path) -> None:
+    run_ranks(_writes, 2, tmp_path)
+    assert list(find(tmp_path / "block")) == [0, 1]
+
+
+def _ends(rank: int, size: int) -> None:
+    _train(rank, size, {}, 1)
+    if rank == 1:
+        sys.last_value = ValueError("a mistake")  # as after an exception that nobody has caught
+
+
+def test_the_environment_asks_for_a_trace_which_the_exit_writes(tmp_path: Path) -> None:
+    run_ranks(_ends, 2, env={"TORCHRING_TRACE": str(tmp_path)})
+    traces = [read(path) for path in find(tmp_path).values()]
+    assert [len(trace.steps) for trace in traces] == [8, 8]
+    assert [trace.about.ended_by for trace in traces] == ["end", "ValueError: a mistake"]
+
+
+def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    recorder = Recorder()
+    recorder.about = About()
+    with caplog.at_level(logging.WARNING, "torchring"), torchring.trace(tmp_path / "file" / "folder"):
+        assert writer._writer is not None
+        for _ in range(3):
+            writer._writer.write(recorder)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        f"no trace is written to {tmp_path}/file/folder"
+    ]
+
+
+def test_clocks() -> None:
+    """The example of the docstring, and hosts whose clocks differ by 5 s."""
+    assert estimate([(151, 153)], [(100, 104)]) == ClockOffset(153, 50, 3)
+    ahead, delays = 5_000_000_000, ((70, 900), (300, 60), (80, 80))
+    mine, theirs = [], []
+    for number, (there, back) in enumerate(delays):
+        sent = 1000 * number
+        mine.append((sent + ahead + 10, sent + ahead + max(10, there)))
+        theirs.append((sent, sent + 10 + back))
+    found = estimate(mine, theirs)
+    assert abs(found.offset_ns - ahead) <= found.error_ns < 80
+
+
+def test_clocks_are_compared_by_exchanges() -> None:
+    sent: list[bytes] = []
+
+    def exchange(data: bytes) -> list[bytes]:
+        sent.append(data)
+        return [data]  # as if rank 0 had the same times
+
+    other = measure(exchange, is_same_host=False)
+    assert len(sent) == 11
+    assert abs(other.offset_ns) <= other.error_ns < 10_000_000
+    same = measure(exchange, is_same_host=True)
+    assert (same.offset_ns, same.error_ns) == (0, 0)
