@@ -323,6 +323,7 @@ class Analysis:
         network: fitted to the buckets, or given; None if nothing was reduced and none was given.
         is_network_given: whether the bandwidth was given on the command line.
         predictions: for 2 ... 1,024 ranks; empty without a network.
+        predictions_note: which network, algorithm and hosts the predictions assume, one sentence; "" without any.
         hiding_gigabytes_per_s: from which bandwidth on less than 1 % of a step is exposed communication; None if
             latency alone is more, or the network is unknown. 0 if any bandwidth will do.
     """
@@ -347,6 +348,7 @@ class Analysis:
     network: Network | None
     is_network_given: bool
     predictions: tuple[Prediction, ...]
+    predictions_note: str
     hiding_gigabytes_per_s: float | None
     start_up: StartUp | None
     median_step: MedianStep
