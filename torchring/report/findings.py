@@ -2,6 +2,10 @@
 
 Durations are milliseconds. Every measured number is a `Spread` over the steps that count: the first steps of a job do
 not, because buckets are laid out anew after the first reduction, and memory is touched for the first time.
+
+Medians of durations of steps and phases are those of means over groups of neighbouring steps, at most 32. A loader with
+four workers may keep a rank waiting in each fourth step only. A median over single steps would not show that, and a mean
+over all steps would follow a single accident.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ class Spread:
     """A number that was measured many times.
 
     Attributes:
-        median: half of the measurements are below.
+        median: half of the measurements are below; for steps and phases, half of the groups of steps, see above.
         low, high: a fifth of the measurements are below `low`, a fifth above `high`.
         unit: "ms", "s", "GB/s", "samples/s" or "%".
     """

@@ -137,19 +137,16 @@ def _on_one_clock(traces: list[RankTrace], problems: list[str]) -> tuple[list[Ra
     home = next((trace.about.node_rank for trace in traces if trace.about.rank == 0), 0)
     if len({trace.about.node_rank for trace in traces}) == 1:
         return traces, 0.0
-    away = [trace for trace in traces if trace.about.node_rank != home]
-    unknown = [trace.about.rank for trace in away if not trace.clock]
-    if unknown:
-        problems.append(
-            f"The clocks of {name_ranks(unknown)} were not compared with the clock of rank 0. Times are aligned where "
-            "reductions end, so waits between hosts are estimates."
-        )
-        ends = _ends_of_reductions(next((trace for trace in traces if trace.about.rank not in unknown), traces[0]))
-        # A difference that was taken where reductions end has an error that nobody knows.
-        away = [_aligned_at_ends(trace, ends) if trace.about.rank in unknown else trace for trace in away]
-    error_ns = max((offset.error_ns for trace in away for offset in trace.clock), default=0)
-    moved = {trace.about.rank: _moved(trace) for trace in away}
-    return [moved.get(trace.about.rank, trace) for trace in traces], None if unknown else error_ns / 1e6
+    aligned = [_moved(trace) if trace.about.node_rank != home and trace.clock else trace for trace in traces]
+    unknown = [trace.about.rank for trace in traces if trace.about.node_rank != home and not trace.clock]
+    if not unknown:
+        return aligned, max(offset.error_ns for trace in traces for offset in trace.clock) / 1e6
+    problems.append(
+        f"The clocks of {name_ranks(unknown)} were not compared with the clock of rank 0. Times are aligned where "
+        "reductions end, so waits between hosts are estimates."
+    )
+    ends = _ends_of_reductions(next((trace for trace in aligned if trace.about.rank not in unknown), aligned[0]))
+    return [_aligned_at_ends(trace, ends) if trace.about.rank in unknown else trace for trace in aligned], None
 
 
 def _ends_of_reductions(trace: RankTrace) -> dict[int, int]:
@@ -158,11 +155,11 @@ def _ends_of_reductions(trace: RankTrace) -> dict[int, int]:
 
 
 def _aligned_at_ends(trace: RankTrace, ends: dict[int, int]) -> RankTrace:
-    """The same trace with a clock, so that its reductions end when `ends` says."""
+    """The same trace, moved so that its reductions end when `ends` says."""
     own = _ends_of_reductions(trace)
     apart = [own[number] - ends[number] for number in own.keys() & ends.keys()]
     offset_ns = sorted(apart)[len(apart) // 2]
-    return dataclasses.replace(trace, clock=(ClockOffset(trace.steps[0].begin, offset_ns, 0),))
+    return _moved(dataclasses.replace(trace, clock=(ClockOffset(trace.steps[0].begin, offset_ns, 0),)))
 
 
 def _moved(trace: RankTrace) -> RankTrace:
@@ -176,7 +173,10 @@ def _moved(trace: RankTrace) -> RankTrace:
     drift = np.interp((begins - at[0]).astype(float), (at - at[0]).astype(float), (offsets - offsets[0]).astype(float))
     earlier = offsets[0] + np.round(drift).astype(np.int64)
     steps = tuple(_earlier(step, int(ns)) for step, ns in zip(trace.steps, earlier, strict=True))
-    return dataclasses.replace(trace, steps=steps, clock=())
+    about = trace.about
+    began = about.process_began and about.process_began - int(offsets[0])
+    about = dataclasses.replace(about, process_began=began, wrapped=about.wrapped - int(offsets[0]))
+    return dataclasses.replace(trace, about=about, steps=steps)
 
 
 def _earlier(step: StepRecord, ns: int) -> StepRecord:
