@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from torchring.report import buckets as of_buckets
@@ -34,7 +36,8 @@ def analyse(job: Job, given: Network | None = None) -> Analysis:
     """Say what bounds the job, and what would help.
 
     Args:
-        given: use this network in predictions, in place of the one that the trace shows.
+        given: use this network in predictions, in place of the one that the trace shows. If its latency is unknown and
+            the trace is of several hosts, the latency of the trace is used.
     """
     about = job.traces[0].about
     timing = tabulate(job)
@@ -46,6 +49,8 @@ def analyse(job: Job, given: Network | None = None) -> Analysis:
     buckets = of_buckets.summarise(job, timing, critical)
     late = of_buckets.late_parameters(job, buckets, backward_ms, step.median)
     network = fit_network(timing, critical, about, job.size)
+    if given and not given.is_alpha_known and network and network.is_alpha_known and about.local_size < about.size:
+        given = dataclasses.replace(given, alpha_ms=network.alpha_ms, is_alpha_known=True)
     workload = describe(job, timing, critical)
     own_links = links_of(about, network, None)
     efficiency = _efficiency(critical, timing, step.median, job.size)

@@ -3,9 +3,9 @@
 Durations are milliseconds. Every measured number is a `Spread` over the steps that count: the first steps of a job do
 not, because buckets are laid out anew after the first reduction, and memory is touched for the first time.
 
-Medians of durations of steps and phases are those of means over groups of neighbouring steps, at most 32. A loader with
-four workers may keep a rank waiting in each fourth step only. A median over single steps would not show that, and a mean
-over all steps would follow a single accident.
+Medians of durations of steps and phases are those of means over groups of neighbouring steps, at most 32. A loader
+with four workers may keep a rank waiting in each fourth step only. A median over single steps would not show that, and
+a mean over all steps would follow a single accident.
 """
 
 from __future__ import annotations
