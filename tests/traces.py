@@ -40,6 +40,7 @@ def simulate(
     skew_ms: Sequence[float] | None = None,
     ranks_per_host: int | None = None,
     num_samples: int = 16,
+    start_up_s: float = 1.0,
     seed: int = 0,
 ) -> list[RankTrace]:
     """One trace per rank. Durations may be given for each rank.
@@ -51,6 +52,7 @@ def simulate(
         noise: standard deviation of each duration, as a part of it.
         skew_ms: by how much each rank's clock is ahead; with it, the traces have `ClockOffset`s that say so.
         ranks_per_host: all by default.
+        start_up_s: from the start of the processes to the beginning of the first step.
     """
     rng = random.Random(seed)
     per_host = ranks_per_host or num_ranks
@@ -112,7 +114,7 @@ def simulate(
             host=f"host{rank // per_host}",
             pid=1000 + rank,
             num_cores=num_ranks,
-            process_began=begins[0] // 1000 + skews[rank],
+            process_began=round((1_000_000 - start_up_s * 1000) * MS) + skews[rank],
             wrapped=999_990 * MS + skews[rank],
             algorithm="direct" if per_host == num_ranks else "ring",
             reason="simulated",

@@ -1,5 +1,6 @@
 """The `torchring` command: `torchring run` starts a script on several processes, `torchring doctor` says what this
-machine offers, `torchring bench` runs one of the benchmarks that are installed with the package."""
+machine offers, `torchring report` says what bounds a job that was traced, `torchring bench` runs one of the benchmarks
+that are installed with the package."""
 
 from __future__ import annotations
 
@@ -89,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the script")
     doctor = commands.add_parser("doctor", help="say what this machine offers, and what is wrong", add_help=False)
     doctor.add_argument("arguments", nargs=argparse.REMAINDER)
+    report = commands.add_parser("report", help="say what bounds a job, from its trace", add_help=False)
+    report.add_argument("arguments", nargs=argparse.REMAINDER)
     benchmarks = _benchmarks()
     bench = commands.add_parser(
         "bench",
@@ -106,6 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from torchring.doctor import main as doctor_main
 
         return int(doctor_main(arguments[1:]))
+    if arguments[:1] == ["report"]:
+        from torchring.report.command import main as report_main
+
+        return int(report_main(arguments[1:]))
     if arguments[:1] == ["run"]:  # errors of its own parser show its own usage
         options = run.parse_args(arguments[1:], argparse.Namespace(command="run"))
     else:

@@ -1,0 +1,161 @@
+"""From traces to what the report says. The data classes are in `findings.py`.
+
+`timing.py` puts the steps into arrays. `waits.py` finds out who waits for whom, and `verdict.py` what bounds the job.
+`buckets.py` and `network.py` look at communication; `workload.py` and `scaling.py` predict what would be different.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from torchring.report import buckets as of_buckets
+from torchring.report import lanes, waits
+from torchring.report.advice import Situation, advise
+from torchring.report.findings import (
+    Analysis,
+    Network,
+    Phase,
+    Prediction,
+    RankSummary,
+    Spread,
+    StartUp,
+)
+from torchring.report.merge import Job
+from torchring.report.scaling import SIZES, Links, hiding_gigabytes_per_s, predict
+from torchring.report.timing import Timing, groups, spread, spread_of_steps, tabulate, typical
+from torchring.report.verdict import find_costs, judge
+from torchring.report.waits import Critical, column, find_critical
+from torchring.report.workload import calibrated, computing, describe, fit_network, links_of
+
+__all__ = ["Analysis", "analyse"]
+
+
+def analyse(job: Job, given: Network | None = None) -> Analysis:
+    """Say what bounds the job, and what would help.
+
+    Args:
+        given: use this network in predictions, in place of the one that the trace shows. If its latency is unknown and
+            the trace is of several hosts, the latency of the trace is used.
+    """
+    about = job.traces[0].about
+    timing = tabulate(job)
+    critical = find_critical(timing, about)
+    counts = timing.counts
+    step = spread_of_steps(critical.path[counts].sum(1))
+    backward_ms = typical(critical.path[counts][:, column(Phase.BACKWARD)])
+    costs = find_costs(timing, critical)
+    buckets = of_buckets.summarise(job, timing, critical)
+    late = of_buckets.late_parameters(job, buckets, backward_ms, step.median)
+    network = fit_network(timing, critical, about, job.size)
+    if given and not given.is_alpha_known and network and network.is_alpha_known and about.local_size < about.size:
+        given = dataclasses.replace(given, alpha_ms=network.alpha_ms, is_alpha_known=True)
+    workload = describe(job, timing, critical)
+    own_links = links_of(about, network, None)
+    efficiency = _efficiency(critical, timing, step.median, job.size)
+    start_up = _start_up(job)
+    if own_links is not None:
+        workload = calibrated(workload, own_links, job.size, step.median)
+    situation = Situation(job, critical.cycle[counts], costs, step.median, backward_ms, workload, own_links)
+    links = links_of(about, network, given)
+    predictions = predict(workload, links) if links is not None and workload.bucket_bytes else []
+    alpha_ms = given.alpha_ms if given else network.alpha_ms if network else 0.0
+    size = job.size if job.size > 1 else SIZES[0]
+    return Analysis(
+        about,
+        job.size,
+        int(counts.sum()),
+        int(np.argmax(counts)),
+        job.clock_error_ms,
+        (*job.problems, *timing.problems, *_remarks(timing, costs.is_forward_known)),
+        judge(timing, costs, job.size, buckets, late, network, start_up, efficiency),
+        advise(situation),
+        step,
+        waits.spread_by_phase(critical.path[counts]),
+        _samples_per_s(timing, critical),
+        efficiency,
+        _ranks(job, timing, critical),
+        waits.list_waits(timing, critical),
+        buckets,
+        late,
+        of_buckets.bandwidths(job, timing, critical),
+        given or network,
+        given is not None,
+        tuple(predictions),
+        _note(predictions, links, about.local_size, given is not None),
+        hiding_gigabytes_per_s(workload, size, alpha_ms) if workload.bucket_bytes and links else None,
+        start_up,
+        lanes.median_step(job, timing, critical),
+        lanes.series(timing, critical),
+    )
+
+
+def _remarks(timing: Timing, is_forward_known: bool) -> list[str]:
+    remarks = []
+    if not is_forward_known:
+        remarks.append(
+            "Forward is not told apart from waiting for data, because `wrap` was given no model: "
+            "torchring.wrap(optimizer, model)."
+        )
+    if timing.counts.sum() < 10:
+        remarks.append(f"Only {timing.counts.sum()} steps count. Numbers are more reliable with 50 or more.")
+    return remarks
+
+
+def _ranks(job: Job, timing: Timing, critical: Critical) -> tuple[RankSummary, ...]:
+    counts = timing.counts
+    durations = (timing.end - timing.begin)[counts]
+    return tuple(
+        RankSummary(
+            trace.about.rank,
+            trace.about.host,
+            trace.about.node_rank,
+            spread_of_steps(durations[:, i]),
+            waits.spread_by_phase(critical.phases[counts][:, i]),
+            spread_of_steps(timing.packing[counts][:, i]),
+            spread_of_steps(timing.stall[counts][:, i]),
+            waits.is_last_share(timing, critical, i),
+        )
+        for i, trace in enumerate(job.traces)
+    )
+
+
+def _samples_per_s(timing: Timing, critical: Critical) -> Spread | None:
+    """All ranks that have a trace together."""
+    samples = groups(timing.num_samples[timing.counts].sum(1))
+    durations = groups(critical.path[timing.counts].sum(1))
+    if not (samples > 0).all() or not (durations > 0).all():
+        return None
+    return spread(samples / durations * 1e3, "samples/s")
+
+
+def _efficiency(critical: Critical, timing: Timing, step_ms: float, size: int) -> float:
+    if size == 1 or step_ms <= 0:
+        return 1.0
+    return min(1.0, typical(computing(critical)[timing.counts].mean(1)) / step_ms)
+
+
+def _start_up(job: Job) -> StartUp | None:
+    """Of the rank whose start took longest."""
+    found = []
+    for trace in job.traces:
+        about, first, last = trace.about, trace.steps[0], trace.steps[-1]
+        if not about.process_began or not about.wrapped:
+            continue
+        until_wrapped = (about.wrapped - about.process_began) / 1e9
+        until_first = (first.end - about.wrapped) / 1e9 if not trace.num_dropped else None
+        run = (last.end - about.process_began) / 1e9
+        if run > 0:
+            found.append(StartUp(until_wrapped, until_first, run, (until_wrapped + (until_first or 0.0)) / run))
+    return max(found, key=lambda each: each.share, default=None)
+
+
+def _note(predictions: list[Prediction], links: Links | None, ranks_per_host: int, is_given: bool) -> str:
+    if not predictions or links is None:
+        return ""
+    speed = f"{links.network.gigabytes_per_s:.3g} GB/s and {links.network.alpha_ms:.2g} ms a message"
+    network = "the network that was given" if is_given else "the network of this trace"
+    ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
+    hosts = f", hosts of {ranks_per_host} {'rank' if ranks_per_host == 1 else 'ranks'}"
+    return f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."

@@ -1,0 +1,155 @@
+"""Buckets one by one: how fast they were reduced, which were not hidden, and which parameters made them late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from torchring.report.findings import Bandwidth, BucketSummary, LateParameter
+from torchring.report.merge import Job
+from torchring.report.timing import Array, Timing, spread
+from torchring.report.waits import Critical
+from torchring.tracing.records import About
+
+_MIB: Final = 1 << 20
+_BUCKET_MIB: Final = 25.0  # what `wrap` chooses on one host
+_BUCKET_MIB_BETWEEN_HOSTS: Final = 12.0
+_OVERSIZED: Final = 1.5  # times the size that was asked for
+_MOST: Final = 0.5  # of a bucket, or of what is exposed
+_LATE: Final = 0.8  # share of backward
+_HOLDS: Final = 0.05  # share of backward for which a parameter is alone not ready
+_WORTH_TELLING: Final = 0.005  # share of a step
+_MAX_LATE: Final = 10
+
+
+def bus_bytes(num_bytes: float, num_ranks: int) -> float:
+    """What each rank must send, and receive, for an all-reduce (Patarasuk and Yuan 2009)."""
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes
+
+
+def names_in(about: About, index: int) -> tuple[str, ...]:
+    """Names of the parameters of a bucket."""
+    return tuple(parameter.name for parameter in about.parameters if parameter.bucket == index)
+
+
+def nominal_bytes(about: About) -> float:
+    """The size of a bucket that `wrap` aimed at."""
+    try:
+        return float(about.options.get("bucket_mb", "")) * _MIB
+    except ValueError:
+        return (_BUCKET_MIB if about.local_size == about.size else _BUCKET_MIB_BETWEEN_HOSTS) * _MIB
+
+
+def summarise(job: Job, timing: Timing, critical: Critical) -> tuple[BucketSummary, ...]:
+    """The buckets, in the order of the plan."""
+    counts, about = timing.counts, job.traces[0].about
+    begins, ends = critical.reduction_begins[counts], critical.reduction_ends[counts]
+    ready = (timing.ready - timing.backward_begin[..., None])[counts].max(1)
+    exposed = exposed_of_buckets(timing, critical)[counts]
+    found = []
+    for i, index in enumerate(timing.bucket_indices):
+        durations = ends[:, i] - begins[:, i]
+        size = bus_bytes(timing.bucket_bytes[i], job.size)
+        # A bucket that was reduced before this rank looked took no time that can be seen.
+        bandwidth = size / 1e6 / np.where(durations > 0, durations, np.nan)
+        found.append(
+            BucketSummary(
+                index,
+                int(timing.bucket_bytes[i]),
+                names_in(about, index),
+                spread(ready[:, i]),
+                spread(durations),
+                spread(exposed[:, i]),
+                spread(bandwidth, "GB/s"),
+                timing.ranks[int(np.bincount(critical.last[counts][:, i]).argmax())],
+            )
+        )
+    return tuple(found)
+
+
+def exposed_of_buckets(timing: Timing, critical: Critical) -> Array:
+    """[S, B], how much of each reduction is behind the end of backward on the rank that the others wait for."""
+    backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
+    begins = np.maximum(critical.reduction_begins, backward_end)
+    return np.asarray(np.clip(critical.reduction_ends - begins, 0, None))
+
+
+def bandwidths(job: Job, timing: Timing, critical: Critical) -> tuple[Bandwidth, ...]:
+    """What the algorithm of the job achieved."""
+    about, counts = job.traces[0].about, timing.counts
+    durations = (critical.reduction_ends - critical.reduction_begins)[counts]
+    if job.size == 1 or not durations.size or not (durations > 0).any():
+        return ()
+    sizes = bus_bytes(1.0, job.size) * timing.bucket_bytes
+    total = durations.sum(1)
+    bus = sizes.sum() / 1e6 / np.where(total > 0, total, np.nan)
+    medians = np.median(durations, axis=0)
+    rates = np.where(medians > 0, sizes / np.where(medians > 0, medians, 1.0), 0.0)
+    best = int(rates.argmax())
+    of_best = sizes[best] / 1e6 / np.where(durations[:, best] > 0, durations[:, best], np.nan)
+    path = "within a host" if about.local_size == about.size else "between hosts"
+    return (Bandwidth(about.algorithm, path, spread(bus, "GB/s"), spread(of_best, "GB/s")),)
+
+
+def late_parameters(
+    job: Job, summaries: Sequence[BucketSummary], backward_ms: float, step_ms: float
+) -> tuple[LateParameter, ...]:
+    """Parameters whose gradients come late, and cost time: the worst first.
+
+    A parameter is late in two ways. It is so large that its bucket is much larger than others, and its gradient comes
+    at the end of backward, so that nothing is left to hide the reduction. Or the other gradients of its bucket are
+    ready long before.
+    """
+    about = job.traces[0].about
+    shares = _ready_shares(job)
+    found = []
+    for summary in summaries:
+        inside = [i for i, parameter in enumerate(about.parameters) if parameter.bucket == summary.index]
+        if not inside or summary.exposed.median < _WORTH_TELLING * step_ms:
+            continue
+        total = sum(about.parameters[i].num_bytes for i in inside) or 1
+        largest = max(inside, key=lambda i: about.parameters[i].num_bytes)
+        ready_share = shares.get(largest, min(1.0, summary.ready.median / backward_ms) if backward_ms else 1.0)
+        size = about.parameters[largest].num_bytes
+        nominal = nominal_bytes(about)
+        if size >= _MOST * total and total >= _OVERSIZED * nominal and ready_share >= _LATE:
+            why = (
+                f"Its gradient of {size / 1e6:.0f} MB makes a bucket of its own, and is ready after "
+                f"{ready_share:.0%} of backward, so that little is left to hide its reduction."
+            )
+            found.append(_late(about, largest, ready_share, 0.0, summary.exposed.median, why))
+            continue
+        known = sorted((shares[i], i) for i in inside if i in shares)
+        if len(known) < 2:
+            continue
+        (before, _), (last_share, last) = known[-2:]
+        if last_share - before >= _HOLDS:
+            holds_ms = (last_share - before) * backward_ms
+            why = (
+                f"All other gradients of bucket {summary.index} are ready {holds_ms:.1f} ms earlier. The bucket, and "
+                "all buckets after it, wait for this one."
+            )
+            found.append(_late(about, last, last_share, holds_ms, summary.exposed.median, why))
+    return tuple(sorted(found, key=lambda late: -late.exposed_ms)[:_MAX_LATE])
+
+
+def _late(about: About, i: int, share: float, holds_ms: float, exposed_ms: float, why: str) -> LateParameter:
+    parameter = about.parameters[i]
+    return LateParameter(parameter.name, parameter.bucket, parameter.num_bytes, share, holds_ms, exposed_ms, why)
+
+
+def _ready_shares(job: Job) -> dict[int, float]:
+    """For each parameter, after which share of backward its gradient is ready: median over what was written down."""
+    num_parameters = len(job.traces[0].about.parameters)
+    rows = [
+        np.array(arrivals.ready_ns, float) / arrivals.backward_ns
+        for trace in job.traces
+        for arrivals in trace.arrivals
+        if arrivals.backward_ns > 0 and len(arrivals.ready_ns) == num_parameters
+    ]
+    if not rows or not num_parameters:
+        return {}
+    table = np.where(np.array(rows) < 0, np.nan, np.array(rows))
+    return {i: float(np.nanmedian(table[:, i])) for i in range(num_parameters) if np.isfinite(table[:, i]).any()}

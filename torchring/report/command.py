@@ -1,0 +1,102 @@
+"""`torchring report DIR`: the command line of the report.
+
+Exit code: 0 if there is a report, 1 if nothing could be read or a file could not be written, 2 for a usage error or a
+package that is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from torchring.report.analysis import Analysis, analyse
+from torchring.report.exports import write_csv, write_trace_json
+from torchring.report.findings import Network
+from torchring.report.merge import load
+from torchring.report.terminal import show
+from torchring.tracing.files import TraceError
+
+_TYPICAL_ALPHA_MS: Final = 0.05  # latency of a message over TCP between neighbouring hosts
+_PAGE: Final = "report.html"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`arguments` are those behind "report". Returns the exit code; raises SystemExit(2) for a usage error."""
+    options = _parser().parse_args(arguments)
+    folder = Path(options.folder)
+    try:
+        job = load(folder)
+    except TraceError as error:
+        print(f"torchring report: {error}", file=sys.stderr)
+        return 1
+    given = options.bandwidth and Network(_TYPICAL_ALPHA_MS, options.bandwidth / 8, is_alpha_known=False)
+    analysis = analyse(job, given)
+    show(analysis)
+    sys.stdout.flush()
+    codes = [0]
+    if options.csv is not None:
+        codes.append(_write(options.csv, lambda path: write_csv(job, path)))
+    if options.trace_json is not None:
+        codes.append(_write(options.trace_json, lambda path: write_trace_json(job, path)))
+    if not options.no_html:
+        codes.append(_write(options.html or folder / _PAGE, lambda path: _write_page(analysis, path)))
+    return max(codes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchring report",
+        description="Say what bounds a job, by how much, and what would help, from the trace that "
+        "`torchring run --trace DIR` has written.",
+        epilog="Exit code: 0 if there is a report, 1 if nothing could be read or a file could not be written, 2 for a "
+        "usage error or a package that is missing.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder of the trace")
+    page = parser.add_mutually_exclusive_group()
+    page.add_argument("--html", type=Path, metavar="FILE", help=f"where to write the page (default: DIR/{_PAGE})")
+    page.add_argument("--no-html", action="store_true", help="write no page")
+    parser.add_argument(
+        "--trace-json", type=Path, metavar="FILE", help="also write a trace of all ranks for Chrome or Perfetto"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write a table with a row per step and rank")
+    parser.add_argument(
+        "--bandwidth",
+        type=_bandwidth,
+        metavar="GBIT",
+        help="predict for a network of so many Gbit/s between hosts (default: as in the trace)",
+    )
+    return parser
+
+
+def _bandwidth(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: give a number of Gbit/s, such as 10")
+    return value
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> int:
+    """Returns the exit code."""
+    try:
+        write(path)
+    except OSError as error:
+        print(f"torchring report: cannot write {path}: {error.strerror}", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        print(f"torchring report: {error}", file=sys.stderr)
+        return 2
+    print(f"Written: {path}")
+    return 0
+
+
+def _write_page(analysis: Analysis, path: Path) -> None:
+    from torchring.report.page import write_page
+
+    write_page(analysis, path)

@@ -1,0 +1,123 @@
+"""The steps of a job for other programs: as a trace for Chrome and Perfetto, and as a table.
+
+The format of the trace: "Trace Event Format", Google. https://ui.perfetto.dev opens it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from torchring.report.lanes import spans_of
+from torchring.report.merge import Job
+from torchring.report.timing import tabulate
+from torchring.report.waits import PHASES, column, find_critical
+from torchring.tracing.records import BucketRecord, StepRecord
+
+_COMPUTE: Final = 0  # number of the lane; those of buckets follow
+
+
+def write_trace_json(job: Job, path: Path) -> None:
+    """One process for each rank, a lane for what it computes, and lanes for its buckets. Raises OSError."""
+    with open(path, "w") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for i, event in enumerate(_events(job)):
+            file.write((",\n" if i else "") + json.dumps(event))
+        file.write("\n]}\n")
+
+
+def write_csv(job: Job, path: Path) -> None:
+    """One row for each step and rank. Raises OSError."""
+    timing = tabulate(job)
+    critical = find_critical(timing, job.traces[0].about)
+    phases = [f"{phase.value.replace(' ', '_')}_ms" for phase in PHASES]
+    head = ["step", "rank", "host", "is_in_statistics", "begin_ms", "step_ms", *phases, "waits_for_rank"]
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*head, "stall_ms", "packing_ms", "num_samples", "num_bytes"])
+        for i, row in enumerate(job.steps):
+            for j, (trace, step) in enumerate(zip(job.traces, row, strict=True)):
+                waits = critical.waiting[i, j] > 0
+                writer.writerow(
+                    [
+                        *(step.number, trace.about.rank, trace.about.host, int(timing.counts[i])),
+                        *_rounded(timing.begin[i, j], (step.end - step.begin) / 1e6),
+                        *_rounded(*(critical.phases[i, j, column(phase)] for phase in PHASES)),
+                        timing.ranks[critical.awaited[i, j]] if waits else "",
+                        *_rounded(step.stall_ns / 1e6, step.packing_ns / 1e6),
+                        *(step.num_samples, step.num_bytes),
+                    ]
+                )
+
+
+def _rounded(*milliseconds: float) -> list[str]:
+    return [f"{each:.6f}" for each in milliseconds]  # a nanosecond
+
+
+def _events(job: Job) -> Iterator[dict[str, Any]]:
+    base = min(step.begin for step in job.steps[0])
+    num_lanes = [0] * len(job.traces)
+    timing = tabulate(job)
+    critical = find_critical(timing, job.traces[0].about)
+    for i, row in enumerate(job.steps):
+        last = _last_launches(job, row)
+        for j, (trace, step) in enumerate(zip(job.traces, row, strict=True)):
+            rank = trace.about.rank
+            yield _span(f"step {step.number}", rank, _COMPUTE, step.begin - base, step.end - base)
+            for phase, begin, end in spans_of(step, float(critical.waiting[i, j])):
+                yield _span(phase.value, rank, _COMPUTE, begin - base, end - base)
+            lanes = _in_lanes(step)
+            num_lanes[j] = max([num_lanes[j], *lanes.values()])
+            for bucket in step.buckets:
+                lane, (at, culprit) = lanes[bucket.index], last[bucket.index]
+                facts = {"step": step.number, "bytes": bucket.num_bytes}
+                begin, end = bucket.launched - base, bucket.reduced - base
+                yield _span(f"bucket {bucket.index}", rank, lane, begin, end, facts)
+                if culprit != rank and begin < (until := min(at - base, end)):
+                    yield _span(f"waiting for rank {culprit}", rank, lane, begin, until)
+    for trace, count in zip(job.traces, num_lanes, strict=True):
+        about = trace.about
+        yield _name("process_name", about.rank, _COMPUTE, f"rank {about.rank} ({about.host}, {about.device})")
+        yield {"name": "process_sort_index", "ph": "M", "pid": about.rank, "args": {"sort_index": about.rank}}
+        yield _name("thread_name", about.rank, _COMPUTE, "compute")
+        for lane in range(1, count + 1):
+            yield _name("thread_name", about.rank, lane, "buckets" if lane == 1 else f"buckets ({lane})")
+
+
+def _last_launches(job: Job, row: tuple[StepRecord, ...]) -> dict[int, tuple[int, int]]:
+    """For each bucket of a step: when the last rank launched it, and which rank that was."""
+    last: dict[int, tuple[int, int]] = {}
+    for trace, step in zip(job.traces, row, strict=True):
+        for bucket in step.buckets:
+            last[bucket.index] = max(last.get(bucket.index, (-1, -1)), (bucket.launched, trace.about.rank))
+    return last
+
+
+def _in_lanes(step: StepRecord) -> dict[int, int]:
+    """The lane of each bucket, by index: spans of one lane do not overlap."""
+    ends: list[int] = []
+    lanes = {}
+    for bucket in sorted(step.buckets, key=_launched):
+        free = next((lane for lane, end in enumerate(ends) if end <= bucket.launched), len(ends))
+        ends[free : free + 1] = [max(bucket.reduced, bucket.launched)]
+        lanes[bucket.index] = free + 1
+    return lanes
+
+
+def _launched(bucket: BucketRecord) -> int:
+    return bucket.launched
+
+
+def _span(
+    name: str, rank: int, lane: int, begin_ns: int, end_ns: int, facts: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """Times of the format are microseconds."""
+    span = {"name": name, "ph": "X", "pid": rank, "tid": lane, "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+    return span | ({"args": facts} if facts else {})
+
+
+def _name(kind: str, rank: int, lane: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}

@@ -1,0 +1,265 @@
+"""The figures of the page: each function makes one of an analysis. Text and lines get their colours from the page."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any, Final
+
+import numpy as np
+import plotly.graph_objects as go
+
+from torchring.report.drawing import COLORS, figure, phase_median, shown_buckets, shown_phases, shown_ranks
+from torchring.report.findings import Analysis, Phase
+from torchring.report.formats import megabytes, milliseconds, percent, with_spread
+
+_MAX_WRITTEN: Final = 8  # ranks: a heat map of more has no numbers in its cells
+
+
+def phases_by_rank(analysis: Analysis) -> Any:
+    """A bar for each rank, made of the medians of its phases."""
+    ranks = shown_ranks(analysis)
+    labels = [str(rank.rank) for rank in ranks]
+    bars = [
+        go.Bar(
+            name=phase.value,
+            orientation="h",
+            y=labels,
+            x=[phase_median(rank, phase) for rank in ranks],
+            marker_color=COLORS[phase],
+            hovertext=[
+                f"rank {rank.rank} on {escape(rank.host)}<br>{phase.value}: {with_spread(rank.phases[phase])}"
+                if phase in rank.phases
+                else ""
+                for rank in ranks
+            ],
+            hoverinfo="text",
+        )
+        for phase in shown_phases(analysis)
+    ]
+    whole = go.Scatter(
+        name="whole step",
+        mode="markers",
+        y=labels,
+        x=[rank.step.median for rank in ranks],
+        error_x={
+            "array": [rank.step.high - rank.step.median for rank in ranks],
+            "arrayminus": [rank.step.median - rank.step.low for rank in ranks],
+            "thickness": 1.5,
+            "width": 3,
+        },
+        marker={"size": 5},
+        meta={"text": ["marker.color", "error_x.color"]},
+        hovertext=[
+            f"rank {rank.rank} on {escape(rank.host)}<br>whole step: {with_spread(rank.step)}" for rank in ranks
+        ],
+        hoverinfo="text",
+    )
+    return figure(
+        [*bars, whole],
+        height=70 + max(110, len(ranks) * max(12, 34 - len(ranks))),
+        barmode="stack",
+        bargap=0.25,
+        xaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
+        yaxis={"title": "rank", "type": "category", "autorange": "reversed", "showgrid": False},
+    )
+
+
+def phases_over_time(analysis: Analysis) -> Any:
+    """Phases of one rank as stacked areas. The traces of a rank share a legend group; one rank is visible."""
+    series = analysis.series
+    first = default_rank(analysis)
+    areas = [
+        go.Scatter(
+            name=phase.value,
+            legendgroup=str(rank.rank),
+            visible=rank.rank == first,
+            x0=series.numbers[0],
+            dx=series.num_steps_per_point,
+            y=np.array(series.phases[rank.rank][phase], np.float32),
+            stackgroup=str(rank.rank),
+            mode="lines",
+            line={"width": 0},
+            fillcolor=COLORS[phase],
+            hovertemplate="%{y:.1f} ms<extra>" + phase.value + "</extra>",
+        )
+        for rank in shown_ranks(analysis)
+        for phase in Phase
+        if any(series.phases.get(rank.rank, {}).get(phase, ()))
+    ]
+    return figure(
+        areas,
+        height=320,
+        hovermode="x unified",
+        xaxis={"title": "step", "tickformat": ",d", "showgrid": False, "hoverformat": ",d"},
+        yaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
+    )
+
+
+def default_rank(analysis: Analysis) -> int:
+    """The rank that is shown first: the one to blame, or else the one that the others wait for most."""
+    ranks = shown_ranks(analysis)
+    blamed = [rank.rank for rank in ranks if rank.rank == analysis.verdict.rank]
+    return blamed[0] if blamed else max(ranks, key=lambda rank: rank.is_last_share).rank
+
+
+def who_waits_for_whom(analysis: Analysis) -> Any:
+    """A heat map: a row for each rank that waits, a column for each that is waited for."""
+    ranks = [rank.rank for rank in shown_ranks(analysis)]
+    place = {rank: i for i, rank in enumerate(ranks)}
+    cells: list[list[float | None]] = [[None if row == column else 0.0 for column in ranks] for row in ranks]
+    texts = [
+        ["" if row == column else f"rank {row} does not wait for rank {column}" for column in ranks] for row in ranks
+    ]
+    for wait in analysis.waits:
+        if wait.waiting in place and wait.awaited in place:
+            row, column = place[wait.waiting], place[wait.awaited]
+            cells[row][column] = wait.mean_ms
+            texts[row][column] = (
+                f"rank {wait.waiting} waits for rank {wait.awaited}<br>{milliseconds(wait.mean_ms)} of each step on "
+                f"average<br>in {percent(wait.share)} of the steps, {with_spread(wait.cost)}"
+            )
+    labels = [str(rank) for rank in ranks]
+    heat = go.Heatmap(
+        x=labels,
+        y=labels,
+        z=cells,
+        hovertext=texts,
+        hoverinfo="text",
+        hoverongaps=False,
+        colorscale=[[0.0, "rgba(204,121,167,0.06)"], [1.0, "rgba(204,121,167,0.85)"]],
+        zmin=0.0,
+        texttemplate="%{z:.1f}" if len(ranks) <= _MAX_WRITTEN else "",
+        meta={"text": ["textfont.color"]},
+        xgap=1,
+        ygap=1,
+        colorbar={"title": {"text": "ms", "font": {"size": 12}}, "thickness": 12, "outlinewidth": 0},
+    )
+    return figure(
+        [heat],
+        height=max(230, min(620, 120 + 34 * len(ranks))),
+        xaxis={"title": "rank that is waited for", "type": "category", "showgrid": False},
+        yaxis={"title": "rank that waits", "type": "category", "autorange": "reversed", "showgrid": False},
+    )
+
+
+def bandwidth_by_bucket(analysis: Analysis) -> Any:
+    """A bar for each bucket."""
+    buckets = shown_buckets(analysis)
+    bars = go.Bar(
+        x=[str(bucket.index) for bucket in buckets],
+        y=[bucket.bus_bandwidth.median for bucket in buckets],
+        error_y={
+            "array": [bucket.bus_bandwidth.high - bucket.bus_bandwidth.median for bucket in buckets],
+            "arrayminus": [bucket.bus_bandwidth.median - bucket.bus_bandwidth.low for bucket in buckets],
+            "thickness": 1.5,
+            "width": 3,
+        },
+        marker_color=COLORS[Phase.COMMUNICATION],
+        width=0.6 if len(buckets) > 3 else 0.3,
+        meta={"text": ["error_y.color"]},
+        hovertext=[
+            f"bucket {bucket.index}, {megabytes(bucket.num_bytes)}<br>{with_spread(bucket.bus_bandwidth)}"
+            f"<br>reduced in {with_spread(bucket.reducing)}"
+            for bucket in buckets
+        ],
+        hoverinfo="text",
+    )
+    lines = [
+        go.Scatter(
+            x=[str(bucket.index) for bucket in buckets],
+            y=[path.bus.median] * len(buckets),
+            mode="lines",
+            line={"dash": "dash", "width": 1.5},
+            meta={"text": ["line.color"]},
+            hovertext=f"{escape(path.algorithm)}, {path.path}, all buckets<br>{with_spread(path.bus)}",
+            hoverinfo="text",
+        )
+        for path in analysis.bandwidths
+    ]
+    return figure(
+        [bars, *lines],
+        height=300,
+        xaxis={"title": "bucket", "type": "category", "showgrid": False},
+        yaxis={"title": "bus bandwidth (GB/s)", "rangemode": "tozero"},
+    )
+
+
+def predicted_step(analysis: Analysis) -> Any:
+    """A bar for each number of ranks: what computes, what waits for the slowest rank, what communicates."""
+    predictions = analysis.predictions
+    labels = [f"{each.num_ranks:,}" for each in predictions]
+    rest = [each.step_ms - each.waiting_ms - each.exposed_ms for each in predictions]
+    parts = [
+        ("everything else", COLORS[Phase.BACKWARD], rest),
+        (Phase.WAITING.value, COLORS[Phase.WAITING], [each.waiting_ms for each in predictions]),
+        (Phase.COMMUNICATION.value, COLORS[Phase.COMMUNICATION], [each.exposed_ms for each in predictions]),
+    ]
+    bars = [
+        go.Bar(
+            name=name,
+            x=labels,
+            y=values,
+            marker_color=color,
+            hovertext=[
+                f"{label} ranks<br>{name}: {milliseconds(value)}<br>whole step: {milliseconds(each.step_ms)}"
+                for label, value, each in zip(labels, values, predictions, strict=True)
+            ],
+            hoverinfo="text",
+        )
+        for name, color, values in parts
+    ]
+    measured = go.Scatter(
+        name="measured",
+        mode="markers",
+        x=[f"{analysis.size:,}"],
+        y=[analysis.step.median],
+        error_y={
+            "array": [analysis.step.high - analysis.step.median],
+            "arrayminus": [analysis.step.median - analysis.step.low],
+        },
+        marker={"size": 9, "symbol": "diamond"},
+        meta={"text": ["marker.color", "error_y.color"]},
+        hovertext=f"measured with {analysis.size:,} ranks<br>{with_spread(analysis.step)}",
+        hoverinfo="text",
+    )
+    return figure(
+        [*bars, measured],
+        height=320,
+        barmode="stack",
+        xaxis={"title": "ranks", **_by_number(analysis)},
+        yaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
+    )
+
+
+def predicted_efficiency(analysis: Analysis) -> Any:
+    """A line over the number of ranks."""
+    line = go.Scatter(
+        name="predicted",
+        mode="lines+markers",
+        x=[f"{each.num_ranks:,}" for each in analysis.predictions],
+        y=[100 * each.efficiency for each in analysis.predictions],
+        line={"color": COLORS[Phase.OPTIMIZER], "width": 2.5},
+        hovertext=[
+            f"{each.num_ranks:,} ranks: efficiency {percent(each.efficiency)}"
+            f"<br>as fast as {each.efficiency * each.num_ranks:,.1f} ranks without loss"
+            for each in analysis.predictions
+        ],
+        hoverinfo="text",
+    )
+    return figure(
+        [line],
+        height=280,
+        xaxis={"title": "ranks", **_by_number(analysis)},
+        yaxis={"title": "efficiency (%)", "range": [0, 105]},
+    )
+
+
+def _by_number(analysis: Analysis) -> dict[str, Any]:
+    """An axis with a place for each predicted number of ranks, and for the present one."""
+    numbers = sorted({analysis.size, *(each.num_ranks for each in analysis.predictions)})
+    return {
+        "type": "category",
+        "categoryorder": "array",
+        "categoryarray": [f"{each:,}" for each in numbers],
+        "showgrid": False,
+    }

@@ -1,0 +1,89 @@
+"""What is drawn over time: a median step in lanes, and the phases of all steps."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from torchring.report.findings import LaneBucket, LaneSpan, MedianStep, Phase, Series
+from torchring.report.merge import Job
+from torchring.report.timing import Timing
+from torchring.report.waits import PHASES, Critical
+from torchring.tracing.records import Part, StepRecord
+
+_MAX_POINTS: Final = 300
+_PHASE_OF: Final = {
+    Part.INPUT: Phase.INPUT,
+    Part.FORWARD: Phase.FORWARD,
+    Part.BACKWARD: Phase.BACKWARD,
+    Part.EXPOSED: Phase.COMMUNICATION,
+    Part.BETWEEN: Phase.BETWEEN,
+    Part.OPTIMIZER: Phase.OPTIMIZER,
+}
+
+
+def median_step(job: Job, timing: Timing, critical: Critical) -> MedianStep:
+    """The step, of those that count, whose duration is nearest to the median."""
+    durations = (timing.end - timing.begin).max(1)
+    off = np.where(timing.counts, np.abs(durations - np.median(durations[timing.counts])), np.inf)
+    i = int(off.argmin())
+    base = float(timing.begin[i].min())
+    spans = []
+    buckets = []
+    for j, rank in enumerate(timing.ranks):
+        waiting = float(critical.waiting[i, j])
+        spans += _spans(rank, job.steps[i][j], float(timing.begin[i, j]) - base, waiting)
+        for k, index in enumerate(timing.bucket_indices):
+            times = (timing.ready, timing.packed, timing.launched, timing.started, timing.reduced)
+            ready, packed, launched, started, reduced = (float(each[i, j, k]) - base for each in times)
+            all_launched = float(critical.all_launched[i, k]) - base
+            num_bytes, last = int(timing.bucket_bytes[k]), timing.ranks[critical.last[i, k]]
+            buckets.append(
+                LaneBucket(rank, index, num_bytes, ready, packed, launched, all_launched, started, reduced, last)
+            )
+    return MedianStep(int(timing.numbers[i]), float(durations[i]), tuple(spans), tuple(buckets))
+
+
+def series(timing: Timing, critical: Critical) -> Series:
+    """Means over neighbouring steps."""
+    num_steps = len(timing.numbers)
+    stride = -(-num_steps // _MAX_POINTS)
+    firsts = np.arange(0, num_steps, stride)
+    lengths = np.diff([*firsts, num_steps])
+    means = np.add.reduceat(critical.phases, firsts, axis=0) / lengths[:, None, None]
+    begin = timing.begin.min(1)
+    return Series(
+        tuple(map(int, timing.numbers[firsts])),
+        tuple(float(ms) / 1e3 for ms in begin[firsts] - begin[0]),
+        stride,
+        {
+            rank: {phase: tuple(map(float, means[:, j, p])) for p, phase in enumerate(PHASES)}
+            for j, rank in enumerate(timing.ranks)
+        },
+    )
+
+
+def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]]:
+    """What a rank does in a step: phase, begin and end in nanoseconds. It waits before it communicates.
+
+    A stall inside backward has no known place, so that backward includes it.
+    """
+    left = round(waiting_ms * 1e6)
+    found = []
+    for part in step.parts:
+        begin = part.begin
+        if part.part is Part.EXPOSED and left > 0:
+            begin = min(part.end, part.begin + left)
+            found.append((Phase.WAITING, part.begin, begin))
+            left -= begin - part.begin
+        if part.end > begin:
+            found.append((_PHASE_OF[part.part], begin, part.end))
+    return found
+
+
+def _spans(rank: int, step: StepRecord, at_ms: float, waiting_ms: float) -> list[LaneSpan]:
+    return [
+        LaneSpan(rank, phase, at_ms + (begin - step.begin) / 1e6, at_ms + (end - step.begin) / 1e6)
+        for phase, begin, end in spans_of(step, waiting_ms)
+    ]

@@ -1,0 +1,195 @@
+"""Puts the traces of all ranks together: on one clock, with the steps that all of them have."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from torchring.tracing.files import TraceError, find, read
+from torchring.tracing.records import ClockOffset, RankTrace, StepRecord
+
+_ENDED_WELL: Final = ("end", "SIGUSR1")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The traces of a job.
+
+    Attributes:
+        traces: of the ranks that have one, by rank. Times are on rank 0's clock.
+        steps: steps that all these ranks have, at least one; steps[i][j] is the i-th such step of `traces[j]`.
+        clock_error_ms: by how much times of different hosts may differ, at most; 0 on one host, None if unknown.
+        problems: what is missing or strange, sentences.
+    """
+
+    traces: tuple[RankTrace, ...]
+    steps: tuple[tuple[StepRecord, ...], ...]
+    clock_error_ms: float | None
+    problems: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the job, whether they have a trace or not."""
+        return self.traces[0].about.size
+
+
+def load(folder: Path) -> Job:
+    """Read a folder of traces. Raises TraceError if nothing in it can be read."""
+    how = f"`torchring run --trace {folder} ...` writes one"
+    try:
+        paths = find(folder)
+    except FileNotFoundError as error:
+        raise TraceError(f"there is no folder {folder}. A trace is a folder; {how}") from error
+    except OSError as error:
+        raise TraceError(f"cannot read {folder}, the folder of a trace: {error.strerror}") from error
+    if not paths:
+        raise TraceError(f"{folder} has no trace: no file is named like rank-00000.npz. {how}")
+    problems, traces = [], []
+    for path in paths.values():
+        try:
+            traces.append(read(path))
+        except TraceError as error:
+            problems.append(f"A file cannot be read: {error}.")
+    if not traces:
+        raise TraceError(f"no file of the trace in {folder} can be read. {' '.join(problems)}")
+    return merge(traces, problems)
+
+
+def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
+    """Put traces together. Raises TraceError if no rank has written down a step."""
+    found = list(problems)
+    kept = _of_one_size(sorted(traces, key=lambda trace: trace.about.rank), found)
+    missing = sorted(set(range(kept[0].about.size)) - {trace.about.rank for trace in kept})
+    if missing:
+        have = "have no trace that can be used" if len(missing) > 1 else "has no trace that can be used"
+        names = name_ranks(missing)
+        found.append(f"{names[0].upper()}{names[1:]} of {kept[0].about.size} {have}. Waiting for it shows elsewhere.")
+    for trace in kept:
+        if trace.about.ended_by not in _ENDED_WELL:
+            found.append(f'Rank {trace.about.rank} ended with an error: "{trace.about.ended_by}".')
+    kept = _with_common_steps(kept, found)
+    aligned, error_ms = _on_one_clock(kept, found)
+    numbers = set.intersection(*({step.number for step in trace.steps} for trace in aligned))
+    rows = [[step for step in trace.steps if step.number in numbers] for trace in aligned]
+    return Job(tuple(aligned), tuple(zip(*rows, strict=True)), error_ms, tuple(found))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """[3] -> "rank 3", [1, 2, 3, 5] -> "ranks 1-3 and 5"."""
+    groups: list[list[int]] = []
+    for rank in ranks:
+        if groups and rank == groups[-1][-1] + 1:
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    texts = [f"{group[0]}-{group[-1]}" if len(group) > 2 else " and ".join(map(str, group)) for group in groups]
+    listed = " and ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else texts[0]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
+
+
+def _of_one_size(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
+    """Those of the world that has most files; of two such worlds, the one that was written last."""
+    worlds = collections.defaultdict(list)
+    for trace in traces:
+        worlds[trace.about.size].append(trace)
+    if len(worlds) == 1:
+        return traces
+    kept = max(worlds.values(), key=lambda world: (len(world), max(trace.about.written_at for trace in world)))
+    told = ", ".join(f"{name_ranks([t.about.rank for t in world])}: {size}" for size, world in sorted(worlds.items()))
+    problems.append(
+        f"The ranks do not agree how many they are ({told}). The folder may hold files of several jobs. "
+        f"Only files of a world of {kept[0].about.size} are shown."
+    )
+    return kept
+
+
+def _with_common_steps(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
+    """Those that share steps with the rank that has most of them. Raises TraceError if there is no step."""
+    longest = max(traces, key=lambda trace: (len(trace.steps), -trace.about.rank))
+    if not longest.steps:
+        told = " ".join(problems)
+        raise TraceError(f"the trace has no step: no rank had ended one when the trace was written. {told}".rstrip())
+    common = {step.number for step in longest.steps}
+    kept = []
+    for trace in traces:
+        numbers = {step.number for step in trace.steps}
+        if common & numbers:
+            common &= numbers
+            kept.append(trace)
+        elif numbers:
+            problems.append(
+                f"Rank {trace.about.rank} has steps {min(numbers)} to {max(numbers)}, of which the other ranks have "
+                "none. It is left out."
+            )
+        else:
+            problems.append(f"Rank {trace.about.rank} has written down no step. It is left out.")
+    return kept
+
+
+def _on_one_clock(traces: list[RankTrace], problems: list[str]) -> tuple[list[RankTrace], float | None]:
+    """The traces with times of rank 0's clock, and the error."""
+    home = next((trace.about.node_rank for trace in traces if trace.about.rank == 0), 0)
+    if len({trace.about.node_rank for trace in traces}) == 1:
+        return traces, 0.0
+    aligned = [_moved(trace) if trace.about.node_rank != home and trace.clock else trace for trace in traces]
+    unknown = [trace.about.rank for trace in traces if trace.about.node_rank != home and not trace.clock]
+    if not unknown:
+        return aligned, max(offset.error_ns for trace in traces for offset in trace.clock) / 1e6
+    problems.append(
+        f"The clocks of {name_ranks(unknown)} were not compared with the clock of rank 0. Times are aligned where "
+        "reductions end, so waits between hosts are estimates."
+    )
+    ends = _ends_of_reductions(next((trace for trace in aligned if trace.about.rank not in unknown), aligned[0]))
+    return [_aligned_at_ends(trace, ends) if trace.about.rank in unknown else trace for trace in aligned], None
+
+
+def _ends_of_reductions(trace: RankTrace) -> dict[int, int]:
+    """By number of the step, when its last bucket was reduced; without buckets, when the step ended."""
+    return {step.number: step.buckets[-1].reduced if step.buckets else step.end for step in trace.steps}
+
+
+def _aligned_at_ends(trace: RankTrace, ends: dict[int, int]) -> RankTrace:
+    """The same trace, moved so that its reductions end when `ends` says."""
+    own = _ends_of_reductions(trace)
+    apart = [own[number] - ends[number] for number in own.keys() & ends.keys()]
+    offset_ns = sorted(apart)[len(apart) // 2]
+    return _moved(dataclasses.replace(trace, clock=(ClockOffset(trace.steps[0].begin, offset_ns, 0),)))
+
+
+def _moved(trace: RankTrace) -> RankTrace:
+    """The same trace with times of rank 0's clock. Between measurements, a clock drifts evenly."""
+    at = np.array([each.at for each in trace.clock], np.int64)
+    offsets = np.array([each.offset_ns for each in trace.clock], np.int64)
+    order = np.argsort(at)
+    at, offsets = at[order], offsets[order]
+    # Differences are small enough for floating-point numbers; the times themselves are not.
+    begins = np.array([step.begin for step in trace.steps], np.int64)
+    drift = np.interp((begins - at[0]).astype(float), (at - at[0]).astype(float), (offsets - offsets[0]).astype(float))
+    earlier = offsets[0] + np.round(drift).astype(np.int64)
+    steps = tuple(_earlier(step, int(ns)) for step, ns in zip(trace.steps, earlier, strict=True))
+    about = trace.about
+    began = about.process_began and about.process_began - int(offsets[0])
+    about = dataclasses.replace(about, process_began=began, wrapped=about.wrapped - int(offsets[0]))
+    return dataclasses.replace(trace, about=about, steps=steps)
+
+
+def _earlier(step: StepRecord, ns: int) -> StepRecord:
+    parts = tuple(dataclasses.replace(part, begin=part.begin - ns, end=part.end - ns) for part in step.parts)
+    buckets = tuple(
+        dataclasses.replace(
+            bucket,
+            ready=bucket.ready - ns,
+            packed=bucket.packed - ns,
+            launched=bucket.launched - ns,
+            started=bucket.started - ns,
+            reduced=bucket.reduced - ns,
+        )
+        for bucket in step.buckets
+    )
+    return dataclasses.replace(step, begin=step.begin - ns, end=step.end - ns, parts=parts, buckets=buckets)

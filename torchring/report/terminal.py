@@ -1,0 +1,191 @@
+"""The summary in the terminal: the verdict first, then advice, then tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import IO, Final
+
+from torchring.report.findings import Advice, Analysis, BucketSummary, Phase, Spread
+from torchring.report.merge import name_ranks
+
+_WIDTH: Final = 110
+_MAX_ROWS: Final = 8
+_MAX_NAME: Final = 48
+_COLUMNS: Final = {
+    Phase.INPUT: "input",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.WAITING: "waiting",
+    Phase.COMMUNICATION: "communication",
+    Phase.BETWEEN: "between",
+    Phase.OPTIMIZER: "optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with a table, or with sentences."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    sentences: tuple[str, ...] = ()
+
+
+def show(analysis: Analysis, file: IO[str] | None = None) -> None:
+    """Print the summary: with colours to a terminal, as plain text else, and where rich is not installed."""
+    out = file or sys.stdout
+    if not out.isatty():
+        out.write(plain(analysis))
+    elif importlib.util.find_spec("rich") is None:
+        out.write(plain(analysis) + "\nWith colours and lines: pip install 'torchring[report]'\n")
+    else:
+        _show_with_rich(analysis, out)
+
+
+def plain(analysis: Analysis) -> str:
+    """The summary as text without colours."""
+    lines = [*textwrap.wrap(analysis.verdict.sentence, _WIDTH), "", *textwrap.wrap(_title(analysis), _WIDTH)]
+    for section in sections(analysis):
+        lines += ["", section.title]
+        for sentence in section.sentences:
+            lines += textwrap.wrap(sentence, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        if section.rows:
+            widths = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
+            for row in (section.columns, *section.rows):
+                lines.append("  " + "   ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)))
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def sections(analysis: Analysis) -> list[Section]:
+    """What the summary shows below the verdict. A section without content is left out."""
+    found = [
+        Section("What would help", sentences=tuple(map(_advice, analysis.advice)) or ("Nothing that is known.",)),
+        _parts(analysis),
+        _waits(analysis),
+        _buckets(analysis),
+        _scaling(analysis),
+        Section("What is missing or strange", sentences=analysis.problems),
+    ]
+    return [section for section in found if section.rows or section.sentences]
+
+
+def _title(analysis: Analysis) -> str:
+    about = analysis.about
+    hosts = len({rank.host for rank in analysis.ranks})
+    samples = f", {_number(analysis.samples_per_s)} samples/s" if analysis.samples_per_s else ""
+    left_out = f"; the first {analysis.num_left_out} do not count" if analysis.num_left_out else ""
+    error = analysis.clock_error_ms
+    clocks = f"; times of hosts may differ by {error:.2g} ms" if error else ""
+    return (
+        f"{_count(analysis.size, 'rank')} on {_count(hosts, 'host')}, {about.device}, algorithm {about.algorithm}, "
+        f"overlap {about.overlap}. {_count(analysis.num_steps, 'step')} of {_number(analysis.step)} ms{samples}"
+        f"{left_out}{clocks}. In brackets: 20 % and 80 % of the steps are below."
+    )
+
+
+def _advice(advice: Advice) -> str:
+    gain = f"{advice.saves_share:.0%}".replace("%", " %")
+    return f"- {advice.what}: {gain} less, {advice.predicted_ms:.4g} ms a step. {advice.why} {advice.how}"
+
+
+def _parts(analysis: Analysis) -> Section:
+    ranks = sorted(analysis.ranks, key=lambda rank: -rank.is_last_share)[:_MAX_ROWS]
+    used = [phase for phase in Phase if any(rank.phases[phase].high > 0 for rank in analysis.ranks)]
+    rows = [
+        (f"{rank.rank} ({rank.host})", _number(rank.step), *(_number(rank.phases[phase]) for phase in used))
+        for rank in sorted(ranks, key=lambda rank: rank.rank)
+    ]
+    title = "Milliseconds of a step, by rank"
+    if len(rows) < len(analysis.ranks):
+        title += f" (those {len(rows)} of {len(analysis.ranks)} that the others wait for most often)"
+    return Section(title, ("rank", "step", *(_COLUMNS[phase] for phase in used)), tuple(rows))
+
+
+def _waits(analysis: Analysis) -> Section:
+    rows = [
+        (str(wait.waiting), str(wait.awaited), f"{wait.mean_ms:.3g}", f"{wait.share:.0%}", _number(wait.cost))
+        for wait in analysis.waits[:_MAX_ROWS]
+        if wait.mean_ms >= 0.005 * analysis.step.median
+    ]
+    columns = ("rank", "waits for rank", "ms a step", "in so many steps", "then ms")
+    return Section("Who waits for whom", columns, tuple(rows))
+
+
+def _buckets(analysis: Analysis) -> Section:
+    slowest = sorted(analysis.buckets, key=lambda bucket: -bucket.exposed.median)[:_MAX_ROWS]
+    rows = [_bucket(bucket) for bucket in slowest]
+    title = "Buckets"
+    if len(rows) < len(analysis.buckets):
+        title += f" (those {len(rows)} of {len(analysis.buckets)} that backward hides least)"
+    if analysis.bandwidths:
+        path = analysis.bandwidths[0]
+        title += f"; {path.algorithm} {path.path}: {_number(path.bus)} GB/s, best bucket {_number(path.best)} GB/s"
+    return Section(
+        title, ("bucket", "MB", "ready ms", "reduced in ms", "exposed ms", "GB/s", "parameters"), tuple(rows)
+    )
+
+
+def _bucket(bucket: BucketSummary) -> tuple[str, ...]:
+    names = ", ".join(bucket.names)
+    names = names if len(names) <= _MAX_NAME else f"{bucket.names[0][:_MAX_NAME]} and {len(bucket.names) - 1} more"
+    measured = (bucket.ready, bucket.reducing, bucket.exposed, bucket.bus_bandwidth)
+    return (str(bucket.index), f"{bucket.num_bytes / 1e6:.3g}", *map(_number, measured), names)
+
+
+def _scaling(analysis: Analysis) -> Section:
+    rows = [
+        (
+            f"{each.num_ranks:,}",
+            f"{each.step_ms:.4g}",
+            f"{each.exposed_ms:.3g}",
+            f"{each.waiting_ms:.3g}",
+            f"{each.efficiency:.0%}",
+        )
+        for each in analysis.predictions
+    ]
+    sentences = [analysis.predictions_note] if analysis.predictions_note else []
+    hiding = analysis.hiding_gigabytes_per_s
+    if hiding:
+        ranks = name_ranks(range(max(2, analysis.size))).removeprefix("ranks ")
+        sentences.append(f"Backward would hide communication of ranks {ranks} from {hiding:.3g} GB/s on.")
+    elif analysis.predictions and hiding is None:
+        sentences.append("No bandwidth would hide communication: latency alone takes longer.")
+    columns = ("ranks", "step ms", "communication ms", "slowest rank ms", "efficiency")
+    return Section("Predicted", columns, tuple(rows), tuple(sentences))
+
+
+def _number(spread: Spread | None) -> str:
+    """ "61 [58, 66]"."""
+    if spread is None:
+        return ""
+    return f"{spread.median:.3g} [{spread.low:.3g}, {spread.high:.3g}]"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=file)
+    console.print(Text(analysis.verdict.sentence, style="bold"))
+    console.print(Text(_title(analysis), style="dim"))
+    for section in sections(analysis):
+        console.print(Text(f"\n{section.title}", style="bold cyan"))
+        for sentence in section.sentences:
+            console.print(Padding(Text(sentence), (0, 0, 0, 2)))
+        if section.rows:
+            table = Table(box=None, pad_edge=True, header_style="dim")
+            for name in section.columns:
+                table.add_column(Text(name))
+            for row in section.rows:
+                table.add_row(*map(Text, row))  # names of parameters may look like markup
+            console.print(table)

@@ -1,0 +1,239 @@
+"""What bounds the job, in one sentence.
+
+Only one rank determines how long a step takes: the one that the others wait for. What it does is what the job is bound
+by. Where it takes longer than the others, the rank is to blame, and the phase in which it does says what for: a rank
+that is late because its data are late has an input problem, and one that computes longer than others is a straggler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from torchring.report.buckets import bus_bytes
+from torchring.report.findings import BucketSummary, Kind, LateParameter, Network, Phase, Spread, StartUp, Verdict
+from torchring.report.timing import Array, Timing, groups, spread_of_steps, typical
+from torchring.report.waits import COMPUTING, Critical, column
+
+_TELLING: Final = 0.10  # share of a step
+_OPTIMIZER_TELLING: Final = 0.25
+_BETWEEN_TELLING: Final = 0.15
+_START_UP_TELLING: Final = 1 / 3  # of the run, if nothing else is wrong
+_START_UP_ANYWAY: Final = 0.9
+_BLAMED: Final = 0.6  # of the time for which the others wait, they wait for that rank
+_MOST: Final = 0.5
+_MANY: Final = 4  # buckets, before they can be too many
+_INPUT, _FORWARD, _BACKWARD = (column(each) for each in (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """[S] each: milliseconds of each step that counts, on the rank that the others wait for.
+
+    Attributes:
+        blamed: position of the rank that the others wait for most of the time; None if the ranks take turns.
+        input: waiting for data.
+        straggler: by how much the blamed rank computes for longer than the median of the others.
+        jitter: by how much whichever rank is the slowest takes longer than the others, apart from both above.
+        communication, between, optimizer: as the phases.
+        whole: the step.
+        is_input_of_blamed: whether most of `input` is more than the other ranks have.
+        is_forward_known: whether INPUT was told apart from FORWARD. If not, `input` is the least that it can be.
+    """
+
+    blamed: int | None
+    input: Array
+    straggler: Array
+    jitter: Array
+    communication: Array
+    between: Array
+    optimizer: Array
+    whole: Array
+    is_input_of_blamed: bool
+    is_forward_known: bool
+
+
+def find_costs(timing: Timing, critical: Critical) -> Costs:
+    """Attribute each step to causes."""
+    cycle, path = critical.cycle[timing.counts].copy(), critical.path[timing.counts].copy()
+    slowest = critical.slowest[timing.counts]
+    rows = np.arange(len(cycle))
+    is_forward_known = bool((cycle[..., _FORWARD] > 0).any())
+    if not is_forward_known:
+        _guess_forward(cycle)
+        path = cycle[rows, slowest]
+    excess = cycle - _median_of_others(cycle)
+    of_slowest = excess[rows, slowest]
+    computing = [column(phase) for phase in COMPUTING]
+    late = np.clip(of_slowest[:, computing].sum(1), 0, None)
+    candidate, is_blamed = _find_blamed(slowest, late, cycle.shape[1])
+    is_candidate = slowest == candidate
+    of_input = np.clip(of_slowest[:, _INPUT], 0, None)
+    of_computing = [each for each in computing if each != _INPUT]
+    straggler = np.where(is_candidate & is_blamed, np.clip(of_slowest[:, of_computing].sum(1), 0, None), 0.0)
+    own_input = np.where(is_candidate & is_blamed, of_input, 0.0)
+    is_input_of_blamed = is_blamed and typical(own_input) > _MOST * typical(path[:, _INPUT])
+    explained = straggler + (own_input if is_input_of_blamed else 0.0)
+    jitter = np.clip(late - explained, 0, None) + path[:, column(Phase.WAITING)]
+    return Costs(
+        candidate if is_blamed else None,
+        path[:, _INPUT],
+        straggler,
+        jitter,
+        path[:, column(Phase.COMMUNICATION)],
+        path[:, column(Phase.BETWEEN)],
+        path[:, column(Phase.OPTIMIZER)],
+        path.sum(1),
+        is_input_of_blamed,
+        is_forward_known,
+    )
+
+
+def judge(
+    timing: Timing,
+    costs: Costs,
+    size: int,
+    buckets: Sequence[BucketSummary],
+    late: Sequence[LateParameter],
+    network: Network | None,
+    start_up: StartUp | None,
+    efficiency: float,
+) -> Verdict:
+    """The largest of the costs that are worth telling."""
+    step = typical(costs.whole)
+    found: dict[tuple[Kind, str], Array] = {
+        ("input", ""): costs.input,
+        ("straggler", ""): costs.straggler,
+        ("straggler", "jitter"): costs.jitter,
+        ("communication", ""): costs.communication,
+        ("optimizer", "between"): costs.between,
+        ("optimizer", ""): costs.optimizer,
+    }
+    least = {("optimizer", ""): _OPTIMIZER_TELLING, ("optimizer", "between"): _BETWEEN_TELLING}
+    telling = {
+        key: typical(cost)
+        for key, cost in found.items()
+        if step > 0 and typical(cost) >= least.get(key, _TELLING) * step
+    }
+    if start_up and start_up.share >= (_START_UP_ANYWAY if telling else _START_UP_TELLING):
+        return _start_up(start_up)
+    if not telling:
+        return _compute(costs, size, efficiency)
+    kind, detail = max(telling, key=lambda key: telling[key])
+    cost = found[kind, detail]
+    share = telling[kind, detail] / step
+    numbers = f"({_span(spread_of_steps(cost), spread_of_steps(costs.whole))})"
+    percent = f"{share:.0%} of each step".replace("%", " %")
+    rank = timing.ranks[costs.blamed] if costs.blamed is not None else None
+    if kind == "input":
+        rank = rank if costs.is_input_of_blamed else None
+        at_least = "" if costs.is_forward_known else "At least "
+        where = f"on rank {rank}" if rank is not None else "on all ranks"
+        return Verdict(
+            kind, rank, share, spread_of_steps(cost), f"{at_least}{percent} waits for data {where} {numbers}."
+        )
+    if kind == "straggler":
+        if detail:
+            text = f"{percent} waits for the slowest rank, and the ranks take turns at that {numbers}."
+            return Verdict(kind, None, share, spread_of_steps(cost), text, detail)
+        text = f"{percent} waits for rank {rank}, which computes more slowly than the others {numbers}."
+        return Verdict(kind, rank, share, spread_of_steps(cost), text)
+    if kind == "communication":
+        detail, why = _explain_communication(size, buckets, late, network, typical(cost))
+        return Verdict(
+            kind, None, share, spread_of_steps(cost), f"{percent} is communication that {why} {numbers}.", detail
+        )
+    if detail:
+        text = f"{percent} passes between backward and step(), in clipping or logging {numbers}."
+        return Verdict(kind, None, share, spread_of_steps(cost), text, detail)
+    return Verdict(kind, None, share, spread_of_steps(cost), f"{percent} is the step() of the optimizer {numbers}.")
+
+
+def _explain_communication(
+    size: int, buckets: Sequence[BucketSummary], late: Sequence[LateParameter], network: Network | None, cost_ms: float
+) -> tuple[str, str]:
+    """The detail, and the rest of a sentence that begins with "communication that"."""
+    huge = next((each for each in late if each.holds_ms == 0 and each.exposed_ms >= _MOST * cost_ms), None)
+    if huge:
+        megabytes = f"{huge.num_bytes / 1e6:.0f} MB"
+        return "late parameter", (
+            f"nothing hides, because the gradient of {huge.name} ({megabytes}) is ready at the end of backward"
+        )
+    held = next((each for each in late if each.holds_ms >= _MOST * cost_ms), None)
+    if held:
+        return "late parameter", (
+            f"backward does not hide, because bucket {held.bucket} waits {held.holds_ms:.0f} ms for the gradient of "
+            f"{held.name} alone"
+        )
+    total = sum(bucket.reducing.median for bucket in buckets)
+    if network and network.is_alpha_known and len(buckets) >= _MANY and size > 1 and total > 0:
+        latency = 2 * (size - 1) * network.alpha_ms * len(buckets)
+        if latency > _MOST * total:
+            mean_mb = sum(bucket.num_bytes for bucket in buckets) / len(buckets) / 1e6
+            return "small buckets", (
+                f"backward does not hide, most of it latency of {len(buckets)} small buckets of {mean_mb:.2g} MB"
+            )
+    num_bytes = sum(bucket.num_bytes for bucket in buckets)
+    speed = bus_bytes(num_bytes, size) / 1e6 / total if total > 0 else 0.0
+    return "slow link", f"backward does not hide: {num_bytes / 1e6:.3g} MB at {speed:.2g} GB/s"
+
+
+def _compute(costs: Costs, size: int, efficiency: float) -> Verdict:
+    lost = costs.communication + costs.jitter + costs.straggler
+    cost = spread_of_steps(costs.whole - lost)
+    step = spread_of_steps(costs.whole)
+    share = cost.median / step.median if step.median else 1.0
+    begin = f"Nothing holds this job back: {share:.0%} of each step is computing".replace("%", " %")
+    ends = f"{size} ranks do the work of {size * efficiency:.3g}" if size > 1 else "it has one rank"
+    return Verdict("compute", None, share, cost, f"{begin} ({_span(cost, step)}), and {ends}.")
+
+
+def _start_up(start_up: StartUp) -> Verdict:
+    seconds = start_up.share * start_up.run_s
+    text = f"{start_up.share:.0%} of the run is start-up".replace("%", " %")
+    cost = Spread(seconds, seconds, seconds, "s")
+    return Verdict("start-up", None, start_up.share, cost, f"{text} ({seconds:.3g} s of {start_up.run_s:.3g} s).")
+
+
+def _span(cost: Spread, whole: Spread) -> str:
+    """ "61 ms of 145 ms, between 58 and 66"."""
+    digits = 0 if cost.median >= 10 else 2 if cost.median < 1 else 1
+    return (
+        f"{cost.median:.{digits}f} ms of {whole.median:.{digits}f} ms, "
+        f"between {cost.low:.{digits}f} and {cost.high:.{digits}f}"
+    )
+
+
+def _find_blamed(slowest: Array, late: Array, num_ranks: int) -> tuple[int, bool]:
+    """Position of the rank that is late for longest, and whether it is late for most of the time.
+
+    Groups of steps count equally, so that one accident does not outweigh what happens all the time.
+    """
+    of_rank = groups(np.where(slowest[:, None] == np.arange(num_ranks), late[:, None], 0.0))
+    total = of_rank.sum(1, keepdims=True)
+    shares = (of_rank / np.where(total > 0, total, 1.0)).mean(0)
+    candidate = int(shares.argmax())
+    return candidate, bool(num_ranks > 1 and shares[candidate] >= _BLAMED)
+
+
+def _median_of_others(cycle: Array) -> Array:
+    """For each step, rank and phase, the median over the other ranks; over this rank if it is alone."""
+    num_ranks = cycle.shape[1]
+    if num_ranks == 1:
+        return cycle
+    return np.stack([np.median(np.delete(cycle, rank, axis=1), axis=1) for rank in range(num_ranks)], axis=1)
+
+
+def _guess_forward(cycle: Array) -> None:
+    """Move a part of INPUT to FORWARD, in place: as much as the rank with the shortest INPUT has, or BACKWARD.
+
+    Forward takes as long on all ranks, relative to backward, and hardly ever longer than backward.
+    """
+    backward = cycle[..., _BACKWARD]
+    ratios = np.median(cycle[..., _INPUT] / np.where(backward > 0, backward, np.inf), axis=0)
+    forward = np.minimum(cycle[..., _INPUT], backward * min(1.0, float(ratios.min())))
+    cycle[..., _FORWARD] += forward
+    cycle[..., _INPUT] -= forward

@@ -1,0 +1,142 @@
+"""Who waits for whom, and which rank determines how long a step takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from torchring.report.findings import Phase, Spread, Wait
+from torchring.report.timing import Array, Timing, spread, spread_of_steps
+from torchring.tracing.records import About, Part
+
+PHASES: Final = tuple(Phase)
+COMPUTING: Final = (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN, Phase.OPTIMIZER)
+_WORTH_TELLING_MS: Final = 0.01
+
+
+def column(phase: Phase) -> int:
+    """Where a phase is in the last dimension of arrays of phases."""
+    return PHASES.index(phase)
+
+
+@dataclass(frozen=True)
+class Critical:
+    """S steps of R ranks with B buckets.
+
+    Attributes:
+        all_launched: [S, B], when the last rank launched the bucket.
+        last: [S, B], position of that rank.
+        reduction_begins, reduction_ends: [S, B]. One bucket is reduced after the other.
+        waiting: [S, R], how long a rank stood still for a rank that was late.
+        awaited: [S, R], the position of that rank.
+        slowest: [S], position of the rank that the others wait for.
+        phases: [S, R, 7], durations by `Phase`, which add up to the step.
+        cycle: [S, R, 7], the same from the end of a backward to the end of the next, so that BETWEEN and OPTIMIZER are
+            those of the step before: a rank that is late there is awaited in the next step.
+        path: [S, 7], of `cycle`, the rank that the others wait for. How long a step takes is the sum.
+    """
+
+    all_launched: Array
+    last: Array
+    reduction_begins: Array
+    reduction_ends: Array
+    waiting: Array
+    awaited: Array
+    slowest: Array
+    phases: Array
+    cycle: Array
+    path: Array
+
+
+def find_critical(timing: Timing, about: About) -> Critical:
+    """Cut the time in which ranks stand still into waiting for a rank, and communication."""
+    num_steps, num_ranks = timing.begin.shape
+    num_buckets = len(timing.bucket_indices)
+    standstill = timing.parts[..., Part.EXPOSED] + timing.stall
+    waiting = np.zeros((num_steps, num_ranks))
+    awaited = np.zeros((num_steps, num_ranks), int)
+    launched = np.nan_to_num(timing.launched, nan=-np.inf)
+    if num_buckets and num_ranks:
+        all_launched, last = launched.max(1), launched.argmax(1)
+        ends = np.maximum.accumulate(np.median(timing.reduced, axis=1), axis=1)
+        earlier = np.concatenate([np.full((num_steps, 1), -np.inf), ends[:, :-1]], axis=1)
+        begins = np.minimum(np.maximum(all_launched, earlier), ends)
+        lateness = np.nan_to_num(all_launched[:, None] - timing.launched)
+        if about.overlap == "inline" and about.algorithm != "direct" and timing.stall.any():
+            # Each bucket makes ranks meet. A rank waits from when it has launched a bucket itself.
+            arrived = np.concatenate([np.full((num_steps, num_ranks, 1), -np.inf), timing.reduced[..., :-1]], axis=2)
+            arrived = np.maximum(timing.launched, arrived)
+            each = np.nan_to_num(np.clip(all_launched[:, None] - arrived, 0, None))
+            waiting = each.sum(2)
+            awaited = np.take_along_axis(last, each.argmax(2), axis=1)
+        else:
+            head = _heads(all_launched, earlier, about)
+            waiting = np.take_along_axis(lateness, head[:, None, None], axis=2)[..., 0]
+            awaited = np.repeat(np.take_along_axis(last, head[:, None], axis=1), num_ranks, axis=1)
+        waiting = np.clip(np.minimum(waiting, standstill), 0, None)
+    else:
+        all_launched = begins = ends = np.zeros((num_steps, num_buckets))
+        last = np.zeros((num_steps, num_buckets), int)
+    phases = _phases(timing, waiting, standstill)
+    cycle = phases.copy()
+    for phase in (Phase.BETWEEN, Phase.OPTIMIZER):
+        cycle[1:, :, column(phase)] = phases[:-1, :, column(phase)]
+    busy = cycle[..., [column(phase) for phase in COMPUTING]].sum(2)
+    # Where nobody waits, the rank that computes for longest determines the step.
+    slowest = np.lexsort((-busy, waiting), axis=1)[:, 0] if num_ranks else np.zeros(num_steps, int)
+    path = np.take_along_axis(cycle, slowest[:, None, None], axis=1)[:, 0]
+    return Critical(all_launched, last, begins, ends, waiting, awaited, slowest, phases, cycle, path)
+
+
+def list_waits(timing: Timing, critical: Critical) -> tuple[Wait, ...]:
+    """The pairs of ranks that wait for each other, the longest first."""
+    waiting, awaited = critical.waiting[timing.counts], critical.awaited[timing.counts]
+    found = []
+    for i, rank in enumerate(timing.ranks):
+        for j, other in enumerate(timing.ranks):
+            costs = waiting[(awaited[:, i] == j) & (waiting[:, i] > _WORTH_TELLING_MS), i]
+            if i != j and len(costs):
+                mean_ms, share = float(costs.sum() / len(waiting)), len(costs) / len(waiting)
+                found.append(Wait(rank, other, mean_ms, share, spread(costs)))
+    return tuple(sorted(found, key=lambda wait: -wait.mean_ms))
+
+
+def is_last_share(timing: Timing, critical: Critical, position: int) -> float:
+    """In which share of the steps the others wait for the rank at that position."""
+    waiting, awaited = critical.waiting[timing.counts], critical.awaited[timing.counts]
+    waits = (waiting > _WORTH_TELLING_MS) & (awaited == position)
+    waits[:, position] = False
+    return float(waits.any(1).mean())
+
+
+def spread_by_phase(durations: Array) -> dict[Phase, Spread]:
+    """Spreads of an array [S, 7]."""
+    return {phase: spread_of_steps(durations[:, i]) for i, phase in enumerate(PHASES)}
+
+
+def _heads(all_launched: Array, earlier: Array, about: About) -> Array:
+    """[S], which bucket's launch determined when the last bucket was reduced: the last one that found the link idle.
+
+    On one host there is no link. Each rank adds up its part of a bucket by itself, and no bucket waits for another.
+    """
+    num_buckets = all_launched.shape[1]
+    if about.algorithm == "direct":
+        return np.full(len(all_launched), num_buckets - 1)
+    found_idle = all_launched >= earlier
+    return np.asarray(num_buckets - 1 - np.argmax(found_idle[:, ::-1], axis=1))
+
+
+def _phases(timing: Timing, waiting: Array, standstill: Array) -> Array:
+    parts = timing.parts
+    durations = {
+        Phase.INPUT: parts[..., Part.INPUT],
+        Phase.FORWARD: parts[..., Part.FORWARD],
+        Phase.BACKWARD: np.clip(parts[..., Part.BACKWARD] - timing.stall, 0, None),
+        Phase.WAITING: waiting,
+        Phase.COMMUNICATION: standstill - waiting,
+        Phase.BETWEEN: parts[..., Part.BETWEEN],
+        Phase.OPTIMIZER: parts[..., Part.OPTIMIZER],
+    }
+    return np.stack([durations[phase] for phase in PHASES], axis=-1)
