@@ -13,6 +13,7 @@ Rivals, at their best settings:
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms (if it can be imported)
     alone      no communication at all
+    unrecorded as torchring, with its recorder turned off: only with --rivals torchring unrecorded
 At the end all rivals must have the same weights, to within rounding. "alone" must have other weights.
 """
 
@@ -34,6 +35,7 @@ from torchring.bench import measure, turns
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.launch.arguments import duration
+from torchring.world import default_world
 
 
 @dataclass
@@ -61,6 +63,7 @@ def main() -> int:
     parser = measure.parser("step", __doc__ or "")
     parser.add_argument("--ranks", type=measure.several, nargs="+", default=[2], help="one table for each number")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
+    parser.add_argument("--rivals", nargs="+", choices=[*RIVALS, "horovod"], help="beside torchring and alone")
     parser.add_argument("--seconds", type=duration, default=30.0, help="time for each model")
     parser.add_argument("--most", type=measure.positive, default=120, help="largest number of steps that count")
     parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
@@ -74,16 +77,21 @@ def main() -> int:
     about = measure.provenance() | {"script": Path(__file__).name}
     rows = []
     for ranks in options.ranks:
-        table = [compare(name, ranks, options.seconds, options.most) for name in options.models]
+        table = [compare(name, ranks, options.seconds, options.most, options.rivals) for name in options.models]
         report(table, about | {"ranks": ranks})
         rows += table
     measure.write_json(options.json, rows, about)
     return 0
 
 
-def compare(name: str, ranks: int, seconds: float, most: int) -> dict[str, Any]:
-    """Time all rivals on one model."""
-    rivals = [*RIVALS, *(["horovod"] if measure.has_horovod() else [])]
+def compare(name: str, ranks: int, seconds: float, most: int, chosen: Sequence[str] | None = None) -> dict[str, Any]:
+    """Time the rivals on one model; by default all but "unrecorded"."""
+    if chosen is None:
+        chosen = [
+            *(rival for rival in RIVALS if rival != "unrecorded"),
+            *(["horovod"] if measure.has_horovod() else []),
+        ]
+    rivals = list(dict.fromkeys(["torchring", "alone", *chosen]))
     with turns.coordinate(__file__, rivals, ranks, ["--models", name], mpi=["horovod"]) as coordinator:
         coordinator.take_turns(warmups=1, seconds=seconds, most=-(-most // (turns.STEPS_PER_TURN - 1)))
         results = coordinator.finish()
@@ -164,6 +172,13 @@ def with_torchring(model: torch.nn.Module) -> Trainer:
     return Trainer(model, torchring.wrap(sgd(model), model), [])
 
 
+def without_recorder(model: torch.nn.Module) -> Trainer:
+    trainer = with_torchring(model)
+    trainer.optimizer._forward_watch.close()
+    default_world().recorder.is_on = False
+    return trainer
+
+
 def with_api_of_horovod(model: torch.nn.Module) -> Trainer:
     api.init()
     return with_horovod(api, model)
@@ -189,6 +204,7 @@ RIVALS: dict[str, Wrap] = {
     "torchring.horovod": with_api_of_horovod,
     "ddp": with_ddp,
     "alone": without_communication,
+    "unrecorded": without_recorder,
 }
 
 

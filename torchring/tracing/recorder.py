@@ -35,7 +35,7 @@ class Recorder:
         part_began: when the part under way has begun.
         arrivals: of a few backwards.
         clock: what is known of the clocks of other hosts.
-        is_on: whether steps are written down. For measurements of what the recorder costs.
+        is_on: whether steps are written down. Benchmarks turn the recorder off, to find out what it costs.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Recorder:
 
     def enter(self, part: int) -> None:
         """A part of a step begins."""
-        if part != self._part and len(self._stamps) < _MOST_STAMPS:
+        if part != self._part and self.is_on and len(self._stamps) < _MOST_STAMPS:
             self._part = part
             self.part_began = time.perf_counter_ns()
             self._stamps.append(part)
@@ -71,6 +71,8 @@ class Recorder:
             buckets: seven integers for each bucket, those of a `BucketRecord`.
             stall_ns, packing_ns: as in a `StepRecord`.
         """
+        if not self.is_on:
+            return
         self._buckets += buckets
         self._stall_ns += stall_ns
         self._packing_ns += packing_ns
