@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -31,63 +33,68 @@ from torchring.report.workload import calibrated, computing, describe, fit_netwo
 
 __all__ = ["Analysis", "analyse"]
 
+_FEW: Final = 10  # steps
 
-def analyse(job: Job, given: Network | None = None) -> Analysis:
+
+def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES) -> Analysis:
     """Say what bounds the job, and what would help.
 
     Args:
         given: use this network in predictions, in place of the one that the trace shows. If its latency is unknown and
             the trace is of several hosts, the latency of the trace is used.
+        sizes: predict for these numbers of ranks, and for the size of the job.
     """
     about = job.traces[0].about
     timing = tabulate(job)
     critical = find_critical(timing, about)
-    counts = timing.counts
-    step = spread_of_steps(critical.path[counts].sum(1))
-    backward_ms = typical(critical.path[counts][:, column(Phase.BACKWARD)])
+    path = critical.path[timing.counts]
+    step = spread_of_steps(path.sum(1))
+    backward_ms = typical(path[:, column(Phase.BACKWARD)])
+    efficiency = _efficiency(critical, timing, step.median, job.size)
     costs = find_costs(timing, critical)
+    start_up = _start_up(job)
     buckets = of_buckets.summarise(job, timing, critical)
     late = of_buckets.late_parameters(job, buckets, backward_ms, step.median)
     network = fit_network(timing, critical, about, job.size)
     if given and not given.is_alpha_known and network and network.is_alpha_known and about.local_size < about.size:
         given = dataclasses.replace(given, alpha_ms=network.alpha_ms, is_alpha_known=True)
+    own_links, links = links_of(about, network, None), links_of(about, network, given)
     workload = describe(job, timing, critical)
-    own_links = links_of(about, network, None)
-    efficiency = _efficiency(critical, timing, step.median, job.size)
-    start_up = _start_up(job)
     if own_links is not None:
         workload = calibrated(workload, own_links, job.size, step.median)
-    situation = Situation(job, critical.cycle[counts], costs, step.median, backward_ms, workload, own_links)
-    links = links_of(about, network, given)
-    predictions = predict(workload, links) if links is not None and workload.bucket_bytes else []
-    alpha_ms = given.alpha_ms if given else network.alpha_ms if network else 0.0
-    size = job.size if job.size > 1 else SIZES[0]
+    predictions: list[Prediction] = []
+    hiding = None
+    if links is not None and workload.bucket_bytes:
+        num_ranks = max(job.size, SIZES[0])
+        predictions = predict(workload, links, sorted({*sizes, num_ranks}))
+        hiding = hiding_gigabytes_per_s(workload, num_ranks, links.network.alpha_ms)
+    situation = Situation(job, critical.cycle[timing.counts], costs, step.median, backward_ms, workload, own_links)
     return Analysis(
-        about,
-        job.size,
-        int(counts.sum()),
-        int(np.argmax(counts)),
-        job.clock_error_ms,
-        (*job.problems, *timing.problems, *_remarks(timing, costs.is_forward_known)),
-        judge(timing, costs, job.size, buckets, late, network, start_up, efficiency),
-        advise(situation),
-        step,
-        waits.spread_by_phase(critical.path[counts]),
-        _samples_per_s(timing, critical),
-        efficiency,
-        _ranks(job, timing, critical),
-        waits.list_waits(timing, critical),
-        buckets,
-        late,
-        of_buckets.bandwidths(job, timing, critical),
-        given or network,
-        given is not None,
-        tuple(predictions),
-        _note(predictions, links, about.local_size, given is not None),
-        hiding_gigabytes_per_s(workload, size, alpha_ms) if workload.bucket_bytes and links else None,
-        start_up,
-        lanes.median_step(job, timing, critical),
-        lanes.series(timing, critical),
+        about=about,
+        size=job.size,
+        num_steps=int(timing.counts.sum()),
+        num_left_out=int(np.argmax(timing.counts)),
+        clock_error_ms=job.clock_error_ms,
+        problems=(*job.problems, *timing.problems, *_remarks(timing, costs.is_forward_known)),
+        verdict=judge(timing, costs, job.size, buckets, late, network, start_up, efficiency),
+        advice=advise(situation),
+        step=step,
+        path=waits.spread_by_phase(path),
+        samples_per_s=_samples_per_s(timing, critical),
+        efficiency=efficiency,
+        ranks=_ranks(job, timing, critical),
+        waits=waits.list_waits(timing, critical),
+        buckets=buckets,
+        late_parameters=late,
+        bandwidths=of_buckets.bandwidths(job, timing, critical),
+        network=given or network,
+        is_network_given=given is not None,
+        predictions=tuple(predictions),
+        predictions_note=_note(predictions, links, about.local_size, given is not None),
+        hiding_gigabytes_per_s=hiding,
+        start_up=start_up,
+        median_step=lanes.median_step(job, timing, critical),
+        series=lanes.series(timing, critical),
     )
 
 
@@ -98,8 +105,10 @@ def _remarks(timing: Timing, is_forward_known: bool) -> list[str]:
             "Forward is not told apart from waiting for data, because `wrap` was given no model: "
             "torchring.wrap(optimizer, model)."
         )
-    if timing.counts.sum() < 10:
-        remarks.append(f"Only {timing.counts.sum()} steps count. Numbers are more reliable with 50 or more.")
+    number = int(timing.counts.sum())
+    if number < _FEW:
+        count = "1 step counts" if number == 1 else f"{number} steps count"
+        remarks.append(f"Only {count}. Numbers are more reliable with 50 or more.")
     return remarks
 
 

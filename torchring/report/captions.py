@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Final
 
+from torchring.report.drawing import points_in_one
 from torchring.report.findings import Analysis, Phase
 from torchring.report.formats import median as typical
 from torchring.report.formats import megabytes, milliseconds, number, percent, seconds, with_spread
 
-_NOTICEABLE = 0.02  # of a step: ranks that differ by less are alike
-_DRIFT = 0.05  # of a step: a job that changes by less is steady
+NOTICEABLE_WAIT: Final = 0.005  # of a step
+_NOTICEABLE: Final = 0.02  # of a step: ranks that differ by less are alike
+_DRIFT: Final = 0.05  # of a step: a job that changes by less is steady
 
 
 def of_verdict(analysis: Analysis) -> str:
@@ -35,11 +38,10 @@ def of_advice(analysis: Analysis) -> str:
 def of_path(analysis: Analysis) -> str:
     """Which phases make up the step."""
     largest = sorted(analysis.path.items(), key=lambda item: -item[1].median)[:2]
+    pace = "Ranks wait for each other, so the rank that comes last sets the pace: the table shows that rank. "
+    pace = pace if analysis.size > 1 else ""
     named = " and ".join(f"{phase.value} ({typical(spread)})" for phase, spread in largest)
-    return (
-        f"A step takes {with_spread(analysis.step)}. Ranks wait for each other, so the rank that comes last sets the "
-        f"pace: the table says what that rank does. Most of it is {named}."
-    )
+    return f"A step takes {with_spread(analysis.step)}. {pace}Most of it is {named}."
 
 
 def of_ranks(analysis: Analysis) -> str:
@@ -67,8 +69,9 @@ def of_time(analysis: Analysis, rank: int) -> str:
     of_rank = series.phases.get(rank, {})
     totals = [sum(values) for values in zip(*of_rank.values(), strict=True)]
     text = "The same phases, one rank at a time, from the first recorded step on. "
-    if series.num_steps_per_point > 1:
-        text += f"Each point is the mean of {series.num_steps_per_point} steps. "
+    num_steps = series.num_steps_per_point * points_in_one(analysis)
+    if num_steps > 1:
+        text += f"Each point is the mean of {num_steps} steps. "
     third = len(totals) // 3
     if third == 0:
         return text
@@ -85,17 +88,18 @@ def of_waits(analysis: Analysis) -> str:
     if not analysis.waits:
         return "No rank waits for another one."
     longest = analysis.waits[0]
-    total = sum(wait.mean_ms for wait in analysis.waits)
+    reading = "Each row is a rank that waits, each column a rank that it waits for. "
+    example = (
+        f"The longest wait: rank {longest.waiting} for rank {longest.awaited}, {milliseconds(longest.mean_ms)} of each "
+        "step on average."
+    )
+    if longest.mean_ms < NOTICEABLE_WAIT * analysis.step.median:
+        return f"{reading}Ranks hardly wait for each other. {example}"
     by_rank = {wait.awaited: 0.0 for wait in analysis.waits}
     for wait in analysis.waits:
         by_rank[wait.awaited] += wait.mean_ms
     blamed = max(by_rank, key=lambda rank: by_rank[rank])
-    share = by_rank[blamed] / total if total else 0.0
-    return (
-        f"Each row is a rank that waits, each column a rank that it waits for. {percent(share)} of all waiting is for "
-        f"rank {blamed}. The longest wait: rank {longest.waiting} for rank {longest.awaited}, "
-        f"{milliseconds(longest.mean_ms)} of each step on average."
-    )
+    return f"{reading}{percent(by_rank[blamed] / sum(by_rank.values()))} of all waiting is for rank {blamed}. {example}"
 
 
 def of_buckets(analysis: Analysis) -> str:

@@ -21,6 +21,7 @@ COLORS: Final = {
 }
 MAX_RANKS: Final = 64  # of more ranks, those are shown that the others wait for most
 MAX_BUCKETS: Final = 64
+_RANKS_IN_FULL: Final = 24  # of more ranks, there are fewer points over time
 
 
 def shown_ranks(analysis: Analysis) -> list[RankSummary]:
@@ -40,6 +41,18 @@ def shown_buckets(analysis: Analysis, at_most: int = MAX_BUCKETS) -> list[Bucket
     return sorted(by_exposed[:at_most], key=lambda bucket: bucket.index)
 
 
+def default_rank(analysis: Analysis) -> int:
+    """The rank that is shown first: the one to blame, or else the one that the others wait for most."""
+    ranks = shown_ranks(analysis)
+    blamed = [rank.rank for rank in ranks if rank.rank == analysis.verdict.rank]
+    return blamed[0] if blamed else max(ranks, key=lambda rank: rank.is_last_share).rank
+
+
+def points_in_one(analysis: Analysis) -> int:
+    """How many points of `Analysis.series` the page makes one of, lest it becomes too large."""
+    return -(-len(shown_ranks(analysis)) // _RANKS_IN_FULL)
+
+
 def phase_median(rank: RankSummary, phase: Phase) -> float:
     """Milliseconds; 0 if the rank has no such phase."""
     return rank.phases[phase].median if phase in rank.phases else 0.0
@@ -53,6 +66,6 @@ def figure(traces: Sequence[Any], height: int, **layout: Any) -> Any:
     margin = {"l": 10, "r": 14, "t": 14, "b": 10}
     figure = go.Figure(traces, layout={"template": go.layout.Template(), "showlegend": False, "margin": margin})
     figure.update_layout(height=height, hoverlabel={"align": "left", "namelength": -1}, **layout)
-    figure.update_xaxes(automargin=True, zeroline=False, ticks="outside", ticklen=4)
-    figure.update_yaxes(automargin=True, zeroline=False)
+    figure.update_xaxes(automargin=True, zeroline=False, tickformat=",~g", ticks="outside", ticklen=4)
+    figure.update_yaxes(automargin=True, zeroline=False, tickformat=",~g")
     return figure

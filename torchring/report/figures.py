@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any, Final
 
 import numpy as np
 import plotly.graph_objects as go
 
-from torchring.report.drawing import COLORS, figure, phase_median, shown_buckets, shown_phases, shown_ranks
+from torchring.report.drawing import (
+    COLORS,
+    default_rank,
+    figure,
+    phase_median,
+    points_in_one,
+    shown_buckets,
+    shown_phases,
+    shown_ranks,
+)
 from torchring.report.findings import Analysis, Phase
 from torchring.report.formats import megabytes, milliseconds, percent, with_spread
 
+_LONG_WAIT: Final = 0.05  # of a step: shorter waits are pale in the heat map
 _MAX_WRITTEN: Final = 8  # ranks: a heat map of more has no numbers in its cells
 
 
@@ -56,11 +67,11 @@ def phases_by_rank(analysis: Analysis) -> Any:
     )
     return figure(
         [*bars, whole],
-        height=70 + max(110, len(ranks) * max(12, 34 - len(ranks))),
+        height=70 + max(56, len(ranks) * max(12, 36 - len(ranks))),
         barmode="stack",
         bargap=0.25,
         xaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
-        yaxis={"title": "rank", "type": "category", "autorange": "reversed", "showgrid": False},
+        yaxis={"title": "rank", "type": "category", "range": [len(ranks) - 0.5, -0.5], "showgrid": False},
     )
 
 
@@ -68,14 +79,15 @@ def phases_over_time(analysis: Analysis) -> Any:
     """Phases of one rank as stacked areas. The traces of a rank share a legend group; one rank is visible."""
     series = analysis.series
     first = default_rank(analysis)
+    folded = points_in_one(analysis)
     areas = [
         go.Scatter(
             name=phase.value,
             legendgroup=str(rank.rank),
             visible=rank.rank == first,
             x0=series.numbers[0],
-            dx=series.num_steps_per_point,
-            y=np.array(series.phases[rank.rank][phase], np.float32),
+            dx=series.num_steps_per_point * folded,
+            y=_fold(series.phases[rank.rank][phase], folded),
             stackgroup=str(rank.rank),
             mode="lines",
             line={"width": 0},
@@ -95,40 +107,38 @@ def phases_over_time(analysis: Analysis) -> Any:
     )
 
 
-def default_rank(analysis: Analysis) -> int:
-    """The rank that is shown first: the one to blame, or else the one that the others wait for most."""
-    ranks = shown_ranks(analysis)
-    blamed = [rank.rank for rank in ranks if rank.rank == analysis.verdict.rank]
-    return blamed[0] if blamed else max(ranks, key=lambda rank: rank.is_last_share).rank
+def _fold(values: Sequence[float], num_points: int) -> Any:
+    """Means of so many neighbouring points."""
+    starts = np.arange(0, len(values), num_points)
+    return (np.add.reduceat(values, starts) / np.diff([*starts, len(values)])).astype(np.float32)
 
 
 def who_waits_for_whom(analysis: Analysis) -> Any:
     """A heat map: a row for each rank that waits, a column for each that is waited for."""
     ranks = [rank.rank for rank in shown_ranks(analysis)]
     place = {rank: i for i, rank in enumerate(ranks)}
-    cells: list[list[float | None]] = [[None if row == column else 0.0 for column in ranks] for row in ranks]
-    texts = [
-        ["" if row == column else f"rank {row} does not wait for rank {column}" for column in ranks] for row in ranks
-    ]
+    means = np.zeros((len(ranks), len(ranks)), np.float32)
+    facts = np.zeros((len(ranks), len(ranks), 4), np.float32)
     for wait in analysis.waits:
         if wait.waiting in place and wait.awaited in place:
-            row, column = place[wait.waiting], place[wait.awaited]
-            cells[row][column] = wait.mean_ms
-            texts[row][column] = (
-                f"rank {wait.waiting} waits for rank {wait.awaited}<br>{milliseconds(wait.mean_ms)} of each step on "
-                f"average<br>in {percent(wait.share)} of the steps, {with_spread(wait.cost)}"
-            )
+            cell = place[wait.waiting], place[wait.awaited]
+            means[cell] = wait.mean_ms
+            facts[cell] = wait.share, wait.cost.median, wait.cost.low, wait.cost.high
+    np.fill_diagonal(means, np.nan)
     labels = [str(rank) for rank in ranks]
     heat = go.Heatmap(
         x=labels,
         y=labels,
-        z=cells,
-        hovertext=texts,
-        hoverinfo="text",
+        z=means,
+        customdata=facts,
+        hovertemplate="rank %{y} waits for rank %{x}<br>%{z:,.2f} ms of each step on average<br>"
+        "in %{customdata[0]:.0%} of the steps, %{customdata[1]:,.2f} ms "
+        "(%{customdata[2]:,.2f}–%{customdata[3]:,.2f})<extra></extra>",
         hoverongaps=False,
         colorscale=[[0.0, "rgba(204,121,167,0.06)"], [1.0, "rgba(204,121,167,0.85)"]],
         zmin=0.0,
-        texttemplate="%{z:.1f}" if len(ranks) <= _MAX_WRITTEN else "",
+        zmax=max([_LONG_WAIT * analysis.step.median, *(wait.mean_ms for wait in analysis.waits)]),
+        texttemplate="%{z:,.1f}" if len(ranks) <= _MAX_WRITTEN else "",
         meta={"text": ["textfont.color"]},
         xgap=1,
         ygap=1,

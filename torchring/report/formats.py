@@ -7,6 +7,7 @@ from typing import Final
 from torchring.report.findings import Spread
 
 _SPACE: Final = "\u00a0"  # a number and its unit stay on one line
+_JOINED: Final = "\u2060"  # no line ends here
 
 
 def number(value: float, like: float | None = None) -> str:
@@ -30,6 +31,8 @@ def seconds(value: float) -> str:
 
 def percent(share: float) -> str:
     """A share, from 0 to 1."""
+    if 0 < share < 0.0005:
+        return "<0.1%"
     return f"{100 * share:.1f}%" if 0 < share < 0.0995 else f"{100 * share:.0f}%"
 
 
@@ -40,7 +43,7 @@ def megabytes(num_bytes: float) -> str:
 
 def bounds(spread: Spread) -> str:
     """What holds the middle three fifths of the measurements: "98–105"."""
-    return f"{number(spread.low, spread.median)}–{number(spread.high, spread.median)}"
+    return f"{number(spread.low, spread.median)}–{_JOINED}{number(spread.high, spread.median)}"
 
 
 def median(spread: Spread) -> str:

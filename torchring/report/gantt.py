@@ -9,10 +9,10 @@ from typing import Any, Final
 import numpy as np
 import plotly.graph_objects as go
 
-from torchring.report.drawing import COLORS, figure, shown_ranks
+from torchring.report.drawing import COLORS, default_rank, figure, shown_ranks
 from torchring.report.findings import Analysis, LaneBucket, LaneSpan, Phase
 
-RANKS_IN_VIEW: Final = 8
+_RANKS_IN_VIEW: Final = 8
 
 
 def median_step(analysis: Analysis) -> Any:
@@ -20,16 +20,17 @@ def median_step(analysis: Analysis) -> Any:
     ranks = [rank.rank for rank in shown_ranks(analysis)]
     place = {rank: i for i, rank in enumerate(ranks)}
     spans = [span for span in analysis.median_step.spans if span.rank in place]
-    in_view = min(len(ranks), RANKS_IN_VIEW)
+    groups = ranks_in_view(analysis)
+    shown = next(group for group in groups if default_rank(analysis) in group)
     return figure(
         [*_phases(spans, place), *_buckets(analysis, place)],
-        height=110 + 62 * in_view,
+        height=110 + 62 * len(groups[0]),
         barmode="overlay",
         uniformtext={"minsize": 9, "mode": "hide"},
         xaxis={"title": "milliseconds from the beginning of the step"},
         yaxis={
             "title": "rank",
-            "range": lanes_in_view(0, in_view),
+            "range": lanes_in_view(analysis, shown),
             "tickvals": list(range(len(ranks))),
             "ticktext": [str(rank) for rank in ranks],
             "showgrid": False,
@@ -37,9 +38,16 @@ def median_step(analysis: Analysis) -> Any:
     )
 
 
-def lanes_in_view(first: int, num_ranks: int) -> list[float]:
-    """Range of the axis that shows so many ranks, from that place among `shown_ranks` on."""
-    return [first + num_ranks - 0.5, first - 0.5]
+def ranks_in_view(analysis: Analysis) -> list[list[int]]:
+    """The ranks that are seen together. The axis moves from one group to the next."""
+    ranks = [rank.rank for rank in shown_ranks(analysis)]
+    return [ranks[i : i + _RANKS_IN_VIEW] for i in range(0, len(ranks), _RANKS_IN_VIEW)]
+
+
+def lanes_in_view(analysis: Analysis, group: Sequence[int]) -> list[float]:
+    """Range of the axis that shows one of these groups."""
+    first = [rank.rank for rank in shown_ranks(analysis)].index(group[0])
+    return [first + len(group) - 0.5, first - 0.5]
 
 
 def _phases(spans: Sequence[LaneSpan], place: Mapping[int, int]) -> list[Any]:

@@ -85,8 +85,12 @@ def panel(name: str, figure: Any, description: str, *above: str) -> Html:
     return element("figure", join([*above, drawing, script]), class_="panel")
 
 
-def choice(label: str, drawing: str, options: Iterable[tuple[str, dict[str, Any]]]) -> Html:
-    """A menu above a figure: (what is shown, {"group": legend group to show, "layout": changes of the layout})."""
-    entries = [element("option", text, value=json.dumps(change)) for text, change in options]
-    select = element("select", join(entries), id=f"{drawing}-choice", data_drawing=drawing)
+def choice(label: str, drawing: str, options: Sequence[tuple[str, dict[str, Any]]], selected: int) -> Html:
+    """A menu above a figure: (what is shown, {"group": legend group to show} or {"layout": changes of the layout})."""
+    entries = [
+        element("option", text, value=json.dumps(change), selected="selected" if i == selected else "")
+        for i, (text, change) in enumerate(options)
+    ]
+    # Without autocomplete="off" a browser that reloads the page may keep another choice than the figure shows.
+    select = element("select", join(entries), id=f"{drawing}-choice", data_drawing=drawing, autocomplete="off")
     return element("div", element("label", label, for_=f"{drawing}-choice"), select, class_="choice")

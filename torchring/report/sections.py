@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 from typing import Final
 
 from torchring.report import captions, figures, gantt
-from torchring.report.drawing import COLORS, MAX_RANKS, shown_buckets, shown_phases, shown_ranks
+from torchring.report.drawing import COLORS, MAX_RANKS, default_rank, shown_buckets, shown_phases, shown_ranks
 from torchring.report.findings import Advice, Analysis, Phase, Spread
 from torchring.report.formats import megabytes, milliseconds, number, percent
 from torchring.report.markup import Html, choice, element, html, join, legend, panel, paragraph, section, swatch, table
@@ -107,27 +107,26 @@ def _time(analysis: Analysis) -> Html:
     total = sum(spread.median for spread in analysis.path.values())
     rows: list[list[str | Spread]] = [
         [
-            join([swatch(COLORS[phase]), html(f" {phase.value}")]),
+            join([swatch(COLORS[phase]), html(phase.value), element("small", _MEANINGS[phase])]),
             spread,
             percent(spread.median / total if total else 0.0),
-            _MEANINGS[phase],
         ]
         for phase, spread in analysis.path.items()
         if spread.high > 0
     ]
-    first = figures.default_rank(analysis)
+    first = default_rank(analysis)
     shown = shown_ranks(analysis)
     phases = [(phase.value, COLORS[phase]) for phase in shown_phases(analysis)]
     by_rank, over_time = captions.of_ranks(analysis), captions.of_time(analysis, first)
-    ranks = [(f"{rank.rank} on {rank.host}", {"group": str(rank.rank)}) for rank in shown]
-    ranks.sort(key=lambda option: option[1]["group"] != str(first))  # a menu begins with the one that is shown
-    menu = [choice("Rank", "over-time", ranks)] if len(ranks) > 1 else []
-    columns = ["Phase", "Time in a step", "Share", "What happens"]
+    options = [(f"{rank.rank} on {rank.host}", {"group": str(rank.rank)}) for rank in shown]
+    selected = [rank.rank for rank in shown].index(first)
+    menu = [choice("Rank", "over-time", options, selected)] if len(shown) > 1 else []
+    title = "A step of the rank that the others wait for" if analysis.size > 1 else "A step"
     return section(
         "time",
         "Where the time of a step goes",
         paragraph(captions.of_path(analysis)),
-        table("A step of the rank that the others wait for", columns, rows, texts=(0, 3)),
+        table(title, ["Phase", "Time in a step", "Share"], rows, texts=(0,)),
         paragraph(captions.of_start_up(analysis), class_="note"),
         element("h3", "By rank"),
         paragraph(" ".join(filter(None, [by_rank, _left_out_ranks(analysis)]))),
@@ -153,15 +152,16 @@ def _left_out_ranks(analysis: Analysis) -> str:
 def _waits(analysis: Analysis) -> Html:
     contents = [paragraph(captions.of_waits(analysis))]
     if analysis.waits:
+        figure = figures.who_waits_for_whom(analysis)
+        contents.append(panel("wait-map", figure, f"Heat map. {captions.of_waits(analysis)}"))
+    long = [wait for wait in analysis.waits if wait.mean_ms >= captions.NOTICEABLE_WAIT * analysis.step.median]
+    if long:
         rows: list[list[str | Spread]] = [
             [f"{wait.waiting} for {wait.awaited}", milliseconds(wait.mean_ms), percent(wait.share), wait.cost]
-            for wait in analysis.waits[:_MAX_ROWS]
+            for wait in long[:_MAX_ROWS]
         ]
         columns = ["Rank that waits", "Mean of all steps", "Steps with a wait", "Such a wait"]
-        contents += [
-            panel("wait-map", figures.who_waits_for_whom(analysis), f"Heat map. {captions.of_waits(analysis)}"),
-            table(_first_rows("The longest waits", len(analysis.waits)), columns, rows, texts=(0,)),
-        ]
+        contents.append(table(_first_rows("The longest waits", len(long)), columns, rows, texts=(0,)))
     contents.append(paragraph(captions.of_clock(analysis), class_="note"))
     if analysis.buckets:
         contents += [element("h3", "Buckets"), paragraph(captions.of_buckets(analysis)), _bucket_table(analysis)]
@@ -209,14 +209,13 @@ def _parameter_table(analysis: Analysis) -> Html:
 
 
 def _median_step(analysis: Analysis) -> Html:
-    ranks = [rank.rank for rank in shown_ranks(analysis)]
-    size = gantt.RANKS_IN_VIEW
-    groups = [(i, ranks[i : i + size]) for i in range(0, len(ranks), size)]
+    groups = gantt.ranks_in_view(analysis)
     options = [
-        (f"{group[0]} to {group[-1]}", {"layout": {"yaxis.range": gantt.lanes_in_view(first, len(group))}})
-        for first, group in groups
+        (f"{group[0]} to {group[-1]}", {"layout": {"yaxis.range": gantt.lanes_in_view(analysis, group)}})
+        for group in groups
     ]
-    menu = [choice("Ranks", "lanes", options)] if len(groups) > 1 else []
+    selected = next(i for i, group in enumerate(groups) if default_rank(analysis) in group)
+    menu = [choice("Ranks", "lanes", options, selected)] if len(groups) > 1 else []
     used = {span.phase for span in analysis.median_step.spans}
     if analysis.median_step.buckets:
         used |= {Phase.WAITING, Phase.COMMUNICATION}

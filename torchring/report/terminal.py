@@ -27,7 +27,7 @@ _COLUMNS: Final = {
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with a table, or with sentences."""
+    """A heading, then sentences, then a table. The second line of a sentence is code."""
 
     title: str
     columns: tuple[str, ...] = ()
@@ -48,16 +48,25 @@ def show(analysis: Analysis, file: IO[str] | None = None) -> None:
 
 def plain(analysis: Analysis) -> str:
     """The summary as text without colours."""
-    lines = [*textwrap.wrap(analysis.verdict.sentence, _WIDTH), "", *textwrap.wrap(_title(analysis), _WIDTH)]
+    lines = [*_wrap(analysis.verdict.sentence), "", *_wrap(_title(analysis))]
     for section in sections(analysis):
         lines += ["", section.title]
         for sentence in section.sentences:
-            lines += textwrap.wrap(sentence, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+            text, _, code = sentence.partition("\n")
+            lines += _wrap(text, "  ", "    ")
+            lines += [f"      {code}"] if code else []
         if section.rows:
             widths = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
             for row in (section.columns, *section.rows):
                 lines.append("  " + "   ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)))
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _wrap(text: str, first: str = "", others: str = "") -> list[str]:
+    """Lines that leave names of files in one piece."""
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def sections(analysis: Analysis) -> list[Section]:
@@ -89,7 +98,7 @@ def _title(analysis: Analysis) -> str:
 
 def _advice(advice: Advice) -> str:
     gain = f"{advice.saves_share:.0%}".replace("%", " %")
-    return f"- {advice.what}: {gain} less, {advice.predicted_ms:.4g} ms a step. {advice.why} {advice.how}"
+    return f"- {advice.what}: {gain} less, {advice.predicted_ms:.4g} ms a step. {advice.why}\n{advice.how}"
 
 
 def _parts(analysis: Analysis) -> Section:
@@ -154,7 +163,7 @@ def _scaling(analysis: Analysis) -> Section:
         sentences.append(f"Backward would hide communication of ranks {ranks} from {hiding:.3g} GB/s on.")
     elif analysis.predictions and hiding is None:
         sentences.append("No bandwidth would hide communication: latency alone takes longer.")
-    columns = ("ranks", "step ms", "communication ms", "slowest rank ms", "efficiency")
+    columns = ("ranks", "step ms", "communication ms", "waiting ms", "efficiency")
     return Section("Predicted", columns, tuple(rows), tuple(sentences))
 
 
@@ -181,11 +190,14 @@ def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:
     for section in sections(analysis):
         console.print(Text(f"\n{section.title}", style="bold cyan"))
         for sentence in section.sentences:
-            console.print(Padding(Text(sentence), (0, 0, 0, 2)))
+            text, _, code = sentence.partition("\n")
+            console.print(Padding(Text(text), (0, 0, 0, 2)))
+            if code:
+                console.print(Padding(Text(code, style="green"), (0, 0, 0, 6)))
         if section.rows:
             table = Table(box=None, pad_edge=True, header_style="dim")
             for name in section.columns:
-                table.add_column(Text(name))
+                table.add_column(Text(name), overflow="fold")
             for row in section.rows:
                 table.add_row(*map(Text, row))  # names of parameters may look like markup
             console.print(table)

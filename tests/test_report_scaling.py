@@ -1,0 +1,261 @@
+"""Predictions: formulas against worked examples, and a trace of two ranks against a simulation of more."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from traces import MS, simulate
+
+from torchring.report.analysis import Analysis, analyse
+from torchring.report.findings import Network
+from torchring.report.merge import merge
+from torchring.report.network import fit
+from torchring.report.scaling import (
+    Links,
+    Workload,
+    all_reduce_ms,
+    expected_maximum,
+    exposed_ms,
+    hiding_gigabytes_per_s,
+    predict,
+    slowest_ms,
+)
+from torchring.tracing.records import Arrivals, ParameterRecord, RankTrace
+
+MB = 1_000_000
+COMPUTING = np.full((5, 2), 100.0)
+
+
+def simulated(num_ranks: int, **options: Any) -> list[RankTrace]:
+    """A ring whose messages take 0.1 ms each, and 1.25 GB/s."""
+    defaults = {"latency_ms": 0.2 * (num_ranks - 1), "gigabytes_per_s": 1.25, "ranks_per_host": 1, "noise": 0.05}
+    return simulate(num_ranks, **(defaults | options))
+
+
+def of(num_ranks: int, **options: Any) -> Analysis:
+    return analyse(merge(simulated(num_ranks, **options)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bucket_mb": [1, 25, 25, 60], "backward_ms": 120},
+        {"bucket_mb": [0.5, 1.0] * 20, "noise": 0.02},
+        {"noise": 0.15, "bucket_mb": [1, 12], "gigabytes_per_s": 12.5},
+    ],
+)
+def test_two_ranks_predict_three_four_and_eight(options: dict[str, Any]) -> None:
+    job = merge(simulated(2, num_steps=100, **options))
+    for prediction in analyse(job, sizes=(3, 4, 8)).predictions:
+        measured = of(prediction.num_ranks, num_steps=60, seed=1, **options).step.median
+        assert prediction.step_ms == pytest.approx(measured, rel=0.05)
+
+
+def test_predictions_are_for_powers_of_two_and_for_the_size_of_the_job() -> None:
+    assert [each.num_ranks for each in of(3).predictions] == [2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def test_where_it_was_measured_the_prediction_is_the_measurement() -> None:
+    analysis = of(4)
+    assert analysis.predictions[1].num_ranks == 4
+    assert analysis.predictions[1].step_ms == pytest.approx(analysis.step.median)
+    efficiencies = [each.efficiency for each in analysis.predictions]
+    assert efficiencies == sorted(efficiencies, reverse=True)
+
+
+def test_one_rank_predicts_with_a_network_that_is_given() -> None:
+    """Two ranks at 1.25 GB/s: 25 MB are ready after 40 ms, and 25 MB after 60 ms. Each takes 20.2 ms, until 80.4."""
+    (trace,) = simulated(1)
+    alone = dataclasses.replace(trace, steps=tuple(dataclasses.replace(step, buckets=()) for step in trace.steps))
+    assert analyse(merge([alone])).predictions == ()
+    given = analyse(merge([alone]), Network(0.1, 1.25))
+    (prediction, *_) = given.predictions
+    assert prediction.exposed_ms == pytest.approx(20.4, rel=0.01)
+    assert prediction.step_ms == pytest.approx(of(2).step.median, rel=0.05)
+    assert given.is_network_given
+    unknown = dataclasses.replace(alone, arrivals=())  # buckets are equally spaced then, as they are in the simulation
+    again = analyse(merge([unknown]), Network(0.1, 1.25)).predictions[0]
+    assert again.exposed_ms == pytest.approx(prediction.exposed_ms, rel=0.02)
+
+
+def test_the_example_of_exposed_communication() -> None:
+    workload = Workload(COMPUTING, (30.0 * MB, 30.0 * MB), (-40.0, 0.0))
+    assert exposed_ms(workload, 2, Links(Network(0.0, 1.0))) == pytest.approx(30)
+    assert exposed_ms(workload, 2, Links(Network(0.0, 0.6))) == pytest.approx(60)
+    assert exposed_ms(workload, 1, Links(Network(0.0, 1.0))) == 0
+    inline = dataclasses.replace(workload, is_overlapped=False)
+    assert exposed_ms(inline, 2, Links(Network(0.0, 1.0))) == pytest.approx(60)
+
+
+def test_lanes_hide_latency_but_share_bandwidth() -> None:
+    """Three buckets that are ready at 0, each with 10 ms of latency and 5 ms of transfer."""
+    workload = Workload(COMPUTING, (5.0 * MB,) * 3, (0.0,) * 3)
+    links = Links(Network(5.0, 1.0))
+    assert exposed_ms(workload, 2, links) == pytest.approx(45)
+    # The first two end at 15 and 20. The third begins at 15, and ends at 30.
+    assert exposed_ms(dataclasses.replace(workload, num_lanes=2), 2, links) == pytest.approx(30)
+
+
+def test_buckets_leave_in_order() -> None:
+    workload = Workload(COMPUTING, (10.0 * MB, 10.0 * MB), (-5.0, -50.0))
+    assert exposed_ms(workload, 2, Links(Network(0.0, 1.0))) == pytest.approx(15)
+
+
+def test_an_all_reduce() -> None:
+    network, memory = Network(0.1, 1.0), Network(0.01, 10.0)
+    assert all_reduce_ms(8 * MB, 4, Links(network)) == pytest.approx(6 * 0.1 + 12)
+    assert all_reduce_ms(8 * MB, 1, Links(network)) == 0
+    # 16 ranks on 4 hosts: 4 hosts in a ring, and 4 ranks in memory.
+    two_levels = Links(network, True, 4, memory)
+    assert all_reduce_ms(8 * MB, 16, two_levels) == pytest.approx(6 * 0.1 + 12 + 6 * 0.01 + 1.2)
+    assert all_reduce_ms(8 * MB, 4, two_levels) == pytest.approx(6 * 0.01 + 1.2)
+    assert all_reduce_ms(8 * MB, 4, Links(network, True, 4)) == 0
+
+
+def test_the_expected_maximum_is_the_mean_over_all_draws() -> None:
+    values = [3.0, -1.0, 4.0, 1.5]
+    for num_draws in (1, 2, 3):
+        draws = [max(draw) for draw in itertools.product(values, repeat=num_draws)]
+        assert expected_maximum(np.array(values), num_draws) == pytest.approx(sum(draws) / len(draws))
+    assert expected_maximum(np.array(values), 10_000) == pytest.approx(4.0)
+
+
+def test_what_all_ranks_have_in_common_makes_nobody_wait() -> None:
+    rng = np.random.default_rng(0)
+    batch = rng.normal(100, 20, (2000, 1))
+    assert slowest_ms(np.repeat(batch, 4, axis=1), 64) == pytest.approx(batch.mean())
+    # Independent noise: the maximum of 4 normal draws is 1.0294 standard deviations above the mean.
+    for num_measured in (1, 2, 4):
+        own = rng.normal(100, 10, (4000, num_measured))
+        assert slowest_ms(own, 4) == pytest.approx(110.294, abs=0.7)
+    # One rank of four that is always 30 ms slower.
+    uneven = np.full((10, 4), 100.0) + np.array([0, 0, 30.0, 0])
+    assert slowest_ms(uneven, 1) == pytest.approx(107.5)
+    assert slowest_ms(uneven, 1024) == pytest.approx(130)
+
+
+def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
+    rng = np.random.default_rng(1)
+    sizes = np.array([0.1, 0.5, 1, 5, 12, 12, 25, 25]) * MB
+    durations = 6 * 0.2 + 1.5 * sizes / 2e6  # 4 ranks, 0.2 ms, 2 GB/s
+    seen = durations * rng.normal(1, 0.01, (40, 8))
+    seen[:8] *= 5
+    seen[:, 4] *= 3  # one bucket is always interrupted
+    network = fit(sizes, seen, 4)
+    assert network is not None
+    assert network.alpha_ms == pytest.approx(0.2, rel=0.05)
+    assert network.gigabytes_per_s == pytest.approx(2, rel=0.05)
+    assert network.is_alpha_known
+
+
+def test_buckets_of_one_size_do_not_tell_latency_from_bandwidth() -> None:
+    network = fit(np.full(5, 10.0 * MB), np.full((4, 5), 20.0), 2)
+    assert network == Network(0.0, pytest.approx(0.5), is_alpha_known=False)
+    assert fit(np.array([]), np.zeros((4, 0)), 2) is None
+    falling = fit(np.array([1.0, 10.0]) * MB, np.array([[5.0, 1.0]]), 2)
+    assert falling is not None
+    assert falling.gigabytes_per_s > 0
+    assert falling.alpha_ms > 0
+
+
+def test_the_bandwidth_that_hides_communication() -> None:
+    """30 MB are ready 10 ms before the end of backward. 1 % of 100 ms may be exposed, so that they may take 11 ms."""
+    workload = Workload(COMPUTING, (30.0 * MB,), (-10.0,))
+    assert hiding_gigabytes_per_s(workload, 2, 0.0) == pytest.approx(30 / 11, rel=1e-3)
+    assert hiding_gigabytes_per_s(workload, 2, 0.5) == pytest.approx(3.0, rel=1e-3)
+    assert hiding_gigabytes_per_s(workload, 2, 6.0) is None
+    assert hiding_gigabytes_per_s(dataclasses.replace(workload, bucket_bytes=(1.0,)), 2, 0.0) == 0
+
+
+def test_predictions_of_an_even_job_without_communication() -> None:
+    (one,) = predict(Workload(COMPUTING, (), ()), Links(Network(0.1, 1.0)), [16])
+    assert (one.step_ms, one.exposed_ms, one.waiting_ms, one.efficiency) == pytest.approx((100, 0, 0, 1))
+
+
+def advice_of(analysis: Analysis) -> dict[str, float]:
+    return {each.what: each.saves_share for each in analysis.advice}
+
+
+def test_advice_is_what_a_simulation_with_the_change_shows() -> None:
+    options = {"bucket_mb": [1, 12, 12, 12], "noise": 0.01, "num_steps": 20}
+    analysis = of(4, **options)
+    saves = advice_of(analysis)
+    half = of(4, **(options | {"bucket_mb": [0.5, 6, 6, 6]})).step.median
+    assert saves["Send gradients in 16 bits"] == pytest.approx(1 - half / analysis.step.median, abs=0.01)
+    late = of(4, input_ms=[2, 2, 62, 2], **options)
+    even = of(4, **options).step.median
+    assert advice_of(late)["Load data in the background, or faster, on rank 2"] == pytest.approx(
+        1 - even / late.step.median, abs=0.02
+    )
+    assert [each.saves_share for each in late.advice] == sorted(advice_of(late).values(), reverse=True)
+    for each in late.advice:
+        assert each.predicted_ms == pytest.approx(late.step.median * (1 - each.saves_share))
+
+
+def test_what_is_in_use_is_not_advised() -> None:
+    def with_options(**changes: str) -> set[str]:
+        traces = simulated(4, ranks_per_host=2, bucket_mb=[1, 25, 25], num_steps=10)
+        about = dataclasses.replace(traces[0].about, **({"options": changes} if changes else {}))
+        return {*advice_of(analyse(merge([dataclasses.replace(traces[0], about=about), *traces[1:]])))}
+
+    usual = with_options()
+    assert usual >= {"Send gradients in 16 bits", "Reduce within each host first"}
+    assert "Reduce gradients in every second backward only" in usual
+    changed = with_options(compression="bf16", accumulate="4")
+    assert usual - changed == {"Send gradients in 16 bits", "Reduce gradients in every second backward only"}
+    one_each = simulated(4, bucket_mb=[1, 25, 25], num_steps=10)
+    assert "Reduce within each host first" not in advice_of(analyse(merge(one_each)))
+
+
+def test_a_job_that_is_well_gets_no_advice() -> None:
+    assert advice_of(of(4, gigabytes_per_s=1000.0, latency_ms=0.0, optimizer_ms=1.0, num_steps=20)) == {}
+
+
+@pytest.mark.parametrize(("num_threads", "what"), [(2, "Use 1 thread in each rank of host0"), (1, None)])
+def test_ranks_that_share_too_few_cores(num_threads: int, what: str | None) -> None:
+    traces = simulate(4, 30, noise=0.25, gigabytes_per_s=100)
+    crowded = [
+        dataclasses.replace(trace, about=dataclasses.replace(trace.about, num_threads=num_threads)) for trace in traces
+    ]
+    assert (what in advice_of(analyse(merge(crowded)))) == (what is not None)
+
+
+def test_one_rank_less_is_advised_where_ranks_outnumber_cores() -> None:
+    traces = simulate(4, 30, noise=0.25, gigabytes_per_s=100)
+    crowded = [dataclasses.replace(trace, about=dataclasses.replace(trace.about, num_cores=2)) for trace in traces]
+    assert "Start one rank less on host0" in advice_of(analyse(merge(crowded)))
+
+
+def test_larger_buckets_are_advised_for_many_small_ones() -> None:
+    """200 parameters of 0.1 MB, in a bucket each. 2 MiB make 11 buckets, and hide all but the last."""
+    traces = simulate(2, 12, bucket_mb=[0.05, 0.15] * 100, latency_ms=1.0, noise=0.0)
+    analysis = analyse(merge(traces))
+    (best, *_) = analysis.advice
+    assert best.what.startswith("Use buckets of ")
+    size_mb = float(best.what.split()[3])
+    # As `wrap` lays them out: the first of 1 MiB, then of the size that is asked for.
+    sizes, limit = [0.0], 1.048576
+    for each in [0.05, 0.15] * 100:
+        if sizes[-1] + each > limit:
+            sizes.append(0.0)
+            limit = size_mb * 1.048576
+        sizes[-1] += each
+    done = np.cumsum(sizes) / 20
+    again = simulate(2, 12, bucket_mb=sizes, ready_at=[*map(float, done)], latency_ms=1.0, noise=0.0)
+    assert best.predicted_ms == pytest.approx(analyse(merge(again)).step.median, rel=0.03)
+
+
+def test_arrivals_say_when_buckets_of_one_rank_are_ready() -> None:
+    (trace,) = simulated(1, bucket_mb=[])
+    parameters = (ParameterRecord("a", 25 * MB, 1), ParameterRecord("b", 1 * MB, 0), ParameterRecord("c", 25 * MB, 1))
+    about = dataclasses.replace(trace.about, parameters=parameters, bucket_bytes=(1 * MB, 50 * MB))
+    arrivals = (Arrivals(5, 60 * MS, (30 * MS, 6 * MS, 15 * MS)),)
+    traced = dataclasses.replace(trace, about=about, arrivals=arrivals)
+    # 50 MB leave in the middle of a backward of 60 ms, and take 40 ms: 10 ms are exposed, and two latencies.
+    (prediction, *_) = analyse(merge([traced]), Network(0.1, 1.25)).predictions
+    assert prediction.exposed_ms == pytest.approx(10.2, rel=0.05)
