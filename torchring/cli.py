@@ -92,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("arguments", nargs=argparse.REMAINDER)
     report = commands.add_parser("report", help="say what bounds a job, from its trace", add_help=False)
     report.add_argument("arguments", nargs=argparse.REMAINDER)
+    top = commands.add_parser("top", help="show how a job goes that is being traced", add_help=False)
+    top.add_argument("arguments", nargs=argparse.REMAINDER)
     benchmarks = _benchmarks()
     bench = commands.add_parser(
         "bench",
@@ -109,6 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from torchring.doctor import main as doctor_main
 
         return int(doctor_main(arguments[1:]))
+    if arguments[:1] == ["top"]:
+        from torchring.report.top import main as top_main
+
+        return int(top_main(arguments[1:]))
     if arguments[:1] == ["report"]:
         from torchring.report.command import main as report_main
 

@@ -14,7 +14,7 @@ import numpy as np
 from torchring.tracing.files import TraceError, find, read
 from torchring.tracing.records import ClockOffset, RankTrace, StepRecord
 
-_ENDED_WELL: Final = ("end", "SIGUSR1")
+_ENDED_WELL: Final = ("", "end", "SIGUSR1")
 
 
 @dataclass(frozen=True)

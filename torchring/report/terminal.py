@@ -50,16 +50,22 @@ def plain(analysis: Analysis) -> str:
     """The summary as text without colours."""
     lines = [*_wrap(analysis.verdict.sentence), "", *_wrap(_title(analysis))]
     for section in sections(analysis):
-        lines += ["", section.title]
-        for sentence in section.sentences:
-            text, _, code = sentence.partition("\n")
-            lines += _wrap(text, "  ", "    ")
-            lines += [f"      {code}"] if code else []
-        if section.rows:
-            widths = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
-            for row in (section.columns, *section.rows):
-                lines.append("  " + "   ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)))
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+        lines += ["", text_of(section)]
+    return "\n".join(lines) + "\n"
+
+
+def text_of(section: Section) -> str:
+    """A section without colours."""
+    lines = [section.title]
+    for sentence in section.sentences:
+        text, _, code = sentence.partition("\n")
+        lines += _wrap(text, "  ", "    ")
+        lines += [f"      {code}"] if code else []
+    if section.rows:
+        widths = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
+        for row in (section.columns, *section.rows):
+            lines.append("  " + "   ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _wrap(text: str, first: str = "", others: str = "") -> list[str]:
@@ -73,8 +79,8 @@ def sections(analysis: Analysis) -> list[Section]:
     """What the summary shows below the verdict. A section without content is left out."""
     found = [
         Section("What would help", sentences=tuple(map(_advice, analysis.advice)) or ("Nothing that is known.",)),
-        _parts(analysis),
-        _waits(analysis),
+        table_of_phases(analysis),
+        table_of_waits(analysis),
         _buckets(analysis),
         _scaling(analysis),
         Section("What is missing or strange", sentences=analysis.problems),
@@ -101,7 +107,8 @@ def _advice(advice: Advice) -> str:
     return f"- {advice.what}: {gain} less, {advice.predicted_ms:.4g} ms a step. {advice.why}\n{advice.how}"
 
 
-def _parts(analysis: Analysis) -> Section:
+def table_of_phases(analysis: Analysis) -> Section:
+    """Milliseconds of a step, by rank and phase."""
     ranks = sorted(analysis.ranks, key=lambda rank: -rank.is_last_share)[:_MAX_ROWS]
     used = [phase for phase in Phase if any(rank.phases[phase].high > 0 for rank in analysis.ranks)]
     rows = [
@@ -114,7 +121,8 @@ def _parts(analysis: Analysis) -> Section:
     return Section(title, ("rank", "step", *(_COLUMNS[phase] for phase in used)), tuple(rows))
 
 
-def _waits(analysis: Analysis) -> Section:
+def table_of_waits(analysis: Analysis) -> Section:
+    """Who waits for whom. No rows if nobody waits for long."""
     rows = [
         (str(wait.waiting), str(wait.awaited), f"{wait.mean_ms:.3g}", f"{wait.share:.0%}", _number(wait.cost))
         for wait in analysis.waits[:_MAX_ROWS]

@@ -17,6 +17,7 @@ from torchring.tracing.records import About, Arrivals, ClockOffset, ParameterRec
 
 FORMAT: Final = 1
 _NAME: Final = re.compile(r"rank-(\d+)\.npz")
+_LIVE_NAME: Final = re.compile(r"live-(\d+)\.npz")
 
 
 class TraceError(Exception):
@@ -35,7 +36,16 @@ def live_path_of(folder: Path, rank: int) -> Path:
 
 def find(folder: Path) -> dict[int, Path]:
     """The files of a trace, by rank. Raises OSError if the folder cannot be read."""
-    matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return _matching(folder, _NAME)
+
+
+def find_live(folder: Path) -> dict[int, Path]:
+    """The files of a job that is being traced, by rank. Raises OSError if the folder cannot be read."""
+    return _matching(folder, _LIVE_NAME)
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 

@@ -172,7 +172,7 @@ class About:
         bucket_bytes: bytes of each bucket of the last plan.
         parameters: in the order of registration.
         versions: "torchring", "torch", "python".
-        ended_by: why the trace was written: "end", "SIGUSR1", or the text of an error.
+        ended_by: why the trace was written: "end", "SIGUSR1", or the text of an error. "" while the job runs.
         written_at: seconds since 1970.
     """
 

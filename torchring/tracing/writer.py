@@ -73,7 +73,7 @@ class TraceWriter:
             if recorder.about is None or self._num_live.get(recorder) == recorder.num_steps:
                 continue
             self._num_live[recorder] = recorder.num_steps
-            trace, steps = recorder.trace("now", _LIVE_STEPS)
+            trace, steps = recorder.trace("", _LIVE_STEPS)
             with self._lock, self._warning():
                 files.write_encoded(files.live_path_of(self.folder, trace.about.rank), trace, steps)
 

@@ -1,0 +1,72 @@
+"""`torchring top` shows what live files say, and ends when the job has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from traces import simulate
+
+from torchring import cli
+from torchring.report import top
+from torchring.tracing.files import live_path_of, path_of, write, write_encoded
+from torchring.tracing.records import RankTrace, encode
+
+
+def write_live(folder: Path, traces: Sequence[RankTrace], age: float = 0.0) -> None:
+    for trace in traces:
+        about = dataclasses.replace(trace.about, ended_by="", written_at=time.time() - age)
+        path = live_path_of(folder, trace.about.rank)
+        write_encoded(path, dataclasses.replace(trace, about=about), list(map(encode, trace.steps)))
+
+
+def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_live(tmp_path, simulate(2, 50, input_ms=[2, 60], noise=0))
+    assert cli.main(["top", str(tmp_path), "--once"]) == 0
+    first, verdict, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("Step 50: ")
+    assert first.endswith("2 ranks, the last 47 steps.")
+    assert "waits for data on rank 1" in verdict
+    assert any(line.split()[:2] == ["0", "1"] for line in rest), "rank 0 waits for rank 1"
+    write_live(tmp_path, simulate(2, 50), age=60)
+    assert "No rank has made a step for 60 s." in top.look(tmp_path).text
+
+
+def test_a_job_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert cli.main(["top", str(folder), "--once"]) == 1
+        assert f"no rank has written to {folder} yet; `torchring run --trace {folder}" in capsys.readouterr().out
+
+
+def test_it_ends_with_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files come and go while it looks: nothing, torn, live, and then the whole trace."""
+    (error, other) = simulate(2, 50)
+    stages = iter(
+        [
+            lambda: live_path_of(tmp_path, 0).write_bytes(b"torn"),
+            lambda: write_live(tmp_path, [error, other]),
+            lambda: [live_path_of(tmp_path, rank).unlink() for rank in (0, 1)],
+        ]
+    )
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 0.25
+        stage = next(stages)
+        stage()
+        if not live_path_of(tmp_path, 0).exists():
+            about = dataclasses.replace(error.about, ended_by="rank 1 is gone")
+            write(tmp_path, dataclasses.replace(error, about=about))
+            write(tmp_path, other)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert cli.main(["top", str(tmp_path), "--every", "0.25"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("no rank has written") == 2
+    assert out.count("Step 50: ") == 2
+    assert "The job has ended: rank 1 is gone." in out
+    assert path_of(tmp_path, 0).exists()

@@ -1,0 +1,127 @@
+"""`torchring top DIR`: how a job that is being traced goes, right now.
+
+Each rank of the job writes its last 50 steps to DIR once a second. This command reads them, and sends the job nothing.
+
+Exit code: 0 when the job has ended, 1 if there is nothing to be read, 2 for a usage error, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from torchring.launch.arguments import duration
+from torchring.report.analysis import analyse
+from torchring.report.merge import merge
+from torchring.report.terminal import table_of_phases, table_of_waits, text_of
+from torchring.tracing.files import TraceError, find, find_live, read
+from torchring.tracing.records import RankTrace
+
+_STILL_SECONDS: Final = 10.0  # without a new step, after which the picture says so
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is shown.
+
+    Attributes:
+        text: for people.
+        is_over: the job has ended.
+        is_empty: no rank has written anything.
+    """
+
+    text: str
+    is_over: bool = False
+    is_empty: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`arguments` are those behind "top". Returns the exit code; raises SystemExit(2) for a usage error."""
+    parser = argparse.ArgumentParser(
+        prog="torchring top",
+        description="Show how a job goes that `torchring run --trace DIR` has started: steps and samples a second, "
+        "where the time goes, and who waits for whom, over the last 50 steps.",
+        epilog="Exit code: 0 when the job has ended, 1 if there is nothing to be read, 130 after Ctrl-C.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the trace")
+    parser.add_argument(
+        "--every", type=duration, default=1.0, metavar="SECONDS", help="how often to look (default: %(default)g)"
+    )
+    parser.add_argument("--once", action="store_true", help="look once, and end")
+    options = parser.parse_args(arguments)
+    try:
+        if options.once:
+            picture = look(options.folder)
+            print(picture.text)
+            return int(picture.is_empty)
+        _watch(options.folder, options.every)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def look(folder: Path) -> Picture:
+    """What the job's ranks have written."""
+    live, whole = _traces(find_live, folder), _traces(find, folder)
+    if not live and not whole:
+        how = f"`torchring run --trace {folder} ...` writes it"
+        return Picture(f"no rank has written to {folder} yet; {how}", is_empty=True)
+    try:
+        job = merge(live or whole)
+    except TraceError as error:
+        return Picture(str(error), is_empty=True)
+    analysis = analyse(job)
+    step = analysis.step
+    last = max(trace.steps[-1].number for trace in job.traces)
+    speed = f"{1e3 / step.median:.3g} steps/s" if step.median else ""
+    samples = f", {analysis.samples_per_s.median:,.0f} samples/s" if analysis.samples_per_s else ""
+    lines = [f"Step {last + 1:,}: {speed}{samples}, {analysis.size} ranks, the last {analysis.num_steps} steps."]
+    still = time.time() - max(trace.about.written_at for trace in job.traces)
+    if not live:
+        ends = sorted({trace.about.ended_by for trace in job.traces} - {"", "end", "SIGUSR1"})
+        lines.append(f"The job has ended{''.join(f': {end}' for end in ends)}.")
+    elif still > _STILL_SECONDS:
+        lines.append(f"No rank has made a step for {still:.0f} s.")
+    lines += [analysis.verdict.sentence, *analysis.problems, ""]
+    tables = (table_of_phases(analysis), table_of_waits(analysis))
+    return Picture("\n".join([*lines, *(text_of(table) for table in tables if table.rows)]), is_over=not live)
+
+
+def _traces(find_them: Callable[[Path], dict[int, Path]], folder: Path) -> list[RankTrace]:
+    """Those that can be read: a rank may be writing its file, or removing it."""
+    found = []
+    try:
+        paths = find_them(folder)
+    except OSError:
+        return []
+    for path in paths.values():
+        try:
+            found.append(read(path))
+        except TraceError:
+            continue
+    return [trace for trace in found if trace.steps]
+
+
+def _watch(folder: Path, seconds: float) -> None:
+    """Show pictures until the job has ended."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        _show_until_over(folder, seconds, lambda text: print(text, end="\n\n", flush=True))
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        _show_until_over(folder, seconds, lambda text: live.update(Text(text), refresh=True))
+
+
+def _show_until_over(folder: Path, seconds: float, show: Callable[[str], None]) -> None:
+    while not (picture := look(folder)).is_over:
+        show(picture.text)
+        time.sleep(seconds)
+    show(picture.text)
