@@ -63,12 +63,14 @@ SIGNATURES = {
     "join": "(*objects: 'Any') -> 'Iterator[None]'",
     "local_rank": "() -> 'int'",
     "local_size": "() -> 'int'",
+    "metrics": "() -> 'dict[str, float]'",
     "node_rank": "() -> 'int'",
     "num_nodes": "() -> 'int'",
     "rank": "() -> 'int'",
     "reduce_scatter": "(tensor: 'torch.Tensor', op: 'Op' = 'mean', async_op: 'bool' = False) -> 'torch.Tensor | Work'",
     "shutdown": "() -> 'None'",
     "size": "() -> 'int'",
+    "trace": "(folder: 'str | os.PathLike[str]') -> 'Iterator[None]'",
     "wrap": f"{_OPTIONS} -> 'DistributedOptimizer'",
 }
 MEMBERS = {
