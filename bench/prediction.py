@@ -1,0 +1,118 @@
+"""Are the report's predictions right? Steps of 2 hosts predict those of more hosts, which are then measured.
+
+    torchring bench prediction                          MLP; 1 Gbit/s; 2 hosts predict 3 and 4
+    torchring bench prediction --model gpt --rate 10gbit --json results.json
+
+Network namespaces of this machine stand in for hosts (`netns.py`, which needs root and iproute2), with one rank of one
+thread each. Each number of hosts trains for some steps and leaves a trace. `torchring report` makes its prediction from
+the trace of 2 hosts alone. All hosts share the cores of this machine. So where there are more hosts than cores, a host
+computes for longer than a machine of its own would, and the prediction cannot know that: choose a model and a rate with
+which the network takes most of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchring
+from torchring.bench import measure, netns
+from torchring.bench.measure import Command, Spread
+from torchring.bench.models import MODELS
+from torchring.bench.netns import Network
+from torchring.rendezvous.environment import TRACE
+from torchring.report.analysis import Analysis, analyse
+from torchring.report.merge import load
+
+FROM = 2
+PORT = 29500  # always free, as the namespaces are new
+
+
+def main() -> int:
+    parser = measure.parser("prediction", __doc__ or "")
+    parser.add_argument("--model", choices=sorted(MODELS), default="mlp")
+    parser.add_argument("--rate", default="1gbit", help="of the links, as tc writes it")
+    parser.add_argument("--hosts", type=measure.several, nargs="+", default=[3, 4], help="numbers to predict")
+    parser.add_argument("--steps", type=measure.positive, default=15, help="of each number of hosts; the first 3 do not count")
+    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        train(options.model, options.steps)
+        return 0
+    if (reason := netns.why_unavailable()) is not None:
+        print(f"torchring bench prediction needs network namespaces: {reason}", file=sys.stderr)
+        return 2
+    about = measure.provenance() | {"script": Path(__file__).name, "rate": options.rate, "model": options.model}
+    with measure.stopped_by_signals():  # so that the network is removed
+        analyses = {hosts: measured(hosts, options) for hosts in (FROM, *options.hosts)}
+    rows = [row_of(analyses[FROM], analyses[hosts]) for hosts in (FROM, *options.hosts)]
+    report(rows, about)
+    measure.write_json(options.json, rows, about)
+    return 0
+
+
+def measured(hosts: int, options: argparse.Namespace) -> Analysis:
+    """Train on so many hosts, and analyse the trace."""
+    with tempfile.TemporaryDirectory() as folder, Network(hosts, rate=options.rate) as network:
+        worker = [sys.executable, __file__, "--model", options.model, "--steps", str(options.steps), "--worker"]
+        shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(hosts)}
+        shared |= {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": str(hosts), "LOCAL_RANK": "0"}
+        shared |= {"GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1", TRACE: folder}
+        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise PyTorch warns that the addresses have no names
+        commands = [
+            Command(f"rank {rank}", network.command(rank, worker), shared | {"RANK": str(rank), "GROUP_RANK": str(rank)})
+            for rank in range(hosts)
+        ]
+        if code := measure.run_together(commands):
+            raise SystemExit(code)
+        return analyse(load(Path(folder)), sizes=(FROM, *options.hosts))
+
+
+def train(model: str, steps: int) -> None:
+    """As a rank."""
+    workload = MODELS[model]()
+    torch.set_num_threads(1)
+    optimizer = torchring.wrap(torch.optim.SGD(workload.model.parameters(), lr=1e-3), workload.model)
+    batch = workload.batch(seed=torchring.rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        workload.loss(workload.model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def row_of(origin: Analysis, target: Analysis) -> dict[str, Any]:
+    """What the trace `origin` predicts for the ranks of `target`, and what was measured."""
+    predicted = next(each for each in origin.predictions if each.num_ranks == target.size)
+    return {
+        "ranks": target.size,
+        "predicted_ms": predicted.step_ms,
+        "measured_ms": vars(Spread(target.step.median, target.step.low, target.step.high, target.num_steps)),
+        "error": predicted.step_ms / target.step.median - 1.0,
+        "algorithm": target.about.algorithm,
+        "network": {"from": vars(origin.network or {}), "to": vars(target.network or {})},
+    }
+
+
+def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    cells = [
+        [
+            str(row["ranks"]),
+            row["algorithm"],
+            f"{row['predicted_ms']:.0f}",
+            Spread(**row["measured_ms"]).text(0),
+            f"{row['error']:+.1%}",
+        ]
+        for row in rows
+    ]
+    title = f"Steps of {about['model']} at {about['rate']}, predicted from {FROM} hosts {measure.origin(about)}"
+    measure.print_table(title, ["hosts", "algorithm", "predicted ms", "measured ms", "error"], cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
