@@ -121,7 +121,7 @@ def of_lanes(analysis: Analysis) -> str:
     text = (
         f"Step {step.number:,} took {milliseconds(step.duration_ms)}, which is nearest to the median. For each rank, "
         "the upper lane shows what the rank does, the lower lane its buckets, each with its number. A tick marks when "
-        "the last gradient of a bucket was ready. Drag to zoom, double-click to return. "
+        "the last gradient of a bucket was ready. "
     )
     if not step.buckets:
         return text
