@@ -197,7 +197,7 @@ def of_start_up(analysis: Analysis) -> str:
 
 def of_clock(analysis: Analysis) -> str:
     """How well times of different hosts compare."""
-    if len({rank.host for rank in analysis.ranks}) < 2:
+    if len({rank.node_rank for rank in analysis.ranks}) < 2:
         return ""
     if analysis.clock_error_ms is None:
         return "How far the clocks of the hosts are apart is not known, so waits between hosts may be wrong."
