@@ -126,12 +126,14 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_until(self, condition: str) -> None:
+    def wait_until(self, condition: str, seconds: float = 20.0) -> None:
         """Wait until a JavaScript expression is true. It is looked at before each frame that the page draws."""
-        self.evaluate(
-            f"new Promise(done => {{const look = () => ({condition}) ? done(true) : requestAnimationFrame(look);"
-            " look();})"
+        is_true = self.evaluate(
+            f"new Promise(done => {{ const end = Date.now() + {1000 * seconds};"
+            f" const look = () => ({condition}) ? done(true) : Date.now() > end ? done(false)"
+            " : requestAnimationFrame(look); look(); })"
         )
+        assert is_true, f"not so within {seconds} s: {condition}"
 
     def point_at(self, x: float, y: float) -> None:
         """Move the mouse, in CSS pixels from the upper left corner of the window."""

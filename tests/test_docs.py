@@ -143,6 +143,10 @@ class Commands:
             from torchring.doctor import _parser
 
             _parser().parse_args(arguments[1:])
+        elif arguments[0] == "report":
+            from torchring.report.command import _parser as report_parser
+
+            report_parser().parse_args(arguments[1:])
         elif arguments[0] == "bench":
             source = cli._benchmarks().get(arguments[1], "")
             assert source, f"there is no benchmark {arguments[1]}"

@@ -233,7 +233,7 @@ def test_one_rank_less_is_advised_where_ranks_outnumber_cores() -> None:
 
 def test_larger_buckets_are_advised_for_many_small_ones() -> None:
     """200 parameters of 0.1 MB, in a bucket each. 2 MiB make 11 buckets, and hide all but the last."""
-    traces = simulate(2, 12, bucket_mb=[0.05, 0.15] * 100, latency_ms=1.0, noise=0.0)
+    traces = simulate(2, 12, bucket_mb=[0.05, 0.15] * 100, latency_ms=1.0, noise=0.0, ranks_per_host=1)
     analysis = analyse(merge(traces))
     (best, *_) = analysis.advice
     assert best.what.startswith("Use buckets of ")
@@ -246,7 +246,7 @@ def test_larger_buckets_are_advised_for_many_small_ones() -> None:
             limit = size_mb * 1.048576
         sizes[-1] += each
     done = np.cumsum(sizes) / 20
-    again = simulate(2, 12, bucket_mb=sizes, ready_at=[*map(float, done)], latency_ms=1.0, noise=0.0)
+    again = simulate(2, 12, bucket_mb=sizes, ready_at=[*map(float, done)], latency_ms=1.0, noise=0.0, ranks_per_host=1)
     assert best.predicted_ms == pytest.approx(analyse(merge(again)).step.median, rel=0.03)
 
 

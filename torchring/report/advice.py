@@ -195,13 +195,13 @@ def _about_bucket_size(situation: Situation, workload: Workload, saved_ms: objec
 
 
 def _about_optimizer(situation: Situation) -> Iterator[Advice]:
-    cost = typical(situation.costs.optimizer)
-    if cost >= _OPTIMIZER_TELLING * situation.step_ms:
+    cost, options = typical(situation.costs.optimizer), situation.about.options
+    if cost >= _OPTIMIZER_TELLING * situation.step_ms and options.get("fused") != "True":
         yield _advice(
             situation,
             "Let the optimizer update all parameters at once",
             _FUSED_SAVES * cost,
             f"step() takes {cost:.1f} ms. This assumes that a fused step takes half of that; leave it out if the "
             "optimizer is fused already.",
-            "torch.optim.AdamW(model.parameters(), fused=True)    # or foreach=True",
+            f"torch.optim.{options.get('optimizer', 'AdamW')}(model.parameters(), fused=True)    # or foreach=True",
         )

@@ -29,7 +29,8 @@ from torchring.report.scaling import SIZES, Links, hiding_gigabytes_per_s, predi
 from torchring.report.timing import Timing, groups, spread, spread_of_steps, tabulate, typical
 from torchring.report.verdict import find_costs, judge
 from torchring.report.waits import Critical, column, find_critical
-from torchring.report.workload import calibrated, computing, describe, fit_network, links_of
+from torchring.report.workload import between_hosts, calibrated, computing, describe, fit_network, links_of
+from torchring.tracing.records import About
 
 __all__ = ["Analysis", "analyse"]
 
@@ -66,8 +67,9 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
     hiding = None
     if links is not None and workload.bucket_bytes:
         num_ranks = max(job.size, SIZES[0])
-        predictions = predict(workload, links, sorted({*sizes, num_ranks}))
-        hiding = hiding_gigabytes_per_s(workload, num_ranks, links.network.alpha_ms)
+        predicted = between_hosts(workload) if given and about.local_size == about.size else workload
+        predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
+        hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
     situation = Situation(job, critical.cycle[timing.counts], costs, step.median, backward_ms, workload, own_links)
     return Analysis(
         about=about,
@@ -86,11 +88,11 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
         waits=waits.list_waits(timing, critical),
         buckets=buckets,
         late_parameters=late,
-        bandwidths=of_buckets.bandwidths(job, timing, critical),
+        bandwidths=of_buckets.bandwidths(job, timing, critical, path[:, column(Phase.COMMUNICATION)]),
         network=given or network,
         is_network_given=given is not None,
         predictions=tuple(predictions),
-        predictions_note=_note(predictions, links, about.local_size, given is not None),
+        predictions_note=_note(predictions, links, about, given is not None),
         hiding_gigabytes_per_s=hiding,
         start_up=start_up,
         median_step=lanes.median_step(job, timing, critical),
@@ -160,11 +162,17 @@ def _start_up(job: Job) -> StartUp | None:
     return max(found, key=lambda each: each.share, default=None)
 
 
-def _note(predictions: list[Prediction], links: Links | None, ranks_per_host: int, is_given: bool) -> str:
+def _note(predictions: list[Prediction], links: Links | None, about: About, is_given: bool) -> str:
     if not predictions or links is None:
         return ""
-    speed = f"{links.network.gigabytes_per_s:.3g} GB/s and {links.network.alpha_ms:.2g} ms a message"
+    speed = f"{links.network.gigabytes_per_s:.3g} GB/s, {links.network.alpha_ms:.2g} ms a message"
     network = "the network that was given" if is_given else "the network of this trace"
     ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
-    hosts = f", hosts of {ranks_per_host} {'rank' if ranks_per_host == 1 else 'ranks'}"
-    return f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."
+    hosts = f", hosts of {about.local_size} {'rank' if about.local_size == 1 else 'ranks'}"
+    slower = (
+        ""
+        if is_given or about.local_size < about.size
+        else (" Hosts are connected more slowly than ranks of one host: give --bandwidth to predict for several hosts.")
+    )
+    assumed = f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."
+    return assumed + slower

@@ -76,14 +76,19 @@ def exposed_of_buckets(timing: Timing, critical: Critical) -> Array:
     return np.asarray(np.clip(critical.reduction_ends - begins, 0, None))
 
 
-def bandwidths(job: Job, timing: Timing, critical: Critical) -> tuple[Bandwidth, ...]:
-    """What the algorithm of the job achieved."""
+def bandwidths(job: Job, timing: Timing, critical: Critical, exposed: Array) -> tuple[Bandwidth, ...]:
+    """What the algorithm of the job achieved.
+
+    Args:
+        exposed: [steps that count], how long the slowest rank stood still. Within a host, where ranks look after their
+            buckets between gradients, that is what a reduction takes.
+    """
     about, counts = job.traces[0].about, timing.counts
     durations = (critical.reduction_ends - critical.reduction_begins)[counts]
     if job.size == 1 or not durations.size or not (durations > 0).any():
         return ()
     sizes = bus_bytes(1.0, job.size) * timing.bucket_bytes
-    total = durations.sum(1)
+    total = exposed if about.algorithm == "direct" else durations.sum(1)
     bus = sizes.sum() / 1e6 / np.where(total > 0, total, np.nan)
     medians = np.median(durations, axis=0)
     rates = np.where(medians > 0, sizes / np.where(medians > 0, medians, 1.0), 0.0)

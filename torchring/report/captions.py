@@ -121,7 +121,7 @@ def of_lanes(analysis: Analysis) -> str:
     text = (
         f"Step {step.number:,} took {milliseconds(step.duration_ms)}, which is nearest to the median. For each rank, "
         "the upper lane shows what the rank does, the lower lane its buckets, each with its number. A tick marks when "
-        "the last gradient of a bucket was ready. Drag to zoom, double-click to return. "
+        "the last gradient of a bucket was ready. "
     )
     if not step.buckets:
         return text
@@ -197,7 +197,7 @@ def of_start_up(analysis: Analysis) -> str:
 
 def of_clock(analysis: Analysis) -> str:
     """How well times of different hosts compare."""
-    if len({rank.host for rank in analysis.ranks}) < 2:
+    if len({rank.node_rank for rank in analysis.ranks}) < 2:
         return ""
     if analysis.clock_error_ms is None:
         return "How far the clocks of the hosts are apart is not known, so waits between hosts may be wrong."

@@ -61,8 +61,8 @@ def _phases(spans: Sequence[LaneSpan], place: Mapping[int, int]) -> list[Any]:
                     phase.value,
                     COLORS[phase],
                     [(place[span.rank] - 0.2, span.begin_ms, span.end_ms) for span in of_phase],
-                    f"rank %{{customdata[0]}}: {phase.value}<br>%{{x:.2f}} ms, until %{{customdata[1]:.2f}} ms",
-                    [(span.rank, span.end_ms) for span in of_phase],
+                    f"rank %{{customdata[1]}}: {phase.value}<br>%{{customdata[0]:.2f}} ms, until %{{x:.2f}} ms",
+                    [(span.rank,) for span in of_phase],
                 )
             )
     return bars
@@ -78,11 +78,11 @@ def _buckets(analysis: Analysis, place: Mapping[int, int]) -> list[Any]:
     turns = [_turn(bucket, previous) for previous, bucket in zip(before, buckets, strict=False)]
     lanes = np.array([place[bucket.rank] + 0.2 for bucket in buckets], np.float32)
     about = (
-        "rank %{customdata[0]}, bucket %{customdata[1]} (%{customdata[2]:.2f} MB)"
-        "<br>ready at %{customdata[3]:.2f} ms, left at %{customdata[4]:.2f} ms<br>"
+        "rank %{customdata[1]}, bucket %{customdata[2]} (%{customdata[3]:.2f} MB)"
+        "<br>ready at %{customdata[4]:.2f} ms, left at %{customdata[5]:.2f} ms<br>"
     )
     facts = [
-        (each.rank, each.index, each.num_bytes / 1e6, each.ready_ms, each.launched_ms, each.reduced_ms, each.last_rank)
+        (each.rank, each.index, each.num_bytes / 1e6, each.ready_ms, each.launched_ms, each.last_rank)
         for each in buckets
     ]
     return [
@@ -90,14 +90,14 @@ def _buckets(analysis: Analysis, place: Mapping[int, int]) -> list[Any]:
             "bucket waits",
             COLORS[Phase.WAITING],
             [(lane, begin, middle) for lane, (begin, middle, _) in zip(lanes, turns, strict=True)],
-            about + "waits %{x:.2f} ms for rank %{customdata[6]}",
+            about + "waits %{customdata[0]:.2f} ms for rank %{customdata[6]}",
             facts,
         ),
         _bars(
             "bucket is reduced",
             COLORS[Phase.COMMUNICATION],
             [(lane, middle, end) for lane, (_, middle, end) in zip(lanes, turns, strict=True)],
-            about + "reduced in %{x:.2f} ms, at %{customdata[5]:.2f} ms",
+            about + "reduced in %{customdata[0]:.2f} ms, at %{x:.2f} ms",
             facts,
             [str(bucket.index) for bucket in buckets],
         ),
@@ -129,7 +129,10 @@ def _bars(
     facts: Sequence[Sequence[float]],
     texts: Sequence[str] | None = None,
 ) -> Any:
-    """Bars in lanes: (middle of the lane, begin, end)."""
+    """Bars in lanes: (middle of the lane, begin, end).
+
+    In the template `x` is the end, `customdata[0]` the length, and from `customdata[1]` on there are the facts.
+    """
     middles, begins, ends = np.array(bars, np.float32).T
     return go.Bar(
         name=name,
@@ -139,7 +142,7 @@ def _bars(
         x=ends - begins,
         width=0.36,
         marker={"color": color, "line": {"width": 0}},
-        customdata=np.array(facts, np.float32),
+        customdata=np.column_stack([ends - begins, np.array(facts, np.float32)]),
         hovertemplate=template + "<extra></extra>",
         text=texts,
         textposition="inside",

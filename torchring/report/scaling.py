@@ -19,7 +19,7 @@ import numpy as np
 
 from torchring.report.buckets import bus_bytes
 from torchring.report.findings import Network, Prediction
-from torchring.report.timing import Array
+from torchring.report.timing import Array, typical
 
 SIZES: Final = tuple(2**i for i in range(1, 11))
 HIDDEN: Final = 0.01  # of a step: so much exposed communication counts as none
@@ -138,11 +138,12 @@ def step_ms(workload: Workload, num_ranks: int, links: Links) -> float:
 
 def predict(workload: Workload, links: Links, sizes: Sequence[int] = SIZES) -> list[Prediction]:
     """A step at each number of ranks, each rank with the batch that it has now."""
-    alone = float(workload.computing_ms.mean())
+    mean = float(workload.computing_ms.mean())
+    alone = typical(workload.computing_ms.mean(1))  # accidents do not count, as in the measured step
     found = []
     for num_ranks in sizes:
         total = step_ms(workload, num_ranks, links)
-        waiting = slowest_ms(workload.computing_ms, num_ranks) - alone
+        waiting = slowest_ms(workload.computing_ms, num_ranks) - mean
         exposed = exposed_ms(workload, num_ranks, links)
         found.append(Prediction(num_ranks, total, exposed, waiting, min(1.0, alone / total)))
     return found

@@ -157,7 +157,7 @@ def _waits(analysis: Analysis) -> Html:
     long = [wait for wait in analysis.waits if wait.mean_ms >= captions.NOTICEABLE_WAIT * analysis.step.median]
     if long:
         rows: list[list[str | Spread]] = [
-            [f"{wait.waiting} for {wait.awaited}", milliseconds(wait.mean_ms), percent(wait.share), wait.cost]
+            [f"{wait.waiting}\u00a0for\u00a0{wait.awaited}", milliseconds(wait.mean_ms), percent(wait.share), wait.cost]
             for wait in long[:_MAX_ROWS]
         ]
         columns = ["Rank that waits", "Mean of all steps", "Steps with a wait", "Such a wait"]
@@ -226,6 +226,7 @@ def _median_step(analysis: Analysis) -> Html:
         "One step, rank by rank",
         paragraph(text),
         panel("lanes", gantt.median_step(analysis), f"Bars over time. {text}", *menu, legend(colors)),
+        paragraph("Drag over a figure to zoom in, double-click to return.", class_="note mouse"),
     )
 
 

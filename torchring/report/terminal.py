@@ -157,9 +157,7 @@ def _scaling(analysis: Analysis) -> Section:
     rows = [
         (
             f"{each.num_ranks:,}",
-            f"{each.step_ms:.4g}",
-            f"{each.exposed_ms:.3g}",
-            f"{each.waiting_ms:.3g}",
+            *(_short(each.step_ms), _short(each.exposed_ms), _short(each.waiting_ms)),
             f"{each.efficiency:.0%}",
         )
         for each in analysis.predictions
@@ -179,7 +177,12 @@ def _number(spread: Spread | None) -> str:
     """ "61 [58, 66]"."""
     if spread is None:
         return ""
-    return f"{spread.median:.3g} [{spread.low:.3g}, {spread.high:.3g}]"
+    return f"{_short(spread.median)} [{_short(spread.low)}, {_short(spread.high)}]"
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _count(number: int, what: str) -> str:

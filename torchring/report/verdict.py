@@ -21,9 +21,11 @@ from torchring.report.waits import COMPUTING, Critical, column
 _TELLING: Final = 0.10  # share of a step
 _OPTIMIZER_TELLING: Final = 0.25
 _BETWEEN_TELLING: Final = 0.15
+_JITTER_TELLING: Final = 0.15  # two ranks with noise of 10 % wait for each other for 6 % of a step, eight for 10 %
+_WELL: Final = 0.9
 _START_UP_TELLING: Final = 1 / 3  # of the run, if nothing else is wrong
 _START_UP_ANYWAY: Final = 0.9
-_BLAMED: Final = 0.6  # of the time for which the others wait, they wait for that rank
+_BLAMED: Final = 0.75  # of the time for which the others wait, they wait for that rank
 _MOST: Final = 0.5
 _MANY: Final = 4  # buckets, before they can be too many
 _INPUT, _FORWARD, _BACKWARD = (column(each) for each in (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD))
@@ -112,7 +114,11 @@ def judge(
         ("optimizer", "between"): costs.between,
         ("optimizer", ""): costs.optimizer,
     }
-    least = {("optimizer", ""): _OPTIMIZER_TELLING, ("optimizer", "between"): _BETWEEN_TELLING}
+    least = {
+        ("optimizer", ""): _OPTIMIZER_TELLING,
+        ("optimizer", "between"): _BETWEEN_TELLING,
+        ("straggler", "jitter"): _JITTER_TELLING,
+    }
     telling = {
         key: typical(cost)
         for key, cost in found.items()
@@ -186,7 +192,8 @@ def _compute(costs: Costs, size: int, efficiency: float) -> Verdict:
     cost = spread_of_steps(costs.whole - lost)
     step = spread_of_steps(costs.whole)
     share = cost.median / step.median if step.median else 1.0
-    begin = f"Nothing holds this job back: {share:.0%} of each step is computing".replace("%", " %")
+    what = "Nothing holds" if share >= _WELL else "No single cause holds"
+    begin = f"{what} this job back: {share:.0%} of each step is computing".replace("%", " %")
     ends = f"{size} ranks do the work of {size * efficiency:.3g}" if size > 1 else "it has one rank"
     return Verdict("compute", None, share, cost, f"{begin} ({_span(cost, step)}), and {ends}.")
 

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from torchring.report import network
+from torchring.report.buckets import bus_bytes
 from torchring.report.findings import Network, Phase
 from torchring.report.merge import Job
 from torchring.report.scaling import Links, Workload, exposed_ms, slowest_ms
@@ -27,8 +28,8 @@ def computing(critical: Critical) -> Array:
 
 
 def is_overlapped(timing: Timing, about: About) -> bool:
-    """Whether backward goes on while buckets are reduced."""
-    return about.overlap != "inline" or not timing.stall.any()
+    """Whether backward goes on while buckets are reduced. Within a host, the cores that compute also reduce."""
+    return about.algorithm != "direct" and (about.overlap != "inline" or not timing.stall.any())
 
 
 def describe(job: Job, timing: Timing, critical: Critical) -> Workload:
@@ -73,13 +74,20 @@ def fit_network(timing: Timing, critical: Critical, about: About, num_ranks: int
     found = network.fit(timing.bucket_bytes, durations, num_ranks)
     if found is None or is_overlapped(timing, about):
         return found
-    # Each rank takes part in a reduction when it comes by. How long ranks stood still says how much work it was.
+    # How long ranks stood still says how much work a reduction was.
     cost = typical(critical.path[counts][:, column(Phase.COMMUNICATION)])
+    if about.algorithm == "direct":
+        # A rank looks after its buckets between gradients: that a bucket is reduced may be noticed much later.
+        sent = bus_bytes(float(timing.bucket_bytes.sum()), num_ranks)
+        return Network(0.0, sent / 1e6 / cost, is_alpha_known=False) if cost > 0 else None
     shown = typical(durations.sum(1))
-    if cost <= 0 or shown <= 0:
-        return found
-    ratio = cost / shown
+    ratio = cost / shown if cost > 0 and shown > 0 else 1.0
     return Network(found.alpha_ms * ratio, found.gigabytes_per_s / ratio, found.is_alpha_known)
+
+
+def between_hosts(workload: Workload) -> Workload:
+    """The workload as it would be between hosts, where buckets are reduced by a thread in the background."""
+    return dataclasses.replace(workload, is_overlapped=True, num_lanes=_NUM_LANES)
 
 
 def laid_out(job: Job, workload: Workload, backward_ms: float, bucket_mb: float) -> Workload | None:
