@@ -38,7 +38,9 @@ def main() -> int:
     parser.add_argument("--model", choices=sorted(MODELS), default="mlp")
     parser.add_argument("--rate", default="1gbit", help="of the links, as tc writes it")
     parser.add_argument("--hosts", type=measure.several, nargs="+", default=[3, 4], help="numbers to predict")
-    parser.add_argument("--steps", type=measure.positive, default=15, help="of each number of hosts; the first 3 do not count")
+    parser.add_argument(
+        "--steps", type=measure.positive, default=15, help="of each number of hosts; the first 3 do not count"
+    )
     parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -66,7 +68,9 @@ def measured(hosts: int, options: argparse.Namespace) -> Analysis:
         shared |= {"GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1", TRACE: folder}
         shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise PyTorch warns that the addresses have no names
         commands = [
-            Command(f"rank {rank}", network.command(rank, worker), shared | {"RANK": str(rank), "GROUP_RANK": str(rank)})
+            Command(
+                f"rank {rank}", network.command(rank, worker), shared | {"RANK": str(rank), "GROUP_RANK": str(rank)}
+            )
             for rank in range(hosts)
         ]
         if code := measure.run_together(commands):
@@ -92,7 +96,7 @@ def row_of(origin: Analysis, target: Analysis) -> dict[str, Any]:
     return {
         "ranks": target.size,
         "predicted_ms": predicted.step_ms,
-        "measured_ms": vars(Spread(target.step.median, target.step.low, target.step.high, target.num_steps)),
+        "measured_ms": vars(Spread(target.step.low, target.step.median, target.step.high, target.num_steps)),
         "error": predicted.step_ms / target.step.median - 1.0,
         "algorithm": target.about.algorithm,
         "network": {"from": vars(origin.network or {}), "to": vars(target.network or {})},
