@@ -274,3 +274,88 @@ def test_clocks_are_compared_by_exchanges() -> None:
     assert abs(other.offset_ns) <= other.error_ns < 10_000_000
     same = measure(exchange, is_same_host=True)
     assert (same.offset_ns, same.error_ns) == (0, 0)
+
+
+class Stream:
+    """A device that reaches marks when a test says so. Its clock is 7 ns ahead of the host's, and counts from there."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.done_at = -1
+        self.capturing = False
+
+    def mark_current(self) -> Any:
+        return _Mark(self, self.now)
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+
+class _Mark:
+    def __init__(self, stream: Stream, at: int) -> None:
+        self.stream = stream
+        self.at = at
+
+    def is_reached(self) -> bool:
+        return self.at <= self.stream.done_at
+
+    def milliseconds_since(self, earlier: _Mark) -> float:
+        assert self.is_reached()
+        assert earlier.is_reached()
+        return (self.at - earlier.at) / 1e6
+
+
+class _Reduction:
+    def __init__(self, stream: Stream, begin: int, end: int) -> None:
+        self.begin, self.end = _Mark(stream, begin), _Mark(stream, end)
+
+
+def test_steps_get_the_times_of_the_device_when_it_has_come_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host takes 1 ns for what takes the device 100; before the second step it waits until the device is idle."""
+    clock, stream = Clock(), Stream()
+    monkeypatch.setattr(recorder_module, "time", clock)
+    recorder = Recorder()
+    recorder.follow(stream)
+
+    def run_step(host: int, device: int) -> None:
+        for i, part in enumerate((FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER)):
+            clock.now, stream.now = host + 1 + i, device + 100 * (i + 1)
+            recorder.enter(part)
+        reductions = [_Reduction(stream, device + 250, device + 380)]
+        recorder.add_round([0, 64, 1, 1, 1, 1, 1], 0, 0, reductions)
+        clock.now, stream.now = host + 10, device + 600
+        recorder.end_step()
+
+    run_step(0, 0)
+    assert steps_of(recorder) == ()
+    stream.done_at = 600
+    recorder._device.take_finished()
+    clock.now, stream.now = 607, 600  # idle, as after loss.item(); what the device does next begins now
+    recorder.enter(FORWARD)
+    recorder.end_step()
+    stream.done_at = 10_000
+    run_step(607, 600)
+    first, *_, last = steps_of(recorder)
+    assert [part.end - part.begin for part in first.parts] == [100] * 6
+    assert (first.end - first.begin, first.exposed_ns) == (600, 100)
+    (bucket,) = first.buckets
+    assert [at - first.begin for at in (bucket.ready, bucket.launched, bucket.started, bucket.reduced)] == [250] * 3 + [
+        380
+    ]
+    assert last.begin == 607
+    assert [part.end - part.begin for part in last.parts] == [100] * 6
+
+
+def test_a_step_with_a_captured_graph_keeps_the_times_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stream = Clock(), Stream()
+    monkeypatch.setattr(recorder_module, "time", clock)
+    recorder = Recorder()
+    recorder.follow(stream)
+    stream.capturing = True
+    clock.now = 5
+    recorder.enter(FORWARD)
+    stream.capturing = False
+    clock.now = 9
+    recorder.end_step()
+    (step,) = steps_of(recorder)
+    assert [(part.begin, part.end) for part in step.parts] == [(0, 5), (5, 9)]

@@ -111,6 +111,7 @@ class Reduction:
         if isinstance(self.mover, OnStream):
             self.rounds = DeviceRounds(world, self.mover, self.timing, self.specs, self.parameters)
             follow = self.mover.stream.follow
+            self._recorder.follow(self.mover.accelerator)
         else:
             self.rounds = HostRounds(world, self.mover, self.timing)
         self._sparse = SparseReduction(
@@ -230,7 +231,7 @@ class Reduction:
             length = recorder.part_began - backward_began - stall_ns - current.packing_ns
             ready = tuple(at if at < 0 else max(0, at - backward_began) for at in current.arrivals)
             recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
-        recorder.add_round(self.scheduler.times, stall_ns, current.packing_ns)
+        recorder.add_round(self.scheduler.times, stall_ns, current.packing_ns, self.rounds.reductions)
 
     def _compare_clocks(self) -> None:
         """Collective where there are several hosts: find out how far this host's clock is ahead."""

@@ -81,10 +81,14 @@ class Rounds(Protocol):
     Attributes:
         overlap: what `stats()` reports: "inline", "thread" or "stream".
         knows_at_once: whether `agree` finds all that is not finite, so that `find_non_finite` is not collective.
+        reductions: of the last round, on a device; empty on the host.
     """
 
     overlap: str
     knows_at_once: bool
+
+    @property
+    def reductions(self) -> Sequence[PendingOnStream]: ...
 
     def open_wires(self, plan: Plan) -> Sequence[tuple[Wire, Callable[[float], Packing]]]:
         """Collective: for each bucket its wire buffer, and what makes its copies, given the scale before the cast."""
@@ -121,6 +125,7 @@ class HostRounds:
     """Rounds that the host reduces. See `Rounds`."""
 
     knows_at_once = True
+    reductions: Sequence[PendingOnStream] = ()
 
     def __init__(self, world: World, mover: Mover[Any], timing: Timing) -> None:
         self.overlap = "thread" if mover.in_background else "inline"
@@ -222,6 +227,7 @@ class DeviceRounds:
         self._unfinished: deque[_Unfinished] = deque()
         self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
         self._backward_end: Mark | None = None
+        self.reductions: list[PendingOnStream] = []
 
     def open_wires(self, plan: Plan) -> list[tuple[Wire, Callable[[float], Packing]]]:
         wires = self._mover.open_wires(wires_of(plan))
@@ -309,9 +315,9 @@ class DeviceRounds:
     def _keep_unfinished(self) -> None:
         """Every bucket of this round has been launched."""
         assert self._backward_end is not None
-        reductions, reports = self._mover.take_started(), self._fetch_reports()
+        self.reductions, reports = self._mover.take_started(), self._fetch_reports()
         self._unfinished.append(
-            _Unfinished(reductions, self._backward_end, list(self._opened), self._take_packed(), reports)
+            _Unfinished(self.reductions, self._backward_end, list(self._opened), self._take_packed(), reports)
         )
 
     def _take_finished(self) -> None:

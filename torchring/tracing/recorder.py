@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from torchring.tracing.device import Device, DeviceTimes, Reduction
 from torchring.tracing.records import About, Arrivals, ClockOffset, Part, RankTrace, decode
 
 NUM_STEPS: Final = 1_000  # that are kept
@@ -49,6 +50,7 @@ class Recorder:
         self.is_on = True
         self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
         # The step under way
+        self._device: DeviceTimes | None = None
         self._part = INPUT
         self.part_began = time.perf_counter_ns()
         self._stamps = [INPUT, self.part_began]  # part, beginning; part, beginning; ...
@@ -63,16 +65,28 @@ class Recorder:
             self.part_began = time.perf_counter_ns()
             self._stamps.append(part)
             self._stamps.append(self.part_began)
+            if self._device is not None:
+                self._device.mark(self.part_began)
 
-    def add_round(self, buckets: Sequence[int], stall_ns: int, packing_ns: int) -> None:
+    def follow(self, device: Device) -> None:
+        """From now on, times are those at which the work of `device` is done."""
+        if self._device is None:
+            self._device = DeviceTimes(device, time.perf_counter_ns())
+
+    def add_round(
+        self, buckets: Sequence[int], stall_ns: int, packing_ns: int, reductions: Sequence[Reduction] = ()
+    ) -> None:
         """Buckets have been reduced.
 
         Args:
             buckets: seven integers for each bucket, those of a `BucketRecord`.
             stall_ns, packing_ns: as in a `StepRecord`.
+            reductions: of these buckets, on a device.
         """
         if not self.is_on:
             return
+        if self._device is not None:
+            self._device.add_reductions(reductions)
         self._buckets += buckets
         self._stall_ns += stall_ns
         self._packing_ns += packing_ns
@@ -81,6 +95,7 @@ class Recorder:
         """The optimizer has stepped, or left the step out."""
         now = time.perf_counter_ns()
         stamps, buckets = self._stamps, self._buckets
+        step = None
         if self.is_on:
             header = (self.num_steps, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns)
             step = array("q", header)
@@ -88,6 +103,8 @@ class Recorder:
             step.extend(stamps)
             step.extend(buckets)
             self._steps.append(step)
+        if self._device is not None:
+            self._device.end_step(step, now)
         self.num_bytes += sum(buckets[1::7])
         self.num_samples_before += self.num_samples
         self.num_steps += 1
@@ -97,10 +114,12 @@ class Recorder:
         self._buckets = []
 
     def last_steps(self, count: int = NUM_STEPS) -> list[array[int]]:
-        """The newest steps, encoded, the oldest first."""
+        """The newest steps, encoded, the oldest first. Without those that a device has not finished."""
+        device = self._device
         for _ in range(3):
             try:
-                return list(self._steps)[-count:]
+                steps = list(self._steps)[-count:]
+                return steps if device is None else [step for step in steps if not device.is_unfinished(step)]
             except RuntimeError:  # a step has ended meanwhile, on the thread that trains
                 continue
         return []

@@ -1,0 +1,125 @@
+"""Times of a device that works in streams: when its work was done, and not when the host launched it.
+
+The host runs ahead of the device. So each stamp is an event in the current stream, too. Steps are written down with the
+host's times at first, and get the device's times when the device has come to their end. Nobody waits for that.
+
+Events tell how far they are apart, but not what the host's clock said. The device reaches an event after the host has
+recorded it. So the device's times are shifted to where no event is reached before it was recorded, and no further: that
+is exact as soon as the device was idle once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Mark(Protocol):
+    """A point in a stream's work, see `torchring.accelerators.Mark`."""
+
+    def is_reached(self) -> bool: ...
+    def milliseconds_since(self, earlier: Any) -> float: ...
+
+
+class Device(Protocol):
+    """See `torchring.accelerators.Accelerator`."""
+
+    def mark_current(self) -> Mark: ...
+    def is_capturing(self) -> bool: ...
+
+
+class Reduction(Protocol):
+    """A reduction in a stream."""
+
+    @property
+    def begin(self) -> Mark: ...
+    @property
+    def end(self) -> Mark: ...
+
+
+class _Step(NamedTuple):
+    """A step that the device has not finished, as far as the host knows."""
+
+    encoded: array[int]
+    marks: list[Mark]
+    recorded: list[int]
+    reductions: list[Reduction]
+
+    def is_finished(self) -> bool:
+        return self.marks[-1].is_reached() and all(reduction.end.is_reached() for reduction in self.reductions)
+
+
+class DeviceTimes:
+    """Gives steps the times of a device. For the thread that trains.
+
+    Args:
+        device: its current stream computes.
+        now: of the host, in nanoseconds.
+    """
+
+    def __init__(self, device: Device, now: int) -> None:
+        self._device = device
+        self._marks = [device.mark_current()]
+        self._recorded = [now]
+        self._reductions: list[Reduction] = []
+        self._is_complete = True  # all stamps of this step have a mark
+        self._unfinished: deque[_Step] = deque()
+        self._elapsed_ns = 0  # from the first mark to the end of the last finished step
+        self._shift_ns = now
+
+    def mark(self, now: int) -> None:
+        """A part of a step begins."""
+        if self._device.is_capturing():  # an event would become part of the graph
+            self._is_complete = False
+        else:
+            self._marks.append(self._device.mark_current())
+            self._recorded.append(now)
+
+    def add_reductions(self, reductions: Sequence[Reduction]) -> None:
+        """A round has started these, in this order."""
+        self._reductions += reductions
+
+    def end_step(self, step: array[int] | None, now: int) -> None:
+        """A step has ended. `step`: as `records.encode` does it, with a bucket for each reduction; may be None."""
+        self.mark(now)
+        if step is not None and self._is_complete and len(self._marks) == step[6] + 1:
+            self._unfinished.append(_Step(step, self._marks, self._recorded, self._reductions))
+            self._marks, self._recorded = self._marks[-1:], self._recorded[-1:]
+        else:
+            self._marks, self._recorded = [self._device.mark_current()], [now]
+            self._unfinished.clear()  # their times would not go on with those of later steps
+            self._elapsed_ns, self._shift_ns = 0, now
+        self._reductions, self._is_complete = [], True
+        self.take_finished()
+
+    def take_finished(self) -> None:
+        """Give times to the steps that the device has finished since."""
+        while self._unfinished and self._unfinished[0].is_finished():
+            self._date(self._unfinished.popleft())
+
+    def is_unfinished(self, step: array[int]) -> bool:
+        """Whether a step still has the host's times."""
+        return any(each.encoded is step for each in self._unfinished)
+
+    def _date(self, finished: _Step) -> None:
+        step, first = finished.encoded, finished.marks[0]
+        offsets = [0, *(_ns_between(first, mark) for mark in finished.marks[1:])]
+        for recorded, offset in zip(finished.recorded, offsets, strict=True):
+            self._shift_ns = max(self._shift_ns, recorded - self._elapsed_ns - offset)
+        begin = self._elapsed_ns + self._shift_ns
+        step[1], step[2] = begin, begin + offsets[-1]
+        for number, offset in enumerate(offsets[:-1]):
+            step[9 + 2 * number] = begin + offset
+        bucket = 8 + 2 * step[6]
+        for reduction in finished.reductions[: step[7]]:
+            started = begin + _ns_between(first, reduction.begin)
+            step[bucket + 2 : bucket + 6] = array("q", [started] * 4)
+            step[bucket + 6] = begin + _ns_between(first, reduction.end)
+            bucket += 7
+        self._elapsed_ns += offsets[-1]
+
+
+def _ns_between(earlier: Mark, later: Mark) -> int:
+    return round(later.milliseconds_since(earlier) * 1e6)
