@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from torchring.report.drawing import (
     COLORS,
+    OTHER_COLOR,
     default_rank,
     figure,
     phase_median,
@@ -200,7 +201,7 @@ def predicted_step(analysis: Analysis) -> Any:
     labels = [f"{each.num_ranks:,}" for each in predictions]
     rest = [each.step_ms - each.waiting_ms - each.exposed_ms for each in predictions]
     parts = [
-        ("everything else", COLORS[Phase.BACKWARD], rest),
+        ("everything else", OTHER_COLOR, rest),
         (Phase.WAITING.value, COLORS[Phase.WAITING], [each.waiting_ms for each in predictions]),
         (Phase.COMMUNICATION.value, COLORS[Phase.COMMUNICATION], [each.exposed_ms for each in predictions]),
     ]
