@@ -10,7 +10,7 @@ import pytest
 from traces import MS, shifted, simulate
 
 from torchring.report.analysis import Analysis, analyse
-from torchring.report.findings import Phase
+from torchring.report.findings import Network, Phase
 from torchring.report.merge import merge
 from torchring.tracing.records import (
     About,
@@ -217,6 +217,24 @@ def test_buckets_that_block_backward_make_ranks_wait_for_each_other_in_turns() -
     analysis = analyse(merge(steps))
     waits = {(wait.waiting, wait.awaited): wait.mean_ms for wait in analysis.waits}
     assert waits == {(0, 1): pytest.approx(8), (1, 0): pytest.approx(7)}
+    assert "Reduce in the background" in [each.what for each in analysis.advice]
+
+
+def test_within_a_host_standstill_says_how_fast_memory_is() -> None:
+    """Each rank stands still for 10 ms in backward and 30 ms after, while 20 MB are reduced."""
+    about = About(algorithm="direct", size=2, local_size=2)
+    traces = one_step(about=about, of_ranks=[[(25, 89), (60, 90)], [(25, 89), (60, 90)]], stall_ms=[10, 10])
+    analysis = analyse(merge(traces))
+    assert analysis.network is not None
+    assert analysis.network.gigabytes_per_s == pytest.approx(0.5)
+    assert not analysis.network.is_alpha_known
+    assert analysis.bandwidths[0].bus.median == pytest.approx(0.5)
+    assert analysis.predictions[0].exposed_ms == pytest.approx(40)
+    assert "give --bandwidth" in analysis.predictions_note
+    # Of two hosts, a thread reduces in the background: 20 ms in memory and 8 ms on the network, from 25 and from 60 on.
+    given = analyse(merge(traces), Network(0.0, 1.25), sizes=(4,))
+    assert given.predictions[1].exposed_ms == pytest.approx(28)
+    assert "give --bandwidth" not in given.predictions_note
 
 
 def test_a_parameter_for_which_its_bucket_waits_is_named() -> None:

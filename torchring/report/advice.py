@@ -15,7 +15,7 @@ from torchring.report.scaling import Links, Workload, exposed_ms
 from torchring.report.timing import Array, typical
 from torchring.report.verdict import Costs
 from torchring.report.waits import COMPUTING, column
-from torchring.report.workload import laid_out
+from torchring.report.workload import between_hosts, laid_out
 from torchring.tracing.records import About
 
 _WORTH_IT: Final = 0.02  # share of a step
@@ -147,6 +147,14 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
             saved_ms(half),
             "This halves what crosses the network. Sums are still computed in 32 bits.",
             'torchring.wrap(optimizer, model, compression="bf16")',
+        )
+    if about.overlap == "inline" and about.algorithm != "direct" and not workload.is_overlapped:
+        yield _advice(
+            situation,
+            "Reduce in the background",
+            saved_ms(between_hosts(workload)),
+            "Backward stands still while each bucket is reduced. This assumes that a core is left for the thread.",
+            'torchring.wrap(optimizer, model, overlap="thread")',
         )
     yield from _about_bucket_size(situation, workload, saved_ms)
     if about.algorithm == "ring" and 1 < about.local_size < size and not links.is_hierarchical:
