@@ -23,6 +23,7 @@ pytest.importorskip("plotly", reason="needs plotly: pip install 'torchring[repor
 from torchring.report import captions
 from torchring.report.analysis import analyse
 from torchring.report.drawing import COLORS
+from torchring.report.figures import bandwidth_by_bucket
 from torchring.report.findings import Analysis, Phase, Spread
 from torchring.report.formats import number, percent, seconds
 from torchring.report.merge import merge
@@ -230,6 +231,13 @@ def test_bandwidth_of_each_bucket(page: str) -> None:
     bars = traces_of(page, "bus-bandwidth")["0"]
     assert list(bars["x"]) == ["0", "1", "2"]
     assert bars["y"] == pytest.approx([1.5 / 0.95, 37.5 / 18.95, 37.5 / 18.95], rel=0.01)
+
+
+def test_bandwidths_that_are_far_apart_have_a_logarithmic_axis(analysis: Analysis) -> None:
+    assert bandwidth_by_bucket(analysis).layout.yaxis.type is None
+    fast = dataclasses.replace(analysis.buckets[0], bus_bandwidth=Spread(500.0, 400.0, 600.0, "GB/s"))
+    wide = dataclasses.replace(analysis, buckets=(fast, *analysis.buckets[1:]))
+    assert bandwidth_by_bucket(wide).layout.yaxis.type == "log"
 
 
 def test_predictions_beside_what_was_measured(page: str, analysis: Analysis) -> None:

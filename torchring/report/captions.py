@@ -130,7 +130,7 @@ def of_lanes(analysis: Analysis) -> str:
     )
     if not step.buckets:
         return text
-    backward = max(span.end_ms for span in step.spans if span.phase is Phase.BACKWARD)
+    backward = max((span.end_ms for span in step.spans if span.phase is Phase.BACKWARD), default=0.0)
     reduced = max(bucket.reduced_ms for bucket in step.buckets)
     if reduced <= backward:
         return f"{text}All buckets are reduced before the last backward ends: communication is hidden."

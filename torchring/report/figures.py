@@ -24,6 +24,7 @@ from torchring.report.findings import Analysis, Phase
 from torchring.report.formats import megabytes, milliseconds, percent, with_spread
 
 _LONG_WAIT: Final = 0.05  # of a step: shorter waits are pale in the heat map
+_WIDE: Final = 30.0  # times the slowest bucket: if the fastest is faster than that, the axis is logarithmic
 _MAX_WRITTEN: Final = 8  # ranks: a heat map of more has no numbers in its cells
 
 
@@ -187,11 +188,16 @@ def bandwidth_by_bucket(analysis: Analysis) -> Any:
         )
         for path in analysis.bandwidths
     ]
+    speeds = [bucket.bus_bandwidth.median for bucket in buckets if bucket.bus_bandwidth.median > 0]
+    is_wide = bool(speeds) and max(speeds) > _WIDE * min(speeds)
+    scale = (
+        {"title": "bus bandwidth (GB/s, logarithmic)", "type": "log"} if is_wide else {"title": "bus bandwidth (GB/s)"}
+    )
     return figure(
         [bars, *lines],
         height=300,
         xaxis={"title": "bucket", "type": "category", "showgrid": False},
-        yaxis={"title": "bus bandwidth (GB/s)", "rangemode": "tozero"},
+        yaxis={**scale, "rangemode": "tozero"},
     )
 
 
