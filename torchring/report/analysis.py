@@ -170,10 +170,7 @@ def _note(predictions: list[Prediction], links: Links | None, about: About, is_g
     network = "the network that was given" if is_given else "the network of this trace"
     ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
     hosts = f", hosts of {about.local_size} {'rank' if about.local_size == 1 else 'ranks'}"
-    slower = (
-        ""
-        if is_given or about.local_size < about.size
-        else (" Hosts are connected more slowly than ranks of one host: give --bandwidth to predict for several hosts.")
-    )
     assumed = f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."
-    return assumed + slower
+    if is_given or about.local_size < about.size:
+        return assumed
+    return f"{assumed} Hosts are connected more slowly than ranks of one host: --bandwidth predicts for several hosts."
