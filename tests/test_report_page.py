@@ -347,9 +347,9 @@ PROGRAM = find()
 DRAWN = "document.documentElement.dataset.drawnIn"
 HOVERS = [  # what the mouse points at, and what it shows
     ("#by-rank .barlayer .point path", "rank 0 on host0", "input: 2.00 ms"),
-    ("#over-time .nsewdrag", "42.0 ms", "backward"),
+    ("#over-time .nsewdrag", "2.0 ms", "backward"),
     ("#wait-map .heatmaplayer image", "waits for rank", "of each step"),
-    ("#lanes .barlayer .trace:last-child .point:nth-child(2) path", "rank 0, bucket 1", "reduced in 18.95 ms"),
+    ("#lanes .barlayer .trace:last-child .point:nth-child(2) path", "rank 0, bucket 1", "reduced in 23.12 ms"),
     ("#bus-bandwidth .barlayer .point path", "bucket 0, 1.00 MB", "GB/s"),
     ("#step-time .barlayer .point path", "2 ranks", "everything else"),
     ("#efficiency .scatterlayer .point", "2 ranks: efficiency", "without loss"),
@@ -367,19 +367,19 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         browser.close()
 
 
-def test_in_a_browser(browser: Browser, page: str, tmp_path: Path) -> None:
+def test_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     """One process and few pages for all that only a browser can tell, because each costs a second."""
     file = tmp_path / "report.html"
-    file.write_text(page, encoding="utf-8")
+    write_page(analyse(merge(simulate(12, 12, input_ms=[2.0] * 11 + [42.0], noise=0.0))), file)
     browser.resize(1280)
     browser.prefer("light")
     browser.open(file)
     browser.wait_until(DRAWN)
     assert browser.requests() == [file.as_uri()]
     check_that_all_is_drawn(browser)
+    check_menus(browser)
     for hover in HOVERS:
         check_hover(browser, *hover)
-    check_keyboard(browser)
     check_colours(browser)
     assert browser.requests() == [file.as_uri()]
     assert browser.complaints() == []
@@ -416,13 +416,16 @@ def check_hover(browser: Browser, target: str, *expected: str) -> None:
         assert each in text
 
 
-def check_keyboard(browser: Browser) -> None:
+def check_menus(browser: Browser) -> None:
+    """With the keyboard. They begin with rank 11, which is to blame."""
     traces = "document.getElementById('over-time').data.filter(each => each.visible)"
-    shown = f"[...new Set({traces}.map(each => each.legendgroup))].join()"
-    assert browser.evaluate(shown) == "3"
-    browser.evaluate("document.getElementById('over-time-choice').focus()")
-    browser.press("ArrowUp", 38)
-    browser.wait_until(f"{shown} === '2'")
+    ranks = f"[...new Set({traces}.map(each => each.legendgroup))].join()"
+    lanes = "document.getElementById('lanes').layout.yaxis.range.join()"
+    for choice, shown, before, after in (("over-time", ranks, "11", "10"), ("lanes", lanes, "11.5,7.5", "7.5,-0.5")):
+        assert browser.evaluate(shown) == before
+        browser.evaluate(f"document.getElementById('{choice}-choice').focus()")
+        browser.press("ArrowUp", 38)
+        browser.wait_until(f"{shown} === '{after}'")
 
 
 def check_colours(browser: Browser) -> None:

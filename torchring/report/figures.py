@@ -104,6 +104,7 @@ def phases_over_time(analysis: Analysis) -> Any:
         areas,
         height=320,
         hovermode="x unified",
+        hoverdistance=-1,  # the nearest point, however far it is
         xaxis={"title": "step", "tickformat": ",d", "showgrid": False, "hoverformat": ",d"},
         yaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
     )
