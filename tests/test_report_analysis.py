@@ -10,7 +10,7 @@ import pytest
 from traces import MS, shifted, simulate
 
 from torchring.report.analysis import Analysis, analyse
-from torchring.report.findings import Phase
+from torchring.report.findings import Network, Phase
 from torchring.report.merge import merge
 from torchring.tracing.records import (
     About,
@@ -79,7 +79,7 @@ def test_the_sentences() -> None:
     assert "communication that backward does not hide: 51 MB at 0.5 GB/s" in said["slow link"]
     assert "latency of 200 small buckets of 0.1 MB" in said["tiny buckets"]
     assert "the gradient of layer0.weight (120 MB) is ready at the end of backward" in said["huge late parameter"]
-    assert "is the step() of the optimizer" in said["optimizer"]
+    assert "is the optimizer's step()" in said["optimizer"]
     assert "passes between backward and step()" in said["clipping"]
     assert said["nothing"].startswith("Nothing holds this job back: 98 % of each step is computing")
     assert said["nothing"].endswith("and 4 ranks do the work of 3.92.")
@@ -217,6 +217,24 @@ def test_buckets_that_block_backward_make_ranks_wait_for_each_other_in_turns() -
     analysis = analyse(merge(steps))
     waits = {(wait.waiting, wait.awaited): wait.mean_ms for wait in analysis.waits}
     assert waits == {(0, 1): pytest.approx(8), (1, 0): pytest.approx(7)}
+    assert "Reduce in the background" in [each.what for each in analysis.advice]
+
+
+def test_within_a_host_standstill_says_how_fast_memory_is() -> None:
+    """Each rank stands still for 10 ms in backward and 30 ms after, while 20 MB are reduced."""
+    about = About(algorithm="direct", size=2, local_size=2)
+    traces = one_step(about=about, of_ranks=[[(25, 89), (60, 90)], [(25, 89), (60, 90)]], stall_ms=[10, 10])
+    analysis = analyse(merge(traces))
+    assert analysis.network is not None
+    assert analysis.network.gigabytes_per_s == pytest.approx(0.5)
+    assert not analysis.network.is_alpha_known
+    assert analysis.bandwidths[0].bus.median == pytest.approx(0.5)
+    assert analysis.predictions[0].exposed_ms == pytest.approx(40)
+    assert "--bandwidth" in analysis.predictions_note
+    # Of two hosts, a thread reduces in the background: 20 ms in memory and 8 ms on the network, from 25 and from 60 on.
+    given = analyse(merge(traces), Network(0.0, 1.25), sizes=(4,))
+    assert given.predictions[1].exposed_ms == pytest.approx(28)
+    assert "--bandwidth" not in given.predictions_note
 
 
 def test_a_parameter_for_which_its_bucket_waits_is_named() -> None:
@@ -269,6 +287,18 @@ def test_steps_of_another_layout_of_buckets_are_left_out() -> None:
     assert analysis.num_steps == 30
     assert "17 of 50 steps" in analysis.problems[0]
     assert [bucket.num_bytes for bucket in analysis.buckets] == [1_000_000, 25_000_000, 25_000_000]
+
+
+@pytest.mark.parametrize("all_steps", [False, True])
+def test_a_step_that_was_broken_off_on_one_rank_does_not_count(all_steps: bool) -> None:
+    first, second = simulate(2, 30)
+    cut = [
+        dataclasses.replace(step, buckets=step.buckets[:1]) if all_steps or step.number == 29 else step
+        for step in second.steps
+    ]
+    analysis = analyse(merge([first, dataclasses.replace(second, steps=tuple(cut))]))
+    assert analysis.num_steps == (27 if all_steps else 26)
+    assert len(analysis.buckets) == (0 if all_steps else 3)
 
 
 def test_the_median_step_is_drawn_as_it_was() -> None:

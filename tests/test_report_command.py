@@ -118,7 +118,7 @@ def test_a_package_that_is_missing_is_named(
 def test_the_table_has_a_row_for_each_step_and_rank(folder: Path) -> None:
     file = folder / "table.csv"
     assert main(["report", str(folder), "--no-html", "--csv", str(file)]) == 0
-    rows = list(csv.DictReader(file.open()))
+    rows = list(csv.DictReader(file.read_text().splitlines()))
     assert [(int(row["step"]), int(row["rank"])) for row in rows] == [
         *itertools.product(range(NUM_STEPS), range(3)),
     ]

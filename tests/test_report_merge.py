@@ -82,7 +82,9 @@ def test_a_torn_file_and_a_missing_rank_are_named_and_the_rest_is_shown(tmp_path
     assert [trace.about.rank for trace in job.traces] == [0, 3]
     assert len(job.steps) == 20
     assert "rank-00001.npz is torn" in job.problems[0]
-    assert job.problems[1].startswith("Ranks 1 and 2 of 4 have no trace that can be used.")
+    assert job.problems[1] == (
+        "Ranks 1 and 2 of 4 have no trace that can be used. Waiting for them counts as communication."
+    )
     assert analyse(job).size == 4
 
 

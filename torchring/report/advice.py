@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +15,7 @@ from torchring.report.scaling import Links, Workload, exposed_ms
 from torchring.report.timing import Array, typical
 from torchring.report.verdict import Costs
 from torchring.report.waits import COMPUTING, column
-from torchring.report.workload import laid_out
+from torchring.report.workload import between_hosts, laid_out
 from torchring.tracing.records import About
 
 _WORTH_IT: Final = 0.02  # share of a step
@@ -33,7 +33,8 @@ class Situation:
         cycle: [S, R, 7], of the steps that count, as `Critical.cycle`.
         step_ms: how long a step takes now.
         backward_ms: median, on the slowest rank.
-        workload, links: None if the network is unknown.
+        workload: as it is.
+        links: None if the network is unknown.
     """
 
     job: Job
@@ -41,7 +42,7 @@ class Situation:
     costs: Costs
     step_ms: float
     backward_ms: float
-    workload: Workload | None
+    workload: Workload
     links: Links | None
 
     @property
@@ -72,7 +73,7 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
     others = situation.cycle[..., column(Phase.COMMUNICATION)].min(1, keepdims=True)
     loading = situation.cycle[..., column(Phase.INPUT)]
     if not situation.costs.is_forward_known:
-        loading = np.minimum(loading, np.max(situation.costs.input))
+        loading = np.minimum(loading, situation.costs.input[:, None])
     rest = computing - loading + others
     saved = (computing + others).max(1) - np.maximum(rest, loading).max(1)
     rank = situation.costs.blamed if situation.costs.is_input_of_blamed else None
@@ -114,7 +115,9 @@ def _about_ranks(situation: Situation) -> Iterator[Advice]:
             lost,
             f"{about.local_size} ranks share {about.num_cores} cores. This assumes that the ranks that are left take "
             "equally long.",
-            f"torchring run -H {about.host}:{about.local_size - 1},...",
+            f"torchring run -np {about.size - 1} ..."
+            if about.local_size == about.size
+            else f"torchring run -H {about.host}:{about.local_size - 1},...",
         )
     elif costs.blamed is not None:
         yield _advice(
@@ -129,7 +132,7 @@ def _about_ranks(situation: Situation) -> Iterator[Advice]:
 
 def _about_communication(situation: Situation) -> Iterator[Advice]:
     about, workload, links, size = situation.about, situation.workload, situation.links, situation.job.size
-    if size == 1 or workload is None or links is None or not workload.bucket_bytes:
+    if size == 1 or links is None or not workload.bucket_bytes:
         return
     now = exposed_ms(workload, size, links)
     measured = typical(situation.costs.communication)
@@ -148,7 +151,15 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
             "This halves what crosses the network. Sums are still computed in 32 bits.",
             'torchring.wrap(optimizer, model, compression="bf16")',
         )
-    yield from _about_bucket_size(situation, workload, saved_ms)
+    if about.overlap == "inline" and about.algorithm != "direct" and not workload.is_overlapped:
+        yield _advice(
+            situation,
+            "Reduce in the background",
+            saved_ms(between_hosts(workload)),
+            "Backward stands still while each bucket is reduced. This assumes that a core is left for the thread.",
+            'torchring.wrap(optimizer, model, overlap="thread")',
+        )
+    yield from _about_bucket_size(situation, saved_ms)
     if about.algorithm == "ring" and 1 < about.local_size < size and not links.is_hierarchical:
         two_levels = Links(links.network, True, about.local_size)
         yield _advice(
@@ -171,26 +182,23 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
         )
 
 
-def _about_bucket_size(situation: Situation, workload: Workload, saved_ms: object) -> Iterator[Advice]:
-    assert callable(saved_ms)
-    best_mb, best = 0, 0.0
+def _about_bucket_size(situation: Situation, saved_ms: Callable[[Workload], float]) -> Iterator[Advice]:
+    now = len(situation.workload.bucket_bytes)
+    found = []
     for size_mb in _SIZES_MB:
-        changed = laid_out(situation.job, workload, situation.backward_ms, size_mb)
-        if changed is not None and len(changed.bucket_bytes) != len(workload.bucket_bytes):
-            saved = float(saved_ms(changed))
-            best_mb, best = (size_mb, saved) if saved > best else (best_mb, best)
-    if best_mb:
-        changed = laid_out(situation.job, workload, situation.backward_ms, best_mb)
-        assert changed is not None
-        now, then = len(workload.bucket_bytes), len(changed.bucket_bytes)
+        changed = laid_out(situation.job, situation.workload, situation.backward_ms, size_mb)
+        if changed is not None and len(changed.bucket_bytes) != now:
+            found.append((saved_ms(changed), size_mb, len(changed.bucket_bytes)))
+    if found:
+        best, size_mb, then = max(found)
         why = "each bucket costs latency" if then < now else "the first buckets could leave earlier"
         yield _advice(
             situation,
-            f"Use buckets of {best_mb} MiB",
+            f"Use buckets of {size_mb} MiB",
             best,
             f"Gradients travel in {now} {'bucket' if now == 1 else 'buckets'}; {why}. With {then} they are reduced "
             "sooner after backward.",
-            f"torchring.wrap(optimizer, model, bucket_mb={best_mb})",
+            f"torchring.wrap(optimizer, model, bucket_mb={size_mb})",
         )
 
 

@@ -165,14 +165,12 @@ def _start_up(job: Job) -> StartUp | None:
 def _note(predictions: list[Prediction], links: Links | None, about: About, is_given: bool) -> str:
     if not predictions or links is None:
         return ""
-    speed = f"{links.network.gigabytes_per_s:.3g} GB/s, {links.network.alpha_ms:.2g} ms a message"
+    alpha = f"{links.network.alpha_ms:.2g} ms a message" if links.network.alpha_ms else "latency unknown"
+    speed = f"{links.network.gigabytes_per_s:.3g} GB/s, {alpha}"
     network = "the network that was given" if is_given else "the network of this trace"
     ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
     hosts = f", hosts of {about.local_size} {'rank' if about.local_size == 1 else 'ranks'}"
-    slower = (
-        ""
-        if is_given or about.local_size < about.size
-        else (" Hosts are connected more slowly than ranks of one host: give --bandwidth to predict for several hosts.")
-    )
     assumed = f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."
-    return assumed + slower
+    if is_given or about.local_size < about.size:
+        return assumed
+    return f"{assumed} Hosts are connected more slowly than ranks of one host: --bandwidth predicts for several hosts."

@@ -16,6 +16,7 @@ from torchring.tracing.records import About
 _MIB: Final = 1 << 20
 _BUCKET_MIB: Final = 25.0  # what `wrap` chooses on one host
 _BUCKET_MIB_BETWEEN_HOSTS: Final = 12.0
+_LEAST_BUCKET_MIB: Final = 1.0  # a parameter above that is large, however small buckets are meant to be
 _OVERSIZED: Final = 1.5  # times the size that was asked for
 _MOST: Final = 0.5  # of a bucket, or of what is exposed
 _LATE: Final = 0.8  # share of backward
@@ -37,7 +38,7 @@ def names_in(about: About, index: int) -> tuple[str, ...]:
 def nominal_bytes(about: About) -> float:
     """The size of a bucket that `wrap` aimed at."""
     try:
-        return float(about.options.get("bucket_mb", "")) * _MIB
+        return max(_LEAST_BUCKET_MIB, float(about.options.get("bucket_mb", ""))) * _MIB
     except ValueError:
         return (_BUCKET_MIB if about.local_size == about.size else _BUCKET_MIB_BETWEEN_HOSTS) * _MIB
 

@@ -19,8 +19,10 @@ def of_verdict(analysis: Analysis) -> str:
     """The speed-up, and what brackets mean."""
     text = ""
     if analysis.size > 1:
-        achieved = number(analysis.efficiency * analysis.size, 10)
-        text = f"{analysis.size:,} ranks are as fast as {achieved} ranks that never wait for anything. "
+        achieved = analysis.efficiency * analysis.size
+        text = f"{analysis.size:,} ranks are as fast as {number(achieved, 10)} ranks that never wait for anything. "
+        if achieved < 1:
+            text += "One rank alone would be faster. "
     return text + "Numbers in brackets hold the middle three fifths of what was measured."
 
 
@@ -103,16 +105,19 @@ def of_waits(analysis: Analysis) -> str:
 
 
 def of_buckets(analysis: Analysis) -> str:
-    """Which bucket is slowest."""
+    """Which bucket is slowest, and whether reductions keep backward waiting."""
     slowest = max(analysis.buckets, key=lambda bucket: bucket.reducing.median)
     text = (
-        "Gradients are reduced in buckets while backward runs. Only what is reduced after the end of backward costs "
-        f"time: it is exposed. Bucket {slowest.index} ({megabytes(slowest.num_bytes)}) takes longest, "
+        "Gradients are reduced in buckets while backward runs. What is reduced after the end of backward is exposed: "
+        f"nothing hides it. Bucket {slowest.index} ({megabytes(slowest.num_bytes)}) takes longest, "
         f"{with_spread(slowest.reducing)}"
     )
-    if slowest.exposed.median <= 0:
-        return f"{text}, and backward hides it."
-    return f"{text}, of which {with_spread(slowest.exposed)} is exposed."
+    hidden = slowest.exposed.median <= 0
+    text += ", and none of that is exposed." if hidden else f", of which {with_spread(slowest.exposed)} is exposed."
+    stall = max((rank.stall for rank in analysis.ranks), key=lambda spread: spread.median)
+    if stall.median >= NOTICEABLE_WAIT * analysis.step.median:
+        text += f" Reductions inside backward keep it waiting for {with_spread(stall)} of each step."
+    return text
 
 
 def of_lanes(analysis: Analysis) -> str:
@@ -125,7 +130,7 @@ def of_lanes(analysis: Analysis) -> str:
     )
     if not step.buckets:
         return text
-    backward = max(span.end_ms for span in step.spans if span.phase is Phase.BACKWARD)
+    backward = max((span.end_ms for span in step.spans if span.phase is Phase.BACKWARD), default=0.0)
     reduced = max(bucket.reduced_ms for bucket in step.buckets)
     if reduced <= backward:
         return f"{text}All buckets are reduced before the last backward ends: communication is hidden."

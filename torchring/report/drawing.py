@@ -19,6 +19,7 @@ COLORS: Final = {
     Phase.BETWEEN: "#999999",
     Phase.OPTIMIZER: "#009e73",
 }
+OTHER_COLOR: Final = "#64748b"  # of several phases together
 MAX_RANKS: Final = 64  # of more ranks, those are shown that the others wait for most
 MAX_BUCKETS: Final = 64
 _RANKS_IN_FULL: Final = 24  # of more ranks, there are fewer points over time
@@ -64,8 +65,8 @@ def figure(traces: Sequence[Any], height: int, **layout: Any) -> Any:
     `meta["text"]` of a trace names what else has the colour of text. `height` is in CSS pixels.
     """
     margin = {"l": 10, "r": 14, "t": 14, "b": 10}
-    figure = go.Figure(traces, layout={"template": go.layout.Template(), "showlegend": False, "margin": margin})
-    figure.update_layout(height=height, hoverlabel={"align": "left", "namelength": -1}, **layout)
-    figure.update_xaxes(automargin=True, zeroline=False, tickformat=",~g", ticks="outside", ticklen=4)
-    figure.update_yaxes(automargin=True, zeroline=False, tickformat=",~g")
-    return figure
+    drawn = go.Figure(traces, layout={"template": go.layout.Template(), "showlegend": False, "margin": margin})
+    drawn.update_layout(height=height, hoverlabel={"align": "left", "namelength": -1}, **layout)
+    drawn.update_xaxes(automargin=True, zeroline=False, tickformat=",~g", ticks="outside", ticklen=4)
+    drawn.update_yaxes(automargin=True, zeroline=False, tickformat=",~g")
+    return drawn

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from torchring.report.drawing import (
     COLORS,
+    OTHER_COLOR,
     default_rank,
     figure,
     phase_median,
@@ -23,6 +24,7 @@ from torchring.report.findings import Analysis, Phase
 from torchring.report.formats import megabytes, milliseconds, percent, with_spread
 
 _LONG_WAIT: Final = 0.05  # of a step: shorter waits are pale in the heat map
+_WIDE: Final = 30.0  # times the slowest bucket: if the fastest is faster than that, the axis is logarithmic
 _MAX_WRITTEN: Final = 8  # ranks: a heat map of more has no numbers in its cells
 
 
@@ -102,6 +104,7 @@ def phases_over_time(analysis: Analysis) -> Any:
         areas,
         height=320,
         hovermode="x unified",
+        hoverdistance=-1,  # the nearest point, however far it is
         xaxis={"title": "step", "tickformat": ",d", "showgrid": False, "hoverformat": ",d"},
         yaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
     )
@@ -186,11 +189,16 @@ def bandwidth_by_bucket(analysis: Analysis) -> Any:
         )
         for path in analysis.bandwidths
     ]
+    speeds = [bucket.bus_bandwidth.median for bucket in buckets if bucket.bus_bandwidth.median > 0]
+    is_wide = bool(speeds) and max(speeds) > _WIDE * min(speeds)
+    scale = (
+        {"title": "bus bandwidth (GB/s, logarithmic)", "type": "log"} if is_wide else {"title": "bus bandwidth (GB/s)"}
+    )
     return figure(
         [bars, *lines],
         height=300,
         xaxis={"title": "bucket", "type": "category", "showgrid": False},
-        yaxis={"title": "bus bandwidth (GB/s)", "rangemode": "tozero"},
+        yaxis={**scale, "rangemode": "tozero"},
     )
 
 
@@ -200,7 +208,7 @@ def predicted_step(analysis: Analysis) -> Any:
     labels = [f"{each.num_ranks:,}" for each in predictions]
     rest = [each.step_ms - each.waiting_ms - each.exposed_ms for each in predictions]
     parts = [
-        ("everything else", COLORS[Phase.BACKWARD], rest),
+        ("everything else", OTHER_COLOR, rest),
         (Phase.WAITING.value, COLORS[Phase.WAITING], [each.waiting_ms for each in predictions]),
         (Phase.COMMUNICATION.value, COLORS[Phase.COMMUNICATION], [each.exposed_ms for each in predictions]),
     ]

@@ -67,9 +67,12 @@ def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
     kept = _of_one_size(sorted(traces, key=lambda trace: trace.about.rank), found)
     missing = sorted(set(range(kept[0].about.size)) - {trace.about.rank for trace in kept})
     if missing:
-        have = "have no trace that can be used" if len(missing) > 1 else "has no trace that can be used"
+        have, it = ("have", "them") if len(missing) > 1 else ("has", "it")
         names = name_ranks(missing)
-        found.append(f"{names[0].upper()}{names[1:]} of {kept[0].about.size} {have}. Waiting for it shows elsewhere.")
+        found.append(
+            f"{names[0].upper()}{names[1:]} of {kept[0].about.size} {have} no trace that can be used. Waiting for {it} "
+            "counts as communication."
+        )
     for trace in kept:
         if trace.about.ended_by not in _ENDED_WELL:
             found.append(f'Rank {trace.about.rank} ended with an error: "{trace.about.ended_by}".')

@@ -18,7 +18,7 @@ def write_page(analysis: Analysis, path: Path) -> None:
 
     Raises ImportError, whose text says what to install, if plotly is missing, and OSError.
     """
-    path.write_text(page_of(analysis), encoding="utf-8")
+    path.write_text(page_of(analysis), encoding="utf-8", errors="replace")  # names of files may be no Unicode
 
 
 def page_of(analysis: Analysis) -> str:

@@ -142,7 +142,7 @@ def predict(workload: Workload, links: Links, sizes: Sequence[int] = SIZES) -> l
     alone = typical(workload.computing_ms.mean(1))  # accidents do not count, as in the measured step
     found = []
     for num_ranks in sizes:
-        total = step_ms(workload, num_ranks, links)
+        total = max(alone, step_ms(workload, num_ranks, links))
         waiting = slowest_ms(workload.computing_ms, num_ranks) - mean
         exposed = exposed_ms(workload, num_ranks, links)
         found.append(Prediction(num_ranks, total, exposed, waiting, min(1.0, alone / total)))

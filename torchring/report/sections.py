@@ -6,7 +6,15 @@ from datetime import datetime, timezone
 from typing import Final
 
 from torchring.report import captions, figures, gantt
-from torchring.report.drawing import COLORS, MAX_RANKS, default_rank, shown_buckets, shown_phases, shown_ranks
+from torchring.report.drawing import (
+    COLORS,
+    MAX_RANKS,
+    OTHER_COLOR,
+    default_rank,
+    shown_buckets,
+    shown_phases,
+    shown_ranks,
+)
 from torchring.report.findings import Advice, Analysis, Phase, Spread
 from torchring.report.formats import megabytes, milliseconds, number, percent
 from torchring.report.markup import Html, choice, element, html, join, legend, panel, paragraph, section, swatch, table
@@ -249,7 +257,7 @@ def _scaling(analysis: Analysis) -> Html:
         return Html("")
     text = captions.of_scaling(analysis)
     colors = [
-        ("everything else", COLORS[Phase.BACKWARD]),
+        ("everything else", OTHER_COLOR),
         (Phase.WAITING.value, COLORS[Phase.WAITING]),
         (Phase.COMMUNICATION.value, COLORS[Phase.COMMUNICATION]),
         ("measured", _TEXT),
@@ -285,8 +293,9 @@ def _footer(analysis: Analysis) -> Html:
     options = ", ".join(f"{name}={value}" for name, value in about.options.items())
     written = datetime.fromtimestamp(about.written_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     lines = [
-        f"Trace written {written} ({about.ended_by}), with {versions}.",
-        f"{about.algorithm}: {about.reason}. {options}" if about.reason else options,
+        f"Trace written {written} with {versions}.",
+        f"Algorithm {about.algorithm}: {about.reason}" if about.reason else "",
+        f"Options: {options}" if options else "",
     ]
     return element("footer", join(paragraph(line) for line in lines))
 

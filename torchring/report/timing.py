@@ -67,9 +67,10 @@ def tabulate(job: Job) -> Timing:
     rows = job.steps
     base = min(step.begin for step in rows[0])
     plans = [_plan_of(row) for row in rows]
-    plan = collections.Counter(reversed(plans)).most_common(1)[0][0]  # of two, the later one
+    known = [plan for plan in reversed(plans) if plan is not None]
+    plan = collections.Counter(known).most_common(1)[0][0] if known else ()  # of two, the later one
     numbers = np.array([row[0].number for row in rows])
-    has_plan = np.array([each == plan for each in plans])
+    has_plan = np.array([each == plan or not known for each in plans])
     counts = has_plan & (numbers >= _NUM_FIRST) if len(rows) > _ENOUGH else has_plan
     if not counts.any():
         counts = has_plan
@@ -80,31 +81,33 @@ def tabulate(job: Job) -> Timing:
             f"The layout of buckets changed during the trace: {others} of {len(rows)} steps have another one than the "
             f"other {len(rows) - others}, and are left out of the statistics."
         )
-    nothing = [(np.nan,) * 5] * len(plan)
+    nothing = [[np.nan] * 5] * len(plan)
     times = [
         [
-            [(b.ready, b.packed, b.launched, b.started, b.reduced) for b in _sorted(step)] if has else nothing
+            [[at - base for at in (b.ready, b.packed, b.launched, b.started, b.reduced)] for b in _sorted(step)]
+            if has and plan
+            else nothing
             for step in row
         ]
         for row, has in zip(rows, has_plan, strict=True)
     ]
     shape = (len(rows), len(job.traces), len(plan), 5)
-    bucket_times = (np.array(times, float).reshape(shape) - base) / 1e6
+    bucket_times = np.array(times, float).reshape(shape) / 1e6
     backwards = [[_last_backward(step) for step in row] for row in rows]
     return Timing(
-        tuple(trace.about.rank for trace in job.traces),
-        numbers,
-        counts,
-        _ms([[step.begin - base for step in row] for row in rows]),
-        _ms([[step.end - base for step in row] for row in rows]),
-        _ms([[[step.ns_in(part) for part in Part] for step in row] for row in rows]),
-        _ms([[step.stall_ns for step in row] for row in rows]),
-        _ms([[step.packing_ns for step in row] for row in rows]),
-        _ms([[part.begin - base for part in row] for row in backwards]),
-        _ms([[part.end - base for part in row] for row in backwards]),
-        np.array([[step.num_samples for step in row] for row in rows]),
-        tuple(index for index, _ in plan),
-        np.array([num_bytes for _, num_bytes in plan], float),
+        ranks=tuple(trace.about.rank for trace in job.traces),
+        numbers=numbers,
+        counts=counts,
+        begin=_ms([[step.begin - base for step in row] for row in rows]),
+        end=_ms([[step.end - base for step in row] for row in rows]),
+        parts=_ms([[[step.ns_in(part) for part in Part] for step in row] for row in rows]),
+        stall=_ms([[step.stall_ns for step in row] for row in rows]),
+        packing=_ms([[step.packing_ns for step in row] for row in rows]),
+        backward_begin=_ms([[part.begin - base for part in row] for row in backwards]),
+        backward_end=_ms([[part.end - base for part in row] for row in backwards]),
+        num_samples=np.array([[step.num_samples for step in row] for row in rows]),
+        bucket_indices=tuple(index for index, _ in plan),
+        bucket_bytes=np.array([num_bytes for _, num_bytes in plan], float),
         ready=bucket_times[..., 0],
         packed=bucket_times[..., 1],
         launched=bucket_times[..., 2],
@@ -146,10 +149,12 @@ def _sorted(step: StepRecord) -> list[Any]:
     return sorted(step.buckets, key=lambda bucket: bucket.index)
 
 
-def _plan_of(row: tuple[StepRecord, ...]) -> tuple[tuple[int, int], ...]:
-    """Number and bytes of each bucket; nothing if ranks differ, as they do in a step that was broken off."""
-    plans = {tuple((bucket.index, bucket.num_bytes) for bucket in _sorted(step)) for step in row}
-    return plans.pop() if len(plans) == 1 else ()
+def _plan_of(row: tuple[StepRecord, ...]) -> tuple[tuple[int, int], ...] | None:
+    """Number and bytes of each bucket; None if ranks have different buckets, as in a step that was broken off."""
+    first, *others = ([(bucket.index, bucket.num_bytes) for bucket in _sorted(step)] for step in row)
+    indices = [index for index, _ in first]
+    is_shared = all([index for index, _ in other] == indices for other in others)
+    return tuple(first) if is_shared else None
 
 
 def _last_backward(step: StepRecord) -> PartRecord:

@@ -23,7 +23,7 @@ _OPTIMIZER_TELLING: Final = 0.25
 _BETWEEN_TELLING: Final = 0.15
 _JITTER_TELLING: Final = 0.15  # two ranks with noise of 10 % wait for each other for 6 % of a step, eight for 10 %
 _WELL: Final = 0.9
-_START_UP_TELLING: Final = 1 / 3  # of the run, if nothing else is wrong
+_START_UP_TELLING: Final = 0.5  # of the run, if nothing else is wrong
 _START_UP_ANYWAY: Final = 0.9
 _BLAMED: Final = 0.75  # of the time for which the others wait, they wait for that rank
 _MOST: Final = 0.5
@@ -129,33 +129,28 @@ def judge(
     if not telling:
         return _compute(costs, size, efficiency)
     kind, detail = max(telling, key=lambda key: telling[key])
-    cost = found[kind, detail]
-    share = telling[kind, detail] / step
-    numbers = f"({_span(spread_of_steps(cost), spread_of_steps(costs.whole))})"
-    percent = f"{share:.0%} of each step".replace("%", " %")
+    cost = spread_of_steps(found[kind, detail])
     rank = timing.ranks[costs.blamed] if costs.blamed is not None else None
+    at_least = ""
     if kind == "input":
         rank = rank if costs.is_input_of_blamed else None
         at_least = "" if costs.is_forward_known else "At least "
-        where = f"on rank {rank}" if rank is not None else "on all ranks"
-        return Verdict(
-            kind, rank, share, spread_of_steps(cost), f"{at_least}{percent} waits for data {where} {numbers}."
-        )
-    if kind == "straggler":
-        if detail:
-            text = f"{percent} waits for the slowest rank, and the ranks take turns at that {numbers}."
-            return Verdict(kind, None, share, spread_of_steps(cost), text, detail)
-        text = f"{percent} waits for rank {rank}, which computes more slowly than the others {numbers}."
-        return Verdict(kind, rank, share, spread_of_steps(cost), text)
-    if kind == "communication":
-        detail, why = _explain_communication(size, buckets, late, network, typical(cost))
-        return Verdict(
-            kind, None, share, spread_of_steps(cost), f"{percent} is communication that {why} {numbers}.", detail
-        )
-    if detail:
-        text = f"{percent} passes between backward and step(), in clipping or logging {numbers}."
-        return Verdict(kind, None, share, spread_of_steps(cost), text, detail)
-    return Verdict(kind, None, share, spread_of_steps(cost), f"{percent} is the step() of the optimizer {numbers}.")
+        what = f"waits for data on {'all ranks' if rank is None else f'rank {rank}'}"
+    elif kind == "straggler":
+        rank = None if detail else rank
+        what = f"waits for rank {rank}, which computes more slowly than the others"
+        what = "waits for the slowest rank, and the ranks take turns at that" if detail else what
+    elif kind == "communication":
+        rank = None
+        detail, why = _explain_communication(size, buckets, late, network, cost.median)
+        what = f"is communication that {why}"
+    else:
+        rank = None
+        what = "passes between backward and step(), in clipping or logging" if detail else "is the optimizer's step()"
+    share = cost.median / step
+    percent = f"{share:.0%} of each step".replace("%", " %")
+    numbers = _span(cost, spread_of_steps(costs.whole))
+    return Verdict(kind, rank, share, cost, f"{at_least}{percent} {what} ({numbers}).", detail)
 
 
 def _explain_communication(

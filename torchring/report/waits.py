@@ -58,7 +58,7 @@ def find_critical(timing: Timing, about: About) -> Critical:
     waiting = np.zeros((num_steps, num_ranks))
     awaited = np.zeros((num_steps, num_ranks), int)
     launched = np.nan_to_num(timing.launched, nan=-np.inf)
-    if num_buckets and num_ranks:
+    if num_buckets:
         all_launched, last = launched.max(1), launched.argmax(1)
         ends = np.maximum.accumulate(np.median(timing.reduced, axis=1), axis=1)
         earlier = np.concatenate([np.full((num_steps, 1), -np.inf), ends[:, :-1]], axis=1)
@@ -85,7 +85,7 @@ def find_critical(timing: Timing, about: About) -> Critical:
         cycle[1:, :, column(phase)] = phases[:-1, :, column(phase)]
     busy = cycle[..., [column(phase) for phase in COMPUTING]].sum(2)
     # Where nobody waits, the rank that computes for longest determines the step.
-    slowest = np.lexsort((-busy, waiting), axis=1)[:, 0] if num_ranks else np.zeros(num_steps, int)
+    slowest = np.lexsort((-busy, waiting), axis=1)[:, 0]
     path = np.take_along_axis(cycle, slowest[:, None, None], axis=1)[:, 0]
     return Critical(all_launched, last, begins, ends, waiting, awaited, slowest, phases, cycle, path)
 
