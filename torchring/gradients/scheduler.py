@@ -205,6 +205,7 @@ class Scheduler:
             self._note_start(self._num_advanced)
             if not self._locating(bucket, reduction.advance):
                 break
+            self._note_end(self._num_advanced)
             self._num_advanced += 1
         self.is_waiting = self._num_advanced < len(pending)
         self._stood_still(time.perf_counter() - started)
@@ -285,10 +286,13 @@ class Scheduler:
             if number >= num_advanced:
                 self._note_start(number)
             self._waiting(bucket, reduction.contribute)
+            if number >= num_advanced:
+                self._note_end(number)
         problem: GradientError | None = None
         for number, (bucket, reduction) in enumerate(pending):
             non_finite = self._waiting(bucket, reduction.wait)
-            self._note_end(number, reduction.span)
+            if reduction.span is not None:
+                self._note_span(number, *reduction.span)
             if discard or problem is not None:
                 continue
             try:
@@ -307,13 +311,15 @@ class Scheduler:
         if 7 * number < len(self.times):  # not that of a round which was broken off
             self.times[7 * number + 5] = time.perf_counter_ns()
 
-    def _note_end(self, number: int, span: tuple[float, float] | None) -> None:
-        """The reduction of the n-th bucket that has left is over."""
-        if 7 * number < len(self.times):  # not that of a round which was broken off
-            started, ended = span or (0.0, time.perf_counter())
-            self.times[7 * number + 6] = int(ended * 1e9)
-            if span is not None:
-                self.times[7 * number + 5] = int(started * 1e9)
+    def _note_end(self, number: int) -> None:
+        """This rank's part of the n-th bucket that has left is done."""
+        if 7 * number < len(self.times):
+            self.times[7 * number + 6] = time.perf_counter_ns()
+
+    def _note_span(self, number: int, started: float, ended: float) -> None:
+        """A thread has reduced the n-th bucket that has left."""
+        if 7 * number < len(self.times):
+            self.times[7 * number + 5 : 7 * number + 7] = int(started * 1e9), int(ended * 1e9)
 
     def _stood_still(self, seconds: float) -> None:
         """Backward stood still for that long, in calls of the mover."""

@@ -60,9 +60,13 @@ def find_critical(timing: Timing, about: About) -> Critical:
     launched = np.nan_to_num(timing.launched, nan=-np.inf)
     if num_buckets:
         all_launched, last = launched.max(1), launched.argmax(1)
-        ends = np.maximum.accumulate(np.median(timing.reduced, axis=1), axis=1)
+        ends = np.maximum.accumulate(timing.reduced.max(axis=1), axis=1)
         earlier = np.concatenate([np.full((num_steps, 1), -np.inf), ends[:, :-1]], axis=1)
         begins = np.minimum(np.maximum(all_launched, earlier), ends)
+        if about.overlap == "inline" and about.algorithm == "direct":
+            # Ranks do their parts when they come by. The bucket takes as long as the longest part.
+            parts = timing.reduced - np.maximum(timing.started, all_launched[:, None])
+            begins = ends - np.clip(np.nan_to_num(parts), 0, None).max(axis=1)
         lateness = np.nan_to_num(all_launched[:, None] - timing.launched)
         if about.overlap == "inline" and about.algorithm != "direct" and timing.stall.any():
             # Each bucket makes ranks meet. A rank waits from when it has launched a bucket itself.

@@ -53,7 +53,8 @@ class BucketRecord:
         launched: the bucket has left: it is packed, and so are all buckets before it.
         started: the reduction has begun to work on it, on a thread that may have been busy until then. With
             overlap="inline": this rank has begun to do its part, in a call between gradients or at the end.
-        reduced: the result is there.
+        reduced: the result is there. With overlap="inline": this rank has done its part. The result is there when all
+            ranks have done theirs.
     """
 
     index: int
