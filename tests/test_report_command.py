@@ -62,7 +62,7 @@ def test_no_page_if_none_is_wanted(folder: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_bandwidth_that_is_given_is_predicted_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder), "--no-html", "--bandwidth", "10"]) == 0
-    assert "Predictions assume the network that was given (1.25 GB/s" in capsys.readouterr().out
+    assert "Predictions assume the network that was given (1.17 GB/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from traces import MS, simulate
 
 from torchring.report.analysis import Analysis, analyse
 from torchring.report.findings import Network
+from torchring.report.layout import imagined, laid_out, ready_shares
 from torchring.report.merge import merge
 from torchring.report.network import fit
 from torchring.report.scaling import (
@@ -78,9 +79,34 @@ def test_one_rank_predicts_with_a_network_that_is_given() -> None:
     assert prediction.exposed_ms == pytest.approx(20.4, rel=0.01)
     assert prediction.step_ms == pytest.approx(of(2).step.median, rel=0.05)
     assert given.is_network_given
-    unknown = dataclasses.replace(alone, arrivals=())  # buckets are equally spaced then, as they are in the simulation
-    again = analyse(merge([unknown]), Network(0.1, 1.25)).predictions[0]
-    assert again.exposed_ms == pytest.approx(prediction.exposed_ms, rel=0.02)
+
+
+def test_buckets_of_one_rank_are_laid_out_as_between_hosts() -> None:
+    """Nobody wrote down when gradients come: 10 parameters of 6 MiB, which come evenly in a backward of 60 ms.
+
+    The first bucket takes one, as no bucket is smaller than a gradient; then two each go to 12 MiB, and one is left.
+    """
+    mib = 1 << 20
+    (trace,) = simulated(1, bucket_mb=[], noise=0.0)
+    parameters = tuple(ParameterRecord(str(i), 6 * mib, -1) for i in range(10))
+    alone = dataclasses.replace(trace, about=dataclasses.replace(trace.about, parameters=parameters, options={}))
+    assert imagined(merge([alone])) == (
+        (6 * mib, *[12 * mib] * 4, 6 * mib),
+        pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9, 1.0)),
+    )
+    # Fast enough to hide all but the last bucket: 6 MiB at 2 GB/s take 3.1 ms, and the one before, 6.3 of 6 ms.
+    (prediction, *_) = analyse(merge([alone]), Network(0.0, 2.0)).predictions
+    assert prediction.exposed_ms == pytest.approx(3 * 6 * mib / 2e6 - 6)
+
+
+def test_a_gradient_that_never_comes_waits_for_the_end() -> None:
+    (trace,) = simulated(1, bucket_mb=[])
+    parameters = tuple(ParameterRecord(str(i), MB, 0) for i in range(3))
+    arrivals = (Arrivals(5, 60 * MS, (30 * MS, 6 * MS, -1)), Arrivals(6, 60 * MS, (42 * MS, 6 * MS, -1)))
+    about = dataclasses.replace(trace.about, parameters=parameters)
+    job = merge([dataclasses.replace(trace, about=about, arrivals=arrivals)])
+    assert ready_shares(job) == pytest.approx([0.6, 0.1, np.nan], nan_ok=True)
+    assert laid_out(job, 1.5 * MB, 1.0) == (pytest.approx((1.0 * MB, 0.5 * MB)), pytest.approx((0.6, 1.0)))
 
 
 def test_the_example_of_exposed_communication() -> None:

@@ -10,12 +10,13 @@ from typing import Final
 import numpy as np
 
 from torchring.report.findings import Advice, Phase
+from torchring.report.layout import laid_out
 from torchring.report.merge import Job
 from torchring.report.scaling import Links, Workload, exposed_ms
 from torchring.report.timing import Array, typical
 from torchring.report.verdict import Costs
 from torchring.report.waits import COMPUTING, column
-from torchring.report.workload import between_hosts, laid_out
+from torchring.report.workload import between_hosts, with_layout
 from torchring.tracing.records import About
 
 _WORTH_IT: Final = 0.02  # share of a step
@@ -186,8 +187,9 @@ def _about_bucket_size(situation: Situation, saved_ms: Callable[[Workload], floa
     now = len(situation.workload.bucket_bytes)
     found = []
     for size_mb in _SIZES_MB:
-        changed = laid_out(situation.job, situation.workload, situation.backward_ms, size_mb)
-        if changed is not None and len(changed.bucket_bytes) != now:
+        layout = laid_out(situation.job, sum(situation.workload.bucket_bytes), size_mb)
+        if layout is not None and len(layout[0]) != now:
+            changed = with_layout(situation.workload, layout, situation.backward_ms)
             found.append((saved_ms(changed), size_mb, len(changed.bucket_bytes)))
     if found:
         best, size_mb, then = max(found)

@@ -1,7 +1,8 @@
 """From traces to what the report says. The data classes are in `findings.py`.
 
 `timing.py` puts the steps into arrays. `waits.py` finds out who waits for whom, and `verdict.py` what bounds the job.
-`buckets.py` and `network.py` look at communication; `workload.py` and `scaling.py` predict what would be different.
+`buckets.py` and `network.py` look at communication; `layout.py`, `workload.py` and `scaling.py` predict what would be
+different.
 """
 
 from __future__ import annotations

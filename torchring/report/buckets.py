@@ -8,15 +8,12 @@ from typing import Final
 import numpy as np
 
 from torchring.report.findings import Bandwidth, BucketSummary, LateParameter
+from torchring.report.layout import nominal_bytes, ready_shares
 from torchring.report.merge import Job
 from torchring.report.timing import Array, Timing, spread
 from torchring.report.waits import Critical
 from torchring.tracing.records import About
 
-_MIB: Final = 1 << 20
-_BUCKET_MIB: Final = 25.0  # what `wrap` chooses on one host
-_BUCKET_MIB_BETWEEN_HOSTS: Final = 12.0
-_LEAST_BUCKET_MIB: Final = 1.0  # a parameter above that is large, however small buckets are meant to be
 _OVERSIZED: Final = 1.5  # times the size that was asked for
 _MOST: Final = 0.5  # of a bucket, or of what is exposed
 _LATE: Final = 0.8  # share of backward
@@ -33,14 +30,6 @@ def bus_bytes(num_bytes: float, num_ranks: int) -> float:
 def names_in(about: About, index: int) -> tuple[str, ...]:
     """Names of the parameters of a bucket."""
     return tuple(parameter.name for parameter in about.parameters if parameter.bucket == index)
-
-
-def nominal_bytes(about: About) -> float:
-    """The size of a bucket that `wrap` aimed at."""
-    try:
-        return max(_LEAST_BUCKET_MIB, float(about.options.get("bucket_mb", ""))) * _MIB
-    except ValueError:
-        return (_BUCKET_MIB if about.local_size == about.size else _BUCKET_MIB_BETWEEN_HOSTS) * _MIB
 
 
 def summarise(job: Job, timing: Timing, critical: Critical) -> tuple[BucketSummary, ...]:
@@ -109,7 +98,8 @@ def late_parameters(
     ready long before.
     """
     about = job.traces[0].about
-    shares = _ready_shares(job)
+    measured = ready_shares(job)
+    shares = {} if measured is None else {i: float(at) for i, at in enumerate(measured) if np.isfinite(at)}
     found = []
     for summary in summaries:
         inside = [i for i, parameter in enumerate(about.parameters) if parameter.bucket == summary.index]
@@ -144,18 +134,3 @@ def late_parameters(
 def _late(about: About, i: int, share: float, holds_ms: float, exposed_ms: float, why: str) -> LateParameter:
     parameter = about.parameters[i]
     return LateParameter(parameter.name, parameter.bucket, parameter.num_bytes, share, holds_ms, exposed_ms, why)
-
-
-def _ready_shares(job: Job) -> dict[int, float]:
-    """For each parameter, after which share of backward its gradient is ready: median over what was written down."""
-    num_parameters = len(job.traces[0].about.parameters)
-    rows = [
-        np.array(arrivals.ready_ns, float) / arrivals.backward_ns
-        for trace in job.traces
-        for arrivals in trace.arrivals
-        if arrivals.backward_ns > 0 and len(arrivals.ready_ns) == num_parameters
-    ]
-    if not rows or not num_parameters:
-        return {}
-    table = np.where(np.array(rows) < 0, np.nan, np.array(rows))
-    return {i: float(np.nanmedian(table[:, i])) for i in range(num_parameters) if np.isfinite(table[:, i]).any()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -11,15 +10,14 @@ import numpy as np
 from torchring.report import network
 from torchring.report.buckets import bus_bytes
 from torchring.report.findings import Network, Phase
+from torchring.report.layout import Layout, imagined
 from torchring.report.merge import Job
 from torchring.report.scaling import Links, Workload, exposed_ms, slowest_ms
 from torchring.report.timing import Array, Timing, typical
 from torchring.report.waits import COMPUTING, Critical, column
-from torchring.tracing.records import About, Arrivals
+from torchring.tracing.records import About
 
 _NUM_LANES: Final = 2  # buckets that cross the network at a time, on threads
-_FIRST_BYTES: Final = 1 << 20  # the first bucket is small, so that the link is busy early in backward
-_MIB: Final = 1 << 20
 
 
 def computing(critical: Critical) -> Array:
@@ -43,9 +41,7 @@ def describe(job: Job, timing: Timing, critical: Critical) -> Workload:
         ready = np.median((critical.all_launched - backward_end)[counts], axis=0)
         return Workload(draws, tuple(map(float, timing.bucket_bytes)), tuple(map(float, ready)), overlapped, lanes)
     backward_ms = float(np.median(critical.phases[counts][..., column(Phase.BACKWARD)]))
-    sizes, shares = _unreduced(job)
-    ready_ms = tuple((share - 1.0) * backward_ms for share in shares)
-    return Workload(draws, sizes, ready_ms, overlapped, lanes)
+    return with_layout(Workload(draws, (), (), overlapped, lanes), imagined(job), backward_ms)
 
 
 def links_of(about: About, found: Network | None, given: Network | None) -> Links | None:
@@ -90,61 +86,10 @@ def between_hosts(workload: Workload) -> Workload:
     return dataclasses.replace(workload, is_overlapped=True, num_lanes=_NUM_LANES)
 
 
-def laid_out(job: Job, workload: Workload, backward_ms: float, bucket_mb: float) -> Workload | None:
-    """The workload with buckets of another size; None if it is unknown when gradients are ready."""
-    parameters, shares = job.traces[0].about.parameters, _shares(job)
-    if shares is None:
-        return None
-    total_before = sum(parameter.num_bytes for parameter in parameters if parameter.bucket >= 0)
-    sent = sum(workload.bucket_bytes)
-    scale = sent / total_before if total_before else 1.0  # compression
-    order = sorted((i for i, p in enumerate(parameters) if p.bucket >= 0), key=lambda i: (shares[i], -i))
-    sizes: list[float] = []
-    ready: list[float] = []
-    limit, size, last = min(_FIRST_BYTES, bucket_mb * _MIB), 0.0, 0.0
-    for i in order:
-        num_bytes = parameters[i].num_bytes * scale
-        if size and size + num_bytes > limit:
-            sizes.append(size)
-            ready.append((last - 1.0) * backward_ms)
-            limit, size = bucket_mb * _MIB, 0.0
-        size, last = size + num_bytes, shares[i]
-    sizes.append(size)
-    ready.append((last - 1.0) * backward_ms)
+def with_layout(workload: Workload, layout: Layout, backward_ms: float) -> Workload:
+    """The workload with other buckets."""
+    sizes, shares = layout
     # What packing adds at the end, it adds with other buckets, too.
     late = max(0.0, workload.ready_ms[-1]) if workload.ready_ms else 0.0
-    return dataclasses.replace(workload, bucket_bytes=tuple(sizes), ready_ms=tuple(at + late for at in ready))
-
-
-def _unreduced(job: Job) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Bytes of the buckets, and at which shares of backward they would be ready, of a job of one rank."""
-    about, shares = job.traces[0].about, _shares(job)
-    sizes = about.bucket_bytes or tuple(
-        sum(p.num_bytes for p in about.parameters if p.bucket == index)
-        for index in sorted({p.bucket for p in about.parameters if p.bucket >= 0})
-    )
-    if not sizes and about.parameters:
-        sizes = (sum(parameter.num_bytes for parameter in about.parameters),)
-    if shares is None:
-        return tuple(map(float, sizes)), tuple((i + 1) / len(sizes) for i in range(len(sizes)))
-    of_buckets = []
-    for index in range(len(sizes)):
-        inside = [shares[i] for i, parameter in enumerate(about.parameters) if parameter.bucket == index]
-        of_buckets.append(max(inside, default=1.0))
-    return tuple(map(float, sizes)), tuple(of_buckets)
-
-
-def _shares(job: Job) -> Sequence[float] | None:
-    """At which share of backward the gradient of each parameter is ready; None if nobody wrote that down."""
-    num_parameters = len(job.traces[0].about.parameters)
-    seen: list[Arrivals] = [
-        each
-        for trace in job.traces
-        for each in trace.arrivals
-        if each.backward_ns > 0 and len(each.ready_ns) == num_parameters > 0
-    ]
-    if not seen:
-        return None
-    table = np.array([[at / each.backward_ns for at in each.ready_ns] for each in seen])
-    # A gradient that did not come was needed by nobody: its place in its bucket waits for the end of backward.
-    return [float(share) for share in np.median(np.where(table < 0, 1.0, table), axis=0)]
+    ready_ms = tuple((share - 1.0) * backward_ms + late for share in shares)
+    return dataclasses.replace(workload, bucket_bytes=sizes, ready_ms=ready_ms)
