@@ -8,7 +8,8 @@ different.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -38,13 +39,19 @@ __all__ = ["Analysis", "analyse"]
 _FEW: Final = 10  # steps
 
 
-def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES) -> Analysis:
+def analyse(
+    job: Job,
+    given: Network | None = None,
+    sizes: Sequence[int] = SIZES,
+    doctor: Mapping[str, float] = MappingProxyType({}),
+) -> Analysis:
     """Say what bounds the job, and what would help.
 
     Args:
         given: use this network in predictions, in place of the one that the trace shows. If its latency is unknown and
             the trace is of several hosts, the latency of the trace is used.
         sizes: predict for these numbers of ranks, and for the size of the job.
+        doctor: see `doctor.bus_bandwidths`.
     """
     about = job.traces[0].about
     timing = tabulate(job)
@@ -89,7 +96,7 @@ def analyse(job: Job, given: Network | None = None, sizes: Sequence[int] = SIZES
         waits=waits.list_waits(timing, critical),
         buckets=buckets,
         late_parameters=late,
-        bandwidths=of_buckets.bandwidths(job, timing, critical, path[:, column(Phase.COMMUNICATION)]),
+        bandwidths=of_buckets.bandwidths(job, timing, critical, path[:, column(Phase.COMMUNICATION)], doctor),
         network=given or network,
         is_network_given=given is not None,
         predictions=tuple(predictions),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -14,6 +14,8 @@ from torchring.report.timing import Array, Timing, spread
 from torchring.report.waits import Critical
 from torchring.tracing.records import About
 
+WITHIN_HOST: Final = "within a host"
+BETWEEN_HOSTS: Final = "between hosts"
 _OVERSIZED: Final = 1.5  # times the size that was asked for
 _MOST: Final = 0.5  # of a bucket, or of what is exposed
 _LATE: Final = 0.8  # share of backward
@@ -66,12 +68,15 @@ def exposed_of_buckets(timing: Timing, critical: Critical) -> Array:
     return np.asarray(np.clip(critical.reduction_ends - begins, 0, None))
 
 
-def bandwidths(job: Job, timing: Timing, critical: Critical, exposed: Array) -> tuple[Bandwidth, ...]:
+def bandwidths(
+    job: Job, timing: Timing, critical: Critical, exposed: Array, doctor: Mapping[str, float]
+) -> tuple[Bandwidth, ...]:
     """What the algorithm of the job achieved.
 
     Args:
         exposed: [steps that count], how long the slowest rank stood still. Within a host, where ranks look after their
             buckets between gradients, that is what a reduction takes.
+        doctor: see `doctor.bus_bandwidths`.
     """
     about, counts = job.traces[0].about, timing.counts
     durations = (critical.reduction_ends - critical.reduction_begins)[counts]
@@ -84,8 +89,8 @@ def bandwidths(job: Job, timing: Timing, critical: Critical, exposed: Array) -> 
     rates = np.where(medians > 0, sizes / np.where(medians > 0, medians, 1.0), 0.0)
     best = int(rates.argmax())
     of_best = sizes[best] / 1e6 / np.where(durations[:, best] > 0, durations[:, best], np.nan)
-    path = "within a host" if about.local_size == about.size else "between hosts"
-    return (Bandwidth(about.algorithm, path, spread(bus, "GB/s"), spread(of_best, "GB/s")),)
+    path = WITHIN_HOST if about.local_size == about.size else BETWEEN_HOSTS
+    return (Bandwidth(about.algorithm, path, spread(bus, "GB/s"), spread(of_best, "GB/s"), doctor.get(path)),)
 
 
 def late_parameters(

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Final
 
 from torchring.report.drawing import points_in_one
-from torchring.report.findings import Analysis, Phase
+from torchring.report.findings import Analysis, Bandwidth, Phase
 from torchring.report.formats import median as typical
 from torchring.report.formats import megabytes, milliseconds, number, percent, seconds, with_spread
 
@@ -145,7 +145,7 @@ def of_bandwidth(analysis: Analysis) -> str:
     ]
     parts += [
         f"The {path.algorithm} algorithm achieves {with_spread(path.bus)} {path.path}, and "
-        f"{with_spread(path.best)} with its best bucket."
+        f"{with_spread(path.best)} with its best bucket.{_doctor(path)}"
         for path in analysis.bandwidths
     ]
     if analysis.network is not None:
@@ -155,6 +155,13 @@ def of_bandwidth(analysis: Analysis) -> str:
         rate = _rate(network.gigabytes_per_s)
         parts.append(f"For predictions, a message costs {latency}its bytes at {rate}, {origin}.")
     return " ".join(parts)
+
+
+def _doctor(path: Bandwidth) -> str:
+    if path.doctor is None:
+        return ""
+    share = path.bus.median / path.doctor if path.doctor else 0.0
+    return f" The doctor found {_rate(path.doctor)} there, so the job uses {percent(share)} of it."
 
 
 def of_scaling(analysis: Analysis) -> str:

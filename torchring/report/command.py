@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from torchring.report.analysis import Analysis, analyse
+from torchring.report.doctor import bus_bandwidths
 from torchring.report.exports import write_csv, write_trace_json
 from torchring.report.findings import Network
 from torchring.report.merge import load
@@ -35,7 +36,15 @@ def main(arguments: Sequence[str]) -> int:
         print(f"torchring report: {error}", file=sys.stderr)
         return 1
     given = options.bandwidth and Network(_TYPICAL_ALPHA_MS, options.bandwidth / 8 * _GOODPUT, is_alpha_known=False)
-    analysis = analyse(job, given)
+    try:
+        doctor = bus_bandwidths(options.doctor) if options.doctor is not None else {}
+    except OSError as error:
+        print(f"torchring report: cannot read {options.doctor}: {error.strerror}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"torchring report: {error}", file=sys.stderr)
+        return 1
+    analysis = analyse(job, given, doctor=doctor)
     show(analysis)
     sys.stdout.flush()
     codes = [0]
@@ -64,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
         "--trace-json", type=Path, metavar="FILE", help="also write a trace of all ranks for Chrome or Perfetto"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write a table with a row per step and rank")
+    parser.add_argument(
+        "--doctor",
+        type=Path,
+        metavar="FILE",
+        help="compare with what `torchring doctor -np ... --json > FILE` has found",
+    )
     parser.add_argument(
         "--bandwidth",
         type=_bandwidth,

@@ -189,12 +189,14 @@ class Bandwidth:
         path: "within a host" or "between hosts".
         bus: over all buckets of a step, weighted by bytes.
         best: the bucket with the highest median.
+        doctor: GB/s that `torchring doctor` has found on this path; None if it was not asked.
     """
 
     algorithm: str
     path: str
     bus: Spread
     best: Spread
+    doctor: float | None = None
 
 
 @dataclass(frozen=True)

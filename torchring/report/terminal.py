@@ -141,6 +141,7 @@ def _buckets(analysis: Analysis) -> Section:
     if analysis.bandwidths:
         path = analysis.bandwidths[0]
         title += f"; {path.algorithm} {path.path}: {_number(path.bus)} GB/s, best bucket {_number(path.best)} GB/s"
+        title += f"; the doctor found {path.doctor:.3g} GB/s" if path.doctor is not None else ""
     return Section(
         title, ("bucket", "MB", "ready ms", "reduced in ms", "exposed ms", "GB/s", "parameters"), tuple(rows)
     )
