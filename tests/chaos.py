@@ -84,9 +84,10 @@ class Adversary:
 
     def end(self) -> None:
         """Undo what can be undone."""
-        for _, action in self._later:
+        later, self._later = self._later, []
+        for _, action in later:
             action()
-        self._later = []
+        self._later = []  # what waits for a file that is not finished would wait again
         self._hosts.offer(dict.fromkeys(self._hosts.names, 2))
 
     def _alive(self) -> list[int]:

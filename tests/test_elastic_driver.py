@@ -462,6 +462,27 @@ def test_after_the_loss_of_all_workers_new_ones_start_as_long_as_they_get_furthe
     assert job.code == 1
 
 
+def test_signals_from_outside_end_a_job_only_if_they_do_not_stop() -> None:
+    job = Job("a:2", size=2, max_size=2, cooldown=(0.01, 0.01))
+    lose_all(job, 4, 137)
+    began_at = job.now
+    while not job.over and job.now < began_at + 120:
+        lose_all(job, 0, 137)
+    assert 59 < job.now - began_at < 61, "the kernel kills a script that needs too much memory by the same signal"
+    assert len(job.started) > 100
+    assert "workers were lost in a row without a step in between" in job.over[0]
+
+
+def test_a_failure_of_the_script_counts_among_signals_from_outside() -> None:
+    job = Job("a:2", size=2, max_size=2, cooldown=(0.01, 0.01))
+    lose_all(job, 4, 137)
+    lose_all(job, 0, 1)
+    while not job.over and len(job.started) < 100:
+        lose_all(job, 0, 137)
+    assert "all workers were lost 3 times without a new step" in job.over[0]
+    assert len(job.started) < 12
+
+
 def test_the_loss_of_all_workers_is_a_change_too() -> None:
     job = Job(size=2, max_size=2, reset_limit=0)
     lose_all(job, 4)

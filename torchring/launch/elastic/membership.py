@@ -37,6 +37,7 @@ _STRAGGLER_SECONDS: Final = 30.0  # that a first generation waits for more worke
 _LEAVE_SECONDS: Final = 300.0  # for a member to leave a generation after the first has, and then to end
 _PROOF_SECONDS: Final = 5.0  # of running that prove a worker whose number of steps is unknown
 _STEADY_SECONDS: Final = 60.0  # after which a failure has nothing to do with earlier ones
+_STORM_SECONDS: Final = 60.0  # for which signals from outside may end worker after worker
 _GOODBYE_SECONDS: Final = 30.0  # for workers to end by themselves when the job is over
 _LIVES: Final = 3  # losses of all workers, one after another, without a new step
 _LOSSES_PER_SLOT: Final = 3  # losses in a row without a step, after which the script is taken to be wrong
@@ -209,6 +210,8 @@ class Membership:
         self._first_failure: tuple[str, int] | None = None
         # the job
         self._losses = 0  # in a row, without a step
+        self._losses_since = 0.0
+        self._are_from_outside = True  # all of them: signals that others than the script send
         self._steps = -1  # the furthest
         self._steps_before = -1  # the furthest when all workers were lost
         self._idle_lives = 0
@@ -284,6 +287,7 @@ class Membership:
         worker.code = code
         how = _ending(code, worker, is_ssh)
         has_left = worker.card.state in ("leaving", "finished")
+        from_outside = code - 128 in _FROM_OUTSIDE
         is_known = bool(worker.lost) and worker.rank >= 0
         worker.lost = worker.lost or how
         is_member = number in self._plan.workers
@@ -292,12 +296,15 @@ class Membership:
         if worker.is_dismissed or worker.card.state == "finished" or self.is_over:
             return
         if not has_left:
+            if not self._losses:
+                self._losses_since, self._are_from_outside = self._clock, True
             self._losses += 1
+            self._are_from_outside = self._are_from_outside and from_outside
             if self._first_failure is None or (code and not self._first_failure[1]):
                 self._first_failure = (f"{worker.name} {worker.lost}", code)
         if not is_member and not has_left and not is_known:
             self._say(f"{worker.name} {worker.lost}")
-        self._note_failure(worker, is_ssh=is_ssh, from_outside=has_left or code - 128 in _FROM_OUTSIDE)
+        self._note_failure(worker, is_ssh=is_ssh, from_outside=has_left or from_outside)
 
     def note_signal(self, number: int) -> None:
         """The driver was told to end. The second signal kills the workers."""
@@ -573,7 +580,7 @@ class Membership:
 
     def _judge_script(self) -> None:
         """End the job if it gets nowhere. If all workers are lost, but have made steps, let new ones start."""
-        if self._losses > _LOSSES_PER_SLOT * max(self._size, _FEWEST_SLOTS):
+        if self._losses > _LOSSES_PER_SLOT * max(self._size, _FEWEST_SLOTS) and not self._is_storm():
             what, code = self._first_failure or ("", 1)
             self._over(f"{self._losses} workers were lost in a row without a step in between; first {what}", code or 1)
             return
@@ -581,12 +588,20 @@ class Membership:
             return
         if self._first_failure is None:  # all were told to end
             self._begin_anew()
-        elif not self._has_stepped:
+        elif not self._has_stepped and not (self._steps > 0 and self._is_storm()):
             what, code = self._first_failure
             hint = "" if code else "; does the script call torchring.elastic.run?"
             self._over(f"all workers have ended, and none of them has made a step; first {what}{hint}", code)
         elif self._is_anew or self._survives_loss():
             self._begin_anew()
+
+    def _is_storm(self) -> bool:
+        """Whether all losses since the last step came from outside, and the first of them not long ago.
+
+        Machines that are taken away say nothing about the script. But the kernel kills a script that needs too much
+        memory by the same signal, again and again.
+        """
+        return self._are_from_outside and self._clock - self._losses_since < _STORM_SECONDS
 
     def _survives_loss(self) -> bool:
         """No worker of the last generation is left. Returns whether new ones can get further than those."""
@@ -594,8 +609,8 @@ class Membership:
         self._idle_lives = 0 if has_progressed else self._idle_lives + 1
         self._steps_before, self._checkpoint_before = self._steps, self._checkpoint
         what, code = self._first_failure or ("they were told to end", 1)
-        if self._idle_lives >= _LIVES:
-            self._over(f"all workers were lost {_LIVES} times without a new step; first {what}", code or 1)
+        if self._idle_lives >= _LIVES and not self._is_storm():
+            self._over(f"all workers were lost {self._idle_lives} times without a new step; first {what}", code or 1)
             return False
         where = f"load {self._checkpoint}" if self._checkpoint else "start from the beginning: there is no checkpoint"
         self._say(f"all workers that have trained are lost, first {what}; new ones {where}")
