@@ -46,14 +46,14 @@ def of(num_ranks: int, **options: Any) -> Analysis:
     [
         {},
         {"bucket_mb": [1, 25, 25, 60], "backward_ms": 120},
-        {"bucket_mb": [0.5, 1.0] * 20, "noise": 0.02},
+        {"bucket_mb": [0.5, 1.0] * 8, "noise": 0.02},
         {"noise": 0.15, "bucket_mb": [1, 12], "gigabytes_per_s": 12.5},
     ],
 )
 def test_two_ranks_predict_three_four_and_eight(options: dict[str, Any]) -> None:
-    job = merge(simulated(2, num_steps=100, **options))
+    job = merge(simulated(2, num_steps=60, **options))
     for prediction in analyse(job, sizes=(3, 4, 8)).predictions:
-        measured = of(prediction.num_ranks, num_steps=60, seed=1, **options).step.median
+        measured = of(prediction.num_ranks, num_steps=40, seed=1, **options).step.median
         assert prediction.step_ms == pytest.approx(measured, rel=0.05)
 
 
