@@ -181,10 +181,15 @@ def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
     model(torch.ones(3, SIZES[0]))
     assert world_module.default_world().recorder.num_samples == before + 3
     torch.compile(model, fullgraph=True, backend="eager")(torch.ones(3, SIZES[0]))
+    again = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)  # the first one is not closed
+    model(torch.ones(3, SIZES[0]))
+    assert world_module.default_world().recorder.num_samples == before + 6, "each forward counts once"
     with pytest.raises(RuntimeError, match=r"optimizer\.close\(\) first"):
         torch.jit.script(model)
     optimizer.close()
-    torch.jit.script(model)
+    again.close()
+    scripted = torch.jit.script(model)
+    torchring.wrap(torch.optim.SGD(scripted.parameters(), lr=0.01), scripted)
 
 
 def _writes(rank: int, size: int, folder: Path) -> None:

@@ -11,11 +11,13 @@ import torch
 
 from torchring.tracing.recorder import BACKWARD, FORWARD, Recorder
 
-_watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_watches: weakref.WeakKeyDictionary[torch.nn.Module, ForwardWatch] = weakref.WeakKeyDictionary()
 
 
 class ForwardWatch:
-    """Tells a recorder of each forward with which a model trains. One for each model.
+    """Tells a recorder of each forward with which a model trains.
+
+    A new watch takes over from an earlier one of the model. A scripted model takes no hooks.
 
     Args:
         model: gets the hooks. Copies of the model, and what is pickled of it, do without. None: there is no model.
@@ -23,10 +25,11 @@ class ForwardWatch:
     """
 
     def __init__(self, model: torch.nn.Module | None, recorder: Callable[[], Recorder | None]) -> None:
-        self._model = None if model is None else weakref.ref(model)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        if model is not None and model not in _watched:  # by another optimizer of the same model
-            _watched.add(model)
+        if model is not None and not isinstance(model, torch.jit.ScriptModule):
+            if (earlier := _watches.get(model)) is not None:  # of an optimizer that may be gone
+                earlier.close()
+            _watches[model] = self
             self._handles = [
                 model.register_forward_pre_hook(_Hook(recorder, _begins), with_kwargs=True),
                 model.register_forward_hook(_Hook(recorder, _ends)),
@@ -34,8 +37,6 @@ class ForwardWatch:
 
     def close(self) -> None:
         """Remove the hooks."""
-        if self._handles and self._model is not None and (model := self._model()) is not None:
-            _watched.discard(model)
         for handle in self._handles:
             handle.remove()
         self._handles = []
