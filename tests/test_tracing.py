@@ -22,9 +22,9 @@ from torchring import world as world_module
 from torchring.tracing import recorder as recorder_module
 from torchring.tracing import writer
 from torchring.tracing.clocks import estimate, measure
-from torchring.tracing.files import find, live_path_of, path_of, read
+from torchring.tracing.files import find, live_path_of, path_of, read, write
 from torchring.tracing.recorder import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Recorder, decoded
-from torchring.tracing.records import About, ClockOffset, Part, RankTrace, StepRecord
+from torchring.tracing.records import About, Arrivals, ClockOffset, ParameterRecord, Part, RankTrace, StepRecord
 
 SIZES = (300, 300, 300)  # 360 kB a layer: copied on arrival
 
@@ -245,6 +245,7 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
     (tmp_path / "file").write_text("")
     recorder = Recorder()
     recorder.about = About()
+    recorder.end_step()
     with caplog.at_level(logging.WARNING, "torchring"), torchring.trace(tmp_path / "file" / "folder"):
         assert writer._writer is not None
         for _ in range(3):
@@ -252,6 +253,12 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         f"no trace is written to {tmp_path}/file/folder"
     ]
+
+
+def test_arrivals_of_fewer_parameters_are_left_out(tmp_path: Path) -> None:
+    parameters = (ParameterRecord("a", 4, 0), ParameterRecord("b", 4, 0))
+    trace = RankTrace(About(parameters=parameters), arrivals=(Arrivals(2, 9, (5,)), Arrivals(3, 9, (5, 6))))
+    assert read(write(tmp_path, trace)).arrivals == (Arrivals(3, 9, (5, 6)),)
 
 
 def test_clocks() -> None:

@@ -702,6 +702,7 @@ class DistributedOptimizer(Optimizer):
         options = {each.name: str(getattr(self._options, each.name)) for each in dataclasses.fields(self._options)}
         options["model"] = "None" if self._model is None else "given"
         options["optimizer"] = type(self.optimizer).__name__
+        options["fused"] = str(bool(self.optimizer.defaults.get("fused")))
         reduction = None if self._sync is None else self._sync.reduction
         world.recorder.about = about(world, self._names, options, reduction, self._wrapped_at)
 

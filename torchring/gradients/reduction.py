@@ -153,6 +153,7 @@ class Reduction:
         self._check_agreement(specs, internal_collectives_of(self.world))
         self.scheduler.forget_order()  # the order knows nothing of the new parameters
         self._add(specs, parameters, self._plan(specs))
+        self._record_plan()
 
     def begin(
         self, *, step: int, hold: bool, control_bits: ControlBits, is_absent: bool = False, is_again: bool = False
@@ -370,9 +371,13 @@ class Reduction:
                 bucket.release()
             collectives.barrier()  # memory is free when all ranks have let go of it
             self.scheduler.install(self._open(plan))
-            if (about := self._recorder.about) is not None:
-                sizes = tuple(bucket.plan.num_bytes for bucket in self.buckets)
-                self._recorder.about = replace(about, bucket_bytes=sizes, parameters=tuple(self.parameter_records()))
+            self._record_plan()
+
+    def _record_plan(self) -> None:
+        """Write down how the buckets are laid out now."""
+        if (about := self._recorder.about) is not None:
+            sizes = tuple(bucket.plan.num_bytes for bucket in self.buckets)
+            self._recorder.about = replace(about, bucket_bytes=sizes, parameters=tuple(self.parameter_records()))
 
 
 def _times_arrivals(number: int) -> bool:

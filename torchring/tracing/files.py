@@ -56,12 +56,14 @@ def write(folder: Path, trace: RankTrace) -> Path:
 
 def write_encoded(path: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) -> Path:
     """As `write`, with steps that are encoded already, in place of `trace.steps`."""
+    # Parameters may have been added since.
+    arrivals = [each for each in trace.arrivals if len(each.ready_ns) == len(trace.about.parameters)]
     about = {"format": FORMAT, "num_dropped": trace.num_dropped, **dataclasses.asdict(trace.about)}
     arrays = {
         "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
         "step_lengths": np.array([len(step) for step in steps], np.int64),
         "steps": np.concatenate([np.asarray(step, np.int64) for step in steps] or [np.empty(0, np.int64)]),
-        "arrivals": np.array([(a.step, a.backward_ns, *a.ready_ns) for a in trace.arrivals], np.int64),
+        "arrivals": np.array([(a.step, a.backward_ns, *a.ready_ns) for a in arrivals], np.int64),
         "clock": np.array([dataclasses.astuple(each) for each in trace.clock], np.int64),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ class TraceWriter:
 
     def write(self, recorder: Recorder, ended_by: str = "end") -> None:
         """Write what `recorder` holds. After an error, only what the error has left is kept."""
-        if recorder in self._broken or recorder.about is None or os.getpid() != self._pid:
+        if recorder in self._broken or recorder.about is None or not recorder.num_steps or os.getpid() != self._pid:
             return
         if ended_by not in ("end", "SIGUSR1"):
             self._broken.add(recorder)
@@ -70,7 +70,7 @@ class TraceWriter:
 
     def _write_live(self) -> None:
         for recorder in list(_recorders):
-            if recorder.about is None or self._num_live.get(recorder) == recorder.num_steps:
+            if recorder.about is None or not recorder.num_steps or self._num_live.get(recorder) == recorder.num_steps:
                 continue
             self._num_live[recorder] = recorder.num_steps
             trace, steps = recorder.trace("", _LIVE_STEPS)
@@ -81,7 +81,7 @@ class TraceWriter:
     def _warning(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:
             if not self._has_warned:
                 _log.warning("no trace is written to %s: %s; training goes on", self.folder, error)
             self._has_warned = True
@@ -108,6 +108,8 @@ def note_end(recorder: Recorder, ended_by: str = "end") -> None:
     """The world of `recorder` has ended, or broken. Nothing happens unless traces are written."""
     if _writer is not None:
         _writer.write(recorder, ended_by)
+    if ended_by == "end":
+        _recorders.discard(recorder)  # a later world writes to the same file
 
 
 def start(folder: str | os.PathLike[str]) -> TraceWriter:
