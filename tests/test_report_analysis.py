@@ -93,8 +93,9 @@ def test_noise_of_10_percent_accuses_nobody(num_ranks: int, seed: int) -> None:
     assert verdict.kind == "compute" or verdict.detail == "jitter"
 
 
-def test_ranks_that_are_slow_in_turns_are_not_accused_one_by_one() -> None:
-    verdict = analysis_of(8, noise=0.4, num_steps=100, **QUICK).verdict
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_ranks_that_are_slow_in_turns_are_not_accused_one_by_one(num_ranks: int) -> None:
+    verdict = analysis_of(num_ranks, noise=0.4, num_steps=60, **QUICK).verdict
     assert (verdict.kind, verdict.rank, verdict.detail) == ("straggler", None, "jitter")
 
 
@@ -138,28 +139,41 @@ def test_a_loader_that_is_late_in_each_fourth_step_is_found() -> None:
     assert verdict.cost.high > 150
 
 
+def test_a_rank_that_is_late_after_a_step_is_awaited_in_the_next() -> None:
+    """In each second step, rank 2 does something in step() that takes 60 ms, such as a checkpoint."""
+    traces = delayed(simulate(4, 60, noise=0.01, **QUICK), 2, by_ms=60, each=2, part=Part.OPTIMIZER)
+    verdict = analyse(merge(traces)).verdict
+    assert (verdict.kind, verdict.rank) == ("straggler", 2)
+    assert verdict.cost.median == pytest.approx(30, abs=3)
+    assert "waits for rank 2, whose optimizer's step() takes longer than those of the others" in verdict.sentence
+
+
 def test_one_accident_is_not_the_verdict() -> None:
     traces = delayed(simulate(4, 60, noise=0.01, **QUICK), 1, by_ms=20_000, each=50)
     assert analyse(merge(traces)).verdict.kind == "compute"
 
 
-def delayed(traces: list[RankTrace], late: int, by_ms: int, each: int) -> list[RankTrace]:
-    """The same job, but that one rank waits for its data in each n-th step, and so the others wait for the rank."""
-    return [delayed_rank(trace, trace.about.rank == late, by_ms * MS, each) for trace in traces]
+def delayed(traces: list[RankTrace], late: int, by_ms: int, each: int, part: Part = Part.INPUT) -> list[RankTrace]:
+    """The same job, but that one rank takes longer in each n-th step, and so the others wait for the rank."""
+    return [delayed_rank(trace, trace.about.rank == late, by_ms * MS, each, part) for trace in traces]
 
 
-def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int) -> RankTrace:
+def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int, part: Part) -> RankTrace:
     steps, moved = [], 0
+    # What is late in the optimizer is waited for in the reduction of the next step.
+    until_next = int(part is Part.OPTIMIZER and not is_late)
+    longer = part if is_late else Part.EXPOSED
     for step in trace.steps:
-        delay = by_ns if step.number and step.number % each == 0 else 0
-        begins = [part.begin for part in step.parts] + [step.end]
-        longer = Part.INPUT if is_late else Part.EXPOSED
-        position = next(i for i, part in enumerate(step.parts) if part.part is longer)
+        number = step.number - until_next
+        delay = by_ns if number > 0 and number % each == 0 else 0
+        begins = [each_part.begin for each_part in step.parts] + [step.end]
+        position = next(i for i, each_part in enumerate(step.parts) if each_part.part is longer)
         times = [at + moved + (delay if i > position else 0) for i, at in enumerate(begins)]
         parts = tuple(
-            PartRecord(part.part, a, b) for part, (a, b) in zip(step.parts, itertools.pairwise(times), strict=True)
+            PartRecord(old.part, a, b) for old, (a, b) in zip(step.parts, itertools.pairwise(times), strict=True)
         )
-        own, all_ranks = moved + (delay if is_late else 0), moved + delay
+        own = moved + (delay if is_late and part is Part.INPUT else 0)
+        reduced = moved + (delay if part is Part.INPUT or not is_late else 0)
         buckets = tuple(
             dataclasses.replace(
                 bucket,
@@ -167,7 +181,7 @@ def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int) -> Rank
                 packed=bucket.packed + own,
                 launched=bucket.launched + own,
                 started=bucket.started + own,
-                reduced=bucket.reduced + all_ranks,
+                reduced=bucket.reduced + reduced,
             )
             for bucket in step.buckets
         )

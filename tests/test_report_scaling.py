@@ -223,6 +223,13 @@ def test_advice_is_what_a_simulation_with_the_change_shows() -> None:
         assert each.predicted_ms == pytest.approx(late.step.median * (1 - each.saves_share))
 
 
+def test_workers_hide_loading_only_behind_computing() -> None:
+    """Loading takes 200 ms, and the rest of the step 100.5 ms: with workers, a step takes 200 ms."""
+    (best, *_) = of(4, input_ms=200, noise=0.0, gigabytes_per_s=1000.0, latency_ms=0.0, num_steps=10).advice
+    assert best.what == "Load data in the background"
+    assert best.predicted_ms == pytest.approx(200, rel=0.005)
+
+
 def test_what_is_in_use_is_not_advised() -> None:
     def with_options(**changes: str) -> set[str]:
         traces = simulated(4, ranks_per_host=2, bucket_mb=[1, 25, 25], num_steps=10)

@@ -16,7 +16,7 @@ import numpy as np
 from torchring.report.buckets import bus_bytes
 from torchring.report.findings import BucketSummary, Kind, LateParameter, Network, Phase, Spread, StartUp, Verdict
 from torchring.report.timing import Array, Timing, groups, spread_of_steps, typical
-from torchring.report.waits import COMPUTING, Critical, column
+from torchring.report.waits import COMPUTING, PHASES, Critical, column
 
 _TELLING: Final = 0.10  # share of a step
 _OPTIMIZER_TELLING: Final = 0.25
@@ -28,6 +28,10 @@ _START_UP_ANYWAY: Final = 0.9
 _BLAMED: Final = 0.75  # of the time for which the others wait, they wait for that rank
 _MOST: Final = 0.5
 _MANY: Final = 4  # buckets, before they can be too many
+_SLOWER: Final[dict[Phase | None, str]] = {
+    Phase.BETWEEN: "which does more between backward and step() than the others",
+    Phase.OPTIMIZER: "whose optimizer's step() takes longer than those of the others",
+}
 _INPUT, _FORWARD, _BACKWARD = (column(each) for each in (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD))
 
 
@@ -40,9 +44,11 @@ class Costs:
         input: waiting for data.
         straggler: by how much the blamed rank computes for longer than the median of the others.
         jitter: by how much whichever rank is the slowest takes longer than the others, apart from both above.
-        communication, between, optimizer: as the phases.
+        communication: as the phase.
+        between, optimizer: as the phases, without what is part of `straggler`.
         whole: the step.
         is_input_of_blamed: whether most of `input` is more than the other ranks have.
+        slower_in: the phase in which most of `straggler` is; None if it is spread over several.
         is_forward_known: whether INPUT was told apart from FORWARD. If not, `input` is the least that it can be.
     """
 
@@ -55,6 +61,7 @@ class Costs:
     optimizer: Array
     whole: Array
     is_input_of_blamed: bool
+    slower_in: Phase | None
     is_forward_known: bool
 
 
@@ -75,7 +82,12 @@ def find_costs(timing: Timing, critical: Critical) -> Costs:
     is_candidate = slowest == candidate
     of_input = np.clip(of_slowest[:, _INPUT], 0, None)
     of_computing = [each for each in computing if each != _INPUT]
-    straggler = np.where(is_candidate & is_blamed, np.clip(of_slowest[:, of_computing].sum(1), 0, None), 0.0)
+    of_straggler = np.where((is_candidate & is_blamed)[:, None], of_slowest, 0.0)
+    straggler = np.clip(of_straggler[:, of_computing].sum(1), 0, None)
+    slower_in = next(
+        (PHASES[each] for each in of_computing if typical(of_straggler[:, each]) > _MOST * typical(straggler)), None
+    )
+    path_without = path - np.clip(of_straggler, 0, None)
     own_input = np.where(is_candidate & is_blamed, of_input, 0.0)
     is_input_of_blamed = is_blamed and typical(own_input) > _MOST * typical(path[:, _INPUT])
     explained = straggler + (own_input if is_input_of_blamed else 0.0)
@@ -86,10 +98,11 @@ def find_costs(timing: Timing, critical: Critical) -> Costs:
         straggler,
         jitter,
         path[:, column(Phase.COMMUNICATION)],
-        path[:, column(Phase.BETWEEN)],
-        path[:, column(Phase.OPTIMIZER)],
+        path_without[:, column(Phase.BETWEEN)],
+        path_without[:, column(Phase.OPTIMIZER)],
         path.sum(1),
         is_input_of_blamed,
+        slower_in,
         is_forward_known,
     )
 
@@ -138,7 +151,8 @@ def judge(
         what = f"waits for data on {'all ranks' if rank is None else f'rank {rank}'}"
     elif kind == "straggler":
         rank = None if detail else rank
-        what = f"waits for rank {rank}, which computes more slowly than the others"
+        slower = _SLOWER.get(costs.slower_in, "which computes more slowly than the others")
+        what = f"waits for rank {rank}, {slower}"
         what = "waits for the slowest rank, and the ranks take turns at that" if detail else what
     elif kind == "communication":
         rank = None
