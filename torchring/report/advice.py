@@ -23,6 +23,7 @@ _WORTH_IT: Final = 0.02  # share of a step
 _SIZES_MB: Final = (1, 2, 5, 12, 25, 50, 100, 200)
 _INPUT_TELLING: Final = 0.05  # share of a step: it is never nothing
 _OPTIMIZER_TELLING: Final = 0.10
+_COMMUNICATION_TELLING: Final = 0.10  # before a larger batch is worth considering
 _FUSED_SAVES: Final = 0.5  # of the optimizer's step; an assumption, and said to be one
 
 
@@ -143,7 +144,7 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
         after = exposed_ms(changed, size, by)
         return measured * (1.0 - after / now) if now > 0 else 0.0
 
-    if about.options.get("compression", "None") == "None":
+    if about.options.get("compression", "None") == "None" and about.local_size < about.size:
         half = dataclasses.replace(workload, bucket_bytes=tuple(each / 2 for each in workload.bucket_bytes))
         yield _advice(
             situation,
@@ -171,14 +172,13 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
             "faster than the network.",
             'torchring.wrap(optimizer, model, algorithm="hierarchical")',
         )
-    if about.options.get("accumulate", "1") == "1":
-        optimizer = typical(situation.costs.optimizer)
+    if about.options.get("accumulate", "1") == "1" and measured >= _COMMUNICATION_TELLING * situation.step_ms:
         yield _advice(
             situation,
             "Reduce gradients in every second backward only",
-            (measured + optimizer) / 2,
-            "This halves communication and optimizer steps for the same number of samples. It doubles the batch of an "
-            "optimizer step, so the learning rate may need a change. The duration is per backward.",
+            measured / 2,
+            "This halves communication for the same number of samples. It doubles the batch of an optimizer step, so "
+            "the learning rate may need a change. The duration is per backward.",
             "torchring.wrap(optimizer, model, accumulate=2)",
         )
 

@@ -54,6 +54,7 @@ def analyse(
         doctor: see `doctor.bus_bandwidths`.
     """
     about = job.traces[0].about
+    has_model = about.options.get("model") == "given"
     timing = tabulate(job)
     critical = find_critical(timing, about)
     path = critical.path[timing.counts]
@@ -85,7 +86,11 @@ def analyse(
         num_steps=int(timing.counts.sum()),
         num_left_out=int(np.argmax(timing.counts)),
         clock_error_ms=job.clock_error_ms,
-        problems=(*job.problems, *timing.problems, *_remarks(timing, costs.is_forward_known)),
+        problems=(
+            *job.problems,
+            *timing.problems,
+            *_remarks(timing, is_forward_known=costs.is_forward_known, has_model=has_model),
+        ),
         verdict=judge(timing, costs, job.size, buckets, late, network, start_up, efficiency),
         advice=advise(situation),
         step=step,
@@ -108,13 +113,15 @@ def analyse(
     )
 
 
-def _remarks(timing: Timing, is_forward_known: bool) -> list[str]:
+def _remarks(timing: Timing, *, is_forward_known: bool, has_model: bool) -> list[str]:
     remarks = []
     if not is_forward_known:
-        remarks.append(
-            "Forward is not told apart from waiting for data, because `wrap` was given no model: "
-            "torchring.wrap(optimizer, model)."
+        why = (
+            "because torch.compile leaves the hooks of the model out"
+            if has_model
+            else "because `wrap` was given no model: torchring.wrap(optimizer, model)"
         )
+        remarks.append(f"Forward is not told apart from waiting for data, {why}.")
     number = int(timing.counts.sum())
     if number < _FEW:
         count = "1 step counts" if number == 1 else f"{number} steps count"

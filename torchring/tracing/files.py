@@ -80,7 +80,7 @@ def write_encoded(path: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) 
 def read(path: Path) -> RankTrace:
     """Read a rank's file. Raises TraceError if it is torn, or of another version."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return _parse(json.loads(bytes(arrays["about"])), arrays)
     except TraceError:
         raise
