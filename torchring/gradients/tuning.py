@@ -1,0 +1,322 @@
+"""bucket_mb="auto": finds the buckets that keep the last reduction short, tries them, and keeps the faster ones.
+
+      round    1         2            3 .. 8          9            10 .. 15              16
+      buckets  default   default, in  measured        found ones   measured              the faster ones, for good
+                         ready order
+
+In the measured rounds each rank writes down when its gradients became ready. Then the ranks measure what a reduction
+takes by its size, and rank 0 cuts the gradients into buckets (`boundaries.py`). All ranks take the same decisions in
+the same rounds, from numbers that they have exchanged: a round has the same number on all ranks, even where one of them
+has broken off a backward. The outcome is kept for the next start (`plan_cache.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from torchring.allreduce import Mover
+from torchring.allreduce.cost import measure_cost
+from torchring.collectives.service import internal_collectives_of
+from torchring.gradients import plan_cache
+from torchring.gradients.boundaries import ReductionCost, best_cut, finish_seconds
+from torchring.gradients.plan import ParameterSpec, Plan, plan_of, wire_dtype
+from torchring.gradients.plan_cache import FoundBuckets
+from torchring.gradients.scheduler import Scheduler
+from torchring.world import World
+
+_NUM_WARMUPS: Final = 1  # rounds that touch the memory of new buckets for the first time
+_NUM_ROUNDS: Final = 6  # that are measured with each plan
+_FEWEST_ROUNDS: Final = 3
+_LEAST_GAIN: Final = 0.03  # of the exposed time, predicted: less is not tried, because it would drown in noise
+_LAUNCH_SECONDS: Final = 100e-6  # of the computing thread, for each bucket: hooks, checks, copies, hand-out
+
+
+class Stage(enum.Enum):
+    """What the tuner waits for."""
+
+    ORDER = "the first backward, which shows the order of gradients"
+    DEFAULT = "measurements with the default buckets"
+    FOUND = "measurements with the buckets that were found"
+    DONE = "nothing"
+
+
+@dataclass
+class Observation:
+    """One round on one rank. Times are seconds from the first gradient.
+
+    Attributes:
+        began: when the first gradient was ready, in seconds of time.perf_counter.
+        ready: for each parameter, when its gradient was ready and copied. Time in calls of the mover is subtracted, so
+            these are the times of a backward that only computes.
+        computed: when all gradients were ready, in the same way.
+        total: when all gradients were reduced.
+        exposed: how long backward stood still for reductions.
+    """
+
+    began: float = field(default_factory=time.perf_counter)
+    ready: dict[int, float] = field(default_factory=dict)
+    computed: float = 0.0
+    total: float = 0.0
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Several rounds with one plan, agreed by all ranks.
+
+    Of each round the time of the rank that began last counts, which waited for nobody. Times are medians over rounds,
+    and `noise` is the standard error of such a median.
+    """
+
+    total: float
+    total_noise: float
+    exposed: float
+    exposed_noise: float
+
+
+class Tuner:
+    """Tunes the buckets of one optimizer.
+
+    Args:
+        world: has more than one rank.
+        mover: reduces the buckets, on the host.
+        scheduler: counts the rounds.
+        subject: what the buckets are found for, as lines of text; equal on all ranks.
+        compression: see `build_plan`.
+
+    Attributes:
+        reason: what has been decided, and why, as a clause.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        mover: Mover[Any],
+        scheduler: Scheduler,
+        subject: Sequence[str],
+        compression: str | None,
+    ) -> None:
+        self.reason = "default buckets, until backwards have been measured"
+        self._world = world
+        self._mover = mover
+        self._scheduler = scheduler
+        self._subject = subject
+        self._compression = compression
+        self._stage = Stage.ORDER
+        self._first = 0  # number of the first round that is measured
+        self._round: Observation | None = None  # the round under way, if it is measured
+        self._observed: dict[int, Observation] = {}  # by number of the round
+        self._default: Plan | None = None
+        self._with_default: Measured | None = None
+        self._predicted = (math.nan, math.nan)  # exposed seconds: with the default, with the buckets that were found
+
+    @property
+    def is_observing(self) -> bool:
+        """Whether gradients of the round under way go through `mark_ready`."""
+        return self._round is not None
+
+    def recall(self, specs: Sequence[ParameterSpec]) -> Plan | None:
+        """Collective, before the first round: the buckets that were found by an earlier run, if there are any."""
+        collectives = internal_collectives_of(self._world)
+        data = plan_cache.read(self._subject) if self._world.rank == 0 else None
+        try:
+            found = FoundBuckets.decode(collectives.broadcast_bytes(data, 0))
+            plan = None if found.groups is None else plan_of(specs, found.groups, compression=self._compression)
+        except (ValueError, RecursionError):  # nothing there, or not ours
+            return None
+        self.stop(f"{found.text}, as measured by an earlier run")
+        return plan
+
+    def stop(self, reason: str) -> None:
+        """The buckets stay as they are. To be called in the same round on all ranks."""
+        if self._stage is not Stage.DONE:
+            self._stage, self.reason = Stage.DONE, reason
+        self._round, self._observed = None, {}
+
+    def order_is_known(self) -> None:
+        """The default buckets have been laid out in the order of gradients; the next round is the first with them."""
+        if self._stage is Stage.ORDER:
+            self._measure_as(Stage.DEFAULT)
+
+    def next_plan(self, current: Plan, specs: Sequence[ParameterSpec]) -> Plan | None:
+        """Collective, before the next round begins: the buckets to use from this round on; None for the same ones."""
+        if self._stage in (Stage.ORDER, Stage.DONE) or self._next_number < self._first + _NUM_ROUNDS:
+            return None
+        measured = self._agree_on_times()
+        if measured is None:
+            self.stop("default buckets: too few backwards reduced gradients of all ranks while these were measured")
+            return self._default
+        if self._stage is Stage.DEFAULT:
+            return self._find(current, specs, measured)
+        return self._compare(current, measured)
+
+    def begin_round(self, *, is_ordinary: bool) -> None:
+        """The round has begun; its first gradient is about to be marked ready.
+
+        Args:
+            is_ordinary: whether this is the round of a backward of this rank.
+        """
+        waits = self._stage in (Stage.ORDER, Stage.DONE) or self._scheduler.round.number < self._first
+        self._round = Observation() if is_ordinary and not waits else None
+
+    def mark_ready(self, index: int) -> None:
+        """As `Scheduler.mark_ready`, and take the time."""
+        self._scheduler.mark_ready(index)
+        if (seen := self._round) is not None:
+            seen.ready[index] = time.perf_counter() - seen.began - self._scheduler.round.exposed_seconds
+
+    def end_round(self) -> None:
+        """All buckets are reduced."""
+        seen, current = self._round, self._scheduler.round
+        if seen is None:
+            return
+        seen.total = time.perf_counter() - seen.began
+        seen.exposed = current.exposed_seconds
+        seen.computed = seen.total - seen.exposed
+        self._observed[current.number] = seen
+        self._round = None
+
+    @property
+    def _next_number(self) -> int:
+        return self._scheduler.round.next_number
+
+    def _measure_as(self, stage: Stage) -> None:
+        self._stage = stage
+        self._first = self._next_number + _NUM_WARMUPS
+        self._observed = {}
+
+    def _agree_on_times(self) -> Measured | None:
+        """Collective: how long the measured rounds took. None if too few of them were measured on all ranks."""
+        numbers = range(self._first, self._first + _NUM_ROUNDS)
+        seen = [self._observed.get(number) for number in numbers]
+        times = [[0.0 if one is None else one.total, 0.0 if one is None else one.exposed] for one in seen]
+        least = torch.tensor(times, dtype=torch.float64, device="cpu")
+        internal_collectives_of(self._world).all_reduce(least, "min")
+        rows = {number: row for number, row in zip(numbers, least.tolist(), strict=True) if row[0] > 0.0}
+        self._observed = {number: one for number, one in self._observed.items() if number in rows}
+        if len(rows) < _FEWEST_ROUNDS:
+            return None
+        totals, exposed = zip(*rows.values(), strict=True)
+        return Measured(*_median_and_noise(totals), *_median_and_noise(exposed))
+
+    def _find(self, current: Plan, specs: Sequence[ParameterSpec], measured: Measured) -> Plan | None:
+        """Collective: the buckets that should do best, if they are worth a try."""
+        collectives = internal_collectives_of(self._world)
+        computed = statistics.median(one.computed for one in self._observed.values())
+        ready = [
+            statistics.median(one.ready.get(index, one.computed) for one in self._observed.values())
+            for index in range(len(specs))
+        ]
+        latest = torch.tensor([*ready, computed], dtype=torch.float64, device="cpu")
+        *ready, computed = collectives.all_reduce(latest, "max").tolist()
+        kind = _largest_kind(specs)
+        points = measure_cost(self._world, self._mover, wire_dtype(kind[0], self._compression))
+        sizes, seconds = zip(*points, strict=True)
+        cost = ReductionCost(sizes, seconds, _LAUNCH_SECONDS, self._mover.in_background)
+        answer = None
+        if self._world.rank == 0:  # the others take its answer: on other processors, sums may be rounded otherwise
+            groups = find_groups(specs, current, ready, cost, self._compression)
+            plans = current, plan_of(specs, groups, compression=self._compression)
+            exposed = [predict(plan, ready, cost) - computed for plan in plans]
+            answer = json.dumps([groups, exposed]).encode()
+        groups, exposed = json.loads(collectives.broadcast_bytes(answer, 0))
+        self._predicted = before, after = max(exposed[0], 0.0), max(exposed[1], 0.0)
+        if before - after < _LEAST_GAIN * before or before == 0.0:
+            expected = f"no buckets should do much better: {_ms(after)} exposed instead of {_ms(before)}, by prediction"
+            self._keep(None, f"default buckets: {expected}")
+            return None
+        self._default, self._with_default = current, measured
+        plan = plan_of(specs, groups, compression=self._compression)
+        self._measure_as(Stage.FOUND)
+        self.reason = "buckets that were found for this model are being tried"
+        return plan
+
+    def _compare(self, current: Plan, found: Measured) -> Plan | None:
+        """The faster buckets, for good."""
+        default = self._with_default
+        assert default is not None
+        noise = math.hypot(default.exposed_noise, found.exposed_noise)
+        slack = math.hypot(default.total_noise, found.total_noise)
+        is_better = found.exposed < default.exposed - noise and found.total < default.total + slack
+        before, after = self._predicted
+        text = (
+            f"{_ms(found.exposed)} exposed instead of {_ms(default.exposed)}, and backward took {_ms(found.total)} "
+            f"instead of {_ms(default.total)}; {_ms(after)} instead of {_ms(before)} exposed was predicted"
+        )
+        if is_better:
+            groups = [[slot.parameter for slot in bucket.slots] for bucket in current.buckets]
+            self._keep(groups, f"{len(groups)} buckets found for this model: {text}")
+            return None
+        self._keep(None, f"default buckets, as those found were not better: {text}")
+        return self._default
+
+    def _keep(self, groups: list[list[int]] | None, text: str) -> None:
+        self.stop(text)
+        if self._world.rank == 0:
+            plan_cache.write(self._subject, FoundBuckets(groups, text))
+
+
+def find_groups(
+    specs: Sequence[ParameterSpec], current: Plan, ready: Sequence[float], cost: ReductionCost, compression: str | None
+) -> list[list[int]]:
+    """The parameters of each bucket, in the order of reductions.
+
+    A bucket holds one dtype. The cut is exact for the dtype with the most bytes; parameters of other dtypes share
+    buckets as they do by default.
+
+    Args:
+        current: default buckets. Gradients that become ready at the same time stay in their order.
+        ready: for each parameter, seconds.
+    """
+    position = {slot.parameter: i for i, slot in enumerate(slot for bucket in current.buckets for slot in bucket.slots)}
+    order = sorted(position, key=lambda index: (ready[index], position[index]))
+    kind = _largest_kind(specs)
+    members = [index for index in order if _kind(specs[index]) == kind]
+    itemsize = wire_dtype(kind[0], compression).itemsize
+    sizes = [specs[index].num_reals * itemsize for index in members]
+    groups = best_cut([ready[index] for index in members], sizes, cost).groups(members)
+    for bucket in current.buckets:
+        group = [slot.parameter for slot in bucket.slots]
+        if _kind(specs[group[0]]) != kind:
+            groups.append(group)
+    groups.sort(key=lambda group: max(ready[index] for index in group))
+    return groups
+
+
+def predict(plan: Plan, ready: Sequence[float], cost: ReductionCost) -> float:
+    """When the last bucket is reduced, in the seconds of `ready`."""
+    leaves = [max(ready[slot.parameter] for slot in bucket.slots) for bucket in plan.buckets]
+    return finish_seconds(leaves, [bucket.num_bytes for bucket in plan.buckets], cost)
+
+
+def _kind(spec: ParameterSpec) -> tuple[torch.dtype, torch.device]:
+    return spec.real_dtype, spec.device
+
+
+def _largest_kind(specs: Sequence[ParameterSpec]) -> tuple[torch.dtype, torch.device]:
+    """The dtype and device of most of the bytes that travel in buckets."""
+    num_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for spec in specs:
+        if not spec.is_sparse:
+            num_bytes[_kind(spec)] = num_bytes.get(_kind(spec), 0) + spec.numel * spec.dtype.itemsize
+    return max(num_bytes, key=lambda kind: num_bytes[kind])
+
+
+def _median_and_noise(values: Sequence[float]) -> tuple[float, float]:
+    """The median and its standard error, estimated from the median distance to it, which outliers do not move."""
+    median = statistics.median(values)
+    distance = statistics.median(abs(value - median) for value in values)
+    return median, 1.2533 * 1.4826 * distance / math.sqrt(len(values))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
