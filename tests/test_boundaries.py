@@ -75,6 +75,27 @@ def test_no_cut_is_better(in_background: bool) -> None:
     assert num_several > 30 or not in_background
 
 
+def test_no_cut_is_better_within_a_size_and_a_slack() -> None:
+    random_numbers = random.Random("limits")
+    num_closed = num_fewer = 0
+    for _ in range(150):
+        ready, num_bytes, cost = draw(random_numbers, True)
+        outcomes = {}
+        for ends in all_ends(len(ready)):
+            groups = Cut(ends, 0.0).groups(num_bytes)
+            if all(sum(group[:-1]) < 12.0 for group in groups):
+                outcomes[ends] = simulated(ready, num_bytes, ends, cost) - ready[-1]
+        enough = 1.25 * min(outcomes.values())
+        fewest = min(len(ends) for ends, exposed in outcomes.items() if exposed <= enough)
+        cut = best_cut(ready, num_bytes, cost, most_bytes=12.0, slack=0.25)
+        assert len(cut.ends) == fewest, (ready, num_bytes, cost)
+        assert outcomes[cut.ends] == cut.seconds - ready[-1] <= enough
+        free = best_cut(ready, num_bytes, cost)
+        num_closed += len(free.ends) < fewest
+        num_fewer += len(free.ends) > fewest
+    assert min(num_closed, num_fewer) > 10
+
+
 def test_inline_several_buckets_only_where_large_ones_take_more_for_each_byte() -> None:
     fits_the_cache = ReductionCost((1.0, 2.0, 3.0), (1.5, 2.0, 9.0), in_background=False)  # a cache of 2 bytes
     assert best_cut([0.0] * 6, [1.0] * 6, fits_the_cache) == Cut((2, 4, 6), 6.0)

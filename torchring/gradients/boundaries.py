@@ -17,6 +17,7 @@ and at 10, and end at 7 and at 12, too: with fewer buckets, so they are the best
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -95,7 +96,14 @@ def finish_seconds(leaves: Sequence[float], num_bytes: Sequence[float], cost: Re
     return float(time)
 
 
-def best_cut(ready: Sequence[float], num_bytes: Sequence[float], cost: ReductionCost) -> Cut:
+def best_cut(
+    ready: Sequence[float],
+    num_bytes: Sequence[float],
+    cost: ReductionCost,
+    *,
+    most_bytes: float = math.inf,
+    slack: float = 0.0,
+) -> Cut:
     """The buckets whose last reduction ends first; of equal ones the fewest. Exact, up to `MOST_GRADIENTS`.
 
     Args:
@@ -103,21 +111,27 @@ def best_cut(ready: Sequence[float], num_bytes: Sequence[float], cost: Reduction
             that only computes.
         num_bytes: of each gradient.
         cost: what reductions take.
+        most_bytes: a bucket of this size is closed. As by default, the gradient that crosses the size still goes in.
+        slack: ends count as equal to the earliest one if they leave at most so much more exposed, as a fraction.
 
     Method: dynamic programming. If k buckets hold the first i gradients, all that matters to later buckets is when the
     k-th ends: the earlier the better. So for each (k, i) the earliest end is kept, over all sizes of the k-th bucket.
     """
     if not len(ready) or any(later < earlier for earlier, later in itertools.pairwise(ready)):
         raise ValueError("ready times must be ascending, and there must be one")
-    lasts = _candidates(num_bytes)
-    times = np.asarray(ready, np.float64)[np.asarray(lasts) - 1]
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(num_bytes, np.float64))])[[0, *lasts]]
+    candidates = _candidates(num_bytes)
+    times = np.asarray(ready, np.float64)[np.asarray(candidates) - 1]
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(num_bytes, np.float64))])[[0, *candidates]]
     seconds = cost.of(np.maximum(sums[None, 1:] - sums[:-1, None], 0.0))  # [first, last] of a bucket
-    seconds[np.tril_indices(len(lasts), -1)] = np.inf
-    cut = _cut_in_background(times, sums, seconds, cost) if cost.in_background else _cut_inline(seconds, cost)
-    leaves = [float(times[end - 1]) for end in cut]
-    finish = finish_seconds(leaves, np.diff(sums[[0, *cut]]).tolist(), cost)
-    return Cut(tuple(lasts[end - 1] for end in cut), finish)
+    seconds[np.tril_indices(len(candidates), -1)] = np.inf
+    seconds[(sums[None, :-1] - sums[:-1, None]) >= most_bytes] = np.inf
+    if cost.in_background:
+        ends = _cut(times, sums, seconds, cost.launch_seconds, slack)
+    else:  # everything takes time of one thread, whenever gradients are ready
+        ends = _cut(np.zeros_like(times), sums, seconds + cost.launch_seconds, 0.0, slack)
+    leaves = [float(times[end - 1]) for end in ends]
+    finish = finish_seconds(leaves, np.diff(sums[[0, *ends]]).tolist(), cost)
+    return Cut(tuple(candidates[end - 1] for end in ends), finish)
 
 
 def _candidates(num_bytes: Sequence[float]) -> list[int]:
@@ -134,57 +148,34 @@ def _candidates(num_bytes: Sequence[float]) -> list[int]:
     return ends
 
 
-def _cut_inline(seconds: Floats, cost: ReductionCost) -> list[int]:
-    """Where buckets end, where only the sum of all costs counts."""
-    count = len(seconds)
-    best = np.full(count + 1, np.inf)  # by number of gradients
-    best[0] = 0.0
-    num_buckets = np.zeros(count + 1, np.int64)
-    before = np.zeros(count + 1, np.int64)
-    for end in range(1, count + 1):
-        totals = best[:end] + (seconds[:end, end - 1] + cost.launch_seconds)
-        equal = np.flatnonzero(totals <= totals.min() * (1.0 + _TIE))
-        start = equal[num_buckets[equal].argmin()]
-        best[end], before[end], num_buckets[end] = totals[start], start, num_buckets[start] + 1
+def _cut(ready: Floats, sums: Floats, seconds: Floats, launch_seconds: float, slack: float) -> list[int]:
+    """Where buckets end, if reductions follow each other, and begin when a bucket's last gradient is ready or later."""
+    count = len(ready)
+    sizes = sums[None, 1:] - sums[:-1, None]
+    has_bytes = (sizes > 0) & np.isfinite(seconds)
+    fastest = float((seconds[has_bytes] / sizes[has_bytes]).min(initial=_SLOWEST))  # seconds for a byte of any bucket
+    earliest = np.full(count + 1, np.inf)  # end of the buckets so far, by number of gradients in them
+    earliest[0] = -np.inf
+    befores: list[npt.NDArray[np.intp]] = []
+    finishes: list[float] = []
+    for number in range(1, count + 1):
+        leaves = ready + number * launch_seconds
+        times = np.maximum(earliest[:-1, None], leaves[None, :])
+        times += seconds
+        befores.append(times.argmin(axis=0))
+        earliest = np.concatenate([[np.inf], times.min(axis=0)])
+        finishes.append(float(earliest[-1]))
+        # No plan with more buckets ends before this.
+        later = np.maximum(earliest[:-1] + fastest * (sums[-1] - sums[:-1]), leaves[-1] + launch_seconds)
+        if later.min() >= min(finishes):
+            break
+    best = min(finishes)
+    enough = best + slack * (best - float(ready[-1])) + _TIE * abs(best)
     ends = [count]
-    while before[ends[-1]]:
-        ends.append(int(before[ends[-1]]))
+    for before in befores[next(k for k, finish in enumerate(finishes) if finish <= enough) : 0 : -1]:
+        ends.append(int(before[ends[-1] - 1]))
     return ends[::-1]
 
 
-def _cut_in_background(ready: Floats, sums: Floats, seconds: Floats, cost: ReductionCost) -> list[int]:
-    """Where buckets end, where reductions follow each other beside the computation."""
-    count = len(ready)
-    fastest = _least_seconds_per_byte(seconds, sums)
-    ends = np.full(count + 1, np.inf)  # earliest end of the buckets so far, by number of gradients in them
-    ends[0] = -np.inf
-    befores: list[npt.NDArray[np.int64]] = []
-    best, best_num_buckets = np.inf, 0
-    for number in range(1, count + 1):
-        leaves = ready + number * cost.launch_seconds
-        times = np.maximum(ends[:-1, None], leaves[None, :])
-        times += seconds
-        start = times.argmin(axis=0)
-        ends = np.concatenate([[np.inf], times[start, np.arange(count)]])
-        befores.append(start)
-        if ends[-1] < best - _TIE * abs(best) or number == 1:
-            best, best_num_buckets = float(ends[-1]), number
-        # No plan with more buckets ends before this.
-        others = np.maximum(ends[:-1] + fastest * (sums[-1] - sums[:-1]), leaves[-1] + cost.launch_seconds)
-        if others.min() >= best:
-            break
-    found = [count]
-    for number in range(best_num_buckets - 1, 0, -1):
-        found.append(int(befores[number][found[-1] - 1]))
-    return found[::-1]
-
-
-def _least_seconds_per_byte(seconds: Floats, sums: Floats) -> float:
-    """What no bucket undercuts, for each of its bytes."""
-    sizes = sums[None, 1:] - sums[:-1, None]
-    rates = np.divide(seconds, sizes, out=np.full(sizes.shape, np.inf), where=(sizes > 0) & np.isfinite(seconds))
-    least = float(rates.min())
-    return least if np.isfinite(least) else 0.0
-
-
 _TIE: Final = 1e-12  # of a time: what is closer together is equal
+_SLOWEST: Final = 1.0  # seconds for a byte

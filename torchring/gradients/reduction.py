@@ -309,10 +309,14 @@ class Reduction:
         return open_mover(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
 
     def _plan(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> Plan:
-        bucket_mb, compression = self._options.bucket_mb, self._options.compression
+        return build_plan(specs, bucket_bytes=self._bucket_bytes, compression=self._options.compression, order=order)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        bucket_mb = self._options.bucket_mb
         if bucket_mb is None or bucket_mb == "auto":
             bucket_mb = _BUCKET_MB if self.world.shares_memory else _BUCKET_MB_BETWEEN_HOSTS
-        return build_plan(specs, bucket_bytes=int(bucket_mb * 2**20), compression=compression, order=order)
+        return int(bucket_mb * 2**20)
 
     def _add(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter], plan: Plan) -> None:
         first = len(self.specs)
@@ -367,7 +371,7 @@ class Reduction:
         how = f"{mover.algorithm} {self.rounds.overlap} between {world.hosts} of {world.size} ranks"
         machine = f"{world.num_cores} cores, {torch.get_num_threads()} threads"
         subject = [*describe(specs, str(self._options)), how, machine, f"torch {torch.__version__}"]
-        tuner = Tuner(world, mover, self.scheduler, subject, self._options.compression)
+        tuner = Tuner(world, mover, self.scheduler, subject, self._bucket_bytes, self._options.compression)
         if isinstance(mover, OnStream):
             tuner.stop("default buckets: those of a GPU are not tuned")
         elif not plan.buckets:

@@ -18,7 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -37,6 +37,8 @@ _NUM_WARMUPS: Final = 1  # rounds that touch the memory of new buckets for the f
 _NUM_ROUNDS: Final = 6  # that are measured with each plan
 _FEWEST_ROUNDS: Final = 3
 _LEAST_GAIN: Final = 0.03  # of the exposed time, predicted: less is not tried, because it would drown in noise
+_SLACK: Final = 0.05  # of the exposed time, for which fewer buckets are preferred
+_MOST_SLOWDOWN: Final = 4.0  # of reductions by backward; what looks like more is waiting for other ranks
 _LAUNCH_SECONDS: Final = 100e-6  # of the computing thread, for each bucket: hooks, checks, copies, hand-out
 
 
@@ -60,6 +62,7 @@ class Observation:
         computed: when all gradients were ready, in the same way.
         total: when all gradients were reduced.
         exposed: how long backward stood still for reductions.
+        busy: how long something was being reduced.
     """
 
     began: float = field(default_factory=time.perf_counter)
@@ -67,6 +70,7 @@ class Observation:
     computed: float = 0.0
     total: float = 0.0
     exposed: float = 0.0
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,14 @@ class Measured:
     """Several rounds with one plan, agreed by all ranks.
 
     Of each round the time of the rank that began last counts, which waited for nobody. Times are medians over rounds,
-    and `noise` is the standard error of such a median.
+    and a noise is the standard error of such a median. See `Observation`.
     """
 
     total: float
     total_noise: float
     exposed: float
     exposed_noise: float
+    busy: float
 
 
 class Tuner:
@@ -91,6 +96,7 @@ class Tuner:
         mover: reduces the buckets, on the host.
         scheduler: counts the rounds.
         subject: what the buckets are found for, as lines of text; equal on all ranks.
+        bucket_bytes: size of default buckets. Others are not larger: large ones leave late.
         compression: see `build_plan`.
 
     Attributes:
@@ -103,6 +109,7 @@ class Tuner:
         mover: Mover[Any],
         scheduler: Scheduler,
         subject: Sequence[str],
+        bucket_bytes: int,
         compression: str | None,
     ) -> None:
         self.reason = "default buckets, until backwards have been measured"
@@ -110,6 +117,7 @@ class Tuner:
         self._mover = mover
         self._scheduler = scheduler
         self._subject = subject
+        self._bucket_bytes = bucket_bytes
         self._compression = compression
         self._stage = Stage.ORDER
         self._first = 0  # number of the first round that is measured
@@ -180,7 +188,7 @@ class Tuner:
         if seen is None:
             return
         seen.total = time.perf_counter() - seen.began
-        seen.exposed = current.exposed_seconds
+        seen.exposed, seen.busy = current.exposed_seconds, current.busy_seconds
         seen.computed = seen.total - seen.exposed
         self._observed[current.number] = seen
         self._round = None
@@ -198,15 +206,15 @@ class Tuner:
         """Collective: how long the measured rounds took. None if too few of them were measured on all ranks."""
         numbers = range(self._first, self._first + _NUM_ROUNDS)
         seen = [self._observed.get(number) for number in numbers]
-        times = [[0.0 if one is None else one.total, 0.0 if one is None else one.exposed] for one in seen]
+        times = [[0.0, 0.0, 0.0] if one is None else [one.total, one.exposed, one.busy] for one in seen]
         least = torch.tensor(times, dtype=torch.float64, device="cpu")
         internal_collectives_of(self._world).all_reduce(least, "min")
         rows = {number: row for number, row in zip(numbers, least.tolist(), strict=True) if row[0] > 0.0}
         self._observed = {number: one for number, one in self._observed.items() if number in rows}
         if len(rows) < _FEWEST_ROUNDS:
             return None
-        totals, exposed = zip(*rows.values(), strict=True)
-        return Measured(*_median_and_noise(totals), *_median_and_noise(exposed))
+        totals, exposed, busy = zip(*rows.values(), strict=True)
+        return Measured(*_median_and_noise(totals), *_median_and_noise(exposed), statistics.median(busy))
 
     def _find(self, current: Plan, specs: Sequence[ParameterSpec], measured: Measured) -> Plan | None:
         """Collective: the buckets that should do best, if they are worth a try."""
@@ -220,11 +228,10 @@ class Tuner:
         *ready, computed = collectives.all_reduce(latest, "max").tolist()
         kind = _largest_kind(specs)
         points = measure_cost(self._world, self._mover, wire_dtype(kind[0], self._compression))
-        sizes, seconds = zip(*points, strict=True)
-        cost = ReductionCost(sizes, seconds, _LAUNCH_SECONDS, self._mover.in_background)
+        cost = cost_in_backward(points, current, measured.busy, in_background=self._mover.in_background)
         answer = None
         if self._world.rank == 0:  # the others take its answer: on other processors, sums may be rounded otherwise
-            groups = find_groups(specs, current, ready, cost, self._compression)
+            groups = find_groups(specs, current, ready, cost, self._bucket_bytes, self._compression)
             plans = current, plan_of(specs, groups, compression=self._compression)
             exposed = [predict(plan, ready, cost) - computed for plan in plans]
             answer = json.dumps([groups, exposed]).encode()
@@ -265,8 +272,29 @@ class Tuner:
             plan_cache.write(self._subject, FoundBuckets(groups, text))
 
 
+def cost_in_backward(
+    points: Sequence[tuple[int, float]], current: Plan, busy: float, *, in_background: bool
+) -> ReductionCost:
+    """What reductions take while backward computes, too: more, where both need the same cores.
+
+    Args:
+        points: (bytes, seconds) of reductions while nothing computes.
+        busy: seconds that the reductions of `current` have taken in backwards.
+    """
+    sizes, seconds = zip(*points, strict=True)
+    alone = ReductionCost(sizes, seconds, _LAUNCH_SECONDS, in_background)
+    expected = float(alone.of([bucket.num_bytes for bucket in current.buckets]).sum())
+    factor = min(max(busy / expected, 1.0), _MOST_SLOWDOWN)
+    return replace(alone, seconds=tuple(factor * each for each in seconds))
+
+
 def find_groups(
-    specs: Sequence[ParameterSpec], current: Plan, ready: Sequence[float], cost: ReductionCost, compression: str | None
+    specs: Sequence[ParameterSpec],
+    current: Plan,
+    ready: Sequence[float],
+    cost: ReductionCost,
+    bucket_bytes: int,
+    compression: str | None,
 ) -> list[list[int]]:
     """The parameters of each bucket, in the order of reductions.
 
@@ -276,14 +304,17 @@ def find_groups(
     Args:
         current: default buckets. Gradients that become ready at the same time stay in their order.
         ready: for each parameter, seconds.
+        bucket_bytes: a bucket with so many bytes of gradients is closed.
     """
     position = {slot.parameter: i for i, slot in enumerate(slot for bucket in current.buckets for slot in bucket.slots)}
     order = sorted(position, key=lambda index: (ready[index], position[index]))
     kind = _largest_kind(specs)
     members = [index for index in order if _kind(specs[index]) == kind]
-    itemsize = wire_dtype(kind[0], compression).itemsize
-    sizes = [specs[index].num_reals * itemsize for index in members]
-    groups = best_cut([ready[index] for index in members], sizes, cost).groups(members)
+    wire = wire_dtype(kind[0], compression)
+    sizes = [specs[index].num_reals * wire.itemsize for index in members]
+    most_bytes = bucket_bytes * wire.itemsize / kind[0].itemsize
+    cut = best_cut([ready[index] for index in members], sizes, cost, most_bytes=most_bytes, slack=_SLACK)
+    groups = cut.groups(members)
     for bucket in current.buckets:
         group = [slot.parameter for slot in bucket.slots]
         if _kind(specs[group[0]]) != kind:
