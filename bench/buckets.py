@@ -32,7 +32,7 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.launch.arguments import duration
 from torchring.world import default_world
 
-_NUM_TUNING_STEPS: Final = 20
+_NUM_TUNING_STEPS: Final = 26
 _STEPS_PER_TURN: Final = 4  # of which the first does not count: the other copy has filled the caches
 _LARGEST_DISTANCE: Final = 1e-3  # between the weights, of the distance that training moved them
 

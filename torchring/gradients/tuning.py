@@ -1,6 +1,6 @@
 """bucket_mb="auto": finds the buckets that keep the last reduction short, tries them, and keeps the faster ones.
 
-      round    1         2            3 .. 8          9            10 .. 15              16
+      round    1         2            3 .. 12         13           14 .. 23              24
       buckets  default   default, in  measured        found ones   measured              the faster ones, for good
                          ready order
 
@@ -34,7 +34,7 @@ from torchring.gradients.scheduler import Scheduler
 from torchring.world import World
 
 _NUM_WARMUPS: Final = 1  # rounds that touch the memory of new buckets for the first time
-_NUM_ROUNDS: Final = 6  # that are measured with each plan
+_NUM_ROUNDS: Final = 10  # that are measured with each plan
 _FEWEST_ROUNDS: Final = 3
 _LEAST_GAIN: Final = 0.03  # of the exposed time, predicted: less is not tried, because it would drown in noise
 _SLACK: Final = 0.05  # of the exposed time, for which fewer buckets are preferred
