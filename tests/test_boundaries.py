@@ -1,4 +1,4 @@
-"""Cuts of gradients into buckets: the worked example, all cuts of small cases tried out, and what must hold of large."""
+"""Cuts of gradients into buckets: the worked example, all cuts of small cases, and what must hold of large ones."""
 
 from __future__ import annotations
 
