@@ -20,11 +20,12 @@ from harness import run_pooled
 from torch import Tensor, nn
 
 import torchring
-from torchring.gradients import plan_cache, tuning
+from torchring.gradients import best_plan, plan_cache, tuning
+from torchring.gradients.best_plan import cost_in_backward, find_groups, predict
 from torchring.gradients.boundaries import Cut, ReductionCost
 from torchring.gradients.plan import ParameterSpec, Plan, build_plan
 from torchring.gradients.plan_cache import FoundBuckets
-from torchring.gradients.tuning import Measured, cost_in_backward, find_groups, predict
+from torchring.gradients.tuning import Measured
 
 _NUM_LAYERS = 4
 _SLOW = Measured(total=0.020, total_noise=0.001, exposed=0.010, exposed_noise=0.001, busy=0.01)
@@ -58,7 +59,7 @@ def _scripted(folder: str, rounds: Sequence[Measured] = ()) -> Iterator[None]:
         stack.enter_context(mock.patch.object(tuning, "_NUM_ROUNDS", 3))
         if rounds:
             stack.enter_context(mock.patch.object(tuning.Tuner, "_agree_on_times", side_effect=script))
-            stack.enter_context(mock.patch.object(tuning, "best_cut", _one_by_one))
+            stack.enter_context(mock.patch.object(best_plan, "best_cut", _one_by_one))
             stack.enter_context(mock.patch.object(tuning, "predict", lambda plan, *_: 1.0 - 0.1 * len(plan.buckets)))
             stack.enter_context(mock.patch.object(tuning, "measure_cost", return_value=[(1024, 1e-3)]))
         yield

@@ -25,7 +25,7 @@ from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_pla
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
 from torchring.gradients.scheduler import Round, Scheduler
 from torchring.gradients.sparse import NonFiniteGradient, SparseReduction
-from torchring.gradients.tuning import Tuner
+from torchring.gradients.tuning import Tuner, open_tuner
 from torchring.gradients.weights import Share, Weights
 from torchring.world import World
 
@@ -114,10 +114,13 @@ class Reduction:
         )
         self._track = world.progress.open_numbered_track("gradients") if world.progress is not None else None
         self.scheduler = Scheduler((), self.mover, self._sparse.mark_local, self._track)
-        self._tuner = self._open_tuner(specs, plan) if options.bucket_mb == "auto" else None
-        if self._tuner is not None and (known := self._tuner.recall(specs)) is not None:
-            plan = known
-            self.scheduler.forget_order()  # the plan has the order of an earlier run
+        self._tuner: Tuner | None = None
+        if options.bucket_mb == "auto":
+            lines, size = describe(specs, str(options)), self._bucket_bytes
+            self._tuner = open_tuner(world, self.mover, self.scheduler, plan, lines, size, options.compression)
+            if (known := self._tuner.recall(specs)) is not None:
+                plan = known
+                self.scheduler.forget_order()  # the plan has the order of an earlier run
         self._add(specs, parameters, plan)
         self.buffers: BufferSync | None = None
         if options.sync_buffers is not None and buffers:
@@ -365,18 +368,6 @@ class Reduction:
             bucket.release()
         internal_collectives_of(self.world).barrier()  # memory is free when all ranks have let go of it
         self.scheduler.install(self._open(plan))
-
-    def _open_tuner(self, specs: Sequence[ParameterSpec], plan: Plan) -> Tuner:
-        world, mover = self.world, self.mover
-        how = f"{mover.algorithm} {self.rounds.overlap} between {world.hosts} of {world.size} ranks"
-        machine = f"{world.num_cores} cores, {torch.get_num_threads()} threads"
-        subject = [*describe(specs, str(self._options)), how, machine, f"torch {torch.__version__}"]
-        tuner = Tuner(world, mover, self.scheduler, subject, self._bucket_bytes, self._options.compression)
-        if isinstance(mover, OnStream):
-            tuner.stop("default buckets: those of a GPU are not tuned")
-        elif not plan.buckets:
-            tuner.stop("no buckets, as all gradients are sparse")
-        return tuner
 
     def _tune(self, tuner: Tuner, *, hold: bool) -> None:
         """Collective, before a round begins: other buckets from now on, if it is time for that."""

@@ -18,16 +18,17 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from torchring.allreduce import Mover
 from torchring.allreduce.cost import measure_cost
+from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients import plan_cache
-from torchring.gradients.boundaries import ReductionCost, best_cut, finish_seconds
+from torchring.gradients.best_plan import cost_in_backward, find_groups, largest_kind, predict
 from torchring.gradients.plan import ParameterSpec, Plan, plan_of, wire_dtype
 from torchring.gradients.plan_cache import FoundBuckets
 from torchring.gradients.scheduler import Scheduler
@@ -37,18 +38,14 @@ _NUM_WARMUPS: Final = 1  # rounds that touch the memory of new buckets for the f
 _NUM_ROUNDS: Final = 10  # that are measured with each plan
 _FEWEST_ROUNDS: Final = 3
 _LEAST_GAIN: Final = 0.03  # of the exposed time, predicted: less is not tried, because it would drown in noise
-_SLACK: Final = 0.05  # of the exposed time, for which fewer buckets are preferred
-_MOST_SLOWDOWN: Final = 4.0  # of reductions by backward; what looks like more is waiting for other ranks
-_LAUNCH_SECONDS: Final = 100e-6  # of the computing thread, for each bucket: hooks, checks, copies, hand-out
 
 
 class Stage(enum.Enum):
-    """What the tuner waits for."""
+    """What the tuner does."""
 
-    ORDER = "the first backward, which shows the order of gradients"
-    DEFAULT = "measurements with the default buckets"
-    FOUND = "measurements with the buckets that were found"
-    DONE = "nothing"
+    WAITING = "for the first backward, which shows the order of gradients"
+    MEASURING = "rounds, with default buckets or in a trial of others"
+    DONE = "nothing any more"
 
 
 @dataclass
@@ -88,6 +85,21 @@ class Measured:
     busy: float
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What the buckets that are being tried are compared with.
+
+    Attributes:
+        default: the buckets before.
+        measured: how they did.
+        exposed: seconds that were predicted for them, and for those that are being tried.
+    """
+
+    default: Plan
+    measured: Measured
+    exposed: tuple[float, float]
+
+
 class Tuner:
     """Tunes the buckets of one optimizer.
 
@@ -95,7 +107,7 @@ class Tuner:
         world: has more than one rank.
         mover: reduces the buckets, on the host.
         scheduler: counts the rounds.
-        subject: what the buckets are found for, as lines of text; equal on all ranks.
+        subject: what the buckets are found for, as lines of text. Those of rank 0 count.
         bucket_bytes: size of default buckets. Others are not larger: large ones leave late.
         compression: see `build_plan`.
 
@@ -119,13 +131,11 @@ class Tuner:
         self._subject = subject
         self._bucket_bytes = bucket_bytes
         self._compression = compression
-        self._stage = Stage.ORDER
+        self._stage = Stage.WAITING
         self._first = 0  # number of the first round that is measured
         self._round: Observation | None = None  # the round under way, if it is measured
         self._observed: dict[int, Observation] = {}  # by number of the round
-        self._default: Plan | None = None
-        self._with_default: Measured | None = None
-        self._predicted = (math.nan, math.nan)  # exposed seconds: with the default, with the buckets that were found
+        self._trial: Trial | None = None
 
     @property
     def is_observing(self) -> bool:
@@ -136,8 +146,9 @@ class Tuner:
         """Collective, before the first round: the buckets that were found by an earlier run, if there are any."""
         collectives = internal_collectives_of(self._world)
         data = plan_cache.read(self._subject) if self._world.rank == 0 else None
+        data = collectives.broadcast_bytes(data, 0)
         try:
-            found = FoundBuckets.decode(collectives.broadcast_bytes(data, 0))
+            found = FoundBuckets.decode(data)
             plan = None if found.groups is None else plan_of(specs, found.groups, compression=self._compression)
         except (ValueError, RecursionError):  # nothing there, or not ours
             return None
@@ -152,20 +163,20 @@ class Tuner:
 
     def order_is_known(self) -> None:
         """The default buckets have been laid out in the order of gradients; the next round is the first with them."""
-        if self._stage is Stage.ORDER:
-            self._measure_as(Stage.DEFAULT)
+        if self._stage is Stage.WAITING:
+            self._measure()
 
     def next_plan(self, current: Plan, specs: Sequence[ParameterSpec]) -> Plan | None:
         """Collective, before the next round begins: the buckets to use from this round on; None for the same ones."""
-        if self._stage in (Stage.ORDER, Stage.DONE) or self._next_number < self._first + _NUM_ROUNDS:
+        if self._stage is not Stage.MEASURING or self._next_number < self._first + _NUM_ROUNDS:
             return None
         measured = self._agree_on_times()
         if measured is None:
             self.stop("default buckets: too few backwards reduced gradients of all ranks while these were measured")
-            return self._default
-        if self._stage is Stage.DEFAULT:
+            return None if self._trial is None else self._trial.default
+        if self._trial is None:
             return self._find(current, specs, measured)
-        return self._compare(current, measured)
+        return self._compare(self._trial, current, measured)
 
     def begin_round(self, *, is_ordinary: bool) -> None:
         """The round has begun; its first gradient is about to be marked ready.
@@ -173,8 +184,8 @@ class Tuner:
         Args:
             is_ordinary: whether this is the round of a backward of this rank.
         """
-        waits = self._stage in (Stage.ORDER, Stage.DONE) or self._scheduler.round.number < self._first
-        self._round = Observation() if is_ordinary and not waits else None
+        is_measured = self._stage is Stage.MEASURING and self._scheduler.round.number >= self._first
+        self._round = Observation() if is_ordinary and is_measured else None
 
     def mark_ready(self, index: int) -> None:
         """As `Scheduler.mark_ready`, and take the time."""
@@ -197,8 +208,9 @@ class Tuner:
     def _next_number(self) -> int:
         return self._scheduler.round.next_number
 
-    def _measure_as(self, stage: Stage) -> None:
-        self._stage = stage
+    def _measure(self) -> None:
+        """Begin to measure rounds with the buckets that the next round has."""
+        self._stage = Stage.MEASURING
         self._first = self._next_number + _NUM_WARMUPS
         self._observed = {}
 
@@ -226,7 +238,7 @@ class Tuner:
         ]
         latest = torch.tensor([*ready, computed], dtype=torch.float64, device="cpu")
         *ready, computed = collectives.all_reduce(latest, "max").tolist()
-        kind = _largest_kind(specs)
+        kind = largest_kind(specs)
         points = measure_cost(self._world, self._mover, wire_dtype(kind[0], self._compression))
         cost = cost_in_backward(points, current, measured.busy, in_background=self._mover.in_background)
         answer = None
@@ -236,25 +248,24 @@ class Tuner:
             exposed = [predict(plan, ready, cost) - computed for plan in plans]
             answer = json.dumps([groups, exposed]).encode()
         groups, exposed = json.loads(collectives.broadcast_bytes(answer, 0))
-        self._predicted = before, after = max(exposed[0], 0.0), max(exposed[1], 0.0)
+        before, after = (max(each, 0.0) for each in exposed)
         if before - after < _LEAST_GAIN * before or before == 0.0:
             expected = f"no buckets should do much better: {_ms(after)} exposed instead of {_ms(before)}, by prediction"
             self._keep(None, f"default buckets: {expected}")
             return None
-        self._default, self._with_default = current, measured
+        self._trial = Trial(current, measured, (before, after))
         plan = plan_of(specs, groups, compression=self._compression)
-        self._measure_as(Stage.FOUND)
+        self._measure()
         self.reason = "buckets that were found for this model are being tried"
         return plan
 
-    def _compare(self, current: Plan, found: Measured) -> Plan | None:
-        """The faster buckets, for good."""
-        default = self._with_default
-        assert default is not None
+    def _compare(self, trial: Trial, current: Plan, found: Measured) -> Plan | None:
+        """The faster buckets, for good; None for those of the trial."""
+        default = trial.measured
         noise = math.hypot(default.exposed_noise, found.exposed_noise)
         slack = math.hypot(default.total_noise, found.total_noise)
         is_better = found.exposed < default.exposed - noise and found.total < default.total + slack
-        before, after = self._predicted
+        before, after = trial.exposed
         text = (
             f"{_ms(found.exposed)} exposed instead of {_ms(default.exposed)}, and backward took {_ms(found.total)} "
             f"instead of {_ms(default.total)}; {_ms(after)} instead of {_ms(before)} exposed was predicted"
@@ -264,7 +275,7 @@ class Tuner:
             self._keep(groups, f"{len(groups)} buckets found for this model: {text}")
             return None
         self._keep(None, f"default buckets, as those found were not better: {text}")
-        return self._default
+        return trial.default
 
     def _keep(self, groups: list[list[int]] | None, text: str) -> None:
         self.stop(text)
@@ -272,74 +283,27 @@ class Tuner:
             plan_cache.write(self._subject, FoundBuckets(groups, text))
 
 
-def cost_in_backward(
-    points: Sequence[tuple[int, float]], current: Plan, busy: float, *, in_background: bool
-) -> ReductionCost:
-    """What reductions take while backward computes, too: more, where both need the same cores.
-
-    Args:
-        points: (bytes, seconds) of reductions while nothing computes.
-        busy: seconds that the reductions of `current` have taken in backwards.
-    """
-    sizes, seconds = zip(*points, strict=True)
-    alone = ReductionCost(sizes, seconds, _LAUNCH_SECONDS, in_background)
-    expected = float(alone.of([bucket.num_bytes for bucket in current.buckets]).sum())
-    factor = min(max(busy / expected, 1.0), _MOST_SLOWDOWN)
-    return replace(alone, seconds=tuple(factor * each for each in seconds))
-
-
-def find_groups(
-    specs: Sequence[ParameterSpec],
-    current: Plan,
-    ready: Sequence[float],
-    cost: ReductionCost,
+def open_tuner(
+    world: World,
+    mover: Mover[Any],
+    scheduler: Scheduler,
+    plan: Plan,
+    description: Sequence[str],
     bucket_bytes: int,
     compression: str | None,
-) -> list[list[int]]:
-    """The parameters of each bucket, in the order of reductions.
-
-    A bucket holds one dtype. The cut is exact for the dtype with the most bytes; parameters of other dtypes share
-    buckets as they do by default.
-
-    Args:
-        current: default buckets. Gradients that become ready at the same time stay in their order.
-        ready: for each parameter, seconds.
-        bucket_bytes: a bucket with so many bytes of gradients is closed.
-    """
-    position = {slot.parameter: i for i, slot in enumerate(slot for bucket in current.buckets for slot in bucket.slots)}
-    order = sorted(position, key=lambda index: (ready[index], position[index]))
-    kind = _largest_kind(specs)
-    members = [index for index in order if _kind(specs[index]) == kind]
-    wire = wire_dtype(kind[0], compression)
-    sizes = [specs[index].num_reals * wire.itemsize for index in members]
-    most_bytes = bucket_bytes * wire.itemsize / kind[0].itemsize
-    cut = best_cut([ready[index] for index in members], sizes, cost, most_bytes=most_bytes, slack=_SLACK)
-    groups = cut.groups(members)
-    for bucket in current.buckets:
-        group = [slot.parameter for slot in bucket.slots]
-        if _kind(specs[group[0]]) != kind:
-            groups.append(group)
-    groups.sort(key=lambda group: max(ready[index] for index in group))
-    return groups
-
-
-def predict(plan: Plan, ready: Sequence[float], cost: ReductionCost) -> float:
-    """When the last bucket is reduced, in the seconds of `ready`."""
-    leaves = [max(ready[slot.parameter] for slot in bucket.slots) for bucket in plan.buckets]
-    return finish_seconds(leaves, [bucket.num_bytes for bucket in plan.buckets], cost)
-
-
-def _kind(spec: ParameterSpec) -> tuple[torch.dtype, torch.device]:
-    return spec.real_dtype, spec.device
-
-
-def _largest_kind(specs: Sequence[ParameterSpec]) -> tuple[torch.dtype, torch.device]:
-    """The dtype and device of most of the bytes that travel in buckets."""
-    num_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for spec in specs:
-        if not spec.is_sparse:
-            num_bytes[_kind(spec)] = num_bytes.get(_kind(spec), 0) + spec.numel * spec.dtype.itemsize
-    return max(num_bytes, key=lambda kind: num_bytes[kind])
+) -> Tuner:
+    """A tuner for the default buckets of `plan`, of the parameters and options in `description`."""
+    subject = [
+        *description,
+        f"{mover.algorithm} {'in background' if mover.in_background else 'inline'} between {world.hosts}",
+        f"{world.num_cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}",
+    ]
+    tuner = Tuner(world, mover, scheduler, subject, bucket_bytes, compression)
+    if isinstance(mover, OnStream):
+        tuner.stop("default buckets: those of a GPU are not tuned")
+    elif not plan.buckets:
+        tuner.stop("no buckets, as all gradients are sparse")
+    return tuner
 
 
 def _median_and_noise(values: Sequence[float]) -> tuple[float, float]:
