@@ -32,7 +32,7 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.launch.arguments import duration
 from torchring.world import default_world
 
-_NUM_TUNING_STEPS: Final = 26
+_NUM_WARMUPS: Final = {"default": 3, "auto": 26}  # steps: buckets in ready order; all that the tuner does
 _STEPS_PER_TURN: Final = 4  # of which the first does not count: the other copy has filled the caches
 _LARGEST_DISTANCE: Final = 1e-3  # between the weights, of the distance that training moved them
 
@@ -125,8 +125,8 @@ def work(options: argparse.Namespace) -> int:
             times.append((time.perf_counter() - began, trainers[rival].optimizer.stats().exposed_ms / 1e3))
         return times
 
-    for rival in trainers:
-        train(rival, _NUM_TUNING_STEPS)
+    for rival, steps in _NUM_WARMUPS.items():
+        train(rival, steps)
     rows: dict[str, list[tuple[float, float]]] = {rival: [] for rival in trainers}
     began = time.perf_counter()
     repetition = 0
@@ -139,6 +139,7 @@ def work(options: argparse.Namespace) -> int:
         torchring.all_reduce(times[..., 0].contiguous(), "max"),
         torchring.all_reduce(times[..., 1].contiguous(), "min"),
     )
+    train("default", _NUM_WARMUPS["auto"] - _NUM_WARMUPS["default"])  # as many steps as the other copy
     check_weights(trainers, build().model)
     stats = {rival: vars(trainer.optimizer.stats()) for rival, trainer in trainers.items()}
     if torchring.rank() == 0:
