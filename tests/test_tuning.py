@@ -20,12 +20,13 @@ from harness import run_pooled
 from torch import Tensor, nn
 
 import torchring
+from torchring.allreduce.device.stream import OnStream
 from torchring.gradients import best_plan, plan_cache, tuning
 from torchring.gradients.best_plan import cost_in_backward, find_groups, predict
 from torchring.gradients.boundaries import Cut, ReductionCost
 from torchring.gradients.plan import ParameterSpec, Plan, build_plan
 from torchring.gradients.plan_cache import FoundBuckets
-from torchring.gradients.tuning import Measured
+from torchring.gradients.tuning import Measured, open_tuner
 
 _NUM_LAYERS = 4
 _SLOW = Measured(total=0.020, total_noise=0.001, exposed=0.010, exposed_noise=0.001, busy=0.01)
@@ -237,12 +238,21 @@ def _wrap_plain(model: nn.Module) -> torchring.DistributedOptimizer:
 def test_where_tuning_makes_no_sense_the_reason_says_so(tmp_path: Path) -> None:
     for reasons in run_pooled(_not_tuned, 2, str(tmp_path)):
         assert {name: reason.partition("; ")[2] for name, reason in reasons.items()} == {
-            "several": "default buckets: with several optimizers, all buckets leave after backward",
+            "several": "buckets are not tuned: with several optimizers, all of them leave after backward",
             "added": "buckets as they were when parameters were added",
             "sparse": "no buckets, as all gradients are sparse",
             "few": "default buckets: too few backwards reduced gradients of all ranks while these were measured",
         }
     assert not [*tmp_path.rglob("*.json")]
+
+
+def test_buckets_on_a_gpu_are_not_tuned() -> None:
+    mover, plan = mock.Mock(spec=OnStream), build_plan(_specs(torch.float32), bucket_bytes=0)
+    mover.algorithm, mover.in_background = "native", True
+    tuner = open_tuner(mock.Mock(), mover, mock.Mock(), plan, [], 0, None)
+    tuner.order_is_known()
+    assert tuner.next_plan(plan, []) is None
+    assert tuner.reason == "buckets are not tuned on a GPU"
 
 
 # What is kept for the next start

@@ -372,7 +372,7 @@ class Reduction:
     def _tune(self, tuner: Tuner, *, hold: bool) -> None:
         """Collective, before a round begins: other buckets from now on, if it is time for that."""
         if hold:
-            tuner.stop("default buckets: with several optimizers, all buckets leave after backward")
+            tuner.stop("buckets are not tuned: with several optimizers, all of them leave after backward")
         elif plan := tuner.next_plan(Plan(tuple(bucket.plan for bucket in self.buckets)), self.specs):
             self._install(plan)
 
