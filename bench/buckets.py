@@ -2,6 +2,7 @@
 
     torchring bench buckets                              all models; one host, and 2 hosts at 1 and 10 Gbit/s
     torchring bench buckets --rates none --overlap thread --models resnet small
+    torchring bench buckets --rates 10gbit --asleep      backward sleeps instead of computing, see asleep.py
 
 Two copies of a model train in the same processes and take turns, each from the same weights and on the same batches.
 "auto" first trains until it has decided, without earlier runs' buckets. "Exposed" is how long backward stood still for
@@ -13,6 +14,7 @@ two do not depend on the buckets.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import tempfile
@@ -24,6 +26,7 @@ import torch
 
 import torchring
 from torchring.bench import measure, netns, step
+from torchring.bench.asleep import asleep
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
 from torchring.bench.netns import Network
@@ -32,7 +35,7 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.launch.arguments import duration
 from torchring.world import default_world
 
-_NUM_WARMUPS: Final = {"default": 3, "auto": 26}  # steps: buckets in ready order; all that the tuner does
+_NUM_WARMUPS: Final = {"default": 3, "auto": 28}  # steps: buckets in ready order; all that the tuner does
 _STEPS_PER_TURN: Final = 4  # of which the first does not count: the other copy has filled the caches
 _LARGEST_DISTANCE: Final = 1e-3  # between the weights, of the distance that training moved them
 
@@ -43,6 +46,7 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", default=["none", "1gbit", "10gbit"], help='of links; "none": one host')
     parser.add_argument("--ranks", type=measure.several, default=2, help="each on a host of its own if there is a rate")
     parser.add_argument("--overlap", choices=["auto", "inline", "thread"], default="auto")
+    parser.add_argument("--asleep", action="store_true", help="leave the cores to communication")
     parser.add_argument("--seconds", type=duration, default=10.0, help="time for each model and rate")
     parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # run as a rank; rank 0 writes its row to this file
@@ -71,7 +75,13 @@ def run_ranks(name: str, rate: str, options: argparse.Namespace, network: Networ
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "row.json")
         worker = [sys.executable, __file__, "--models", name, "--worker", str(file)]
-        worker += ["--seconds", str(options.seconds), "--overlap", options.overlap]
+        worker += [
+            "--seconds",
+            str(options.seconds),
+            "--overlap",
+            options.overlap,
+            *(["--asleep"] if options.asleep else []),
+        ]
         count = str(options.ranks)
         shared = {"WORLD_SIZE": count, "OMP_NUM_THREADS": "1", "TORCHRING_CACHE": folder}
         shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise PyTorch warns that the addresses have no names
@@ -97,13 +107,12 @@ def work(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     torchring.init()
     name = options.models[0]
-    build = MODELS[name]
-    workload = build()
+    torch.manual_seed(0)
+    workload = asleep(MODELS[name]()) if options.asleep else MODELS[name]()
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
     trainers: dict[str, Trainer] = {}
     for rival, bucket_mb in (("default", None), ("auto", "auto")):
-        torch.manual_seed(0)
-        model = build().model
+        model = copy.deepcopy(workload.model)
         optimizer = torchring.wrap(step.sgd(model), model, bucket_mb=bucket_mb, overlap=options.overlap)  # type: ignore[arg-type]
         trainers[rival] = Trainer(model, optimizer, [])
     # With several optimizers in a world, buckets leave after backward. So only the optimizer whose turn it is stays in
@@ -140,7 +149,7 @@ def work(options: argparse.Namespace) -> int:
         torchring.all_reduce(times[..., 1].contiguous(), "min"),
     )
     train("default", _NUM_WARMUPS["auto"] - _NUM_WARMUPS["default"])  # as many steps as the other copy
-    check_weights(trainers, build().model)
+    check_weights(trainers, workload.model)
     stats = {rival: vars(trainer.optimizer.stats()) for rival, trainer in trainers.items()}
     if torchring.rank() == 0:
         row = {
@@ -162,7 +171,6 @@ def work(options: argparse.Namespace) -> int:
 def check_weights(trainers: dict[str, Trainer], start: torch.nn.Module) -> None:
     """Stop the run unless both copies have trained alike. They have made the same number of steps."""
     default, auto = (step.flat_weights(trainers[rival].model) for rival in ("default", "auto"))
-    torch.manual_seed(0)
     if torchring.size() == 2 and not torch.equal(default, auto):
         raise SystemExit("the buckets have changed the result")
     moved = float((default - step.flat_weights(start)).norm())

@@ -26,13 +26,20 @@ from torchring.gradients.best_plan import cost_in_backward, find_groups, predict
 from torchring.gradients.boundaries import Cut, ReductionCost
 from torchring.gradients.plan import ParameterSpec, Plan, build_plan
 from torchring.gradients.plan_cache import FoundBuckets
-from torchring.gradients.tuning import Measured, open_tuner
+from torchring.gradients.tuning import Times, open_tuner
 
 _NUM_LAYERS = 4
-_SLOW = Measured(total=0.020, total_noise=0.001, exposed=0.010, exposed_noise=0.001, busy=0.01)
-_FAST = Measured(total=0.015, total_noise=0.001, exposed=0.005, exposed_noise=0.001, busy=0.01)
-_LONGER = Measured(total=0.025, total_noise=0.001, exposed=0.005, exposed_noise=0.001, busy=0.01)  # at another's cost
-_ALIKE = Measured(total=0.020, total_noise=0.001, exposed=0.009, exposed_noise=0.001, busy=0.01)
+
+
+def _turn(total: float, exposed: float) -> list[Times]:
+    """Milliseconds, give or take 1."""
+    return [Times((total + by) / 1e3, (exposed + by) / 1e3, 0.01) for by in (-1, 0, 1)]
+
+
+_SLOW = _turn(20, 10)
+_FAST = _turn(15, 5)
+_LONGER = _turn(25, 5)  # reductions are hidden, but not for free
+_ALIKE = _turn(20, 9)
 
 
 def _model() -> nn.Sequential:
@@ -51,14 +58,13 @@ def _wrap(model: nn.Module, **options: Any) -> torchring.DistributedOptimizer:
 
 
 @contextlib.contextmanager
-def _scripted(folder: str, rounds: Sequence[Measured] = ()) -> Iterator[None]:
-    """Inside, three rounds are measured with each plan; with `rounds`, they take these times, and each parameter is
-    found to need a bucket of its own."""
-    script = iter(rounds)
+def _scripted(folder: str, turns: Sequence[list[Times]] = ()) -> Iterator[None]:
+    """Inside, a turn has three rounds. With `turns`, they take these times, and a bucket for each parameter is found."""
+    script = iter(turns)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict("os.environ", TORCHRING_CACHE=folder))
         stack.enter_context(mock.patch.object(tuning, "_NUM_ROUNDS", 3))
-        if rounds:
+        if turns:
             stack.enter_context(mock.patch.object(tuning.Tuner, "_agree_on_times", side_effect=script))
             stack.enter_context(mock.patch.object(best_plan, "best_cut", _one_by_one))
             stack.enter_context(mock.patch.object(tuning, "predict", lambda plan, *_: 1.0 - 0.1 * len(plan.buckets)))
@@ -91,25 +97,25 @@ def _bytes_of(model: nn.Module) -> str:
 # What is found is tried
 
 
-def _tried(rank: int, _: int, folder: str, options: dict[str, Any], measured: list[Measured]) -> dict[str, Any]:
-    with _scripted(folder, measured):
+def _tried(rank: int, _: int, folder: str, options: dict[str, Any], turns: list[list[Times]]) -> dict[str, Any]:
+    with _scripted(folder, turns):
         result: dict[str, Any] = {}
         for name, bucket_mb in (("default", None), ("auto", "auto"), ("again", "auto")):
             model = _model()
             optimizer = _wrap(model, bucket_mb=bucket_mb, **options)
-            result[name] = _train(rank, model, optimizer, 11), optimizer.stats().reason, _bytes_of(model)
+            result[name] = _train(rank, model, optimizer, 19), optimizer.stats().reason, _bytes_of(model)
             optimizer.close()
         return result
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": "thread"}, {"algorithm": "ring"}], ids=str)
 def test_better_buckets_are_kept_and_known_to_the_next_start(options: dict[str, Any], tmp_path: Path) -> None:
-    for result in run_pooled(_tried, 2, str(tmp_path), options, [_SLOW, _FAST]):
+    for result in run_pooled(_tried, 2, str(tmp_path), options, [_SLOW, [*_FAST, *_FAST], _SLOW, _FAST]):
         (first, plain, expected), (numbers, reason, tuned), (at_once, recalled, again) = result.values()
         assert expected == tuned == again  # not a bit of a parameter depends on the buckets
-        assert first == [1] * 11
-        assert numbers == [1] * 5 + [_NUM_LAYERS] * 6  # rounds 2, 3 .. 5 as by default, the sixth with what was found
-        assert at_once == [_NUM_LAYERS] * 11
+        assert first == [1] * 19
+        assert numbers == [1] * 5 + [4] * 4 + [1] * 4 + [4] * 6  # a round that does not count, and three that do
+        assert at_once == [4] * 19
         found, predicted = reason.removeprefix(f"{plain}; 4 buckets found for this model: ").split("; ")
         assert found == "5 ms exposed instead of 10 ms, and backward took 15 ms instead of 20 ms"
         assert predicted.endswith("ms exposed was predicted")
@@ -119,12 +125,12 @@ def test_better_buckets_are_kept_and_known_to_the_next_start(options: dict[str, 
 
 
 @pytest.mark.parametrize("found", [_ALIKE, _LONGER, _SLOW], ids=["noise", "slower backward", "equal"])
-def test_others_are_dropped_and_not_tried_again(found: Measured, tmp_path: Path) -> None:
-    for result in run_pooled(_tried, 2, str(tmp_path), {}, [_SLOW, found]):
+def test_others_are_dropped_and_not_tried_again(found: list[Times], tmp_path: Path) -> None:
+    for result in run_pooled(_tried, 2, str(tmp_path), {}, [_SLOW, found, _SLOW, found]):
         (_, plain, expected), (numbers, reason, tuned), (at_once, recalled, again) = result.values()
         assert expected == tuned == again
-        assert numbers == [1] * 5 + [_NUM_LAYERS] * 4 + [1] * 2
-        assert at_once == [1] * 11
+        assert numbers == [1] * 5 + [4] * 4 + [1] * 4 + [4] * 4 + [1] * 2
+        assert at_once == [1] * 19
         assert reason.startswith(f"{plain}; default buckets, as those found were not better: ")
         assert recalled == f"{reason}, as measured by an earlier run"
 
@@ -159,7 +165,7 @@ def _odd_training(rank: int, size: int, bucket_mb: Any) -> tuple[list[str], str]
     optimizer = torchring.wrap(torch.optim.SGD(parameters[:-1], lr=0.1), bucket_mb=bucket_mb, accumulate=2)
     optimizer.close()
     optimizer = torchring.wrap(torch.optim.SGD(parameters, lr=0.1), model, bucket_mb=bucket_mb, accumulate=2)
-    for step in range(14):
+    for step in range(20):
         optimizer.zero_grad()
         model.loss(rank, step).backward()  # type: ignore[no-untyped-call]
         if step == 5:
@@ -224,7 +230,7 @@ def _not_tuned(rank: int, _: int, folder: str) -> dict[str, str]:
         sparse.close()
         few = _wrap(a, bucket_mb="auto")
         _train(rank, a, few, 2)
-        with mock.patch.object(tuning.Tuner, "_agree_on_times", return_value=None):
+        with mock.patch.object(tuning.Tuner, "_agree_on_times", return_value=_SLOW[:2]):
             _train(rank, a, few, 4)
         reasons["few"] = few.stats().reason
         few.close()

@@ -1,8 +1,7 @@
 """bucket_mb="auto": finds the buckets that keep the last reduction short, tries them, and keeps the faster ones.
 
-      round    1         2            3 .. 12         13           14 .. 23              24
-      buckets  default   default, in  measured        found ones   measured              the faster ones, for good
-                         ready order
+      round    1        2                       3 .. 7    9 .. 13  15 .. 19  21 .. 25  26
+      buckets  default  default, in ready order measured  found    default   found     the faster ones, for good
 
 In the measured rounds each rank writes down when its gradients became ready. Then the ranks measure what a reduction
 takes by its size, and rank 0 cuts the gradients into buckets (`boundaries.py`). All ranks take the same decisions in
@@ -19,7 +18,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -35,8 +34,9 @@ from torchring.gradients.scheduler import Scheduler
 from torchring.world import World
 
 _NUM_WARMUPS: Final = 1  # rounds that touch the memory of new buckets for the first time
-_NUM_ROUNDS: Final = 10  # that are measured with each plan
+_NUM_ROUNDS: Final = 5  # that are measured in each turn of a plan
 _FEWEST_ROUNDS: Final = 3
+_NUM_TURNS: Final = 4  # of both plans together
 _LEAST_GAIN: Final = 0.03  # of the exposed time, predicted: less is not tried, because it would drown in noise
 
 
@@ -70,34 +70,63 @@ class Observation:
     busy: float = 0.0
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Several rounds with one plan, agreed by all ranks.
+class Times(NamedTuple):
+    """What all ranks know of one round: of each time of `Observation` the shortest.
 
-    Of each round the time of the rank that began last counts, which waited for nobody. Times are medians over rounds,
-    and a noise is the standard error of such a median. See `Observation`.
+    That is the time of the rank that began last, and waited for nobody.
     """
 
     total: float
-    total_noise: float
     exposed: float
-    exposed_noise: float
     busy: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
-    """What the buckets that are being tried are compared with.
+    """Buckets that were found take turns with the default ones: other load on the machine may come and go.
 
     Attributes:
-        default: the buckets before.
-        measured: how they did.
-        exposed: seconds that were predicted for them, and for those that are being tried.
+        default, found: the two plans.
+        predicted: exposed seconds with each.
+        with_default, with_found: what was measured with each.
+        num_turns: how many are over. The default ones have the first.
     """
 
     default: Plan
-    measured: Measured
-    exposed: tuple[float, float]
+    found: Plan
+    predicted: tuple[float, float]
+    with_default: list[Times]
+    with_found: list[Times] = field(default_factory=list)
+    num_turns: int = 1
+
+    def next_turn(self, times: list[Times]) -> Plan | None:
+        """The rounds of a turn are measured. Returns the buckets of the next turn; None if there have been enough."""
+        (self.with_found if self.num_turns % 2 else self.with_default).extend(times)
+        self.num_turns += 1
+        if self.num_turns == _NUM_TURNS:
+            return None
+        return self.found if self.num_turns % 2 else self.default
+
+    def is_won(self) -> bool:
+        """Whether the buckets that were found leave less exposed, and slow nothing down, by more than the noise."""
+        default, noise = _median_and_noise([times.exposed for times in self.with_default])
+        found, more_noise = _median_and_noise([times.exposed for times in self.with_found])
+        if found >= default - math.hypot(noise, more_noise):
+            return False
+        default, noise = _median_and_noise([times.total for times in self.with_default])
+        found, more_noise = _median_and_noise([times.total for times in self.with_found])
+        return found < default + 2 * math.hypot(noise, more_noise)  # of the whole, which varies more
+
+    def describe(self) -> str:
+        default, found = (
+            [statistics.median(column) for column in zip(*times, strict=True)]
+            for times in (self.with_default, self.with_found)
+        )
+        before, after = self.predicted
+        return (
+            f"{_ms(found[1])} exposed instead of {_ms(default[1])}, and backward took {_ms(found[0])} instead of "
+            f"{_ms(default[0])}; {_ms(after)} instead of {_ms(before)} exposed was predicted"
+        )
 
 
 class Tuner:
@@ -135,7 +164,7 @@ class Tuner:
         self._first = 0  # number of the first round that is measured
         self._round: Observation | None = None  # the round under way, if it is measured
         self._observed: dict[int, Observation] = {}  # by number of the round
-        self._trial: Trial | None = None
+        self._trial: Trial | None = None  # since buckets were found
 
     @property
     def is_observing(self) -> bool:
@@ -170,13 +199,22 @@ class Tuner:
         """Collective, before the next round begins: the buckets to use from this round on; None for the same ones."""
         if self._stage is not Stage.MEASURING or self._next_number < self._first + _NUM_ROUNDS:
             return None
-        measured = self._agree_on_times()
-        if measured is None:
+        times = self._agree_on_times()
+        trial = self._trial
+        if len(times) < _FEWEST_ROUNDS:
             self.stop("default buckets: too few backwards reduced gradients of all ranks while these were measured")
-            return None if self._trial is None else self._trial.default
-        if self._trial is None:
-            return self._find(current, specs, measured)
-        return self._compare(self._trial, current, measured)
+            return None if trial is None else trial.default
+        if trial is None:
+            return self._find(current, specs, times)
+        if (plan := trial.next_turn(times)) is not None:
+            self._measure()
+            return plan
+        if trial.is_won():
+            groups = [[slot.parameter for slot in bucket.slots] for bucket in trial.found.buckets]
+            self._keep(groups, f"{len(groups)} buckets found for this model: {trial.describe()}")
+            return trial.found
+        self._keep(None, f"default buckets, as those found were not better: {trial.describe()}")
+        return trial.default
 
     def begin_round(self, *, is_ordinary: bool) -> None:
         """The round has begun; its first gradient is about to be marked ready.
@@ -214,8 +252,8 @@ class Tuner:
         self._first = self._next_number + _NUM_WARMUPS
         self._observed = {}
 
-    def _agree_on_times(self) -> Measured | None:
-        """Collective: how long the measured rounds took. None if too few of them were measured on all ranks."""
+    def _agree_on_times(self) -> list[Times]:
+        """Collective: how long the measured rounds took, without those that were not measured on all ranks."""
         numbers = range(self._first, self._first + _NUM_ROUNDS)
         seen = [self._observed.get(number) for number in numbers]
         times = [[0.0, 0.0, 0.0] if one is None else [one.total, one.exposed, one.busy] for one in seen]
@@ -223,12 +261,9 @@ class Tuner:
         internal_collectives_of(self._world).all_reduce(least, "min")
         rows = {number: row for number, row in zip(numbers, least.tolist(), strict=True) if row[0] > 0.0}
         self._observed = {number: one for number, one in self._observed.items() if number in rows}
-        if len(rows) < _FEWEST_ROUNDS:
-            return None
-        totals, exposed, busy = zip(*rows.values(), strict=True)
-        return Measured(*_median_and_noise(totals), *_median_and_noise(exposed), statistics.median(busy))
+        return [Times(*row) for row in rows.values()]
 
-    def _find(self, current: Plan, specs: Sequence[ParameterSpec], measured: Measured) -> Plan | None:
+    def _find(self, current: Plan, specs: Sequence[ParameterSpec], times: list[Times]) -> Plan | None:
         """Collective: the buckets that should do best, if they are worth a try."""
         collectives = internal_collectives_of(self._world)
         computed = statistics.median(one.computed for one in self._observed.values())
@@ -240,7 +275,8 @@ class Tuner:
         *ready, computed = collectives.all_reduce(latest, "max").tolist()
         kind = largest_kind(specs)
         points = measure_cost(self._world, self._mover, wire_dtype(kind[0], self._compression))
-        cost = cost_in_backward(points, current, measured.busy, in_background=self._mover.in_background)
+        busy = statistics.median(each.busy for each in times)
+        cost = cost_in_backward(points, current, busy, in_background=self._mover.in_background)
         answer = None
         if self._world.rank == 0:  # the others take its answer: on other processors, sums may be rounded otherwise
             groups = find_groups(specs, current, ready, cost, self._bucket_bytes, self._compression)
@@ -253,29 +289,11 @@ class Tuner:
             expected = f"no buckets should do much better: {_ms(after)} exposed instead of {_ms(before)}, by prediction"
             self._keep(None, f"default buckets: {expected}")
             return None
-        self._trial = Trial(current, measured, (before, after))
         plan = plan_of(specs, groups, compression=self._compression)
+        self._trial = Trial(current, plan, (before, after), times)
         self._measure()
         self.reason = "buckets that were found for this model are being tried"
         return plan
-
-    def _compare(self, trial: Trial, current: Plan, found: Measured) -> Plan | None:
-        """The faster buckets, for good; None for those of the trial."""
-        default = trial.measured
-        noise = math.hypot(default.exposed_noise, found.exposed_noise)
-        slack = 2 * math.hypot(default.total_noise, found.total_noise)  # the whole backward varies more
-        is_better = found.exposed < default.exposed - noise and found.total < default.total + slack
-        before, after = trial.exposed
-        text = (
-            f"{_ms(found.exposed)} exposed instead of {_ms(default.exposed)}, and backward took {_ms(found.total)} "
-            f"instead of {_ms(default.total)}; {_ms(after)} instead of {_ms(before)} exposed was predicted"
-        )
-        if is_better:
-            groups = [[slot.parameter for slot in bucket.slots] for bucket in current.buckets]
-            self._keep(groups, f"{len(groups)} buckets found for this model: {text}")
-            return None
-        self._keep(None, f"default buckets, as those found were not better: {text}")
-        return trial.default
 
     def _keep(self, groups: list[list[int]] | None, text: str) -> None:
         self.stop(text)
