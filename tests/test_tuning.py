@@ -59,8 +59,8 @@ def _wrap(model: nn.Module, **options: Any) -> torchring.DistributedOptimizer:
 
 @contextlib.contextmanager
 def _scripted(folder: str, turns: Sequence[list[Times]] = ()) -> Iterator[None]:
-    """Inside, a turn has three rounds. With `turns`, they take these times, and a bucket for each parameter is found."""
-    script = iter(turns)
+    """Inside, a turn has three rounds. With `turns`, they take these times, and one bucket per parameter is found."""
+    script = map(list, turns)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict("os.environ", TORCHRING_CACHE=folder))
         stack.enter_context(mock.patch.object(tuning, "_NUM_ROUNDS", 3))
