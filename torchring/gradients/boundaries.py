@@ -111,7 +111,7 @@ def best_cut(
             that only computes.
         num_bytes: of each gradient.
         cost: what reductions take.
-        most_bytes: a bucket of this size is closed. As by default, the gradient that crosses the size still goes in.
+        most_bytes: above 0; a bucket of this size is closed. As by default, the gradient that crosses it still goes in.
         slack: ends count as equal to the earliest one if they leave at most so much more exposed, as a fraction.
 
     Method: dynamic programming. If k buckets hold the first i gradients, all that matters to later buckets is when the
