@@ -30,7 +30,18 @@ from harness import patient, run_ranks
 
 import torchring
 import torchring.horovod
-from torchring.bench import allreduce, elastic, elastic_job, elastic_worker, measure, memory, netns, network, step
+from torchring.bench import (
+    allreduce,
+    buckets,
+    elastic,
+    elastic_job,
+    elastic_worker,
+    measure,
+    memory,
+    netns,
+    network,
+    step,
+)
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
 
@@ -461,6 +472,25 @@ def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     assert row["weight_difference"]["ddp"] < 1e-5
     assert row["weight_difference"]["alone"] > 0.1
     check_table(printed, len(row["ms"]), "rate", "layout", "rival", "step ms")
+
+
+@pytest.mark.grid
+def test_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--models", "small", "--rates", "none", "--seconds", "0.1"]
+    printed, written = run_bench(tmp_path, monkeypatch, capfd, buckets, *arguments)
+    (row,) = written["rows"]
+    check_times(row, "default", "auto")
+    assert "default buckets" in row["stats"]["auto"]["reason"] or "buckets found" in row["stats"]["auto"]["reason"]
+    (cells,) = check_table(printed, 1, "link", "model", "buckets", "step ms", "exposed ms", "ratio")
+    assert cells[:2] == ["none", "small"]
+
+
+def test_buckets_that_change_the_result_end_the_run() -> None:
+    start, moved, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    trainers = {"default": step.Trainer(moved, None, []), "auto": step.Trainer(moved, None, [])}
+    buckets.check_weights(trainers, start)
+    with pytest.raises(SystemExit, match="trained differently"):
+        buckets.check_weights(trainers | {"auto": step.Trainer(other, None, [])}, start)
 
 
 def _train_for_memory(rank: int, world_size: int, model: str, rival: str, steps: int, file: str) -> int:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -61,7 +61,8 @@ class Stats:
 
     Attributes:
         algorithm: "direct", "ring", "hierarchical" or "native"; "none" in a world of one rank.
-        reason: why this algorithm was chosen, as a sentence, with the times that "auto" has measured.
+        reason: why this algorithm was chosen, as a sentence, with the times that "auto" has measured. With
+            bucket_mb="auto", also which buckets are used, and why.
         overlap: "inline" or "thread"; on a GPU "inline" or "stream".
         num_buckets: number of buckets in the current plan.
         bytes_per_step: bytes that this rank contributes to one reduction, after compression.
@@ -96,7 +97,7 @@ def wrap(
     *,
     op: GradientOp = "mean",
     compression: Compression | None = None,
-    bucket_mb: float | None = None,
+    bucket_mb: float | Literal["auto"] | None = None,
     accumulate: int = 1,
     algorithm: Algorithm = "auto",
     overlap: Overlap = "auto",
@@ -113,7 +114,10 @@ def wrap(
         op: "mean" or "sum" over ranks.
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
             None sends them in their own dtype.
-        bucket_mb: size of a bucket in MiB. Default: 25, or 12 between hosts. The first bucket is at most 1 MiB.
+        bucket_mb: size of a bucket in MiB. Default: 25, or 12 between hosts. The first bucket is at most 1 MiB. "auto"
+            measures the first backwards and finds buckets for this model that leave less communication exposed. These
+            are tried for a few steps, and kept if they are faster, for later runs, too, in `~/.cache/torchring`. See
+            `Stats.reason`. For gradients on the CPU.
         accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),
             "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce) or
@@ -179,7 +183,7 @@ class DistributedOptimizer(Optimizer):
         *,
         op: GradientOp = "mean",
         compression: Compression | None = None,
-        bucket_mb: float | None = None,
+        bucket_mb: float | Literal["auto"] | None = None,
         accumulate: int = 1,
         algorithm: Algorithm = "auto",
         overlap: Overlap = "auto",
@@ -489,7 +493,7 @@ class DistributedOptimizer(Optimizer):
         hidden = timing.total_busy_ms - timing.total_exposed_ms
         return Stats(
             algorithm=reduction.mover.algorithm,
-            reason=reduction.choice.reason,
+            reason=reduction.reason,
             overlap=reduction.rounds.overlap,
             num_buckets=len(reduction.buckets),
             bytes_per_step=reduction.num_bytes,

@@ -54,7 +54,7 @@ def about(
     return replace(
         found,
         algorithm=reduction.mover.algorithm,
-        reason=reduction.choice.reason,
+        reason=reduction.reason,
         overlap=reduction.rounds.overlap,
         bucket_bytes=tuple(bucket.plan.num_bytes for bucket in reduction.buckets),
         parameters=tuple(reduction.parameter_records()),

@@ -220,6 +220,23 @@ def build_plan(
     return Plan(tuple(_lay_out(i, dtype, members, specs, compression) for i, (dtype, members) in enumerate(closed)))
 
 
+def plan_of(specs: Sequence[ParameterSpec], groups: Sequence[Sequence[int]], *, compression: str | None = None) -> Plan:
+    """Exactly these buckets: for each of them the indices into `specs`, in the order of their places in it.
+
+    Raises ValueError unless the groups hold every parameter once that is not sparse, and each group one dtype on one
+    device.
+    """
+    members = [index for group in groups for index in group]
+    if sorted(members) != [index for index, spec in enumerate(specs) if not spec.is_sparse] or not all(groups):
+        raise ValueError("the buckets do not hold every parameter once")
+    kinds = [{(specs[index].real_dtype, specs[index].device) for index in group} for group in groups]
+    if any(len(kind) > 1 for kind in kinds):
+        raise ValueError("a bucket holds parameters of several dtypes")
+    return Plan(
+        tuple(_lay_out(i, specs[group[0]].real_dtype, group, specs, compression) for i, group in enumerate(groups))
+    )
+
+
 def shifted(plan: Plan, *, buckets: int, parameters: int) -> Plan:
     """The same plan, with its buckets numbered from `buckets` and its parameters from `parameters`."""
     return Plan(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -25,6 +25,7 @@ from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_pla
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
 from torchring.gradients.scheduler import Round, Scheduler
 from torchring.gradients.sparse import NonFiniteGradient, SparseReduction
+from torchring.gradients.tuning import Tuner, open_tuner
 from torchring.gradients.weights import Share, Weights
 from torchring.tracing import clocks
 from torchring.tracing.recorder import EXPOSED
@@ -42,7 +43,7 @@ class Options:
 
     op: str
     compression: str | None
-    bucket_mb: float | None
+    bucket_mb: float | Literal["auto"] | None
     accumulate: int
     algorithm: str
     overlap: str
@@ -119,6 +120,13 @@ class Reduction:
         )
         self._track = world.progress.open_numbered_track("gradients") if world.progress is not None else None
         self.scheduler = Scheduler((), self.mover, self._sparse.mark_local, self._track)
+        self._tuner: Tuner | None = None
+        if options.bucket_mb == "auto":
+            lines, size = describe(specs, str(options)), self._bucket_bytes
+            self._tuner = open_tuner(world, self.mover, self.scheduler, plan, lines, size, options.compression)
+            if (known := self._tuner.recall(specs)) is not None:
+                plan = known
+                self.scheduler.forget_order()  # the plan has the order of an earlier run
         self._add(specs, parameters, plan)
         self._compare_clocks()
         self.buffers: BufferSync | None = None
@@ -148,10 +156,25 @@ class Reduction:
             for index, spec in enumerate(self.specs)
         ]
 
+    @property
+    def reason(self) -> str:
+        """Why this algorithm was chosen, and with bucket_mb="auto" why these buckets."""
+        return self.choice.reason if self._tuner is None else f"{self.choice.reason}; {self._tuner.reason}"
+
+    @property
+    def mark_ready(self) -> Callable[[int], None]:
+        """For the hooks of the round that has begun: called with the index of a parameter that has its gradient."""
+        if self._tuner is not None and self._tuner.is_observing:
+            return self._tuner.mark_ready
+        scheduler = self.scheduler
+        return scheduler.mark_ready if scheduler.round.arrivals is None else scheduler.mark_ready_and_time
+
     def extend(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective, between rounds: more parameters, in buckets of their own."""
         self._check_agreement(specs, internal_collectives_of(self.world))
         self.scheduler.forget_order()  # the order knows nothing of the new parameters
+        if self._tuner is not None:
+            self._tuner.stop("buckets as they were when parameters were added")
         self._add(specs, parameters, self._plan(specs))
         self._record_plan()
 
@@ -173,6 +196,8 @@ class Reduction:
         scheduler.settle()
         if scheduler.ready_order is not None and not hold:
             self._rebuild(scheduler.ready_order)
+        if self._tuner is not None and not is_again:
+            self._tune(self._tuner, hold=hold)
         share = self._share = self.weights.share(is_absent=is_absent)
         self._may_lose_results = share.weight == 0.0 and not is_again and self.holds_results()
         control_bits = control_bits._replace(
@@ -193,6 +218,8 @@ class Reduction:
         arrivals = [-1] * len(self.specs) if _times_arrivals(number) else None
         scheduler.begin(Round(number, step, hold, control_bits, arrivals=arrivals))
         self._found_before, self.non_finite = self.non_finite, None
+        if self._tuner is not None:
+            self._tuner.begin_round(is_ordinary=not (is_again or is_absent))
 
     def finish(self) -> None:
         """Backward is over: reduce what is left and return when every gradient holds the result.
@@ -204,6 +231,8 @@ class Reduction:
         self._recorder.enter(EXPOSED)
         self.rounds.backward_is_over()
         scheduler.finish()
+        if self._tuner is not None:
+            self._tuner.end_round()
         self.control_sums, self.non_finite = self.rounds.agree(scheduler.round, self.buckets)
         scale = self._weigh_result()
         if self.buffers is not None:
@@ -325,10 +354,14 @@ class Reduction:
         return open_mover(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
 
     def _plan(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> Plan:
-        bucket_mb, compression = self._options.bucket_mb, self._options.compression
-        if bucket_mb is None:
+        return build_plan(specs, bucket_bytes=self._bucket_bytes, compression=self._options.compression, order=order)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        bucket_mb = self._options.bucket_mb
+        if bucket_mb is None or bucket_mb == "auto":
             bucket_mb = _BUCKET_MB if self.world.shares_memory else _BUCKET_MB_BETWEEN_HOSTS
-        return build_plan(specs, bucket_bytes=int(bucket_mb * 2**20), compression=compression, order=order)
+        return int(bucket_mb * 2**20)
 
     def _add(self, specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter], plan: Plan) -> None:
         first = len(self.specs)
@@ -363,15 +396,28 @@ class Reduction:
         order += sorted(set(range(len(self.specs))).difference(order), reverse=True)
         collectives = internal_collectives_of(self.world)
         agreed = collectives.broadcast(torch.tensor(order, dtype=torch.int64, device="cpu"), 0).tolist()
-        plan = self._plan(self.specs, agreed)
         self.scheduler.forget_order()
-        if plan.buckets != tuple(bucket.plan for bucket in self.buckets):
-            self.rounds.settle()
-            for bucket in self.buckets:
-                bucket.release()
-            collectives.barrier()  # memory is free when all ranks have let go of it
-            self.scheduler.install(self._open(plan))
-            self._record_plan()
+        self._install(self._plan(self.specs, agreed))
+        if self._tuner is not None:
+            self._tuner.order_is_known()
+
+    def _install(self, plan: Plan) -> None:
+        """Collective, between rounds: go on with the buckets of `plan`."""
+        if plan.buckets == tuple(bucket.plan for bucket in self.buckets):
+            return
+        self.rounds.settle()
+        for bucket in self.buckets:
+            bucket.release()
+        internal_collectives_of(self.world).barrier()  # memory is free when all ranks have let go of it
+        self.scheduler.install(self._open(plan))
+        self._record_plan()
+
+    def _tune(self, tuner: Tuner, *, hold: bool) -> None:
+        """Collective, before a round begins: other buckets from now on, if it is time for that."""
+        if hold:
+            tuner.stop("buckets are not tuned: with several optimizers, all of them leave after backward")
+        elif plan := tuner.next_plan(Plan(tuple(bucket.plan for bucket in self.buckets)), self.specs):
+            self._install(plan)
 
     def _record_plan(self) -> None:
         """Write down how the buckets are laid out now."""

@@ -420,15 +420,12 @@ class GradientSync:
 
     def _begin(self, *, reduces: bool) -> None:
         self._reduces = reduces
-        scheduler = self.reduction.scheduler
         if not self._group.is_skipping:
             self._or_fail(lambda: self._begin_weight(reduces=reduces))
         if reduces:
             self.reduction.world.raise_if_broken()
             self._or_fail(lambda: self._begin_round(hold=self._group.are_several))
-        self.mark_ready = scheduler.mark_ready if reduces else scheduler.mark_local
-        if reduces and scheduler.round.arrivals is not None:
-            self.mark_ready = scheduler.mark_ready_and_time
+        self.mark_ready = self.reduction.mark_ready if reduces else self.reduction.scheduler.mark_local
         self.in_backward = True
 
     def _backward_ended(self) -> None:

@@ -1,0 +1,206 @@
+"""Buckets that tune themselves: bucket_mb="auto" against the default, on one host and between hosts, in one run.
+
+    torchring bench buckets                              all models; one host, and 2 hosts at 1 and 10 Gbit/s
+    torchring bench buckets --rates none --overlap thread --models resnet small
+    torchring bench buckets --rates 10gbit --asleep      backward sleeps instead of computing, see asleep.py
+
+Two copies of a model train in the same processes and take turns, each from the same weights and on the same batches.
+"auto" first trains until it has decided, without earlier runs' buckets. "Exposed" is how long backward stood still for
+communication in a step, on the rank that waited least: the others waited for that rank, too. Network namespaces stand
+in for hosts (`netns.py`). At the end both copies must have the same weights: bit for bit with 2 ranks, whose sums of
+two do not depend on the buckets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import torchring
+from torchring.bench import measure, netns, step
+from torchring.bench.asleep import asleep
+from torchring.bench.measure import Command, Spread
+from torchring.bench.models import MODELS
+from torchring.bench.netns import Network
+from torchring.bench.step import Trainer
+from torchring.gradients.group import OptimizerGroup
+from torchring.launch.arguments import duration
+from torchring.world import default_world
+
+_NUM_WARMUPS: Final = {"default": 3, "auto": 28}  # steps: buckets in ready order; all that the tuner does
+_STEPS_PER_TURN: Final = 4  # of which the first does not count: the other copy has filled the caches
+_LARGEST_DISTANCE: Final = 1e-3  # between the weights, of the distance that training moved them
+
+
+def main() -> int:
+    parser = measure.parser("buckets", __doc__ or "")
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
+    parser.add_argument("--rates", nargs="+", default=["none", "1gbit", "10gbit"], help='of links; "none": one host')
+    parser.add_argument("--ranks", type=measure.several, default=2, help="each on a host of its own if there is a rate")
+    parser.add_argument("--overlap", choices=["auto", "inline", "thread"], default="auto")
+    parser.add_argument("--asleep", action="store_true", help="leave the cores to communication")
+    parser.add_argument("--seconds", type=duration, default=10.0, help="time for each model and rate")
+    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # run as a rank; rank 0 writes its row to this file
+    options = parser.parse_args()
+    if options.worker is not None:
+        return work(options)
+    rows = []
+    with measure.stopped_by_signals():  # so that the network is removed
+        for rate in options.rates:
+            rows += [compare(name, rate, options) for name in options.models]
+    about = measure.provenance() | {"script": Path(__file__).name}
+    measure.write_json(options.json, rows, about)
+    report(rows, about)
+    return 0
+
+
+def compare(name: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train one model with both settings. Returns the row that rank 0 wrote."""
+    if rate == "none":
+        return run_ranks(name, rate, options, None)
+    with Network(options.ranks, rate=rate) as network:
+        return run_ranks(name, rate, options, network)
+
+
+def run_ranks(name: str, rate: str, options: argparse.Namespace, network: Network | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "row.json")
+        worker = [sys.executable, __file__, "--models", name, "--worker", str(file)]
+        worker += [
+            "--seconds",
+            str(options.seconds),
+            "--overlap",
+            options.overlap,
+            *(["--asleep"] if options.asleep else []),
+        ]
+        count = str(options.ranks)
+        shared = {"WORLD_SIZE": count, "OMP_NUM_THREADS": "1", "TORCHRING_CACHE": folder}
+        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise PyTorch warns that the addresses have no names
+        commands = []
+        port = str(measure.free_port())
+        for rank in range(options.ranks):
+            own = {"RANK": str(rank), "MASTER_PORT": port}
+            if network is None:
+                own |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
+                commands.append(Command(f"rank {rank}", worker, shared | own))
+            else:
+                own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+                own |= {"GROUP_WORLD_SIZE": count, "MASTER_ADDR": network.addresses[0]}
+                own |= {"GLOO_SOCKET_IFNAME": netns.INTERFACE}
+                commands.append(Command(f"rank {rank}", network.command(rank, worker), shared | own))
+        if code := measure.run_together(commands):
+            raise SystemExit(code)
+        return {"rate": rate, **json.loads(file.read_text())}
+
+
+def work(options: argparse.Namespace) -> int:
+    """Run as one rank. Rank 0 writes the row."""
+    torch.set_num_threads(1)
+    torchring.init()
+    name = options.models[0]
+    torch.manual_seed(0)
+    workload = asleep(MODELS[name]()) if options.asleep else MODELS[name]()
+    batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
+    trainers: dict[str, Trainer] = {}
+    for rival, bucket_mb in (("default", None), ("auto", "auto")):
+        model = copy.deepcopy(workload.model)
+        optimizer = torchring.wrap(step.sgd(model), model, bucket_mb=bucket_mb, overlap=options.overlap)  # type: ignore[arg-type]
+        trainers[rival] = Trainer(model, optimizer, [])
+    # With several optimizers in a world, buckets leave after backward. So only the optimizer whose turn it is stays in
+    # the group, as if it were alone in its process.
+    group = default_world().shared(OptimizerGroup)
+    members = {rival: group.owners_of(t.model.parameters()) for rival, t in trainers.items()}
+
+    def train(rival: str, steps: int) -> list[tuple[float, float]]:
+        """Seconds of each step, and of it exposed."""
+        for other in members["default"] + members["auto"]:
+            group.remove(other)
+        for member in members[rival]:
+            group.add(member)
+        times = []
+        for _ in range(steps):
+            torchring.barrier()
+            began = time.perf_counter()
+            trainers[rival].step(workload, batches)
+            times.append((time.perf_counter() - began, trainers[rival].optimizer.stats().exposed_ms / 1e3))
+        return times
+
+    for rival, steps in _NUM_WARMUPS.items():
+        train(rival, steps)
+    rows: dict[str, list[tuple[float, float]]] = {rival: [] for rival in trainers}
+    began = time.perf_counter()
+    repetition = 0
+    while torchring.broadcast_object(time.perf_counter() - began < options.seconds):
+        for rival in measure.in_turn(list(trainers), repetition):
+            rows[rival] += train(rival, _STEPS_PER_TURN)[1:]
+        repetition += 1
+    times = torch.tensor([rows[rival] for rival in trainers], dtype=torch.float64)  # [rival, step, 2]
+    slowest, least = (
+        torchring.all_reduce(times[..., 0].contiguous(), "max"),
+        torchring.all_reduce(times[..., 1].contiguous(), "min"),
+    )
+    train("default", _NUM_WARMUPS["auto"] - _NUM_WARMUPS["default"])  # as many steps as the other copy
+    check_weights(trainers, workload.model)
+    stats = {rival: vars(trainer.optimizer.stats()) for rival, trainer in trainers.items()}
+    if torchring.rank() == 0:
+        row = {
+            "model": name,
+            "ms": {rival: vars(Spread.of(row)) for rival, row in zip(trainers, slowest.tolist(), strict=True)},
+            "exposed_ms": {rival: vars(Spread.of(row)) for rival, row in zip(trainers, least.tolist(), strict=True)},
+            "buckets_mib": {
+                rival: [bucket.plan.num_bytes / 2**20 for bucket in members[rival][0].reduction.buckets]
+                for rival in trainers
+            },
+            "stats": stats,
+        }
+        Path(options.worker).write_text(json.dumps(row))
+    torchring.barrier()
+    torchring.shutdown()
+    return 0
+
+
+def check_weights(trainers: dict[str, Trainer], start: torch.nn.Module) -> None:
+    """Stop the run unless both copies have trained alike. They have made the same number of steps."""
+    default, auto = (step.flat_weights(trainers[rival].model) for rival in ("default", "auto"))
+    if torchring.size() == 2 and not torch.equal(default, auto):
+        raise SystemExit("the buckets have changed the result")
+    moved = float((default - step.flat_weights(start)).norm())
+    if float((default - auto).norm()) > _LARGEST_DISTANCE * moved:
+        raise SystemExit("the copies of the model have trained differently")
+
+
+def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    columns = ["link", "model", "overlap", "buckets", "auto", "step ms", "auto", "exposed ms", "auto", "ratio"]
+    table = []
+    for row in rows:
+        spreads = {name: Spread(**values) for name, values in row["ms"].items()}
+        exposed = {name: Spread(**values) for name, values in row["exposed_ms"].items()}
+        stats = row["stats"]
+        cells = [row["rate"], row["model"], f"{stats['auto']['algorithm']}, {stats['auto']['overlap']}"]
+        cells += [str(stats[rival]["num_buckets"]) for rival in ("default", "auto")]
+        cells += [spreads[rival].text(1) for rival in ("default", "auto")]
+        cells += [exposed[rival].text(1) for rival in ("default", "auto")]
+        ratio = exposed["auto"].p50 / exposed["default"].p50 if exposed["default"].p50 else float("nan")
+        table.append([*cells, f"{ratio:.2f}"])
+    title = (
+        f"Training steps with the default buckets and with bucket_mb='auto', 1 thread a rank on {about['cores']} cores"
+    )
+    measure.print_table(f"{title}, p50 (p20-p80) {measure.origin(about)}", columns, table)
+    print()
+    for row in rows:
+        sizes = {rival: " ".join(f"{mib:.2g}" for mib in row["buckets_mib"][rival]) for rival in ("default", "auto")}
+        print(f"- {row['rate']}, {row['model']}: {row['stats']['auto']['reason']}")
+        print(f"  MiB: {sizes['default']} | {sizes['auto']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
