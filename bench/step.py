@@ -13,7 +13,7 @@ Rivals, at their best settings:
     ddp        DistributedDataParallel(model, gradient_as_bucket_view=True) over Gloo
     horovod    hvd.DistributedOptimizer over MPI, cycle time 0.1 ms (if it can be imported)
     alone      no communication at all
-    unrecorded as torchring, with its recorder turned off: only with --rivals torchring unrecorded
+    unrecorded as torchring, with its recorder turned off; the stamps of buckets stay: only with --rivals unrecorded
 At the end all rivals must have the same weights, to within rounding. "alone" must have other weights.
 """
 

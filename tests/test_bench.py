@@ -40,6 +40,7 @@ from torchring.bench import (
     memory,
     netns,
     network,
+    prediction,
     step,
 )
 from torchring.bench.measure import Command, Spread
@@ -472,6 +473,18 @@ def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     assert row["weight_difference"]["ddp"] < 1e-5
     assert row["weight_difference"]["alone"] > 0.1
     check_table(printed, len(row["ms"]), "rate", "layout", "rival", "step ms")
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(netns.why_unavailable() is not None, reason=str(netns.why_unavailable()))
+def test_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "small", "--hosts", "3", "--steps", "12"]
+    printed, written = run_bench(tmp_path, monkeypatch, capfd, prediction, *arguments)
+    two, three = written["rows"]
+    assert (two["ranks"], three["ranks"]) == (2, 3)
+    assert abs(two["error"]) < 1e-6, "a prediction of what was measured is right by construction"
+    assert three["predicted_ms"] > two["predicted_ms"]
+    check_table(printed, 2, "hosts", "predicted ms", "measured ms", "error")
 
 
 @pytest.mark.grid

@@ -99,7 +99,10 @@ def _work(
 
 
 class _Driver:
-    """Plans a generation whenever all members of the one before have left, or are lost: of all workers that meet."""
+    """Plans a generation whenever all members of the one before have left, or are lost: of all workers that meet.
+
+    The first one begins when the first `num_at_first` workers meet, whoever else has come by then.
+    """
 
     def __init__(self, folder: Path, num_workers: int, num_at_first: int) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -159,7 +162,7 @@ class _Driver:
                 self._is_lost(worker) or (cards[worker].generation >= generation and cards[worker].state != "running")
                 for worker in before
             ]
-            if all(has_left) and meeting and (self.plans or len(meeting) >= self._num_at_first):
+            if all(has_left) and meeting and (self.plans or set(before) <= set(meeting)):
                 survivors = [worker for worker in before if worker in meeting]
                 plan = (*survivors, *(worker for worker in meeting if worker not in survivors))
                 self.plans.append(plan)

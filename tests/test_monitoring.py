@@ -52,9 +52,11 @@ def test_prometheus(figures: dict[str, float], tmp_path: Path) -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     path = tmp_path / "torchring.prom"
     monitoring.write_prometheus(path)
-    families = list(parser.text_string_to_metric_families(path.read_text()))
-    found = {family.name: family.samples[0] for family in families}
+    families = parser.text_string_to_metric_families(path.read_text())
+    samples = [sample for family in families for sample in family.samples]
+    found = {sample.name: sample for sample in samples if not sample.name.endswith("_created")}
     assert {sample.labels["rank"] for sample in found.values()} == {"0"}
     del figures["torchring_rank"]
     assert {name: sample.value for name, sample in found.items()} == pytest.approx(figures)
     assert "# HELP torchring_step_seconds Time of a step." in path.read_text()
+    assert "# TYPE torchring_steps_total counter" in path.read_text()

@@ -135,4 +135,4 @@ def test_a_slow_link() -> None:
 def test_an_even_job_computes() -> None:
     verdict = _analysis("").verdict
     assert verdict.rank is None, verdict
-    assert verdict.kind == "compute" or verdict.detail == "jitter", verdict  # of a busy machine
+    assert verdict.kind == "compute" or verdict.share < 0.4, verdict  # on a busy machine, ranks do not run all the time

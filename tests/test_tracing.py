@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
 import itertools
 import logging
 import os
@@ -23,6 +24,7 @@ from torchring.tracing import recorder as recorder_module
 from torchring.tracing import writer
 from torchring.tracing.clocks import estimate, measure
 from torchring.tracing.files import find, live_path_of, path_of, read, write
+from torchring.tracing.forward import ForwardWatch
 from torchring.tracing.recorder import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Recorder, decoded
 from torchring.tracing.records import About, Arrivals, ClockOffset, ParameterRecord, Part, RankTrace, StepRecord
 
@@ -95,8 +97,8 @@ def _train(rank: int, size: int, options: dict[str, Any], micros: int) -> tuple[
         optimizer.zero_grad()
         for _ in range(micros):
             model(torch.ones(5, SIZES[0])).square().mean().backward()
-        model.eval()(torch.ones(7, SIZES[0]))  # no part of training
-        model.train()
+        with torch.no_grad():
+            model(torch.ones(7, SIZES[0]))  # no part of training
         optimizer.step()
     recorder = world_module.default_world().recorder
     return decoded(*recorder.trace()), optimizer.stats().bytes_per_step, list(torchring.metrics().values())
@@ -140,9 +142,9 @@ def test_real_steps(options: dict[str, Any], micros: int) -> None:
 def test_metrics_add_up_to_the_step() -> None:
     for _, _, values in run_pooled(_train, 2, {}, 1):
         rank, size, num_steps, num_samples, num_bytes, per_s, samples_per_s, step, *parts, exposed = values
-        assert (rank in (0, 1), size, num_steps, num_samples) == (True, 2, 8, 40)
+        assert (rank in (0, 1), size, num_steps, num_samples) == (True, 2, 8, 35)  # hooks come with the first step
         assert num_bytes >= 8 * 4 * 3 * 90_300
-        assert (per_s * step, samples_per_s / per_s) == (pytest.approx(1), pytest.approx(5))
+        assert (per_s * step, samples_per_s / per_s) == (pytest.approx(1), pytest.approx(35 / 8))
         assert sum(parts) + exposed == pytest.approx(step)
         assert all(part > 0 for part in parts)
 
@@ -153,6 +155,46 @@ def test_a_world_of_one(tmp_path: Path) -> None:
     assert trace.steps[-1].buckets == ()
     assert trace.about.algorithm == "none"
     assert len(values) == 14
+
+
+def _closure(rank: int, size: int) -> list[list[int]]:
+    model = _model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(5, SIZES[0])).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    steps = steps_of(world_module.default_world().recorder)
+    return [[part.part for part in step.parts] for step in steps]
+
+
+def test_what_an_optimizer_does_after_its_closure_is_the_optimizers() -> None:
+    expected = [INPUT, OPTIMIZER, INPUT, FORWARD, BACKWARD, OPTIMIZER]
+    assert _closure(0, 1)[-1] == expected
+    assert run_pooled(_closure, 2)[0][-1] == [*expected[:-1], EXPOSED, BETWEEN, OPTIMIZER]
+
+
+def test_inputs_without_a_shape_are_not_counted() -> None:
+    model = nn.Identity()
+    watch = ForwardWatch(model, lambda: recorder)
+    watch.start()
+    recorder = Recorder()
+    model(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]))
+    model(torch.tensor(1.0))
+    model("text")
+    assert recorder.num_samples == 2
+
+
+def test_a_script_that_never_steps_does_not_fill_the_memory() -> None:
+    recorder = Recorder()
+    for _ in range(20_000):
+        recorder.add_round([0] * 70, 0, 0)
+    assert len(recorder._buckets) < 60_000
 
 
 def _skips(rank: int, size: int) -> int:
@@ -172,6 +214,8 @@ def test_a_step_that_is_left_out_is_a_step() -> None:
 def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
     model = _model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    assert not model._forward_pre_hooks, "torch.cuda.make_graphed_callables takes no model with hooks"
+    optimizer.step()
     pickled = pickle.dumps(model)
     assert b"torchring" not in pickled
     before = world_module.default_world().recorder.num_samples
@@ -182,8 +226,9 @@ def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
     assert world_module.default_world().recorder.num_samples == before + 3
     torch.compile(model, fullgraph=True, backend="eager")(torch.ones(3, SIZES[0]))
     again = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)  # the first one is not closed
+    again.step()
     model(torch.ones(3, SIZES[0]))
-    assert world_module.default_world().recorder.num_samples == before + 6, "each forward counts once"
+    assert world_module.default_world().recorder.num_samples == 3, "each forward since the last step counts once"
     with pytest.raises(RuntimeError, match=r"optimizer\.close\(\) first"):
         torch.jit.script(model)
     optimizer.close()
@@ -193,6 +238,9 @@ def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
 
 
 def _writes(rank: int, size: int, folder: Path) -> None:
+    with torchring.trace(folder / "unused"):
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "the harness has faulthandler handle it"
+    faulthandler.unregister(signal.SIGUSR1)
     model = _model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
 

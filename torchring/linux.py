@@ -98,3 +98,13 @@ def process_began_ns() -> int:
         return 0
     age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic_ns() - int(age_seconds * 1e9)
+
+
+def is_caught(number: int) -> bool:
+    """Whether this process handles a signal, by a handler that Python need not know of. False if /proc does not say."""
+    try:
+        with open("/proc/self/status") as file:
+            caught = next(line.split()[1] for line in file if line.startswith("SigCgt:"))
+    except (OSError, StopIteration, IndexError):
+        return False
+    return bool(int(caught, 16) >> (number - 1) & 1)

@@ -39,7 +39,7 @@ _HELP: Final = {
 
 
 def metrics() -> dict[str, float]:
-    """Figures about this rank's training, by name. Sends nothing, and takes about 1 ms.
+    """Figures about this rank's training, by name. Sends nothing. Takes 2 to 15 ms, more with many buckets.
 
     Names are those of Prometheus, with the unit at the end. Seconds are means over the last 100 steps at most, and
     those of the parts add up to `torchring_step_seconds`. Names that end in _total count since `init()`; in an elastic
@@ -107,12 +107,15 @@ def write_prometheus(path: str | os.PathLike[str]) -> None:
         ModuleNotFoundError: prometheus_client is not installed.
         OSError: the file cannot be written.
     """
-    from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+    from prometheus_client import CollectorRegistry, Counter, Gauge, write_to_textfile
 
     registry = CollectorRegistry()
     figures = metrics()
     rank = str(int(figures.pop("torchring_rank")))
     for name, value in figures.items():
-        gauge = Gauge(name, _HELP[name.removeprefix("torchring_")], ["rank"], registry=registry)
-        gauge.labels(rank=rank).set(value)
+        text = _HELP[name.removeprefix("torchring_")]
+        if name.endswith("_total"):
+            Counter(name, text, ["rank"], registry=registry).labels(rank=rank).inc(value)
+        else:
+            Gauge(name, text, ["rank"], registry=registry).labels(rank=rank).set(value)
     write_to_textfile(str(Path(path)), registry)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch
 from torch.optim import Optimizer
 
+from torchring.accelerators import accelerator_of
 from torchring.allreduce.select import Algorithm, Overlap
 from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters, check_broadcastable
 from torchring.collectives.service import collectives_of, internal_collectives_of
@@ -49,7 +50,7 @@ from torchring.gradients.validation import (
 )
 from torchring.gradients.weights import check_weight
 from torchring.tracing.forward import ForwardWatch
-from torchring.tracing.recorder import OPTIMIZER, Recorder
+from torchring.tracing.recorder import INPUT, OPTIMIZER, Recorder
 from torchring.world import World, default_world
 
 _T = TypeVar("_T")
@@ -332,6 +333,7 @@ class DistributedOptimizer(Optimizer):
         except _StepSkipped:
             return None
         sync.has_stepped()
+        self._forward_watch.start()
         return result
 
     def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -344,10 +346,13 @@ class DistributedOptimizer(Optimizer):
             return self._step_unwatched(closure, *args, **kwargs)
         finally:
             world.recorder.end_step()
+            self._forward_watch.start()
 
     def _step_unwatched(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         alone = self._alone
         alone.synchronize()
+        if closure is not None:
+            closure = functools.partial(_recorded, closure, self._find_world().recorder)
         if self._options.on_nonfinite != "skip":
             return self._step_wrapped(closure, *args, **kwargs)
         if closure is None:
@@ -703,6 +708,10 @@ class DistributedOptimizer(Optimizer):
     def _record(self, world: World) -> None:
         """From now on, steps are written down for `world`."""
         self._recorder = world.recorder
+        for parameter in self._names:
+            if accelerator := accelerator_of(parameter.device):
+                world.recorder.follow(accelerator)
+                break
         options = {each.name: str(getattr(self._options, each.name)) for each in dataclasses.fields(self._options)}
         options["model"] = "None" if self._model is None else "given"
         options["optimizer"] = type(self.optimizer).__name__
@@ -783,6 +792,7 @@ class DistributedOptimizer(Optimizer):
             loss = closure()
         if not self._check_before_step(sync):
             raise _StepSkipped
+        sync.reduction.world.recorder.enter(OPTIMIZER)
         if loss is None:
             return None
         mean = torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64).detach().clone()
@@ -804,6 +814,15 @@ class DistributedOptimizer(Optimizer):
 
 class _StepSkipped(BaseException):
     """Leaves the wrapped optimizer's step() from within its closure. An optimizer may catch any other exception."""
+
+
+def _recorded(closure: Callable[[], Any], recorder: Recorder) -> Any:
+    """Call a closure inside `step()`, in a world of one."""
+    recorder.enter(INPUT)
+    try:
+        return closure()
+    finally:
+        recorder.enter(OPTIMIZER)
 
 
 def _recorder_of(owner: weakref.ref[DistributedOptimizer]) -> Callable[[], Recorder | None]:

@@ -241,10 +241,10 @@ class World:
             self.host.abort(error)
         for channel in list(self._told_of_failure):
             channel.fail(error)
-        writer.note_end(self.recorder, str(error))
         if self.rendezvous is not None and not self.shares_memory:  # ranks of other hosts may be opening a channel
             with contextlib.suppress(RingError):
                 self.rendezvous.with_timeout(_GOODBYE_SECONDS).give_up(decode_error(encode_error(error), self.rank))
+        writer.note_end(self.recorder, str(error))
 
     def break_off(self, what: str, cause: BaseException) -> None:
         """Break this world because `cause` ended `what`, an operation between ranks, half way."""

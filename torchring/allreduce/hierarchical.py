@@ -38,6 +38,7 @@ from torchring.memory.host import HostGroup
 # for the column wait for so much longer, to hear of that name.
 _GRACE_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.1  # how often a lane that waits for its turn looks whether another lane has failed
+_AT_ONCE_SECONDS: Final = 100e-6
 
 
 def num_columns(hosts: Sequence[Sequence[int]]) -> int:
@@ -85,7 +86,6 @@ class PendingHierarchical:
         self, mover: HierarchicalAllReduce, number: int, wire: HierarchicalWire, scale: float, tag: int
     ) -> None:
         self.span: tuple[float, float] | None = None
-        self._began = time.perf_counter()
         self._mover = mover
         self._number = number
         self._is_over = False
@@ -104,6 +104,7 @@ class PendingHierarchical:
             assert self is mover.pending[0], "reductions end in the order in which they were started"
             try:
                 self._part.wait()
+                asked_at = time.perf_counter()
                 mover.done.gather()
             except RingError as error:
                 mover.fail(error)
@@ -111,7 +112,9 @@ class PendingHierarchical:
             mover.pending.popleft()
             self._is_over = True
             self._result = mover.records.read(self._number)
-            self.span = self._began, time.perf_counter()
+            now = time.perf_counter()
+            if (span := self._part.span) is not None:  # peers were done before, unless this rank has waited for them
+                self.span = span if now - asked_at < _AT_ONCE_SECONDS else (span[0], now)
         return self._result
 
     def _reduce(self, wire: HierarchicalWire, scale: float, tag: int, lane: int) -> NonFinite | None:

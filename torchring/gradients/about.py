@@ -44,7 +44,7 @@ def about(
         options=dict(options),
         parameters=tuple(_records(names.items())),
         versions={
-            "torchring": importlib.metadata.version("torchring"),
+            "torchring": _version(),
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
@@ -59,6 +59,13 @@ def about(
         bucket_bytes=tuple(bucket.plan.num_bytes for bucket in reduction.buckets),
         parameters=tuple(reduction.parameter_records()),
     )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("torchring")
+    except importlib.metadata.PackageNotFoundError:  # run from its source
+        return "unknown"
 
 
 def _records(named: Iterable[tuple[torch.nn.Parameter, str]]) -> list[ParameterRecord]:

@@ -14,6 +14,7 @@ import torch
 from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.gradients.module_wrappers import ModuleWrappers
+from torchring.tracing.recorder import EXPOSED
 from torchring.world import World
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class OptimizerGroup:
 
     def _reduce_together(self) -> bool:
         """Collective: finish all members that a backward has reached on any rank. Returns whether any rank has data."""
+        self._world.recorder.enter(EXPOSED)
         try:
             # 0: not reached on any rank; 1: accumulates; 2: reduces on some rank, and so on all.
             wants = [member.in_backward + member.wants_reduction for member in self._members]

@@ -98,6 +98,7 @@ class Reduction:
         self.num_rounds = 0
         self.weights = Weights()
         self._recorder = world.recorder
+        self._clocks_compared_at = 0  # number of the next round
         self._share = Share()
         self._may_lose_results = False  # if all ranks give weight 0
         self.timing = Timing()
@@ -112,7 +113,6 @@ class Reduction:
         if isinstance(self.mover, OnStream):
             self.rounds = DeviceRounds(world, self.mover, self.timing, self.specs, self.parameters)
             follow = self.mover.stream.follow
-            self._recorder.follow(self.mover.accelerator)
         else:
             self.rounds = HostRounds(world, self.mover, self.timing)
         self._sparse = SparseReduction(
@@ -194,6 +194,8 @@ class Reduction:
         """
         scheduler = self.scheduler
         scheduler.settle()
+        if not hold and scheduler.round.next_number >= self._clocks_compared_at + _ROUNDS_BETWEEN_CLOCKS:
+            self._compare_clocks()
         if scheduler.ready_order is not None and not hold:
             self._rebuild(scheduler.ready_order)
         if self._tuner is not None and not is_again:
@@ -247,8 +249,6 @@ class Reduction:
         self.num_rounds += 1
         self.world.num_reductions += 1
         self._record(scheduler.round, backward_began)
-        if scheduler.round.number % _ROUNDS_BETWEEN_CLOCKS == 0:
-            self._compare_clocks()
         if scheduler.ready_order is not None and scheduler.round.hold:
             self._rebuild(scheduler.ready_order)
         self.rounds.end()
@@ -257,15 +257,19 @@ class Reduction:
         """Write down a round. `backward_began`: when the last forward had ended, or the first gradient had come."""
         stall_ns = int(current.stall_seconds * 1e9)
         recorder = self._recorder
-        if current.arrivals is not None and any(at >= 0 for at in current.arrivals):
-            length = recorder.part_began - backward_began - stall_ns - current.packing_ns
+        if current.arrivals is not None and not current.hold and any(at >= 0 for at in current.arrivals):
+            length = recorder.part_began - backward_began - stall_ns - current.packed_early_ns
             ready = tuple(at if at < 0 else max(0, at - backward_began) for at in current.arrivals)
             recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
         recorder.add_round(self.scheduler.times, stall_ns, current.packing_ns, self.rounds.reductions)
 
     def _compare_clocks(self) -> None:
-        """Collective where there are several hosts: find out how far this host's clock is ahead."""
+        """Collective where there are several hosts: find out how far this host's clock is ahead.
+
+        Between rounds: a rank whose backward has raised at its end never comes to the end of a round that its peers do.
+        """
         world = self.world
+        self._clocks_compared_at = self.scheduler.round.next_number
         if len(world.hosts) > 1:
             exchange = internal_collectives_of(world).all_gather_bytes
             self._recorder.clock.append(clocks.measure(exchange, is_same_host=world.rank in world.hosts[0]))
@@ -421,7 +425,8 @@ class Reduction:
 
     def _record_plan(self) -> None:
         """Write down how the buckets are laid out now."""
-        if (about := self._recorder.about) is not None:
+        about = self._recorder.about
+        if about is not None and {each.name for each in about.parameters} <= {spec.name for spec in self.specs}:
             sizes = tuple(bucket.plan.num_bytes for bucket in self.buckets)
             self._recorder.about = replace(about, bucket_bytes=sizes, parameters=tuple(self.parameter_records()))
 

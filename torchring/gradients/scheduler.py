@@ -44,6 +44,7 @@ class Round:
         exposed_seconds: the part of `busy_seconds` during which backward stood still.
         stall_seconds: the part of `exposed_seconds` before the last gradient was computed.
         packing_ns: how long this rank has copied gradients to wire buffers.
+        packed_early_ns: the part of `packing_ns` before the last gradient was computed, in a round with `arrivals`.
         arrivals: if it is known, when each gradient has come, in nanoseconds by parameter index; -1 for none.
     """
 
@@ -58,6 +59,7 @@ class Round:
     exposed_seconds: float = 0.0
     stall_seconds: float = 0.0
     packing_ns: int = 0
+    packed_early_ns: int = 0
     arrivals: list[int] | None = None
 
     @property
@@ -177,11 +179,14 @@ class Scheduler:
 
     def mark_ready_and_time(self, index: int) -> None:
         """As `mark_ready`, in a round with `arrivals`. Stalls and copies until then are taken out."""
-        arrivals = self.round.arrivals
-        if arrivals is not None and index < len(arrivals):
-            packing_ns = sum(bucket.packing_ns for bucket in self.buckets)
-            arrivals[index] = time.perf_counter_ns() - packing_ns - int(self.round.exposed_seconds * 1e9)
+        current, place = self.round, self._slots.get(index)
+        if current.arrivals is not None and index < len(current.arrivals):
+            stalls_ns = int(current.exposed_seconds * 1e9)
+            current.arrivals[index] = time.perf_counter_ns() - current.packed_early_ns - stalls_ns
+        before = 0 if place is None else place[0].packing_ns
         self.mark_ready(index)
+        if place is not None:
+            current.packed_early_ns += place[0].packing_ns - before
 
     def mark_local(self, index: int) -> None:
         """Parameter `index` has its gradient, in a backward that does not reduce. From the parameter's hook."""

@@ -273,8 +273,10 @@ class GradientSync:
         if self.reduction.world.is_joining:  # others may have ended, and meet this with a round
             self._take_part(reduces=True)
             return
+        self._recorder.enter(recorder.EXPOSED)
         with torch.no_grad():  # a graph on the gradients, of backward(create_graph=True), is cut here
             self._group.guard.run("synchronize()", self._synchronize)
+        self._recorder.enter(recorder.BETWEEN)
 
     # Step
 
@@ -299,8 +301,9 @@ class GradientSync:
         """Collective: this rank's parameters have become those of rank `src`, and no gradient is left."""
         if self.reduction.buffers is not None:
             self.reduction.buffers.take_over(src)
-        steps = torch.tensor([self.num_steps], device="cpu")
-        self.num_steps = int(internal_collectives_of(self.reduction.world).broadcast(steps, src))
+        steps = torch.tensor([self.num_steps, self._recorder.num_steps], device="cpu")
+        internal_collectives_of(self.reduction.world).broadcast(steps, src)
+        self.num_steps, self._recorder.num_steps = map(int, steps.tolist())
         self._num_backwards = 0
         self._weights.reset()
         self._replicas.accept_all()

@@ -117,7 +117,7 @@ def _remarks(timing: Timing, *, is_forward_known: bool, has_model: bool) -> list
     remarks = []
     if not is_forward_known:
         why = (
-            "because torch.compile leaves the hooks of the model out"
+            "because it is not called as model(...), or torch.compile leaves the hooks of the model out"
             if has_model
             else "because `wrap` was given no model: torchring.wrap(optimizer, model)"
         )

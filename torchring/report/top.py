@@ -2,7 +2,8 @@
 
 Each rank of the job writes its last 50 steps to DIR once a second. This command reads them, and sends the job nothing.
 
-Exit code: 0 when the job has ended, 1 if there is nothing to be read, 2 for a usage error, 130 after Ctrl-C.
+Exit code: 0 when the job has ended, 2 for a usage error, 130 after Ctrl-C; with --once, 1 if there is nothing to be
+read.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="torchring top",
         description="Show how a job goes that `torchring run --trace DIR` has started: steps and samples a second, "
         "where the time goes, and who waits for whom, over the last 50 steps.",
-        epilog="Exit code: 0 when the job has ended, 1 if there is nothing to be read, 130 after Ctrl-C.",
+        epilog="Exit code: 0 when the job has ended, 130 after Ctrl-C; with --once, 1 if there is nothing to be read.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the trace")
     parser.add_argument(

@@ -4,16 +4,19 @@ The host runs ahead of the device. So each stamp is an event in the current stre
 host's times at first, and get the device's times when the device has come to their end. Nobody waits for that.
 
 Events tell how far they are apart, but not what the host's clock said. The device reaches an event after the host has
-recorded it. So the device's times are shifted to where no event is reached before it was recorded, and no further: that
-is exact as soon as the device was idle once.
+recorded it. So the device's times are shifted to where no event of the last 64 steps is reached before it was recorded,
+and no further: that is exact if the device was idle once in these steps. Both clocks may drift apart.
 """
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+
+_NUM_SHIFTS: Final = 64
 
 
 class Mark(Protocol):
@@ -67,7 +70,7 @@ class DeviceTimes:
         self._is_complete = True  # all stamps of this step have a mark
         self._unfinished: deque[_Step] = deque()
         self._elapsed_ns = 0  # from the first mark to the end of the last finished step
-        self._shift_ns = now
+        self._shifts_ns = deque([now], maxlen=_NUM_SHIFTS)  # the least that each of the last steps allows
 
     def mark(self, now: int) -> None:
         """A part of a step begins."""
@@ -87,17 +90,29 @@ class DeviceTimes:
         if step is not None and self._is_complete and len(self._marks) == step[6] + 1:
             self._unfinished.append(_Step(step, self._marks, self._recorded, self._reductions))
             self._marks, self._recorded = self._marks[-1:], self._recorded[-1:]
+            self._reductions = []
         else:
-            self._marks, self._recorded = [self._device.mark_current()], [now]
-            self._unfinished.clear()  # their times would not go on with those of later steps
-            self._elapsed_ns, self._shift_ns = 0, now
-        self._reductions, self._is_complete = [], True
+            self._begin_anew(now)
         self.take_finished()
+
+    def _begin_anew(self, now: int) -> None:
+        """The next step is the first again: the times of those before do not go on with its times."""
+        self._marks, self._recorded, self._reductions = [], [], []
+        self._unfinished.clear()
+        self._elapsed_ns = 0
+        self._shifts_ns = deque([now], maxlen=_NUM_SHIFTS)
+        self._is_complete = True
+        self.mark(now)
 
     def take_finished(self) -> None:
         """Give times to the steps that the device has finished since."""
-        while self._unfinished and self._unfinished[0].is_finished():
-            self._date(self._unfinished.popleft())
+        try:
+            while self._unfinished and self._unfinished[0].is_finished():
+                self._date(self._unfinished[0])
+                self._unfinished.popleft()
+        except RuntimeError as error:  # training goes on without
+            logging.getLogger("torchring").debug("a step keeps the host's times: %s", error)
+            self._begin_anew(self._recorded[-1] if self._recorded else 0)
 
     def is_unfinished(self, step: array[int]) -> bool:
         """Whether a step still has the host's times."""
@@ -106,10 +121,11 @@ class DeviceTimes:
     def _date(self, finished: _Step) -> None:
         step, first = finished.encoded, finished.marks[0]
         offsets = [0, *(_ns_between(first, mark) for mark in finished.marks[1:])]
-        for recorded, offset in zip(finished.recorded, offsets, strict=True):
-            self._shift_ns = max(self._shift_ns, recorded - self._elapsed_ns - offset)
-        begin = self._elapsed_ns + self._shift_ns
+        least = (recorded - offset for recorded, offset in zip(finished.recorded, offsets, strict=True))
+        self._shifts_ns.append(max(least) - self._elapsed_ns)
+        begin = self._elapsed_ns + max(self._shifts_ns)
         step[1], step[2] = begin, begin + offsets[-1]
+        step[4] = step[5] = 0  # stalls and copies: the host has only launched them
         for number, offset in enumerate(offsets[:-1]):
             step[9 + 2 * number] = begin + offset
         bucket = 8 + 2 * step[6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,9 @@ from torchring.tracing.records import About, Arrivals, ClockOffset, ParameterRec
 FORMAT: Final = 1
 _NAME: Final = re.compile(r"rank-(\d+)\.npz")
 _LIVE_NAME: Final = re.compile(r"live-(\d+)\.npz")
+
+
+_numbers = itertools.count()
 
 
 class TraceError(Exception):
@@ -67,7 +71,7 @@ def write_encoded(path: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) 
         "clock": np.array([dataclasses.astuple(each) for each in trace.clock], np.int64),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished = path.with_suffix(f".{os.getpid()}-{next(_numbers)}.tmp")  # a signal handler may write meanwhile
     try:
         with open(unfinished, "wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs take the arrays for its options

@@ -15,28 +15,42 @@ _watches: weakref.WeakKeyDictionary[torch.nn.Module, ForwardWatch] = weakref.Wea
 
 
 class ForwardWatch:
-    """Tells a recorder of each forward with which a model trains.
+    """Tells a recorder of each forward with which a model trains, from `start` on.
 
     A new watch takes over from an earlier one of the model. A scripted model takes no hooks.
 
     Args:
-        model: gets the hooks. Copies of the model, and what is pickled of it, do without. None: there is no model.
+        model: gets the hooks. None: there is no model.
         recorder: of the world in which the model trains now; None if there is nothing to tell.
     """
 
     def __init__(self, model: torch.nn.Module | None, recorder: Callable[[], Recorder | None]) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        if model is not None and not isinstance(model, torch.jit.ScriptModule):
-            if (earlier := _watches.get(model)) is not None:  # of an optimizer that may be gone
-                earlier.close()
-            _watches[model] = self
-            self._handles = [
-                model.register_forward_pre_hook(_Hook(recorder, _begins), with_kwargs=True),
-                model.register_forward_hook(_Hook(recorder, _ends)),
-            ]
+        self._recorder = recorder
+        self._model = None if model is None or isinstance(model, torch.jit.ScriptModule) else weakref.ref(model)
+
+    def start(self) -> None:
+        """Put the hooks on the model. Does nothing from the second call on.
+
+        To be called when a first step has been made: torch.cuda.make_graphed_callables, with which a script may prepare
+        its model after `wrap`, takes no model with hooks.
+        """
+        if self._model is None:
+            return
+        model, self._model = self._model(), None
+        if model is None:
+            return
+        if (earlier := _watches.get(model)) is not None:  # of an optimizer that may be gone
+            earlier.close()
+        _watches[model] = self
+        self._handles = [
+            model.register_forward_pre_hook(_Hook(self._recorder, _begins), with_kwargs=True),
+            model.register_forward_hook(_Hook(self._recorder, _ends)),
+        ]
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._model = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -55,9 +69,10 @@ class _Hook:
         self._tell = tell
 
     def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
-        if torch.compiler.is_compiling():  # a look at the clock would break the graph
+        # A look at the clock would break the graph, or become a constant of it.
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
-        if module.training and torch.is_grad_enabled() and (recorder := self._recorder()) is not None:
+        if torch.is_grad_enabled() and (recorder := self._recorder()) is not None:
             self._tell(recorder, arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,5 +99,5 @@ def _num_samples(inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> int:
     """Length of the first dimension of the first tensor; 0 if there is none."""
     for each in (*inputs, *keywords.values()):
         if isinstance(each, torch.Tensor):
-            return int(each.shape[0]) if each.dim() else 0
+            return int(each.size(0)) if each.dim() else 0  # a nested tensor has no shape
     return 0

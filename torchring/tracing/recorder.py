@@ -19,6 +19,7 @@ from torchring.tracing.records import About, Arrivals, ClockOffset, Part, RankTr
 NUM_STEPS: Final = 1_000  # that are kept
 NUM_ARRIVALS: Final = 16
 _MOST_STAMPS: Final = 2_048  # of one step; a script with more micro-steps gets the rest in one part
+_MOST_NUMBERS: Final = 7 * 8_192  # about the buckets of one step: a script may never call step()
 
 INPUT, FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER = map(int, Part)  # to look up a member of an enum takes 0.1 us
 
@@ -83,7 +84,7 @@ class Recorder:
             stall_ns, packing_ns: as in a `StepRecord`.
             reductions: of these buckets, on a device.
         """
-        if not self.is_on:
+        if not self.is_on or len(self._buckets) + len(buckets) > _MOST_NUMBERS:
             return
         if self._device is not None:
             self._device.add_reductions(reductions)

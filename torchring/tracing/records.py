@@ -55,6 +55,8 @@ class BucketRecord:
             overlap="inline": this rank has begun to do its part, in a call between gradients or at the end.
         reduced: the result is there. With overlap="inline": this rank has done its part. The result is there when all
             ranks have done theirs.
+
+    On a GPU, `ready`, `packed`, `launched` and `started` are when the GPU has begun to reduce the bucket.
     """
 
     index: int
@@ -84,7 +86,8 @@ class StepRecord:
         begin, end: see above.
         num_samples: length of the first dimension of what forward was given, over all micro-steps; 0 if unknown.
         stall_ns: inside BACKWARD, how long buckets that were being reduced kept backward waiting.
-        packing_ns: inside BACKWARD and EXPOSED, how long gradients were copied to wire buffers.
+        packing_ns: inside BACKWARD and EXPOSED, how long gradients were copied to wire buffers. 0 on a GPU, as
+            `stall_ns` is.
         parts: in order, without gaps, from `begin` to `end`.
         buckets: in the order in which they left. Empty if nothing was reduced.
     """
@@ -167,7 +170,7 @@ class About:
         num_cores: how many cores the ranks of the host may use together.
         num_threads: of torch, in this process.
         process_began: when the process was started, on this rank's clock; 0 if unknown.
-        wrapped: when `wrap` had returned.
+        wrapped: when the optimizer was wrapped.
         algorithm, reason, overlap: see `Stats`.
         options: other arguments of `wrap`, by name, as text.
         bucket_bytes: bytes of each bucket of the last plan.

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from torchring.linux import is_caught
 from torchring.rendezvous.environment import TRACE
 from torchring.threads import PeriodicThread, at_last
 from torchring.tracing import files
@@ -41,6 +42,7 @@ class TraceWriter:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may write while the main thread writes
         self._has_warned = False
+        self._is_closed = False
         self._broken: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._num_live: weakref.WeakKeyDictionary[Recorder, int] = weakref.WeakKeyDictionary()
         self._signals = _takes_signal()
@@ -54,8 +56,8 @@ class TraceWriter:
             return
         if ended_by not in ("end", "SIGUSR1"):
             self._broken.add(recorder)
-        trace, steps = recorder.trace(ended_by)
         with self._lock, self._warning():
+            trace, steps = recorder.trace(ended_by)
             path = files.write_encoded(files.path_of(self.folder, trace.about.rank), trace, steps)
             files.live_path_of(self.folder, trace.about.rank).unlink(missing_ok=True)
             _log.info("the trace of rank %d is in %s", trace.about.rank, path)
@@ -65,7 +67,8 @@ class TraceWriter:
         self._thread.close()
         for recorder in list(_recorders):
             self.write(recorder, ended_by)
-        if self._signals:
+        self._is_closed = True
+        if self._signals and signal.getsignal(signal.SIGUSR1) == self._handle:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def _write_live(self) -> None:
@@ -73,8 +76,10 @@ class TraceWriter:
             if recorder.about is None or not recorder.num_steps or self._num_live.get(recorder) == recorder.num_steps:
                 continue
             self._num_live[recorder] = recorder.num_steps
-            trace, steps = recorder.trace("", _LIVE_STEPS)
             with self._lock, self._warning():
+                if self._is_closed or recorder in self._broken:  # the whole trace is written
+                    return
+                trace, steps = recorder.trace("", _LIVE_STEPS)
                 files.write_encoded(files.live_path_of(self.folder, trace.about.rank), trace, steps)
 
     @contextlib.contextmanager
@@ -94,7 +99,7 @@ class TraceWriter:
 def _takes_signal() -> bool:
     """Whether this thread may handle SIGUSR1, and nobody else does."""
     is_main = threading.current_thread() is threading.main_thread()
-    return is_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    return is_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and not is_caught(signal.SIGUSR1)
 
 
 def add(recorder: Recorder) -> None:
@@ -125,20 +130,21 @@ def start(folder: str | os.PathLike[str]) -> TraceWriter:
 @at_last
 def _write_at_exit() -> None:
     if _writer is not None:
-        error = getattr(sys, "last_value", None)  # an exception that nobody has caught
+        # Python sets last_value to an exception that nobody caught. In an interactive session it may be an old one.
+        error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
         _writer.close("end" if error is None else f"{type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
 def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """A context manager: inside, this rank's steps are traced, and then written to `folder`. Not collective.
+    """A context manager: what this rank's last 1,000 steps were is written to `folder` at its end. Not collective.
 
         with torchring.trace("trace"):
             train()
 
-    `torchring report trace` shows what the traces of all ranks say. Each rank writes a file of its own, with its last
-    1,000 steps: at the end of the block, when it gets SIGUSR1, and when another rank is lost. If hosts do not share
-    `folder`, copy the files to one place. Inside the block, `torchring top trace` shows how training goes.
+    `torchring report trace` shows what the traces of all ranks say. Each rank writes a file of its own: at the end of
+    the block, when it gets SIGUSR1, and when another rank is lost. Steps before the block are written, too. If hosts do
+    not share `folder`, copy the files to one place. Inside the block, `torchring top trace` shows how training goes.
 
     `torchring run --trace DIR` and TORCHRING_TRACE=DIR trace a whole script.
 
@@ -154,8 +160,12 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
         return
     writer = start(folder)
+    ended_by = "end"
     try:
         yield
+    except BaseException as error:
+        ended_by = f"{type(error).__name__}: {error}"
+        raise
     finally:
         _writer = None
-        writer.close()
+        writer.close(ended_by)
