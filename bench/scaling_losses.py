@@ -194,10 +194,10 @@ def in_words(losses: Losses) -> list[str]:
     n, step = losses.num_ranks, losses.step_ms
     parts = {reason: ms / step for reason, ms in losses.lost_ms.items()}
     named = [f"{part:.0%} to {reason}" for reason, part in _largest_first(parts) if part >= 0.005]
+    loss = f": {', '.join(named).replace(' to ', ' is lost to ', 1)}" if named else ""
     lines = [
         f"{n} ranks give {losses.speed_up:.2f} times the speed of one (ideal {n}).",
-        f"They reach {losses.efficiency:.0%} of the speed of {n} ranks that only compute, each as one rank alone"
-        + (f": {', '.join(named)} {'is' if len(named) == 1 else 'are'} lost." if named else "."),
+        f"They reach {losses.efficiency:.0%} of the speed of {n} ranks that only compute, each as one alone{loss}.",
     ]
     if losses.lost_alone >= NEGLIGIBLE:
         lines.append(f"One rank alone loses {losses.lost_alone:.0%} to input, too.")
