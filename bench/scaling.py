@@ -31,8 +31,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,14 +106,15 @@ def main() -> int:
             raise LaunchError("it takes two ranks or more to see what they lose")
         experiment = Experiment(options, hosts, num_ranks)
         with measure.stopped_by_signals():
-            measured = experiment.run()
+            turns = experiment.run()
     except LaunchError as error:
         print(f"torchring bench scaling: {error}", file=sys.stderr)
         return 2
-    losses = losses_of(measured)
+    measured = measured_in(turns, num_ranks)
+    losses, of_turns = losses_of(measured), [losses_of(measured_in([turn], num_ranks)) for turn in turns]
     about = measure.provenance() | {"script": Path(__file__).name, "command": [options.script, *options.arguments]}
-    report(measured, losses, about)
-    measure.write_json(options.json, rows_of(measured, losses), about)
+    report(measured, losses, of_turns, about)
+    measure.write_json(options.json, rows_of(measured, losses, of_turns), about)
     return 0
 
 
@@ -159,19 +161,17 @@ class Experiment:
         self._num_threads: int | None = None  # of each of several ranks
         self._has_warned = False
 
-    def run(self) -> dict[str, Measured]:
-        """The times by condition. Raises LaunchError, and SystemExit if the script fails."""
+    def run(self) -> list[dict[str, Stretches]]:
+        """For each turn the times by condition. Raises LaunchError, and SystemExit if the script fails."""
         options = self._options
         self._say(
             f"{options.script} runs {len(CONDITIONS) * options.turns} times, for {options.warm_up} + {options.steps} "
             "steps each. If it saves checkpoints, those of these runs are worthless"
         )
-        runs: dict[str, list[Stretches]] = {condition.name: [] for condition in CONDITIONS}
-        for turn in range(options.turns):
-            for condition in CONDITIONS if turn % 2 == 0 else CONDITIONS[::-1]:
-                runs[condition.name].append(self._run_once(condition))
-        of_ranks = {each.name: 1 if each.is_alone else self._num_ranks for each in CONDITIONS}
-        return {name: Measured.of(of_ranks[name], of_condition) for name, of_condition in runs.items()}
+        return [
+            {each.name: self._run_once(each) for each in (CONDITIONS if turn % 2 == 0 else CONDITIONS[::-1])}
+            for turn in range(options.turns)
+        ]
 
     def _run_once(self, condition: Condition) -> Stretches:
         options = self._options
@@ -245,16 +245,26 @@ def _show_last_lines(folder: Path) -> None:
             print(f"--- the last lines of {name}:", *text.splitlines()[-_LAST_LINES:], sep="\n", file=sys.stderr)
 
 
-def rows_of(measured: dict[str, Measured], losses: Losses) -> list[dict[str, Any]]:
-    """All that was measured, as JSON can hold it: a row for each condition, then one for the losses."""
+def measured_in(turns: Sequence[dict[str, Stretches]], num_ranks: int) -> dict[str, Measured]:
+    """All runs of these turns, by condition."""
+    return {
+        each.name: Measured.of(1 if each.is_alone else num_ranks, [turn[each.name] for turn in turns])
+        for each in CONDITIONS
+    }
+
+
+def rows_of(measured: dict[str, Measured], losses: Losses, turns: Sequence[Losses]) -> list[dict[str, Any]]:
+    """All that was measured, as JSON can hold it: a row for each condition, one for the losses, one for each turn's."""
     rows: list[dict[str, Any]] = []
     for name, each in measured.items():
         row = {"condition": name, "ranks": each.num_ranks, "step_ms": vars(each.step), "typical_ms": each.typical_ms}
         rows.append(row | {"samples_per_s": each.samples_per_s or None, "steps": each.num_steps})
-    return [*rows, {"condition": "losses", "efficiency": losses.efficiency, **asdict(losses)}]
+    for turn, of_turn in [(None, losses), *enumerate(turns)]:
+        rows.append({"condition": "losses", "turn": turn, "efficiency": of_turn.efficiency, **asdict(of_turn)})
+    return rows
 
 
-def report(measured: dict[str, Measured], losses: Losses, about: dict[str, Any]) -> None:
+def report(measured: dict[str, Measured], losses: Losses, turns: Sequence[Losses], about: dict[str, Any]) -> None:
     """Print both tables, and the sentences."""
     cells = []
     for condition in CONDITIONS:
@@ -263,15 +273,27 @@ def report(measured: dict[str, Measured], losses: Losses, about: dict[str, Any])
         cells.append([condition.name, str(each.num_ranks), each.step.text(1), rate, condition.shows])
     title = f"{' '.join(about['command'])} {measure.origin(about)}"
     measure.print_table(title, ["condition", "ranks", "step ms", "samples/s", "what it shows"], cells)
-    parts = [
-        ("ideal", losses.ideal_ms, "one rank computes as many samples"),
-        *((reason, ms, _MEANING[reason]) for reason, ms in losses.lost_ms.items()),
-        ("given", losses.step_ms, "all of these together"),
+    parts: dict[str, tuple[Callable[[Losses], float], str]] = {
+        "ideal": (attrgetter("ideal_ms"), "one rank computes as many samples"),
+        **{reason: (_lost_to(reason), meaning) for reason, meaning in _MEANING.items()},
+        "given": (attrgetter("step_ms"), "all of these together"),
+    }
+    cells = [
+        [name, _with_range(value, losses, turns), f"{value(losses) / losses.step_ms:.0%}", meaning]
+        for name, (value, meaning) in parts.items()
     ]
-    cells = [[name, f"{ms:.1f}", f"{ms / losses.step_ms:.0%}", meaning] for name, ms, meaning in parts]
-    title = f"A step of {losses.num_ranks} ranks"
+    title = f"A step of {losses.num_ranks} ranks, in brackets the least and the most of {len(turns)} turns"
     measure.print_table(title, ["part", "ms", "share", "what it is"], cells)
-    print("", *in_words(losses), sep="\n")
+    print("", *in_words(losses, turns), sep="\n")
+
+
+def _lost_to(reason: str) -> Callable[[Losses], float]:
+    return lambda losses: losses.lost_ms[reason]
+
+
+def _with_range(value: Callable[[Losses], float], losses: Losses, turns: Sequence[Losses]) -> str:
+    of_turns = list(map(value, turns))
+    return f"{value(losses):.1f} ({min(of_turns):.1f} to {max(of_turns):.1f})"
 
 
 if __name__ == "__main__":

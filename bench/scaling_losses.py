@@ -189,8 +189,13 @@ def losses_of(measured: Mapping[str, Measured]) -> Losses:
     )
 
 
-def in_words(losses: Losses) -> list[str]:
-    """The result in sentences: how fast, what is lost, and what to attack first."""
+def in_words(losses: Losses, turns: Sequence[Losses]) -> list[str]:
+    """The result in sentences: how fast, what is lost, what to attack first, and how sure that is.
+
+    Args:
+        losses: from all runs.
+        turns: from the runs of each turn alone.
+    """
     n, step = losses.num_ranks, losses.step_ms
     parts = {reason: ms / step for reason, ms in losses.lost_ms.items()}
     named = [f"{part:.0%} to {reason}" for reason, part in _largest_first(parts) if part >= 0.005]
@@ -209,7 +214,19 @@ def in_words(losses: Losses) -> list[str]:
     else:
         faster = step / (step - gain)
         lines.append(f"Attack {reason} first: without it, {n} ranks are {faster:.2f} times as fast. {_remedy(reason)}.")
+    noise = max(_range(turns, each) for each in losses.lost_ms)
+    if noise >= max(gain, NEGLIGIBLE * step):
+        lines.append(
+            f"But turns differ by up to {noise / step:.0%} of a step, so this is not certain: stop what else runs on "
+            "the machine, or give --turns 5."
+        )
     return lines
+
+
+def _range(turns: Sequence[Losses], reason: str) -> float:
+    """The largest loss for that reason in any turn minus the smallest, in milliseconds."""
+    values = [turn.lost_ms[reason] for turn in turns]
+    return max(values) - min(values)
 
 
 def _largest_first(values: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -230,7 +230,8 @@ def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     assert _bench(tmp_path, monkeypatch, 100, "--json", str(out)) == 0
     written = json.loads(out.read_text())
     test_bench.check_about(written["about"], "scaling.py")
-    *rows, losses = written["rows"]
+    *rows, losses, of_turn = written["rows"]
+    assert of_turn == losses | {"turn": 0}
     assert [(row["condition"], row["ranks"], row["steps"]) for row in rows] == [
         *((name, 2, 5) for name in ("given", "synthetic", "silent", "compute")),
         *((name, 1, 5) for name in ("one", "ideal")),
@@ -331,7 +332,7 @@ def test_losses_are_those_of_the_example() -> None:
     assert (found.step_ms, found.ideal_ms, found.efficiency) == (12, 6, 0.5)
     assert found.speed_up == pytest.approx(14 / 12)
     assert found.lost_alone == pytest.approx(2 / 14)
-    assert in_words(found) == [
+    assert in_words(found, [found]) == [
         "2 ranks give 1.17 times the speed of one (ideal 2).",
         "They reach 50% of the speed of 2 ranks that only compute, each as one alone: 21% is lost to input, 12% to "
         "communication, 8% to interference, 8% to stragglers.",
@@ -347,15 +348,27 @@ def test_what_to_attack_first_is_what_gains_at_once() -> None:
     found = losses_of(measured(given=12, synthetic=12, silent=10, compute=6, one=12, ideal=12))
     assert found.lost_ms["input"] == 2
     assert found.gain_ms["input"] == 0
-    assert in_words(found)[-1].startswith("Attack communication first: without it, 2 ranks are 1.20 times as fast.")
+    assert in_words(found, [found])[-1].startswith(
+        "Attack communication first: without it, 2 ranks are 1.20 times as fast."
+    )
 
 
 def test_nothing_stands_out_where_nothing_is_lost() -> None:
     equal = dict.fromkeys(("given", "synthetic", "silent", "compute"), 10.0)
-    lines = in_words(losses_of(measured(**equal, one=20, ideal=20)))
+    found = losses_of(measured(**equal, one=20, ideal=20))
+    lines = in_words(found, [found])
     assert lines[0] == "2 ranks give 2.00 times the speed of one (ideal 2)."
     assert lines[1] == "They reach 100% of the speed of 2 ranks that only compute, each as one alone."
     assert lines[-1] == "Nothing stands out: no single loss is 3% of a step."
+
+
+def test_what_differs_between_turns_is_not_certain() -> None:
+    """Here input takes 3 ms in one turn, and 7 in another."""
+    same = {"silent": 9, "compute": 6, "one": 14, "ideal": 12}
+    turns = [losses_of(measured(given=12, synthetic=9, **same)), losses_of(measured(given=13, synthetic=2, **same))]
+    assert [turn.lost_ms["input"] for turn in turns] == [3, 7]
+    assert "turns differ by up to 33% of a step" in in_words(turns[0], turns)[-1]
+    assert "turns differ" not in in_words(turns[0], turns[:1])[-1]
 
 
 def test_batches_count_as_equal_if_samples_are_unknown() -> None:
