@@ -56,7 +56,7 @@ from torchring.bench.scaling_losses import (
     losses_of,
     stretches,
 )
-from torchring.bench.scaling_worker import STRETCH_STEPS, Ending, Settings, command, ending_path
+from torchring.bench.scaling_worker import COMPLAINT, STRETCH_STEPS, Ending, Settings, command, ending_path
 from torchring.launch.arguments import hosts_of, setting
 from torchring.launch.launcher import LAUNCHERS, Host, LaunchError, is_here, share_out, start
 from torchring.launch.output import OutputOptions
@@ -237,10 +237,12 @@ class Experiment:
 
 
 def _show_last_lines(folder: Path) -> None:
-    """Of the ranks that print a traceback, or of all if none does."""
+    """Of the ranks that say what is wrong, or else of those that print a traceback, or else of all."""
     texts = {file.stem: file.read_text(errors="replace") for file in sorted(folder.glob("rank*.log"))}
-    guilty = {name: text for name, text in texts.items() if "Traceback" in text}
-    for name, text in (guilty or texts).items():
+    for sign in (COMPLAINT, "Traceback", ""):
+        if guilty := {name: text for name, text in texts.items() if sign in text}:
+            break
+    for name, text in guilty.items():
         if text:
             print(f"--- the last lines of {name}:", *text.splitlines()[-_LAST_LINES:], sep="\n", file=sys.stderr)
 
@@ -282,7 +284,8 @@ def report(measured: dict[str, Measured], losses: Losses, turns: Sequence[Losses
         [name, _with_range(value, losses, turns), f"{value(losses) / losses.step_ms:.0%}", meaning]
         for name, (value, meaning) in parts.items()
     ]
-    title = f"A step of {losses.num_ranks} ranks, in brackets the least and the most of {len(turns)} turns"
+    turns_named = f", in brackets the least and the most of {len(turns)} turns" if len(turns) > 1 else ""
+    title = f"A step of {losses.num_ranks} ranks{turns_named}"
     measure.print_table(title, ["part", "ms", "share", "what it is"], cells)
     print("", *in_words(losses, turns), sep="\n")
 
@@ -293,7 +296,8 @@ def _lost_to(reason: str) -> Callable[[Losses], float]:
 
 def _with_range(value: Callable[[Losses], float], losses: Losses, turns: Sequence[Losses]) -> str:
     of_turns = list(map(value, turns))
-    return f"{value(losses):.1f} ({min(of_turns):.1f} to {max(of_turns):.1f})"
+    spread = f" ({min(of_turns):.1f} to {max(of_turns):.1f})" if len(turns) > 1 else ""
+    return f"{value(losses):.1f}{spread}"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any, Final
 from torchring.rendezvous.environment import TRACE
 
 STRETCH_STEPS: Final = 10  # a GPU is waited for after each stretch, so that the time of a stretch is right
+COMPLAINT: Final = "torchring bench scaling: this rank"  # how lines begin that a rank prints
 _PATIENCE_SECONDS: Final = 60.0  # for the other ranks to make as many steps
 # Not `-m`, which puts the working directory first in sys.path.
 _BOOT: Final = (
@@ -150,17 +151,24 @@ class Run:
             atexit._run_exitfuncs()  # among them: writes the trace, ends workers of DataLoaders
             _finalize_mpi()
         except BaseException as error:
-            print(f"torchring bench scaling: {type(error).__name__}: {error}", file=sys.stderr)
+            number = self._settings.num_steps_in_all
+            print(f"{COMPLAINT} could not end after step {number}: {type(error).__name__}: {error}", file=sys.stderr)
             _leave(1)
         _leave(0)
 
     def _meet(self) -> None:
         """Wait until all ranks have come this far: none may miss another one in its last step."""
         from torchring import world as worlds
+        from torchring.errors import RingError
 
         if worlds.is_initialized() and (rendezvous := worlds.default_world().rendezvous) is not None:
             seconds = _PATIENCE_SECONDS + time.monotonic() - self._began_at
-            rendezvous.with_timeout(seconds).all_gather("bench/scaling", b"")
+            try:
+                rendezvous.with_timeout(seconds).all_gather("bench/scaling", b"")
+            except RingError as error:
+                raise RuntimeError(
+                    f"other ranks do not come as far; the script has to give all ranks equally many batches ({error})"
+                ) from error
 
     def _note(self, *, was_ended: bool) -> None:
         from torchring.world import rank

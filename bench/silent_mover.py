@@ -18,7 +18,7 @@ import torch
 
 from torchring import optimizer
 from torchring.allreduce import Mover, Wire
-from torchring.allreduce.device.stream import OnStream
+from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.allreduce.select import Choice
 from torchring.errors import RingError
 from torchring.gradients import buffers, group, replicas, rounds, sparse, sync
@@ -59,9 +59,7 @@ class SilentMover:
         return self._mover.open_wires(specs)
 
     def start(self, wire: Wire, *, scale: float = 1.0, tag: int = 0) -> SilentReduction:
-        factor = scale * self._num_ranks
-        if factor != 1.0:  # with compression, or sums: otherwise the mean is what is there
-            wire.tensor.data.mul_(factor)  # `data` has a version counter of its own
+        _reduce(wire.tensor.data, scale * self._num_ranks)  # `data` has a version counter of its own
         return SilentReduction()
 
     def fail(self, error: RingError) -> None:
@@ -96,10 +94,15 @@ def silence() -> None:
 
     def open_silent(reduction: Reduction, plan: Plan, device: torch.device) -> tuple[Mover[Any], Choice]:
         mover, choice = open_mover(reduction, plan, device)
-        if isinstance(mover, OnStream):
-            vars(mover._engine)["launch"] = _launch_nothing
-            return mover, choice
-        return SilentMover(mover, reduction.world.size), choice
+        num_ranks = reduction.world.size
+        if not isinstance(mover, OnStream):
+            return SilentMover(mover, num_ranks), choice
+
+        def launch(wire: DeviceWire, scale: float) -> None:
+            _reduce(wire.buffer, scale * num_ranks)
+
+        vars(mover._engine)["launch"] = launch
+        return mover, choice
 
     Reduction._open_mover = open_silent  # type: ignore[method-assign,assignment]
     BufferSync.write = _keep_buffers  # type: ignore[method-assign]
@@ -107,7 +110,10 @@ def silence() -> None:
         vars(module)["internal_collectives_of"] = AloneTogether
 
 
-def _launch_nothing(wire: object, scale: float) -> None: ...
+def _reduce(buffer: torch.Tensor, factor: float) -> None:
+    """What is there is the mean already. With compression, which has divided it, and for sums, it is not."""
+    if factor != 1.0:
+        buffer.mul_(factor)
 
 
 def _keep_buffers(self: BufferSync) -> None: ...

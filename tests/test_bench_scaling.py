@@ -9,13 +9,14 @@ import json
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import test_bench
 import torch
+from fake_device import FakeAccelerator
 from harness import run_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -99,6 +100,11 @@ def test_a_batch_is_as_good_as_new_each_time() -> None:
 # Ranks that exchange nothing
 
 
+def _gradients_on_device(rank: int, world_size: int, is_silent: bool, options: dict[str, Any]) -> list[list[float]]:
+    with FakeAccelerator().installed():
+        return _gradients(rank, world_size, is_silent, options)
+
+
 def _gradients(rank: int, world_size: int, is_silent: bool, options: dict[str, Any]) -> list[list[float]]:
     """Of steps on which the ranks do not agree: rank 1 makes one step fewer, if the ranks are silent."""
     if is_silent:
@@ -119,12 +125,16 @@ def _gradients(rank: int, world_size: int, is_silent: bool, options: dict[str, A
     return [*found, model[0].weight[0].tolist()]  # type: ignore[index]
 
 
+@pytest.mark.parametrize("train", [_gradients, pytest.param(_gradients_on_device, marks=pytest.mark.grid)])
 @pytest.mark.parametrize(
     ("options", "factor"), [({}, 1), ({"op": "sum"}, 2), ({"compression": "bf16", "overlap": "thread"}, 1)]
 )
-def test_silent_ranks_keep_their_gradients_and_wait_for_nobody(options: dict[str, Any], factor: int) -> None:
+def test_silent_ranks_keep_their_gradients_and_wait_for_nobody(
+    options: dict[str, Any], factor: int, train: Callable[..., Any]
+) -> None:
     """A sum is that of ranks which all have these gradients."""
-    for rank, found in enumerate(run_ranks(_gradients, 2, True, options)):
+    env = {"TRITON_INTERPRET": "1"} if train is _gradients_on_device else {}
+    for rank, found in enumerate(run_ranks(train, 2, True, options, env=env, deadline=150)):
         *gradients, weight = found
         assert gradients == [[factor * (1.0 + rank), factor * 2.0]] * (4 - rank)
         assert weight == [1 - 0.5 * sum(column) for column in zip(*gradients, strict=True)]
