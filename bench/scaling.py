@@ -60,6 +60,7 @@ from torchring.bench.scaling_worker import COMPLAINT, STRETCH_STEPS, Ending, Set
 from torchring.launch.arguments import hosts_of, setting
 from torchring.launch.launcher import LAUNCHERS, Host, LaunchError, is_here, share_out, start
 from torchring.launch.output import OutputOptions
+from torchring.launch.signals import STOPPING
 from torchring.rendezvous.environment import TRACE
 from torchring.tracing import files
 from torchring.tracing.recorder import NUM_STEPS
@@ -191,6 +192,8 @@ class Experiment:
                 options.launcher,
                 OutputOptions(log_dir=name, is_quiet=not options.verbose),
             )
+            if code - 128 in STOPPING:
+                raise SystemExit(code)
             if code:
                 if not options.verbose:
                     _show_last_lines(folder)
@@ -211,7 +214,10 @@ class Experiment:
                 "folder"
             )
         endings = [Ending(**json.loads(ending_path(folder, rank).read_text())) for rank in range(num_ranks)]
-        return [files.read(found[rank]) for rank in range(num_ranks)], endings
+        try:
+            return [files.read(found[rank]) for rank in range(num_ranks)], endings
+        except files.TraceError as error:
+            raise LaunchError(str(error)) from error
 
     def _evaluate(self, condition: Condition, traces: Sequence[RankTrace], endings: Sequence[Ending]) -> Stretches:
         options = self._options

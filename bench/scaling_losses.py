@@ -209,24 +209,19 @@ def in_words(losses: Losses, turns: Sequence[Losses]) -> list[str]:
     if losses.divides_batch:
         lines.append("A rank of several has a smaller batch than one alone; what that costs counts as interference.")
     reason, gain = _largest_first(losses.gain_ms)[0]
+    gains = [turn.gain_ms[reason] for turn in turns]
+    noise = max(gains) - min(gains)
     if gain < NEGLIGIBLE * step:
         lines.append(f"Nothing stands out: no single loss is {NEGLIGIBLE:.0%} of a step.")
+    elif noise >= gain:
+        lines.append(
+            f"What to attack first is not certain: {reason} seems to cost {gain / step:.0%} of a step, but turns differ by "
+            f"{noise / step:.0%}. Stop what else runs on the machine, or give more --turns."
+        )
     else:
         faster = step / (step - gain)
         lines.append(f"Attack {reason} first: without it, {n} ranks are {faster:.2f} times as fast. {_remedy(reason)}.")
-    noise = max(_range(turns, each) for each in losses.lost_ms)
-    if noise >= max(gain, NEGLIGIBLE * step):
-        lines.append(
-            f"But turns differ by up to {noise / step:.0%} of a step, so this is not certain: stop what else runs on "
-            "the machine, or give --turns 5."
-        )
     return lines
-
-
-def _range(turns: Sequence[Losses], reason: str) -> float:
-    """The largest loss for that reason in any turn minus the smallest, in milliseconds."""
-    values = [turn.lost_ms[reason] for turn in turns]
-    return max(values) - min(values)
 
 
 def _largest_first(values: Mapping[str, float]) -> list[tuple[str, float]]:
