@@ -377,8 +377,8 @@ def test_what_differs_between_turns_is_not_certain() -> None:
     same = {"synthetic": 9, "silent": 9, "compute": 6, "one": 14, "ideal": 12}
     turns = [losses_of(measured(given=given, **same)) for given in (12, 16)]
     assert in_words(turns[0], turns)[-1] == (
-        "What to attack first is not certain: input seems to cost 25% of a step, but turns differ by 33%. Stop what else "
-        "runs on the machine, or give more --turns."
+        "What to attack first is not certain: input seems to cost 25% of a step, but turns differ by 33%. Stop what "
+        "else runs on the machine, or give more --turns."
     )
     assert "not certain" not in in_words(turns[1], turns)[-1]
 
