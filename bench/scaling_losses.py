@@ -215,8 +215,8 @@ def in_words(losses: Losses, turns: Sequence[Losses]) -> list[str]:
         lines.append(f"Nothing stands out: no single loss is {NEGLIGIBLE:.0%} of a step.")
     elif noise >= gain:
         lines.append(
-            f"What to attack first is not certain: {reason} seems to cost {gain / step:.0%} of a step, but turns differ "
-            f"by {noise / step:.0%}. Stop what else runs on the machine, or give more --turns."
+            f"What to attack first is not certain: {reason} seems to cost {gain / step:.0%} of a step, but turns "
+            f"differ by {noise / step:.0%}. Stop what else runs on the machine, or give more --turns."
         )
     else:
         faster = step / (step - gain)
