@@ -221,7 +221,7 @@ class Experiment:
 
     def _evaluate(self, condition: Condition, traces: Sequence[RankTrace], endings: Sequence[Ending]) -> Stretches:
         options = self._options
-        found = stretches(traces, options.warm_up, STRETCH_STEPS, is_silent=condition.is_silent)
+        found = stretches(traces, options.warm_up, STRETCH_STEPS)
         if not found.num_steps:
             raise LaunchError(
                 f"{options.script} has ended after {len(traces[0].steps)} steps, and the first {options.warm_up} do "
@@ -265,7 +265,8 @@ def rows_of(measured: dict[str, Measured], losses: Losses, turns: Sequence[Losse
     """All that was measured, as JSON can hold it: a row for each condition, one for the losses, one for each turn's."""
     rows: list[dict[str, Any]] = []
     for name, each in measured.items():
-        row = {"condition": name, "ranks": each.num_ranks, "step_ms": vars(each.step), "typical_ms": each.typical_ms}
+        row = {"condition": name, "ranks": each.num_ranks, "step_ms": vars(each.step)}
+        row |= {"typical_ms": each.typical_ms, "slowest_in_each_step_ms": each.in_step_ms}
         rows.append(row | {"samples_per_s": each.samples_per_s or None, "steps": each.num_steps})
     for turn, of_turn in [(None, losses), *enumerate(turns)]:
         rows.append({"condition": "losses", "turn": turn, "efficiency": of_turn.efficiency, **asdict(of_turn)})

@@ -7,9 +7,11 @@
 
 "silent" ranks do not exchange gradients. Between `ideal` and `given` a step gets longer for four reasons:
 
-    interference     compute - ideal, of a typical rank: N ranks on one machine share its memory and its cores
-    stragglers       compute of the slowest rank in each step - compute of a typical rank
-    communication    given - silent, and synthetic - compute: the mean of both differences
+    interference     compute of a typical rank - ideal: N ranks on one machine share its memory and its cores
+    stragglers       compute of the slowest rank - compute of a typical rank; and, where another rank is the slowest in
+                     each step, what it costs to wait for it: the mean of the slowest steps of compute - compute of the
+                     slowest rank, but not more than ranks take longer that exchange gradients
+    communication    given - silent, and synthetic - compute: the mean of both differences, without that cost
     input            given - synthetic, and silent - compute: the mean of both differences
 
 The four add up to `given - ideal`. The two differences of a pair are not the same where input and communication hide
@@ -19,8 +21,9 @@ difference of the pair.
 Ranks are compared by the time that a rank takes for a sample. So a script may give each rank the same batch as one rank
 alone, or divide a batch among the ranks. Times are stated for the batch that a rank has in `given`.
 
-Example, in ms: given 12, synthetic 9, silent 10, compute 8 (typical rank: 7), ideal 6. Input 2.5, communication 1.5,
-stragglers 1, interference 1: in all 6, which is 12 - 6. Half of the ideal speed is lost.
+Example, in ms: given 12, synthetic 9, silent 9, compute 7 (typical rank 6.5; slowest in each step 8), ideal 6.
+Interference 0.5, stragglers 0.5 + 1, communication 2.5 - 1, input 2.5: in all 6, which is 12 - 6. Half of the ideal
+speed is lost.
 """
 
 from __future__ import annotations
@@ -55,24 +58,23 @@ class Stretches:
     A DataLoader with workers gives its batches in bursts. So a stretch counts with the mean of its steps.
 
     Attributes:
-        step_ms: for each stretch, the step of the slowest rank.
+        step_ms: for each stretch, the mean step of the slowest rank.
         typical_ms: for each stretch, the mean step of all ranks.
+        in_step_ms: for each stretch, the mean of the slowest step: each step counts as on the rank that is slowest in
+            it. On a GPU the same as `step_ms`: the host runs ahead there, and single steps say nothing.
         num_samples: in a step of one rank, mean; 0 if unknown.
         num_steps: that were counted.
     """
 
     step_ms: tuple[float, ...]
     typical_ms: tuple[float, ...]
+    in_step_ms: tuple[float, ...]
     num_samples: float
     num_steps: int
 
 
-def stretches(traces: Sequence[RankTrace], num_warm_up: int, num_in_stretch: int, *, is_silent: bool) -> Stretches:
+def stretches(traces: Sequence[RankTrace], num_warm_up: int, num_in_stretch: int) -> Stretches:
     """Cut a run into stretches.
-
-    Ranks that exchange gradients wait for each other, so the slowest rank is the one with the longest stretch. Silent
-    ranks do not. If they did, each step would take as long as on the rank that is slowest in this step. (On a GPU the
-    host runs ahead, and single steps say nothing. There, the slowest rank is the one with the longest stretch.)
 
     Args:
         traces: of all ranks.
@@ -82,17 +84,18 @@ def stretches(traces: Sequence[RankTrace], num_warm_up: int, num_in_stretch: int
     counted = [[step for step in trace.steps if step.number >= num_warm_up] for trace in traces]
     num_steps = min(map(len, counted))
     periods = [[(step.end - step.begin) / 1e6 for step in steps[:num_steps]] for steps in counted]
-    by_step = is_silent and all(trace.about.device == "cpu" for trace in traces)
-    slowest, typical = [], []
+    on_host = all(trace.about.device == "cpu" for trace in traces)
+    slowest, typical, in_step = [], [], []
     length = min(num_in_stretch, num_steps)
-    for start in range(0, num_steps - length + 1, max(1, length)) if length else ():
+    for start in range(0, num_steps - length + 1, length) if length else ():
         parts = [rank[start : start + length] for rank in periods]
         means = list(map(statistics.fmean, parts))
+        slowest.append(max(means))
         typical.append(statistics.fmean(means))
-        slowest.append(statistics.fmean(map(max, zip(*parts, strict=True))) if by_step else max(means))
+        in_step.append(statistics.fmean(map(max, zip(*parts, strict=True))) if on_host else max(means))
     samples = [step.num_samples for steps in counted for step in steps[:num_steps]]
     num_samples = statistics.fmean(samples) if samples and all(samples) else 0.0
-    return Stretches(tuple(slowest), tuple(typical), num_samples, num_steps)
+    return Stretches(tuple(slowest), tuple(typical), tuple(in_step), num_samples, num_steps)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class Measured:
         num_ranks: that trained.
         step: of the slowest rank, over all stretches.
         typical_ms: step of a typical rank, the median over all stretches.
+        in_step_ms: the slowest step, the median over all stretches; see `Stretches`.
         num_samples: in a step of one rank; 0 if unknown.
         num_steps: that were counted, in all runs.
     """
@@ -110,6 +114,7 @@ class Measured:
     num_ranks: int
     step: Spread
     typical_ms: float
+    in_step_ms: float
     num_samples: float
     num_steps: int
 
@@ -120,6 +125,7 @@ class Measured:
             num_ranks,
             Spread.of([ms / 1e3 for run in runs for ms in run.step_ms]),
             statistics.median(ms for run in runs for ms in run.typical_ms),
+            statistics.median(ms for run in runs for ms in run.in_step_ms),
             statistics.fmean(samples) if all(samples) else 0.0,
             sum(run.num_steps for run in runs),
         )
@@ -170,13 +176,16 @@ def losses_of(measured: Mapping[str, Measured]) -> Losses:
     factor = {name: each.factor_to(given) for name, each in measured.items()}
     ms = {name: each.step.p50 * factor[name] for name, each in measured.items()}
     typical = measured[COMPUTE].typical_ms * factor[COMPUTE]
+    waits_in_step = measured[COMPUTE].in_step_ms * factor[COMPUTE] - ms[COMPUTE]
+    exchange = (ms[GIVEN] - ms[SILENT] + ms[SYNTHETIC] - ms[COMPUTE]) / 2
+    waits_in_step = min(waits_in_step, max(0.0, exchange))
     lost = {
         INPUT: (ms[GIVEN] - ms[SYNTHETIC] + ms[SILENT] - ms[COMPUTE]) / 2,
-        COMMUNICATION: (ms[GIVEN] - ms[SILENT] + ms[SYNTHETIC] - ms[COMPUTE]) / 2,
+        COMMUNICATION: exchange - waits_in_step,
         INTERFERENCE: typical - ms[IDEAL],
-        STRAGGLERS: ms[COMPUTE] - typical,
+        STRAGGLERS: ms[COMPUTE] - typical + waits_in_step,
     }
-    gains = lost | {INPUT: ms[GIVEN] - ms[SYNTHETIC], COMMUNICATION: ms[GIVEN] - ms[SILENT]}
+    gains = lost | {INPUT: ms[GIVEN] - ms[SYNTHETIC], COMMUNICATION: ms[GIVEN] - ms[SILENT] - waits_in_step}
     return Losses(
         given.num_ranks,
         ms[GIVEN],
@@ -219,7 +228,7 @@ def in_words(losses: Losses, turns: Sequence[Losses]) -> list[str]:
             f"differ by {noise / step:.0%}. Stop what else runs on the machine, or give more --turns."
         )
     else:
-        faster = step / (step - gain)
+        faster = step / max(step - gain, losses.ideal_ms)  # noise may have made another loss negative
         lines.append(f"Attack {reason} first: without it, {n} ranks are {faster:.2f} times as fast. {_remedy(reason)}.")
     return lines
 

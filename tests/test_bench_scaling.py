@@ -309,35 +309,35 @@ def trace(periods_ms: list[int], device: str = "cpu", num_samples: int = 8) -> R
     return RankTrace(About(device=device), tuple(steps))
 
 
-def test_silent_ranks_would_wait_for_the_slowest_in_each_step() -> None:
+def test_stretches_know_the_slowest_rank_and_the_slowest_in_each_step() -> None:
     """The first two steps do not count, and neither does the rest that fills no stretch."""
-    ranks = [[90, 90, 1, 3, 2, 8, 5], [90, 90, 3, 1, 4, 6, 5]]
-    exchanging = stretches([trace(rank) for rank in ranks], 2, 2, is_silent=False)
-    assert exchanging == Stretches((2.0, 5.0), (2.0, 5.0), 8.0, 5)
-    silent = stretches([trace(rank) for rank in ranks], 2, 2, is_silent=True)
-    assert silent == Stretches((3.0, 6.0), (2.0, 5.0), 8.0, 5)
-    on_gpus = stretches([trace(rank, "NVIDIA H100") for rank in ranks], 2, 2, is_silent=True)
-    assert on_gpus == exchanging
-    assert stretches([trace([90, 90, 4, 6]), trace([90, 90, 4])], 2, 10, is_silent=False).step_ms == (4.0,)
-    assert stretches([trace([90, 90])], 2, 10, is_silent=False) == Stretches((), (), 0.0, 0)
-    assert stretches([trace([1, 1, 1], num_samples=0)], 2, 10, is_silent=False).num_samples == 0
+    ranks = [[90, 90, 1, 3, 2, 8, 5], [90, 90, 4, 2, 4, 6, 5]]
+    found = stretches([trace(rank) for rank in ranks], 2, 2)
+    assert found == Stretches((3.0, 5.0), (2.5, 5.0), (3.5, 6.0), 8.0, 5)
+    on_gpus = stretches([trace(rank, "NVIDIA H100") for rank in ranks], 2, 2)
+    assert on_gpus == Stretches((3.0, 5.0), (2.5, 5.0), (3.0, 5.0), 8.0, 5)
+    assert stretches([trace([90, 90, 4, 6]), trace([90, 90, 4])], 2, 10).step_ms == (4.0,)
+    assert stretches([trace([90, 90])], 2, 10) == Stretches((), (), (), 0.0, 0)
+    assert stretches([trace([1, 1, 1], num_samples=0)], 2, 10).num_samples == 0
 
 
-def measured(**ms: float) -> dict[str, Measured]:
+def measured(typical: float | None = None, in_step: float | None = None, **ms: float) -> dict[str, Measured]:
     """Two ranks with 8 samples each; one rank alone has 16."""
-    return {
-        name: Measured(1, Spread(ms[name], ms[name], ms[name], 9), ms[name], 16, 50)
-        if name in ("one", "ideal")
-        else Measured(2, Spread(ms[name], ms[name], ms[name], 9), ms.get("typical", ms[name]), 8, 50)
-        for name in ms
-        if name != "typical"
-    }
+
+    def one(name: str, step: float) -> Measured:
+        num_ranks, num_samples = (1, 16) if name in ("one", "ideal") else (2, 8)
+        return Measured(num_ranks, Spread(step, step, step, 9), typical or step, in_step or step, num_samples, 50)
+
+    return {name: one(name, step) for name, step in ms.items()}
+
+
+EXAMPLE = {"given": 12, "synthetic": 9, "silent": 9, "compute": 7, "typical": 6.5, "in_step": 8, "one": 14, "ideal": 12}
 
 
 def test_losses_are_those_of_the_example() -> None:
     """In the docstring of scaling_losses.py. A step of one rank has twice the samples here, so it may take twice 6."""
-    found = losses_of(measured(given=12, synthetic=9, silent=10, compute=8, typical=7, one=14, ideal=12))
-    assert found.lost_ms == {"input": 2.5, "communication": 1.5, "interference": 1.0, "stragglers": 1.0}
+    found = losses_of(measured(**EXAMPLE))
+    assert found.lost_ms == {"input": 2.5, "communication": 1.5, "interference": 0.5, "stragglers": 1.5}
     assert found.gain_ms == found.lost_ms | {"input": 3, "communication": 2}
     assert (found.step_ms, found.ideal_ms, found.efficiency) == (12, 6, 0.5)
     assert found.speed_up == pytest.approx(14 / 12)
@@ -345,12 +345,28 @@ def test_losses_are_those_of_the_example() -> None:
     assert in_words(found, [found]) == [
         "2 ranks give 1.17 times the speed of one (ideal 2).",
         "They reach 50% of the speed of 2 ranks that only compute, each as one alone: 21% is lost to input, 12% to "
-        "communication, 8% to interference, 8% to stragglers.",
+        "communication, 12% to stragglers, 4% to interference.",
         "One rank alone loses 14% to input, too.",
         "A rank of several has a smaller batch than one alone; what that costs counts as interference.",
         "Attack input first: without it, 2 ranks are 1.33 times as fast. Give the DataLoader more workers "
         "(num_workers), or let it do less for each sample.",
     ]
+
+
+def test_stragglers_cost_no_more_than_the_exchange_of_gradients() -> None:
+    """Silent ranks that other programs slow down one after the other would be waited for, but only so long."""
+    found = losses_of(measured(**EXAMPLE | {"in_step": 20}))
+    assert found.lost_ms == {"input": 2.5, "communication": 0, "interference": 0.5, "stragglers": 3.0}
+    found = losses_of(measured(**EXAMPLE | {"in_step": 20, "silent": 15}))
+    assert found.lost_ms == {"input": 5.5, "communication": -0.5, "interference": 0.5, "stragglers": 0.5}
+    assert sum(found.lost_ms.values()) == found.step_ms - found.ideal_ms
+
+
+def test_a_job_gets_no_faster_than_the_ideal() -> None:
+    """Noise has made communication negative, and stragglers as large as the step."""
+    found = losses_of(measured(given=12, synthetic=12, silent=18, compute=18, typical=6, one=12, ideal=12))
+    assert found.lost_ms == {"input": 0, "communication": -6, "interference": 0, "stragglers": 12}
+    assert in_words(found, [found])[-1].startswith("Attack stragglers first: without it, 2 ranks are 2.00 times")
 
 
 def test_what_to_attack_first_is_what_gains_at_once() -> None:
@@ -385,7 +401,7 @@ def test_what_differs_between_turns_is_not_certain() -> None:
 
 def test_batches_count_as_equal_if_samples_are_unknown() -> None:
     unknown = {
-        name: Measured(each.num_ranks, each.step, each.typical_ms, 0, 50)
+        name: Measured(each.num_ranks, each.step, each.typical_ms, each.in_step_ms, 0, 50)
         for name, each in measured(given=12, synthetic=9, silent=10, compute=8, one=9, ideal=6).items()
     }
     found: Losses = losses_of(unknown)
