@@ -160,7 +160,6 @@ class Experiment:
         self._hosts = hosts
         self._num_ranks = num_ranks
         self._num_threads: int | None = None  # of each of several ranks
-        self._has_warned = False
 
     def run(self) -> list[dict[str, Stretches]]:
         """For each turn the times by condition. Raises LaunchError, and SystemExit if the script fails."""
