@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_bench
 import torch
 from fake_device import FakeAccelerator
 from harness import run_ranks
@@ -116,12 +115,14 @@ def _gradients(rank: int, world_size: int, is_silent: bool, options: dict[str, A
     for _ in range(4 - rank if is_silent else 3):
         optimizer.zero_grad()
         model[1].running_mean.fill_(rank)  # type: ignore[union-attr,operator]
+        model[1].num_batches_tracked.fill_(3 + rank)  # type: ignore[union-attr,operator]
         model[0](torch.tensor([[1.0 + rank, 2.0]])).sum().backward()
         (grad,) = (parameter.grad for parameter in model.parameters())
         assert grad is not None
         found.append(grad[0].tolist())
         optimizer.step()
     assert model[1].running_mean.item() == (rank if is_silent else 0.5)  # type: ignore[union-attr,operator]
+    assert model[1].num_batches_tracked.item() == (3 + rank if is_silent else 3)  # type: ignore[union-attr,operator]
     return [*found, model[0].weight[0].tolist()]  # type: ignore[index]
 
 
@@ -138,6 +139,29 @@ def test_silent_ranks_keep_their_gradients_and_wait_for_nobody(
         *gradients, weight = found
         assert gradients == [[factor * (1.0 + rank), factor * 2.0]] * (4 - rank)
         assert weight == [1 - 0.5 * sum(column) for column in zip(*gradients, strict=True)]
+
+
+def _two_optimizers(rank: int, world_size: int) -> list[float]:
+    """Which meet in one backward, and would agree on who takes part. One has a sparse gradient. Rank 1 ends early."""
+    silence()
+    table, layer = torch.nn.Embedding(4, 1, sparse=True), torch.nn.Linear(1, 1, bias=False)
+    optimizers = [torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model) for model in (table, layer)]
+    for _ in range(4 - 2 * rank):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        layer(table(torch.tensor([rank]))).sum().backward()
+        expected = layer.weight.item()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert table.weight.grad is not None
+    rows: list[float] = table.weight.grad.to_dense().flatten().tolist()
+    assert rows[rank] == pytest.approx(expected)
+    return rows
+
+
+def test_silent_ranks_with_several_optimizers_and_sparse_gradients() -> None:
+    for rank, rows in enumerate(run_ranks(_two_optimizers, 2)):
+        assert [row for row, grad in enumerate(rows) if grad] == [rank]
 
 
 def test_without_silence_gradients_are_means() -> None:
@@ -239,7 +263,9 @@ def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     out = tmp_path / "results.json"
     assert _bench(tmp_path, monkeypatch, 100, "--json", str(out)) == 0
     written = json.loads(out.read_text())
-    test_bench.check_about(written["about"], "scaling.py")
+    assert written["about"]["script"] == "scaling.py"
+    assert written["about"]["command"] == [str(tmp_path / "train.py"), "100"]
+    assert written["about"]["versions"]["torch"] == torch.__version__
     *rows, losses, of_turn = written["rows"]
     assert of_turn == losses | {"turn": 0}
     assert [(row["condition"], row["ranks"], row["steps"]) for row in rows] == [
