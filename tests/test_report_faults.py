@@ -64,7 +64,7 @@ def _train(rank: int, size: int, fault: str, num_steps: int, options: dict[str, 
     if fault == "late parameter":
         widths[0] = 20_000
     if fault == "small buckets":
-        widths = [16] * 120
+        widths = [16] * 50
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
     kind = _SlowSGD if fault == "optimizer" else torch.optim.SGD
     optimizer = torchring.wrap(kind(model.parameters(), lr=1e-3), model, **options)
