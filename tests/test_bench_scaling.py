@@ -73,9 +73,10 @@ def test_a_loader_gives_its_first_batch_as_often_as_it_has_batches(first_batches
 
 
 def test_workers_of_a_loader_end_after_the_first_batch(first_batches: FirstBatches) -> None:
+    before = set(multiprocessing.active_children())  # ranks of other tests
     loader = DataLoader(Counted(), batch_size=4, num_workers=1, persistent_workers=True)
     assert [batch["y"].tolist() for batch in loader] == [[0, 1, 2, 3]] * 3
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
     assert len(list(loader)) == 3
 
 
