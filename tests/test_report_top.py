@@ -35,6 +35,15 @@ def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "No rank has made a step for 60 s." in top.look(tmp_path).text
 
 
+def test_a_killed_rank_leaves_its_last_steps_behind(tmp_path: Path) -> None:
+    survivor, killed = simulate(2, 50)
+    write_live(tmp_path, [survivor, killed], age=5)
+    for ended_by, is_over in (("SIGUSR1", False), ("rank 1 is gone", True)):
+        about = dataclasses.replace(survivor.about, ended_by=ended_by, written_at=time.time() - 4)
+        write(tmp_path, dataclasses.replace(survivor, about=about))
+        assert top.look(tmp_path).is_over is is_over
+
+
 def test_a_job_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert cli.main(["top", str(folder), "--once"]) == 1

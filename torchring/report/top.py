@@ -70,6 +70,9 @@ def main(arguments: Sequence[str]) -> int:
 def look(folder: Path) -> Picture:
     """What the job's ranks have written."""
     live, whole = _traces(find_live, folder), _traces(find, folder)
+    ends = [trace.about.written_at for trace in whole if trace.about.ended_by != "SIGUSR1"]
+    if ends and all(trace.about.written_at < max(ends) for trace in live):
+        live = []  # of ranks that were killed
     if not live and not whole:
         how = f"`torchring run --trace {folder} ...` writes it"
         return Picture(f"no rank has written to {folder} yet; {how}", is_empty=True)
@@ -85,8 +88,8 @@ def look(folder: Path) -> Picture:
     lines = [f"Step {last + 1:,}: {speed}{samples}, {analysis.size} ranks, the last {analysis.num_steps} steps."]
     still = time.time() - max(trace.about.written_at for trace in job.traces)
     if not live:
-        ends = sorted({trace.about.ended_by for trace in job.traces} - {"", "end", "SIGUSR1"})
-        lines.append(f"The job has ended{''.join(f': {end}' for end in ends)}.")
+        reasons = sorted({trace.about.ended_by for trace in job.traces} - {"", "end", "SIGUSR1"})
+        lines.append(f"The job has ended{''.join(f': {reason}' for reason in reasons)}.")
     elif still > _STILL_SECONDS:
         lines.append(f"No rank has made a step for {still:.0f} s.")
     lines += [analysis.verdict.sentence, *analysis.problems, ""]
