@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -54,6 +56,15 @@ def test_wrong_arguments(options: dict[str, Any], text: str) -> None:
 def test_batch_size_outside_of_the_training_function() -> None:
     with pytest.raises(ValueError, match="in the training function"):
         torchring.elastic.State(**parts(), global_batch=4).batch_size  # noqa: B018
+
+
+def test_a_model_of_a_state_can_be_copied_and_pickled() -> None:
+    given = parts()
+    torchring.elastic.State(**given)
+    for model in (copy.deepcopy(given["model"]), pickle.loads(pickle.dumps(given["model"]))):
+        (hook,) = model._forward_pre_hooks.values()
+        assert hook(model, ()) is None
+        assert "torchring" not in repr(hook)
 
 
 def test_run_takes_a_state() -> None:

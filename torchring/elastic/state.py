@@ -30,6 +30,7 @@ from torchring.elastic.membership import Member
 from torchring.elastic.sampler import Sampler, share_of
 from torchring.errors import PlanMismatchError
 from torchring.optimizer import DistributedOptimizer
+from torchring.tracing.forward import TransientHook
 from torchring.world import World
 
 _FORMAT: Final = 1  # of checkpoints
@@ -148,7 +149,7 @@ class State:
             optimizer_.register_step_pre_hook(lambda *_, is_first=is_first: self._before_step(is_first=is_first))
             optimizer_.register_step_post_hook(lambda *_, is_first=is_first: self._after_step(is_first=is_first))
         for module in self._modules.values():
-            module.register_forward_pre_hook(lambda module, _: self._before_forward(module))
+            module.register_forward_pre_hook(_BeforeForward(self))
         for sampler in self._samplers:
             sampler.on_iter = self._weigh_first_batch
 
@@ -449,6 +450,16 @@ class State:
 def _difference(theirs: list[str], mine: list[str]) -> tuple[str, str]:
     """The first line that differs, in both."""
     return next(pair for pair in zip_longest(theirs, mine, fillvalue="nothing more") if pair[0] != pair[1])
+
+
+class _BeforeForward(TransientHook):
+    """A hook on a module of a State."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __call__(self, module: torch.nn.Module, _: object) -> None:
+        self._state._before_forward(module)
 
 
 class _Batches:

@@ -56,11 +56,25 @@ class ForwardWatch:
         self._handles = []
 
 
-class _Hook:
-    """A hook. In a copy of the model, and in a pickled model, a function that does nothing takes its place.
+class TransientHook:
+    """A hook on a module. In a copy of the module, and in a pickled one, a function that does nothing takes its place.
 
     So a model that was wrapped can be unpickled where torchring is not installed.
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+    @property
+    def __name__(self) -> NoReturn:
+        raise RuntimeError(
+            "torch.jit.script() does not compile the hooks that torchring.wrap() puts on a model; script the model "
+            "before wrap(), script a model with the same state_dict(), or call optimizer.close() first"
+        )
+
+
+class _Hook(TransientHook):
+    """Tells a recorder when a model that trains is called."""
 
     def __init__(
         self, recorder: Callable[[], Recorder | None], tell: Callable[[Recorder, tuple[Any, ...]], None]
@@ -74,16 +88,6 @@ class _Hook:
             return
         if torch.is_grad_enabled() and (recorder := self._recorder()) is not None:
             self._tell(recorder, arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-    @property
-    def __name__(self) -> NoReturn:
-        raise RuntimeError(
-            "torch.jit.script() does not compile the hooks that torchring.wrap() puts on a model; script the model "
-            "before wrap(), script a model with the same state_dict(), or call optimizer.close() first"
-        )
 
 
 def _begins(recorder: Recorder, arguments: tuple[Any, ...]) -> None:
