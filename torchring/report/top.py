@@ -1,6 +1,7 @@
 """`torchring top DIR`: how a job that is being traced goes, right now.
 
-Each rank of the job writes its last 50 steps to DIR once a second. This command reads them, and sends the job nothing.
+Each rank of the job writes its last 50 steps to DIR every other second. This command reads them, and sends the job
+nothing.
 
 Exit code: 0 when the job has ended, 2 for a usage error, 130 after Ctrl-C; with --once, 1 if there is nothing to be
 read.

@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -20,7 +21,7 @@ from torchring.threads import PeriodicThread, at_last
 from torchring.tracing import files
 from torchring.tracing.recorder import Recorder
 
-_LIVE_SECONDS: Final = 1.0
+_LIVE_SECONDS: Final = 2.0
 _LIVE_STEPS: Final = 50
 _log = logging.getLogger("torchring")
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -30,7 +31,7 @@ _writer: TraceWriter | None = None
 class TraceWriter:
     """Writes traces of this process to a folder. For any thread.
 
-    Once a second a thread writes the last 50 steps, for `torchring top`: to a file of its own, which goes when the
+    Every other second a thread writes the last 50 steps, for `torchring top`: to a file of its own, which goes when the
     whole trace is written. What cannot be written is said once, as a warning; training goes on.
 
     Args:
@@ -80,6 +81,8 @@ class TraceWriter:
                 if self._is_closed or recorder in self._broken:  # the whole trace is written
                     return
                 trace, steps = recorder.trace("", _LIVE_STEPS)
+                # The names of all parameters would take most of the time.
+                trace = replace(trace, about=replace(trace.about, parameters=()), arrivals=())
                 files.write_encoded(files.live_path_of(self.folder, trace.about.rank), trace, steps)
 
     @contextlib.contextmanager
