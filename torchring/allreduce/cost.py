@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,27 @@ SIZES_BYTES: Final = (64 << 10, 512 << 10, 2 << 20, 8 << 20)
 _NUM_WIRES: Final = 2  # at a time, as in a backward: what two share, such as the wait for a message, counts half
 _NUM_TURNS: Final = 3
 _PATIENCE_SECONDS: Final = 0.25  # for a turn; after a longer one, larger sizes are not measured
+
+
+def seconds_together(
+    world: World, mover: Mover[Any], wires: Sequence[Any], synchronize: Callable[[], None] = lambda: None
+) -> float:
+    """Collective: how long it takes to reduce all these wires, started at once, on the slowest rank.
+
+    Args:
+        synchronize: waits until results are there.
+    """
+    collectives = internal_collectives_of(world)
+    collectives.barrier()
+    started = time.perf_counter()
+    pending = [mover.start(wire) for wire in wires]
+    for reduction in pending:
+        reduction.contribute()
+    for reduction in pending:
+        reduction.wait()
+    synchronize()
+    taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device="cpu")
+    return float(collectives.all_reduce(taken, "max"))
 
 
 def measure_cost(world: World, mover: Mover[Any], dtype: torch.dtype) -> list[tuple[int, float]]:
@@ -35,19 +57,10 @@ def measure_cost(world: World, mover: Mover[Any], dtype: torch.dtype) -> list[tu
 
 
 def _measure(world: World, mover: Mover[Any], numel: int, dtype: torch.dtype) -> float:
-    collectives = internal_collectives_of(world)
     wires = mover.open_wires([(numel, dtype)] * _NUM_WIRES)
     turns: list[float] = []
     for turn in range(_NUM_TURNS + 1):  # the first is a warm-up, unless it takes so long that one turn suffices
-        collectives.barrier()
-        started = time.perf_counter()
-        pending = [mover.start(wire) for wire in wires]
-        for reduction in pending:
-            reduction.contribute()
-        for reduction in pending:
-            reduction.wait()
-        taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device="cpu")
-        slowest = float(collectives.all_reduce(taken, "max"))
+        slowest = seconds_together(world, mover, wires)
         if turn or slowest > _PATIENCE_SECONDS:
             turns.append(slowest)
         if slowest > _PATIENCE_SECONDS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
@@ -13,6 +12,7 @@ from torch.distributed import PrefixStore
 
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.contract import Mover
+from torchring.allreduce.cost import seconds_together
 from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine, all_reduce
 from torchring.allreduce.device.stream import Engine, OnStream
 from torchring.allreduce.direct import DirectAllReduce
@@ -20,7 +20,6 @@ from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_membe
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.ring import RingAllReduce
 from torchring.allreduce.threaded import ThreadedMover
-from torchring.collectives.service import internal_collectives_of
 from torchring.errors import TopologyError, in_step
 from torchring.memory.channel import POLL_SECONDS
 from torchring.transport.open import open_transport
@@ -236,21 +235,11 @@ def _measure(
     Movers take turns. The time of a turn is that of the slowest rank, and the result is the median of turns: the same
     numbers on all ranks, so that all ranks decide alike. `synchronize` waits until results are there.
     """
-    collectives = internal_collectives_of(world)
     wires = {name: mover.open_wires(sample) for name, mover in movers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in movers}
     for turn in range(_NUM_ROUNDS + 1):  # the first is a warm-up, unless the network is so slow that one turn suffices
         for name, mover in movers.items():
-            collectives.barrier()
-            started = time.perf_counter()
-            pending = [mover.start(wire) for wire in wires[name]]
-            for reduction in pending:
-                reduction.contribute()
-            for reduction in pending:
-                reduction.wait()
-            synchronize()
-            taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device="cpu")
-            slowest = float(collectives.all_reduce(taken, "max"))
+            slowest = seconds_together(world, mover, wires[name], synchronize)
             if turn or slowest > _PATIENCE_SECONDS / 4:
                 seconds[name].append(slowest)
         if sum(map(sum, seconds.values())) > _PATIENCE_SECONDS and all(seconds.values()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import socket
@@ -11,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from torchring.gradients.plan_cache import own_version
 from torchring.gradients.reduction import Reduction
 from torchring.linux import process_began_ns
 from torchring.tracing.records import About, ParameterRecord
@@ -44,7 +44,7 @@ def about(
         options=dict(options),
         parameters=tuple(_records(names.items())),
         versions={
-            "torchring": _version(),
+            "torchring": own_version() or "unknown",
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
@@ -59,13 +59,6 @@ def about(
         bucket_bytes=tuple(bucket.plan.num_bytes for bucket in reduction.buckets),
         parameters=tuple(reduction.parameter_records()),
     )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("torchring")
-    except importlib.metadata.PackageNotFoundError:  # run from its source
-        return "unknown"
 
 
 def _records(named: Iterable[tuple[torch.nn.Parameter, str]]) -> list[ParameterRecord]:

@@ -61,14 +61,15 @@ def folder_of_plans() -> Path:
 
 def file_for(lines: Sequence[str]) -> Path:
     """Where the buckets are kept that were found for what `lines` describe. Raises RuntimeError if there is no home."""
-    digest = hashlib.sha256(json.dumps([_version(), *lines]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([own_version(), *lines]).encode()).hexdigest()
     return folder_of_plans() / f"{digest[:32]}.json"
 
 
-def _version() -> str:
+def own_version() -> str:
+    """Of torchring; empty if it is run from its source."""
     try:
         return importlib.metadata.version("torchring")
-    except importlib.metadata.PackageNotFoundError:  # run from its source
+    except importlib.metadata.PackageNotFoundError:
         return ""
 
 

@@ -7,14 +7,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
 from torchring.tracing.files import TraceError, find, read
-from torchring.tracing.records import ClockOffset, RankTrace, StepRecord
-
-_ENDED_WELL: Final = ("", "end", "SIGUSR1")
+from torchring.tracing.records import ENDED_WELL, ClockOffset, RankTrace, StepRecord
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
             "counts as communication."
         )
     for trace in kept:
-        if trace.about.ended_by not in _ENDED_WELL:
+        if trace.about.ended_by not in ENDED_WELL:
             found.append(f'Rank {trace.about.rank} ended with an error: "{trace.about.ended_by}".')
     kept = _with_common_steps(kept, found)
     aligned, error_ms = _on_one_clock(kept, found)

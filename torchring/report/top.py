@@ -23,7 +23,7 @@ from torchring.report.analysis import analyse
 from torchring.report.merge import merge
 from torchring.report.terminal import table_of_phases, table_of_waits, text_of
 from torchring.tracing.files import TraceError, find, find_live, read
-from torchring.tracing.records import RankTrace
+from torchring.tracing.records import ENDED_WELL, RankTrace
 
 _STILL_SECONDS: Final = 10.0  # without a new step, after which the picture says so
 
@@ -89,7 +89,7 @@ def look(folder: Path) -> Picture:
     lines = [f"Step {last + 1:,}: {speed}{samples}, {analysis.size} ranks, the last {analysis.num_steps} steps."]
     still = time.time() - max(trace.about.written_at for trace in job.traces)
     if not live:
-        reasons = sorted({trace.about.ended_by for trace in job.traces} - {"", "end", "SIGUSR1"})
+        reasons = sorted({trace.about.ended_by for trace in job.traces} - {*ENDED_WELL})
         lines.append(f"The job has ended{''.join(f': {reason}' for reason in reasons)}.")
     elif still > _STILL_SECONDS:
         lines.append(f"No rank has made a step for {still:.0f} s.")

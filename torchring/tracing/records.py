@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
+ENDED_WELL: Final = ("", "end", "SIGUSR1")  # see `About.ended_by`
+
 
 class Part(IntEnum):
     """What a rank does in a part of a step. A step with several micro-steps has several INPUT, FORWARD and BACKWARD.

@@ -20,6 +20,7 @@ from torchring.rendezvous.environment import TRACE
 from torchring.threads import PeriodicThread, at_last
 from torchring.tracing import files
 from torchring.tracing.recorder import Recorder
+from torchring.tracing.records import ENDED_WELL
 
 _LIVE_SECONDS: Final = 2.0
 _LIVE_STEPS: Final = 50
@@ -55,7 +56,7 @@ class TraceWriter:
         """Write what `recorder` holds. After an error, only what the error has left is kept."""
         if recorder in self._broken or recorder.about is None or not recorder.num_steps or os.getpid() != self._pid:
             return
-        if ended_by not in ("end", "SIGUSR1"):
+        if ended_by not in ENDED_WELL:
             self._broken.add(recorder)
         with self._lock, self._warning():
             trace, steps = recorder.trace(ended_by)
