@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 import torchring
 from torchring.allreduce.device.stream import OnStream
-from torchring.gradients import best_plan, plan_cache, tuning
-from torchring.gradients.best_plan import cost_in_backward, find_groups, predict
+from torchring.gradients import best_plan, candidates, plan_cache, tuning
+from torchring.gradients.best_plan import cost_alone, find_groups, predict, slowdown, slowed
 from torchring.gradients.boundaries import Cut, ReductionCost
+from torchring.gradients.candidates import Tuned
 from torchring.gradients.plan import ParameterSpec, Plan, build_plan
 from torchring.gradients.plan_cache import FoundBuckets
-from torchring.gradients.tuning import Times, open_tuner
+from torchring.gradients.trial import Times
+from torchring.gradients.tuning import open_tuner
 
 _NUM_LAYERS = 4
 
@@ -67,7 +69,9 @@ def _scripted(folder: str, turns: Sequence[list[Times]] = ()) -> Iterator[None]:
         if turns:
             stack.enter_context(mock.patch.object(tuning.Tuner, "_agree_on_times", side_effect=script))
             stack.enter_context(mock.patch.object(best_plan, "best_cut", _one_by_one))
-            stack.enter_context(mock.patch.object(tuning, "predict", lambda plan, *_: 1.0 - 0.1 * len(plan.buckets)))
+            stack.enter_context(
+                mock.patch.object(candidates, "predict", lambda plan, *_: 1.0 - 0.1 * len(plan.buckets))
+            )
             stack.enter_context(mock.patch.object(tuning, "measure_cost", return_value=[(1024, 1e-3)]))
         yield
 
@@ -131,7 +135,7 @@ def test_others_are_dropped_and_not_tried_again(found: list[Times], tmp_path: Pa
         assert expected == tuned == again
         assert numbers == [1] * 5 + [4] * 4 + [1] * 4 + [4] * 4 + [1] * 2
         assert at_once == [1] * 19
-        assert reason.startswith(f"{plain}; default buckets, as those found were not better: ")
+        assert reason.startswith(f"{plain}; default buckets, as 4 buckets found for this model were not better: ")
         assert recalled == f"{reason}, as measured by an earlier run"
 
 
@@ -244,21 +248,21 @@ def _wrap_plain(model: nn.Module) -> torchring.DistributedOptimizer:
 def test_where_tuning_makes_no_sense_the_reason_says_so(tmp_path: Path) -> None:
     for reasons in run_pooled(_not_tuned, 2, str(tmp_path)):
         assert {name: reason.partition("; ")[2] for name, reason in reasons.items()} == {
-            "several": "buckets are not tuned: with several optimizers, all of them leave after backward",
-            "added": "buckets as they were when parameters were added",
+            "several": "nothing is tuned: with several optimizers, all buckets leave after backward",
+            "added": "as things were when parameters were added",
             "sparse": "no buckets, as all gradients are sparse",
             "few": "default buckets: too few backwards reduced gradients of all ranks while these were measured",
         }
     assert not [*tmp_path.rglob("*.json")]
 
 
-def test_buckets_on_a_gpu_are_not_tuned() -> None:
+def test_nothing_is_tuned_on_a_gpu() -> None:
     mover, plan = mock.Mock(spec=OnStream), build_plan(_specs(torch.float32), bucket_bytes=0)
     mover.algorithm, mover.in_background = "native", True
-    tuner = open_tuner(mock.Mock(), mover, mock.Mock(), plan, [], 0, None)
+    tuner = open_tuner(mock.Mock(), mover, mock.Mock(), plan, [], Tuned(True, 0, (None, "bf16")))
     tuner.order_is_known()
     assert tuner.next_plan(plan, []) is None
-    assert tuner.reason == "buckets are not tuned on a GPU"
+    assert tuner.reason == "nothing is tuned on a GPU"
 
 
 # What is kept for the next start
@@ -277,7 +281,9 @@ def _start_with(rank: int, _: int, folder: str, content: bytes) -> tuple[int, st
 
 
 def _content(**changes: Any) -> bytes:
-    return json.dumps({"format": 1, "groups": [[3, 2], [1, 0]], "text": "fine", **changes}).encode()
+    return json.dumps(
+        {"format": 2, "groups": [[3, 2], [1, 0]], "compression": None, "text": "fine", **changes}
+    ).encode()
 
 
 def _starts(rank: int, size: int, folder: str, contents: list[bytes]) -> list[tuple[int, str]]:
@@ -286,7 +292,8 @@ def _starts(rank: int, size: int, folder: str, contents: list[bytes]) -> list[tu
 
 def test_buckets_that_do_not_fit_are_not_used(tmp_path: Path) -> None:
     wrong: list[bytes] = [
-        *(b"", b"\xff", _content()[:30], b"[]", b"[" * 100_000, _content(format=2), _content(text=None)),
+        *(b"", b"\xff", _content()[:30], b"[]", b"[" * 100_000, _content(format=1), _content(text=None)),
+        *(_content(compression=16), _content(compression="bf16")),
         *(_content(groups=groups) for groups in ("3210", [3, 2], [[3, 2], [1]], [[3, 2], [1, 0, 0]], [[3, 2, 1, 4]])),
         *(_content(groups=groups) for groups in ([[3, 2], [1, False]], [[3, 2], [1, 0], []], [[3, 2], [1.0, 0]])),
     ]
@@ -299,7 +306,7 @@ def test_buckets_that_do_not_fit_are_not_used(tmp_path: Path) -> None:
 def test_kept_for_the_same_subject_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHRING_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = FoundBuckets([[1, 0]], "text")
+    found = FoundBuckets([[1, 0]], "bf16", "text")
     plan_cache.write(["model", "2 ranks"], found)
     assert FoundBuckets.decode(plan_cache.read(["model", "2 ranks"])) == found
     assert plan_cache.read(["model", "3 ranks"]) == plan_cache.read(["model 2 ranks"]) == b""
@@ -310,11 +317,11 @@ def test_nothing_is_kept_where_nothing_can_be_written(tmp_path: Path, monkeypatc
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     monkeypatch.setenv("TORCHRING_CACHE", str(in_the_way))
-    plan_cache.write(["model"], FoundBuckets(None, "text"))
+    plan_cache.write(["model"], FoundBuckets(None, None, "text"))
     assert plan_cache.read(["model"]) == b""
     monkeypatch.setenv("TORCHRING_CACHE", str(tmp_path))
     with mock.patch.object(Path, "replace", side_effect=OSError("full")):
-        plan_cache.write(["model"], FoundBuckets(None, "text"))
+        plan_cache.write(["model"], FoundBuckets(None, None, "text"))
     assert [*(tmp_path / "plans").iterdir()] == []
 
 
@@ -356,6 +363,7 @@ def test_reductions_take_longer_beside_a_backward() -> None:
     size = plan.num_bytes
     points = [(size, 2.0), (2 * size, 3.0)]
     for busy, seconds in ((5.0, (5.0, 7.5)), (1.0, (2.0, 3.0)), (100.0, (8.0, 12.0))):
-        cost = cost_in_backward(points, plan, busy, in_background=True)
+        alone = cost_alone(points, in_background=True)
+        cost = slowed(alone, slowdown(alone, plan, busy))
         assert cost.seconds == seconds
         assert not math.isnan(cost.launch_seconds)

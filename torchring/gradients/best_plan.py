@@ -16,20 +16,26 @@ _MOST_SLOWDOWN: Final = 4.0  # of reductions by backward; what looks like more i
 _LAUNCH_SECONDS: Final = 100e-6  # of the computing thread, for each bucket: hooks, checks, copies, hand-out
 
 
-def cost_in_backward(
-    points: Sequence[tuple[int, float]], current: Plan, busy: float, *, in_background: bool
-) -> ReductionCost:
-    """What reductions take while backward computes, too: more, where both need the same cores.
+def cost_alone(points: Sequence[tuple[int, float]], *, in_background: bool) -> ReductionCost:
+    """What reductions take while nothing computes, from measured (bytes, seconds)."""
+    sizes, seconds = zip(*points, strict=True)
+    return ReductionCost(sizes, seconds, _LAUNCH_SECONDS, in_background)
+
+
+def slowdown(alone: ReductionCost, current: Plan, busy: float) -> float:
+    """By which factor reductions take longer while backward computes, too, because both need the same cores.
 
     Args:
-        points: (bytes, seconds) of reductions while nothing computes.
+        alone: what reductions take while nothing computes.
         busy: seconds that the reductions of `current` have taken in backwards.
     """
-    sizes, seconds = zip(*points, strict=True)
-    alone = ReductionCost(sizes, seconds, _LAUNCH_SECONDS, in_background)
     expected = float(alone.of([bucket.num_bytes for bucket in current.buckets]).sum())
-    factor = min(max(busy / expected, 1.0), _MOST_SLOWDOWN)
-    return replace(alone, seconds=tuple(factor * each for each in seconds))
+    return min(max(busy / expected, 1.0), _MOST_SLOWDOWN)
+
+
+def slowed(alone: ReductionCost, factor: float) -> ReductionCost:
+    """Reductions that take so many times as long."""
+    return replace(alone, seconds=tuple(factor * each for each in alone.seconds))
 
 
 def find_groups(

@@ -20,7 +20,7 @@ FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in 
 # A complex gradient travels as twice as many real numbers.
 _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
-Compression = Literal["fp16", "bf16"]
+Compression = Literal["fp16", "bf16", "auto"]
 COMPRESSIONS: Final[dict[str | None, torch.dtype | None]] = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _logger: Final = logging.getLogger("torchring")
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,12 @@ class FoundBuckets:
 
     Attributes:
         groups: parameters of each bucket, by index; None if the default is as good.
+        compression: the 16-bit dtype in which gradients travel, as in `wrap`; None: their own dtype.
         text: what was measured, as a clause.
     """
 
     groups: list[list[int]] | None
+    compression: str | None
     text: str
 
     def encode(self) -> bytes:
@@ -43,13 +45,15 @@ class FoundBuckets:
         content: Any = json.loads(data)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError("it has another format")
-        groups, text = content.get("groups"), content.get("text")
+        groups, compression, text = (content.get(name) for name in ("groups", "compression", "text"))
         are_groups = isinstance(groups, list) and all(
             isinstance(group, list) and all(type(index) is int for index in group) for group in groups
         )
         if not isinstance(text, str) or not (groups is None or are_groups):
             raise ValueError("it has no buckets")
-        return FoundBuckets(groups, text)
+        if compression is not None and not isinstance(compression, str):
+            raise ValueError("its compression is no name")
+        return FoundBuckets(groups, compression, text)
 
 
 def folder_of_plans() -> Path:

@@ -20,8 +20,9 @@ from torchring.collectives.service import Collectives, collectives_of, internal_
 from torchring.errors import GradientError, in_step
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.buffers import BufferSpec, BufferSync, SyncBuffers
+from torchring.gradients.candidates import AUTO_COMPRESSION, Tuned, compressions_for
 from torchring.gradients.ledger import GradientStatus
-from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted
+from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted, wire_dtype
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
 from torchring.gradients.scheduler import Round, Scheduler
 from torchring.gradients.sparse import NonFiniteGradient, SparseReduction
@@ -105,6 +106,7 @@ class Reduction:
         self._options = options
         # The script's collectives: another rank may be calling one of those, instead of wrapping its optimizer.
         self._check_agreement(specs, collectives_of(world), buffers if options.sync_buffers else ())
+        self._tuner: Tuner | None = None
         plan = self._plan(specs)
         self.mover, self.choice = self._open_mover(plan, specs[0].device)
         world.on_failure(self.mover)
@@ -120,13 +122,8 @@ class Reduction:
         )
         self._track = world.progress.open_numbered_track("gradients") if world.progress is not None else None
         self.scheduler = Scheduler((), self.mover, self._sparse.mark_local, self._track)
-        self._tuner: Tuner | None = None
-        if options.bucket_mb == "auto":
-            lines, size = describe(specs, str(options)), self._bucket_bytes
-            self._tuner = open_tuner(world, self.mover, self.scheduler, plan, lines, size, options.compression)
-            if (known := self._tuner.recall(specs)) is not None:
-                plan = known
-                self.scheduler.forget_order()  # the plan has the order of an earlier run
+        if "auto" in (options.bucket_mb, options.compression):
+            plan = self._open_tuner(specs, plan)
         self._add(specs, parameters, plan)
         self._compare_clocks()
         self.buffers: BufferSync | None = None
@@ -158,7 +155,7 @@ class Reduction:
 
     @property
     def reason(self) -> str:
-        """Why this algorithm was chosen, and with bucket_mb="auto" why these buckets."""
+        """Why this algorithm was chosen; with bucket_mb="auto" or compression="auto", why this plan."""
         return self.choice.reason if self._tuner is None else f"{self.choice.reason}; {self._tuner.reason}"
 
     @property
@@ -174,7 +171,7 @@ class Reduction:
         self._check_agreement(specs, internal_collectives_of(self.world))
         self.scheduler.forget_order()  # the order knows nothing of the new parameters
         if self._tuner is not None:
-            self._tuner.stop("buckets as they were when parameters were added")
+            self._tuner.stop("as things were when parameters were added")
         self._add(specs, parameters, self._plan(specs))
         self._record_plan()
 
@@ -354,11 +351,33 @@ class Reduction:
         if accelerator := accelerator_of(device):
             return open_on_device(world, options.algorithm, options.overlap, wires, accelerator)
         if options.algorithm == "auto":
-            return open_chosen(world, options.overlap, wires)
+            narrow = wire_dtype(torch.float32, AUTO_COMPRESSION) if options.compression == "auto" else None
+            return open_chosen(world, options.overlap, wires, narrow)
         return open_mover(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
 
+    def _open_tuner(self, specs: Sequence[ParameterSpec], plan: Plan) -> Plan:
+        """Collective: let the plan be tuned. Returns the plan to begin with, which an earlier run may have found."""
+        options, world = self._options, self.world
+        compressions = compressions_for(self.mover.algorithm, options.compression)
+        tuned = Tuned(options.bucket_mb == "auto", self._bucket_bytes, compressions)
+        lines = describe(specs, str(options))
+        self._tuner = open_tuner(world, self.mover, self.scheduler, plan, lines, tuned)
+        if len(compressions) > 1:  # a weight has to fit into any wire
+            self.weights.expect([wire_dtype(torch.float32, AUTO_COMPRESSION)])
+        if (known := self._tuner.recall(specs)) is not None:
+            self.scheduler.forget_order()  # the plan has the order of an earlier run
+            return known
+        return self._plan(specs)
+
     def _plan(self, specs: Sequence[ParameterSpec], order: Sequence[int] | None = None) -> Plan:
-        return build_plan(specs, bucket_bytes=self._bucket_bytes, compression=self._options.compression, order=order)
+        return build_plan(specs, bucket_bytes=self._bucket_bytes, compression=self._compression, order=order)
+
+    @property
+    def _compression(self) -> str | None:
+        """Of the plan in use."""
+        if self._tuner is not None:
+            return self._tuner.compression
+        return None if self._options.compression == "auto" else self._options.compression
 
     @property
     def _bucket_bytes(self) -> int:
@@ -419,7 +438,7 @@ class Reduction:
     def _tune(self, tuner: Tuner, *, hold: bool) -> None:
         """Collective, before a round begins: other buckets from now on, if it is time for that."""
         if hold:
-            tuner.stop("buckets are not tuned: with several optimizers, all of them leave after backward")
+            tuner.stop("nothing is tuned: with several optimizers, all buckets leave after backward")
         elif plan := tuner.next_plan(Plan(tuple(bucket.plan for bucket in self.buckets)), self.specs):
             self._install(plan)
 

@@ -1,24 +1,25 @@
-"""bucket_mb="auto": finds the buckets that keep the last reduction short, tries them, and keeps the faster ones.
+"""bucket_mb="auto" and compression="auto": finds what keeps the last reduction short, tries it, and keeps the better.
 
       round    1        2                       3 .. 7    9 .. 13  15 .. 19  21 .. 25  26
-      buckets  default  default, in ready order measured  found    default   found     the faster ones, for good
+      plan     default  default, in ready order measured  found    default   found     the better one, for good
 
 In the measured rounds each rank writes down when its gradients became ready. Then the ranks measure what a reduction
-takes by its size, and rank 0 cuts the gradients into buckets (`boundaries.py`). All ranks take the same decisions in
-the same rounds, from numbers that they have exchanged: a round has the same number on all ranks, even where one of them
-has broken off a backward. The outcome is kept for the next start (`plan_cache.py`).
+takes by its size, in 16 bits, too, where compression="auto" allows them. Rank 0 cuts the gradients into buckets
+(`boundaries.py`). A plan that rounds is tried if it should shorten backward enough. If the plan loses, buckets that do
+not round may get a trial, too. All ranks take the same decisions in the same rounds, from numbers that they have
+exchanged: a round has the same number on all ranks, even where one of them has broken off a backward. The outcome is
+kept for the next start (`plan_cache.py`).
 """
 
 from __future__ import annotations
 
 import enum
 import json
-import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 import torch
 
@@ -27,24 +28,25 @@ from torchring.allreduce.cost import measure_cost
 from torchring.allreduce.device.stream import OnStream
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients import plan_cache
-from torchring.gradients.best_plan import cost_in_backward, find_groups, largest_kind, predict
+from torchring.gradients.best_plan import cost_alone, largest_kind, slowdown, slowed
+from torchring.gradients.boundaries import ReductionCost
+from torchring.gradients.candidates import Candidate, Tuned, groups_of, worth_trying
 from torchring.gradients.plan import ParameterSpec, Plan, plan_of, wire_dtype
 from torchring.gradients.plan_cache import FoundBuckets
 from torchring.gradients.scheduler import Scheduler
+from torchring.gradients.trial import Times, Trial
 from torchring.world import World
 
 _NUM_WARMUPS: Final = 1  # rounds that touch the memory of new buckets for the first time
 _NUM_ROUNDS: Final = 5  # that are measured in each turn of a plan
 _FEWEST_ROUNDS: Final = 3
-_NUM_TURNS: Final = 4  # of both plans together
-_LEAST_GAIN: Final = 0.03  # of the exposed time, predicted: less is not tried, because it would drown in noise
 
 
 class Stage(enum.Enum):
     """What the tuner does."""
 
     WAITING = "for the first backward, which shows the order of gradients"
-    MEASURING = "rounds, with default buckets or in a trial of others"
+    MEASURING = "rounds, with the default plan or in a trial of another"
     DONE = "nothing any more"
 
 
@@ -70,122 +72,70 @@ class Observation:
     busy: float = 0.0
 
 
-class Times(NamedTuple):
-    """What all ranks know of one round: of each time of `Observation` the shortest.
-
-    That is the time of the rank that began last, and waited for nobody.
-    """
-
-    total: float
-    exposed: float
-    busy: float
-
-
-@dataclass
-class Trial:
-    """Buckets that were found take turns with the default ones: other load on the machine may come and go.
-
-    Attributes:
-        default, found: the two plans.
-        predicted: exposed seconds with each.
-        with_default, with_found: what was measured with each.
-        num_turns: how many are over. The default ones have the first.
-    """
-
-    default: Plan
-    found: Plan
-    predicted: tuple[float, float]
-    with_default: list[Times]
-    with_found: list[Times] = field(default_factory=list)
-    num_turns: int = 1
-
-    def next_turn(self, times: list[Times]) -> Plan | None:
-        """The rounds of a turn are measured. Returns the buckets of the next turn; None if there have been enough."""
-        (self.with_found if self.num_turns % 2 else self.with_default).extend(times)
-        self.num_turns += 1
-        if self.num_turns == _NUM_TURNS:
-            return None
-        return self.found if self.num_turns % 2 else self.default
-
-    def is_won(self) -> bool:
-        """Whether the buckets that were found leave less exposed, and slow nothing down, by more than the noise."""
-        default, noise = _median_and_noise([times.exposed for times in self.with_default])
-        found, more_noise = _median_and_noise([times.exposed for times in self.with_found])
-        if found >= default - math.hypot(noise, more_noise):
-            return False
-        default, noise = _median_and_noise([times.total for times in self.with_default])
-        found, more_noise = _median_and_noise([times.total for times in self.with_found])
-        return found < default + 2 * math.hypot(noise, more_noise)  # of the whole, which varies more
-
-    def describe(self) -> str:
-        default, found = (
-            [statistics.median(column) for column in zip(*times, strict=True)]
-            for times in (self.with_default, self.with_found)
-        )
-        before, after = self.predicted
-        return (
-            f"{_ms(found[1])} exposed instead of {_ms(default[1])}, and backward took {_ms(found[0])} instead of "
-            f"{_ms(default[0])}; {_ms(after)} instead of {_ms(before)} exposed was predicted"
-        )
-
-
 class Tuner:
-    """Tunes the buckets of one optimizer.
+    """Tunes the plan of one optimizer.
 
     Args:
         world: has more than one rank.
         mover: reduces the buckets, on the host.
         scheduler: counts the rounds.
-        subject: what the buckets are found for, as lines of text. Those of rank 0 count.
-        bucket_bytes: size of default buckets. Others are not larger: large ones leave late.
-        compression: see `build_plan`.
+        subject: what the plan is found for, as lines of text. Those of rank 0 count.
+        tuned: what may be changed.
 
     Attributes:
         reason: what has been decided, and why, as a clause.
+        compression: of the plan in use.
     """
 
     def __init__(
-        self,
-        world: World,
-        mover: Mover[Any],
-        scheduler: Scheduler,
-        subject: Sequence[str],
-        bucket_bytes: int,
-        compression: str | None,
+        self, world: World, mover: Mover[Any], scheduler: Scheduler, subject: Sequence[str], tuned: Tuned
     ) -> None:
-        self.reason = "default buckets, until backwards have been measured"
+        self.compression = tuned.compressions[0]
         self._world = world
         self._mover = mover
         self._scheduler = scheduler
         self._subject = subject
-        self._bucket_bytes = bucket_bytes
-        self._compression = compression
+        self._tuned = tuned
+        self.reason = f"{self._default}, until backwards have been measured"
         self._stage = Stage.WAITING
         self._first = 0  # number of the first round that is measured
         self._round: Observation | None = None  # the round under way, if it is measured
         self._observed: dict[int, Observation] = {}  # by number of the round
-        self._trial: Trial | None = None  # since buckets were found
+        self._trial: Trial | None = None
+        self._candidates: list[Candidate] = []  # still to be tried
+        self._lost: list[str] = []  # what was tried and was not better
 
     @property
     def is_observing(self) -> bool:
         """Whether gradients of the round under way go through `mark_ready`."""
         return self._round is not None
 
+    @property
+    def _default(self) -> str:
+        names = ["default buckets"] * self._tuned.buckets
+        return " and ".join(names + ["full precision"] * (len(self._tuned.compressions) > 1))
+
     def recall(self, specs: Sequence[ParameterSpec]) -> Plan | None:
-        """Collective, before the first round: the buckets that were found by an earlier run, if there are any."""
+        """Collective, before the first round: the buckets that were found by an earlier run, if there are any.
+
+        Sets `compression`.
+        """
         collectives = internal_collectives_of(self._world)
         data = plan_cache.read(self._subject) if self._world.rank == 0 else None
         data = collectives.broadcast_bytes(data, 0)
         try:
             found = FoundBuckets.decode(data)
-            plan = None if found.groups is None else plan_of(specs, found.groups, compression=self._compression)
+            if found.compression not in self._tuned.compressions:
+                return None
+            plan = None if found.groups is None else plan_of(specs, found.groups, compression=found.compression)
         except (ValueError, RecursionError):  # nothing there, or not ours
             return None
+        self.compression = found.compression
         self.stop(f"{found.text}, as measured by an earlier run")
         return plan
 
     def stop(self, reason: str) -> None:
-        """The buckets stay as they are. To be called in the same round on all ranks."""
+        """The plan stays as it is. To be called in the same round on all ranks."""
         if self._stage is not Stage.DONE:
             self._stage, self.reason = Stage.DONE, reason
         self._round, self._observed = None, {}
@@ -196,25 +146,28 @@ class Tuner:
             self._measure()
 
     def next_plan(self, current: Plan, specs: Sequence[ParameterSpec]) -> Plan | None:
-        """Collective, before the next round begins: the buckets to use from this round on; None for the same ones."""
+        """Collective, before the next round begins: the plan to use from this round on; None for the same one."""
         if self._stage is not Stage.MEASURING or self._next_number < self._first + _NUM_ROUNDS:
             return None
         times = self._agree_on_times()
         trial = self._trial
         if len(times) < _FEWEST_ROUNDS:
-            self.stop("default buckets: too few backwards reduced gradients of all ranks while these were measured")
-            return None if trial is None else trial.default
+            self.stop(f"{self._default}: too few backwards reduced gradients of all ranks while these were measured")
+            return None if trial is None else self._use_default(trial)
         if trial is None:
-            return self._find(current, specs, times)
-        if (plan := trial.next_turn(times)) is not None:
+            self._find(current, specs, times)
+            return self._try_next(current, specs, times) if self._candidates else None
+        if trial.end_turn(times):
             self._measure()
-            return plan
+            return self._use_found(trial) if trial.is_turn_of_found else self._use_default(trial)
         if trial.is_won():
-            groups = [[slot.parameter for slot in bucket.slots] for bucket in trial.found.buckets]
-            self._keep(groups, f"{len(groups)} buckets found for this model: {trial.describe()}")
-            return trial.found
-        self._keep(None, f"default buckets, as those found were not better: {trial.describe()}")
-        return trial.default
+            self._keep(trial.candidate, f"{trial.candidate.subject}: {trial.describe()}")
+            return self._use_found(trial)
+        self._lost.append(f"{trial.candidate.subject} were not better: {trial.describe()}")
+        if self._candidates:
+            return self._try_next(trial.default, specs, trial.with_default)
+        self._keep(None, f"{self._default}, as {'; '.join(self._lost)}")
+        return self._use_default(trial)
 
     def begin_round(self, *, is_ordinary: bool) -> None:
         """The round has begun; its first gradient is about to be marked ready.
@@ -247,7 +200,7 @@ class Tuner:
         return self._scheduler.round.next_number
 
     def _measure(self) -> None:
-        """Begin to measure rounds with the buckets that the next round has."""
+        """Begin to measure rounds with the plan that the next round has."""
         self._stage = Stage.MEASURING
         self._first = self._next_number + _NUM_WARMUPS
         self._observed = {}
@@ -263,8 +216,8 @@ class Tuner:
         self._observed = {number: one for number, one in self._observed.items() if number in rows}
         return [Times(*row) for row in rows.values()]
 
-    def _find(self, current: Plan, specs: Sequence[ParameterSpec], times: list[Times]) -> Plan | None:
-        """Collective: the buckets that should do best, if they are worth a try."""
+    def _find(self, current: Plan, specs: Sequence[ParameterSpec], times: list[Times]) -> None:
+        """Collective: the plans that are worth a trial. If there are none, the default plan stays."""
         collectives = internal_collectives_of(self._world)
         computed = statistics.median(one.computed for one in self._observed.values())
         ready = [
@@ -273,42 +226,56 @@ class Tuner:
         ]
         latest = torch.tensor([*ready, computed], dtype=torch.float64, device="cpu")
         *ready, computed = collectives.all_reduce(latest, "max").tolist()
-        kind = largest_kind(specs)
-        points = measure_cost(self._world, self._mover, wire_dtype(kind[0], self._compression))
-        busy = statistics.median(each.busy for each in times)
-        cost = cost_in_backward(points, current, busy, in_background=self._mover.in_background)
+        costs = self._measure_costs(current, specs, statistics.median(each.busy for each in times))
         answer = None
         if self._world.rank == 0:  # the others take its answer: on other processors, sums may be rounded otherwise
-            groups = find_groups(specs, current, ready, cost, self._bucket_bytes, self._compression)
-            plans = current, plan_of(specs, groups, compression=self._compression)
-            exposed = [predict(plan, ready, cost) - computed for plan in plans]
-            answer = json.dumps([groups, exposed]).encode()
-        groups, exposed = json.loads(collectives.broadcast_bytes(answer, 0))
-        before, after = (max(each, 0.0) for each in exposed)
-        if before - after < _LEAST_GAIN * before or before == 0.0:
-            expected = f"no buckets should do much better: {_ms(after)} exposed instead of {_ms(before)}, by prediction"
-            self._keep(None, f"default buckets: {expected}")
-            return None
-        plan = plan_of(specs, groups, compression=self._compression)
-        self._trial = Trial(current, plan, (before, after), times)
-        self._measure()
-        self.reason = "buckets that were found for this model are being tried"
-        return plan
+            candidates, reasons = worth_trying(self._tuned, current, specs, ready, computed, costs)
+            answer = json.dumps([list(map(asdict, candidates)), reasons]).encode()
+        found, reasons = json.loads(collectives.broadcast_bytes(answer, 0))
+        self._candidates = [Candidate(**fields) for fields in found]
+        self._lost = reasons
+        if not found:
+            self._keep(None, f"{self._default}: {'; '.join(reasons)}")
 
-    def _keep(self, groups: list[list[int]] | None, text: str) -> None:
+    def _measure_costs(self, current: Plan, specs: Sequence[ParameterSpec], busy: float) -> list[ReductionCost]:
+        """Collective: what reductions take in a backward, with each compression."""
+        dtype, _ = largest_kind(specs)
+        alone: list[ReductionCost] = []
+        for compression in self._tuned.compressions:
+            points = measure_cost(self._world, self._mover, wire_dtype(dtype, compression))
+            alone.append(cost_alone(points, in_background=self._mover.in_background))
+        factor = slowdown(alone[0], current, busy)
+        return [slowed(cost, factor) for cost in alone]
+
+    def _try_next(self, default: Plan, specs: Sequence[ParameterSpec], times: list[Times]) -> Plan:
+        """Begin the trial of the next candidate. The default plan has had its first turn, with these times."""
+        candidate = self._candidates.pop(0)
+        groups = groups_of(default) if candidate.groups is None else candidate.groups
+        found = plan_of(specs, groups, compression=candidate.compression)
+        self._trial = Trial(candidate, default, found, list(times))
+        self._measure()
+        self.reason = f"{candidate.subject}, which are being tried"
+        return self._use_found(self._trial)
+
+    def _use_found(self, trial: Trial) -> Plan:
+        self.compression = trial.candidate.compression
+        return trial.found
+
+    def _use_default(self, trial: Trial) -> Plan:
+        self.compression = self._tuned.compressions[0]
+        return trial.default
+
+    def _keep(self, winner: Candidate | None, text: str) -> None:
         self.stop(text)
         if self._world.rank == 0:
-            plan_cache.write(self._subject, FoundBuckets(groups, text))
+            groups, compression = None, self._tuned.compressions[0]
+            if winner is not None:
+                groups, compression = winner.groups, winner.compression
+            plan_cache.write(self._subject, FoundBuckets(groups, compression, text))
 
 
 def open_tuner(
-    world: World,
-    mover: Mover[Any],
-    scheduler: Scheduler,
-    plan: Plan,
-    description: Sequence[str],
-    bucket_bytes: int,
-    compression: str | None,
+    world: World, mover: Mover[Any], scheduler: Scheduler, plan: Plan, description: Sequence[str], tuned: Tuned
 ) -> Tuner:
     """A tuner for the default buckets of `plan`, of the parameters and options in `description`."""
     subject = [
@@ -316,20 +283,11 @@ def open_tuner(
         f"{mover.algorithm} {'in background' if mover.in_background else 'inline'} between {world.hosts}",
         f"{world.num_cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}",
     ]
-    tuner = Tuner(world, mover, scheduler, subject, bucket_bytes, compression)
+    tuner = Tuner(world, mover, scheduler, subject, tuned)
     if isinstance(mover, OnStream):
-        tuner.stop("buckets are not tuned on a GPU")
+        tuner.stop("nothing is tuned on a GPU")
     elif not plan.buckets:
         tuner.stop("no buckets, as all gradients are sparse")
+    elif not tuned.buckets and len(tuned.compressions) == 1:
+        tuner.stop("full precision, as algorithm 'native' does not add 16-bit values in fp32")
     return tuner
-
-
-def _median_and_noise(values: Sequence[float]) -> tuple[float, float]:
-    """The median and its standard error, estimated from the median distance to it, which outliers do not move."""
-    median = statistics.median(values)
-    distance = statistics.median(abs(value - median) for value in values)
-    return median, 1.2533 * 1.4826 * distance / math.sqrt(len(values))
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

@@ -30,7 +30,7 @@ def check_options(options: Options) -> None:
     """Raise ValueError for an option that does not exist. The error lists the options that do."""
     for name, value, choices in (
         ("op", options.op, _OPS),
-        ("compression", options.compression, tuple(COMPRESSIONS)),
+        ("compression", options.compression, (*COMPRESSIONS, "auto")),
         ("algorithm", options.algorithm, ALGORITHMS),
         ("overlap", options.overlap, OVERLAPS),
         ("on_nonfinite", options.on_nonfinite, get_args(OnNonfinite)),
