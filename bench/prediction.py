@@ -1,11 +1,11 @@
-"""Are the report's predictions right? Steps of 2 hosts predict those of more hosts, which are then measured.
+"""Are the report's predictions right? Steps of 1 and of 2 hosts predict those of more hosts, which are then measured.
 
-    torchring bench prediction                          MLP; 1 Gbit/s; 2 hosts predict 3 and 4
+    torchring bench prediction                          MLP; 1 Gbit/s; 1 and 2 hosts predict 3 and 4
     torchring bench prediction --model gpt --rate 10gbit --json results.json
 
 Network namespaces of this machine stand in for hosts (`netns.py`, which needs root and iproute2), with one rank of one
 thread each. Each number of hosts trains for some steps and leaves a trace. `torchring report` makes its prediction from
-the trace of 2 hosts alone. All hosts share the cores of this machine. So where there are more hosts than cores, a host
+the trace of 2 hosts alone, and from that of 1 host and the rate of the links, as with `--bandwidth`. All hosts share the cores of this machine. So where there are more hosts than cores, a host
 computes for longer than a machine of its own would, and the prediction cannot know that: choose a model and a rate with
 which the network takes most of the time.
 """
@@ -13,6 +13,7 @@ which the network takes most of the time.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -24,19 +25,19 @@ import torchring
 from torchring.bench import measure, netns
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
-from torchring.bench.netns import Network
 from torchring.rendezvous.environment import TRACE
 from torchring.report.analysis import Analysis, analyse
+from torchring.report.command import network_of
 from torchring.report.merge import load
 
-FROM = 2
+ORIGINS = (1, 2)
 PORT = 29500  # always free, as the namespaces are new
 
 
 def main() -> int:
     parser = measure.parser("prediction", __doc__ or "")
     parser.add_argument("--model", choices=sorted(MODELS), default="mlp")
-    parser.add_argument("--rate", default="1gbit", help="of the links, as tc writes it")
+    parser.add_argument("--rate", type=rate, default="1gbit", help="of the links, as tc writes it")
     parser.add_argument("--hosts", type=measure.several, nargs="+", default=[3, 4], help="numbers to predict")
     parser.add_argument(
         "--steps", type=measure.positive, default=15, help="of each number of hosts; the first 3 do not count"
@@ -52,8 +53,10 @@ def main() -> int:
         return 2
     about = measure.provenance() | {"script": Path(__file__).name, "rate": options.rate, "model": options.model}
     with measure.stopped_by_signals():  # so that the network is removed
-        analyses = {hosts: measured(hosts, options) for hosts in (FROM, *options.hosts)}
-    rows = [row_of(analyses[FROM], analyses[hosts]) for hosts in (FROM, *options.hosts)]
+        analyses = {hosts: measured(hosts, options) for hosts in sorted({*ORIGINS, *options.hosts})}
+    rows = [
+        row_of(analyses[origin], analyses[hosts]) for origin in ORIGINS for hosts in options.hosts if hosts > origin
+    ]
     report(rows, about)
     measure.write_json(options.json, rows, about)
     return 0
@@ -61,7 +64,7 @@ def main() -> int:
 
 def measured(hosts: int, options: argparse.Namespace) -> Analysis:
     """Train on so many hosts, and analyse the trace."""
-    with tempfile.TemporaryDirectory() as folder, Network(hosts, rate=options.rate) as network:
+    with tempfile.TemporaryDirectory() as folder, netns.Network(hosts, rate=options.rate) as network:
         worker = [sys.executable, __file__, "--model", options.model, "--steps", str(options.steps), "--worker"]
         shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(hosts)}
         shared |= {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": str(hosts), "LOCAL_RANK": "0"}
@@ -75,7 +78,22 @@ def measured(hosts: int, options: argparse.Namespace) -> Analysis:
         ]
         if code := measure.run_together(commands):
             raise SystemExit(code)
-        return analyse(load(Path(folder)), sizes=(FROM, *options.hosts))
+        given = network_of(gigabits_per_s(options.rate)) if hosts == 1 else None
+        return analyse(load(Path(folder)), given, sizes=options.hosts)
+
+
+def rate(text: str) -> str:
+    """The rate of a link, as on the command line."""
+    gigabits_per_s(text)
+    return text
+
+
+def gigabits_per_s(rate: str) -> float:
+    """100mbit -> 0.1. Raises argparse.ArgumentTypeError for other units of tc than bit, kbit, mbit, gbit."""
+    match = re.fullmatch(r"([\d.]+)([kmg]?)bit", rate.lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{rate!r} is no rate such as 1gbit or 100mbit")
+    return float(match[1]) * {"": 1e-9, "k": 1e-6, "m": 1e-3, "g": 1.0}[match[2]]
 
 
 def train(model: str, steps: int) -> None:
@@ -94,6 +112,7 @@ def row_of(origin: Analysis, target: Analysis) -> dict[str, Any]:
     """What the trace `origin` predicts for the ranks of `target`, and what was measured."""
     predicted = next(each for each in origin.predictions if each.num_ranks == target.size)
     return {
+        "from": origin.size,
         "ranks": target.size,
         "predicted_ms": predicted.step_ms,
         "measured_ms": vars(Spread(target.step.low, target.step.median, target.step.high, target.num_steps)),
@@ -106,6 +125,7 @@ def row_of(origin: Analysis, target: Analysis) -> dict[str, Any]:
 def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     cells = [
         [
+            str(row["from"]),
             str(row["ranks"]),
             row["algorithm"],
             f"{row['predicted_ms']:.0f}",
@@ -114,8 +134,8 @@ def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
         ]
         for row in rows
     ]
-    title = f"Steps of {about['model']} at {about['rate']}, predicted from {FROM} hosts {measure.origin(about)}"
-    measure.print_table(title, ["hosts", "algorithm", "predicted ms", "measured ms", "error"], cells)
+    title = f"Steps of {about['model']} at {about['rate']}, predicted from fewer hosts {measure.origin(about)}"
+    measure.print_table(title, ["from", "hosts", "algorithm", "predicted ms", "measured ms", "error"], cells)
 
 
 if __name__ == "__main__":

@@ -481,11 +481,13 @@ def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
 def test_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "small", "--hosts", "3", "--steps", "12"]
     printed, written = run_bench(tmp_path, monkeypatch, capfd, prediction, *arguments)
-    two, three = written["rows"]
-    assert (two["ranks"], three["ranks"]) == (2, 3)
-    assert abs(two["error"]) < 1e-6, "a prediction of what was measured is right by construction"
-    assert three["predicted_ms"] > two["predicted_ms"]
-    check_table(printed, 2, "hosts", "predicted ms", "measured ms", "error")
+    assert [(row["from"], row["ranks"]) for row in written["rows"]] == [(1, 3), (2, 3)]
+    for row in written["rows"]:
+        assert row["predicted_ms"] > 0.0
+        assert row["error"] == pytest.approx(row["predicted_ms"] / row["measured_ms"]["p50"] - 1.0)
+    with pytest.raises(argparse.ArgumentTypeError, match="'fast' is no rate"):
+        prediction.rate("fast")
+    check_table(printed, 2, "from", "hosts", "predicted ms", "measured ms", "error")
 
 
 @pytest.mark.grid

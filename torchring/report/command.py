@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     except TraceError as error:
         print(f"torchring report: {error}", file=sys.stderr)
         return 1
-    given = options.bandwidth and Network(_TYPICAL_ALPHA_MS, options.bandwidth / 8 * _GOODPUT, is_alpha_known=False)
+    given = options.bandwidth and network_of(options.bandwidth)
     try:
         doctor = bus_bandwidths(options.doctor) if options.doctor is not None else {}
     except OSError as error:
@@ -86,6 +86,11 @@ def _parser() -> argparse.ArgumentParser:
         help="predict for links of so many Gbit/s between hosts, 6 %% of it for headers (default: as in the trace)",
     )
     return parser
+
+
+def network_of(gigabits_per_s: float) -> Network:
+    """A network of this bandwidth, with the latency of usual ones."""
+    return Network(_TYPICAL_ALPHA_MS, gigabits_per_s / 8 * _GOODPUT, is_alpha_known=False)
 
 
 def _bandwidth(text: str) -> float:
