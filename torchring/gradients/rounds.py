@@ -21,14 +21,14 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from torchring.accelerators import Mark
+from torchring.accelerators import Mark, Stream
 from torchring.allreduce import TAGS_PER_ROUND, Mover, Wire
 from torchring.allreduce.contract import tag_mismatch
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
 from torchring.allreduce.device.watchdog import has_come
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.packing import DevicePacking, HostPacking, Packing, slots_of
+from torchring.gradients.packing import DevicePacking, HostPacking, Packing, UnreadGradients, slots_of
 from torchring.gradients.plan import BucketPlan, ControlBits, ParameterSpec, Plan
 from torchring.gradients.scheduler import Round
 from torchring.gradients.sparse import NonFiniteGradient
@@ -224,6 +224,8 @@ class DeviceRounds:
         self._specs = specs
         self._parameters = parameters
         self._opened: list[_Opened] = []
+        self._packing_stream: Stream | None = None  # of all buckets; opened with the first
+        self._unread = UnreadGradients(mover.accelerator)
         self._unfinished: deque[_Unfinished] = deque()
         self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
         self._backward_end: Mark | None = None
@@ -244,12 +246,16 @@ class DeviceRounds:
             self._fetch_reports()
         self._take_packed()
         reports = list(self._reports().values())
+        if self._packing_stream is None:
+            return
+        reduced = self._mover.stream.mark()
 
         def clear_reports() -> None:
+            reduced.hold_current()  # packing overwrites what was reduced, and reports that are being fetched
             for report in reports:
                 report.fill_(NOTHING_FOUND)
 
-        self._mover.stream.run(clear_reports)
+        self._packing_stream.run(clear_reports)
 
     def backward_is_over(self) -> None:
         self._backward_end = self._mover.accelerator.mark_current()
@@ -308,7 +314,18 @@ class DeviceRounds:
 
     def _packing(self, plan: BucketPlan, wire: DeviceWire, scale: float) -> DevicePacking:
         mover = self._mover
-        packing = DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, mover.stream, mover.accelerator)
+        if self._packing_stream is None:
+            self._packing_stream = mover.accelerator.open_stream()
+        packing = DevicePacking(
+            scale,
+            plan,
+            wire.buffer,
+            wire.found_in_inputs,
+            self._packing_stream,
+            mover.accelerator,
+            reduction_stream=mover.stream,
+            unread=self._unread,
+        )
         self._opened.append(_Opened(plan, wire, packing))
         return packing
 
