@@ -11,6 +11,8 @@ import pytest
 import torch
 from fake_device import COMPUTE, FakeAccelerator
 
+from torchring import accelerators
+from torchring.accelerators import CudaMark, CudaStream
 from torchring.allreduce.device.stream import NOTHING_FOUND
 from torchring.gradients import packing as packing_module
 from torchring.gradients.packing import DevicePacking, UnreadGradients
@@ -136,3 +138,52 @@ def test_the_table_that_was_not_used_for_longest_is_forgotten(accelerator: FakeA
     assert sets[1] not in bucket.packing._tables
     assert len(bucket.packing._tables) == 16
     assert accelerator.current == COMPUTE
+
+
+# Events of CUDA, without CUDA
+
+
+class _Event:
+    made = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        _Event.made += 1
+        self.enable_timing = enable_timing
+        self.recorded: list[object] = []
+
+    def record(self, stream: object) -> None:
+        self.recorded.append(stream)
+
+
+@pytest.fixture
+def _events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(accelerators, "_spare_events", {})
+    _Event.made = 0
+
+
+@pytest.mark.usefixtures("_events")
+def test_an_event_is_used_again_when_its_mark_is_gone() -> None:
+    gpus = torch.device("cuda", 0), torch.device("cuda", 1)
+    marks: list[Any] = [CudaMark("a", gpus[0]), CudaMark("b", gpus[0])]
+    events = [mark._event for mark in marks]
+    assert events[0] is not events[1]
+    assert all(event.enable_timing for event in events)
+    del marks[0]
+    marks += [CudaMark("c", gpus[0]), CudaMark("d", gpus[0]), CudaMark("e", gpus[1])]
+    assert [event.recorded for event in events] == [["a", "c"], ["b"]]
+    assert _Event.made == 4, "the second GPU has events of its own"
+
+
+@pytest.mark.usefixtures("_events")
+def test_a_stream_follows_others_with_one_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    mine = SimpleNamespace(wait_event=lambda event: waited.append(event.recorded[-1]))
+    monkeypatch.setattr(accelerators, "_stream_on", lambda device, priority: mine)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **arguments: tuple(arguments.values()))
+    stream = CudaStream(torch.device("cuda", 0))
+    stream.follow()
+    stream.follow([(5, 0, 1)])
+    assert waited == ["current", "current", (5, 0, 1)]
+    assert _Event.made == 1
