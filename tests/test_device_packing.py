@@ -179,9 +179,8 @@ def test_an_event_is_used_again_when_its_mark_is_gone() -> None:
 def test_a_stream_follows_others_with_one_event(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[object] = []
     mine = SimpleNamespace(wait_event=lambda event: waited.append(event.recorded[-1]))
-    monkeypatch.setattr(accelerators, "_stream_on", lambda device, priority: mine)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda **arguments: tuple(arguments.values()))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None, priority=0, **ids: tuple(ids.values()) or mine)
     stream = CudaStream(torch.device("cuda", 0))
     stream.follow()
     stream.follow([(5, 0, 1)])

@@ -148,7 +148,8 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = _stream_on(device, priority=-1)  # its blocks are placed before those of backward
+        # Its blocks are placed before those of backward.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._followed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # used again, as those of `CudaMark`
 
     def follow(self, streams: Iterable[object] = ()) -> None:
@@ -177,8 +178,8 @@ class CudaStream:
         self._stream.wait_event(self._followed)
 
 
-def _stream_on(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+def _stream_on(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class CudaAccelerator:
