@@ -5,8 +5,9 @@ On the host, the wire buffers carry everything: which parameters were used, the 
 A device reduces gradients and nothing else. The hosts tell each other which parameters were used, which round it is,
 the control bits and what was found in earlier rounds. They do so in one small message at the end of each backward, when
 the device still has to compute most of the round. So no host waits for a device, and a rank that is dead or out of step
-is found before anybody steps. How long a round took, and whether its gradients were finite, is known when the device
-has come that far: in one of the next rounds.
+is found before anybody steps. The message must not come a round late: a rank that skips a round changes the mean of all
+others, and a rank in another round has contributed another step's gradients. How long a round took, and whether its
+gradients were finite, is known when the device has come that far: in one of the next rounds.
 """
 
 from __future__ import annotations
