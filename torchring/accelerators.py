@@ -5,7 +5,8 @@ that reduces on a device uses `Accelerator`, so that tests can replace it by a s
 as long as the order of streams allows.
 
       compute stream   ... gradients ready ......................................... [hold] unpack, step
-      communication          [follow] pack bucket 0, reduce it [mark]  pack bucket 1, reduce it [mark]
+      packing                [follow] pack bucket 0 [mark]  pack bucket 1 [mark]
+      communication            [hold] reduce bucket 0 [mark]  [hold] reduce bucket 1 [mark]
 
 Only `synchronize`, which is for set-up, makes the host wait for the device.
 """
