@@ -16,7 +16,7 @@ looks at every tensor (0.4 us for each), and copies the column to the device aga
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 
@@ -48,7 +48,9 @@ class ChunkTable:
         memory order, so a channels_last gradient needs a channels_last view: `point_at` insists on it.
     chunk_numel: elements per program.
 
-    Columns are int64. The table, and every launch that reads it, must be on one stream or ordered by events.
+    Columns are int64, and filled on the current stream: on CUDA from pinned memory, so that the host does not wait. (A
+    copy from pageable memory does: it would synchronise the stream.) The table, and every launch that reads it, must be
+    on one stream or ordered by events.
     """
 
     def __init__(
@@ -90,12 +92,10 @@ class ChunkTable:
         # The two columns that only the host needs stay there: they are folded into `address`.
         self.tensor_index = torch.arange(len(self.numels), device="cpu").repeat_interleave(chunks)
         self.source_offset = (torch.arange(self.num_chunks, device="cpu") - first_row[self.tensor_index]) * chunk_numel
-        starts = (
-            torch.tensor(self.wire_offsets, dtype=torch.int64, device="cpu")[self.tensor_index] + self.source_offset
-        )
-        self.wire_offset = starts.to(device)
-        self.numel = (sizes[self.tensor_index] - self.source_offset).clamp_(max=chunk_numel).to(device)
-        self.address = torch.zeros(self.num_chunks, dtype=torch.int64, device=device)
+        starts = torch.tensor(self.wire_offsets, dtype=torch.int64, device="cpu")[self.tensor_index]
+        counts = (sizes[self.tensor_index] - self.source_offset).clamp(max=chunk_numel)
+        columns = torch.stack([starts + self.source_offset, counts, torch.zeros_like(counts)])
+        self.wire_offset, self.numel, self.address = _sent(columns, torch.device(device)).unbind()
         self.device = self.address.device  # "cuda" has become "cuda:0"
 
     def point_at(self, tensors: Sequence[Tensor]) -> None:
@@ -118,10 +118,17 @@ class ChunkTable:
         if dtype is not None:
             bases = torch.tensor(addresses, dtype=torch.int64, device="cpu")
             rows = bases[self.tensor_index] + self.source_offset * dtype.itemsize
-            # New pinned memory for every refresh, as an earlier copy may still be reading the memory of its refresh.
             self.address.copy_(_pinned(rows, self.device), non_blocking=True)
         self._addresses, self._source_dtype = addresses, dtype
         self.num_refreshes += 1
+
+    def launch_at(self, tensors: Sequence[Tensor], dtype: torch.dtype, launch: Callable[[], None]) -> None:
+        """`point_at(tensors)`, then call `launch`, which was prepared for tensors of `dtype`, if there is work."""
+        if tensors and tensors[0].dtype != dtype:
+            raise TypeError(f"the launch was prepared for tensors of {dtype}, got {tensors[0].dtype}")
+        self.point_at(tensors)
+        if self.num_chunks:
+            launch()
 
     def tensor_of(self, chunk: int) -> int:
         """The index of the tensor that a chunk belongs to. Names the gradient in which `pack` found NaN or infinity."""
@@ -147,6 +154,11 @@ class ChunkTable:
         pairs = zip(tensors, self.wire_offsets, strict=True)
         return [wire.as_strided(tensor.size(), tensor.stride(), base + offset) for tensor, offset in pairs]
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise TypeError unless kernels copy tensors of this dtype."""
+        if dtype not in DTYPES:
+            raise TypeError(f"tensors must have one of {DTYPES}, got {dtype}")
+
     def check_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Raise unless the tensors have the sizes, dtype, device and memory order that the table describes."""
         if len(tensors) != len(self.numels):
@@ -154,8 +166,7 @@ class ChunkTable:
         if not tensors:
             return
         dtype, device = tensors[0].dtype, self.device
-        if dtype not in DTYPES:
-            raise TypeError(f"tensors must have one of {DTYPES}, got {dtype}")
+        self.check_dtype(dtype)
         for i, (tensor, numel) in enumerate(zip(tensors, self.numels, strict=True)):
             if tensor.numel() != numel:
                 raise ValueError(f"tensor {i} should have {numel} elements, got shape {tuple(tensor.shape)}")
@@ -182,12 +193,21 @@ def address_column(addresses: tuple[int, ...], device: torch.device, stream: int
 
     `stream`, the current stream's handle, is part of the cache key: only the stream that filled a column uses it.
     """
-    column = torch.tensor(addresses, dtype=torch.int64, device="cpu")
-    return _pinned(column, device).to(device, non_blocking=True)
+    return _sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), device)
 
 
-def _pinned(column: Tensor, device: torch.device) -> Tensor:
-    return column.pin_memory() if device.type == "cuda" else column
+def _sent(columns: Tensor, device: torch.device) -> Tensor:
+    """The columns on `device`, copied on the current stream. Does not synchronise."""
+    return _pinned(columns, device).to(device, non_blocking=True)
+
+
+def _pinned(columns: Tensor, device: torch.device) -> Tensor:
+    """A copy that the device may read while the host goes on.
+
+    Nobody has to keep the copy alive: `Tensor.copy_` records an event for the stream that reads pinned memory, and
+    torch does not use the memory again until the event is reached (ATen/native/cuda/Copy.cu, `record_event`).
+    """
+    return columns if device.type == "cpu" else columns.pin_memory()
 
 
 def _check_offsets(numels: Sequence[int], wire_offsets: Sequence[int], wire_dtype: torch.dtype) -> None:

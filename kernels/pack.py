@@ -9,7 +9,7 @@ Example: gradients fp32 [1, 2] and [3], wire offsets 0 and 32, scale 0.5, fp16 w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, no_type_check
 
 import torch
@@ -92,33 +92,48 @@ def pack(
     the caller keeps tensors, wire and table until that stream is past this point.
     Raises ValueError or TypeError for tensors or a wire that do not fit the table.
     """
+    prepare_pack(wire, table, tensors[0].dtype if tensors else wire.dtype, scale=scale, found=found)(tensors)
+
+
+def prepare_pack(
+    wire: Tensor, table: ChunkTable, dtype: torch.dtype, *, scale: float = 1.0, found: Tensor | None = None
+) -> Callable[[Sequence[Tensor]], None]:
+    """`pack` of tensors of `dtype`, for many calls with one wire, table, scale and `found`: f(tensors).
+
+    The wire and `found` are checked once; see `Kernel.prepare`. Errors are those of `pack`.
+    """
     table.check_wire(wire)
     if found is not None and (found.dtype != torch.int32 or found.numel() != 1 or found.device != wire.device):
         raise ValueError(f"found must be int32 [1] on {wire.device}, got {found.dtype} {list(found.shape)}")
     if not runs_on_triton(wire.device):
-        table.check_tensors(tensors)
-        views = table.views_like(tensors, wire)
-        reference.pack(tensors, views, scale=scale)
-        if found is not None:
-            found.clamp_(max=_first_not_finite(wire, table, views))
-        return
-    table.point_at(tensors)
-    if table.num_chunks:
-        _pack_kernel.launch(
-            wire.device,
-            table.num_chunks,
-            table.address,
-            table.wire_offset,
-            table.numel,
-            wire,
-            scale,
-            found,
-            SOURCE=triton_dtype(tensors[0].dtype),
-            COMPUTE=triton_dtype(reference.compute_dtype(tensors[0].dtype, wire.dtype)),
-            CHUNK=table.chunk_numel,
-            CHECK=found is not None,
-            num_warps=table.num_warps,
-        )
+        return lambda tensors: _pack_by_torch(tensors, wire, table, scale, found)
+    table.check_dtype(dtype)
+    launch = _pack_kernel.prepare(
+        wire.device,
+        table.num_chunks,
+        table.address,
+        table.wire_offset,
+        table.numel,
+        wire,
+        scale,
+        found,
+        SOURCE=triton_dtype(dtype),
+        COMPUTE=triton_dtype(reference.compute_dtype(dtype, wire.dtype)),
+        CHUNK=table.chunk_numel,
+        CHECK=found is not None,
+        num_warps=table.num_warps,
+    )
+    return lambda tensors: table.launch_at(tensors, dtype, launch)
+
+
+def _pack_by_torch(
+    tensors: Sequence[Tensor], wire: Tensor, table: ChunkTable, scale: float, found: Tensor | None
+) -> None:
+    table.check_tensors(tensors)
+    views = table.views_like(tensors, wire)
+    reference.pack(tensors, views, scale=scale)
+    if found is not None:
+        found.clamp_(max=_first_not_finite(wire, table, views))
 
 
 def _first_not_finite(wire: Tensor, table: ChunkTable, views: Sequence[Tensor]) -> int:

@@ -8,9 +8,10 @@ Example: fp16 wire with [1.5, 2.0] at offset 0 and [2.5] at offset 32, scale 2, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, no_type_check
 
+import torch
 from torch import Tensor
 
 from . import reference
@@ -63,23 +64,33 @@ def unpack(wire: Tensor, tensors: Sequence[Tensor], table: ChunkTable, *, scale:
     tensors: tensors that `table` describes, on one device and of one dtype: fp16, bf16, fp32 or fp64; overwritten.
     Arithmetic, stream, ownership and errors are those of `pack`.
     """
+    prepare_unpack(wire, table, tensors[0].dtype if tensors else wire.dtype, scale=scale)(tensors)
+
+
+def prepare_unpack(
+    wire: Tensor, table: ChunkTable, dtype: torch.dtype, *, scale: float = 1.0
+) -> Callable[[Sequence[Tensor]], None]:
+    """`unpack` to tensors of `dtype`, for many calls with one wire, table and scale: f(tensors). See `prepare_pack`."""
     table.check_wire(wire)
     if not runs_on_triton(wire.device):
-        table.check_tensors(tensors)
-        reference.unpack(table.views_like(tensors, wire), tensors, scale=scale)
-        return
-    table.point_at(tensors)
-    if table.num_chunks:
-        _unpack_kernel.launch(
-            wire.device,
-            table.num_chunks,
-            wire,
-            table.address,
-            table.wire_offset,
-            table.numel,
-            scale,
-            TARGET=triton_dtype(tensors[0].dtype),
-            COMPUTE=triton_dtype(reference.compute_dtype(wire.dtype, tensors[0].dtype)),
-            CHUNK=table.chunk_numel,
-            num_warps=table.num_warps,
-        )
+        return lambda tensors: _unpack_by_torch(wire, tensors, table, scale)
+    table.check_dtype(dtype)
+    launch = _unpack_kernel.prepare(
+        wire.device,
+        table.num_chunks,
+        wire,
+        table.address,
+        table.wire_offset,
+        table.numel,
+        scale,
+        TARGET=triton_dtype(dtype),
+        COMPUTE=triton_dtype(reference.compute_dtype(wire.dtype, dtype)),
+        CHUNK=table.chunk_numel,
+        num_warps=table.num_warps,
+    )
+    return lambda tensors: table.launch_at(tensors, dtype, launch)
+
+
+def _unpack_by_torch(wire: Tensor, tensors: Sequence[Tensor], table: ChunkTable, scale: float) -> None:
+    table.check_tensors(tensors)
+    reference.unpack(table.views_like(tensors, wire), tensors, scale=scale)

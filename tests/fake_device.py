@@ -73,6 +73,7 @@ class FakeMark:
 
     def __init__(self, stream: FakeStream | None) -> None:
         self._stream = stream
+        self.seen = {} if stream is None else dict(stream.seen)
         self._reached = threading.Event()
         self._at = 0.0
 
@@ -320,6 +321,14 @@ class FakeAccelerator:
     # Mode "lazy"
 
     def hold(self, stream: FakeStream, mark: FakeMark) -> None:
+        waiting = self.current
+        if isinstance(waiting, FakeStream):  # a stream waits for a stream: later, and then for what that one has seen
+            if waiting is not stream:
+                waiting.call(lambda: stream.do_until(mark), list, "hold")
+                waiting.seen = {
+                    key: max(mark.seen.get(key, 0), waiting.seen.get(key, 0)) for key in mark.seen | waiting.seen
+                }
+            return
         self.calls["hold_current"] += 1
         if self.mode == "lazy":
             self._holds.append((stream, mark))

@@ -153,6 +153,8 @@ def churn(rank: int, size: int) -> None:
     model = make_model()
     reference = [p.detach().clone().double() for p in model.parameters()]
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model, bucket_mb=0.1)
+    for p in model.parameters():  # in backward, too, when the gradients of earlier buckets are given away
+        p.register_post_accumulate_grad_hook(lambda p: torch.full_like(p, math.nan))
     for step in range(30):
         optimizer.zero_grad()
         # Gradients of one value each, so that a single wrong element shows.
@@ -171,6 +173,26 @@ def churn(rank: int, size: int) -> None:
 
 def test_gradients_are_kept_until_they_have_been_read() -> None:
     run_ranks(churn, 2, env=SHARED, deadline=DEADLINE)
+
+
+def peak(rank: int, size: int) -> None:
+    """Gradients of 4 MiB, each a bucket of its own."""
+    parameters = [nn.Parameter(torch.zeros(1 << 20, device="cuda")) for _ in range(16)]
+    optimizer = torchring.wrap(torch.optim.SGD(parameters, lr=0.5), bucket_mb=4.0)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = torch.stack([(p * 2.0).sum() for p in parameters]).sum()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss.backward()
+        num_gradients = (torch.cuda.max_memory_allocated() - before) / 2**22
+    assert 1 <= num_gradients < 5, "one that fills a bucket, one that is packed, and what autograd computes with"
+    torchring.shutdown()
+
+
+def test_gradients_are_not_kept_beside_the_wires() -> None:
+    run_ranks(peak, 2, env=SHARED, deadline=DEADLINE)
 
 
 def find_nan(rank: int, size: int) -> None:

@@ -1,5 +1,8 @@
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchring.kernels import ChunkTable, unpack
 from torchring.kernels.chunks import address_column, layout
@@ -141,6 +144,16 @@ def test_tensors_of_two_dtypes_or_devices() -> None:
     assert table.num_refreshes == 0
 
 
+def test_a_prepared_launch_is_for_one_dtype() -> None:
+    table, launched = build([4], [0]), []
+    tensor = torch.zeros(4)
+    table.launch_at([tensor], F32, lambda: launched.append(table.address.tolist()))
+    with pytest.raises(TypeError, match=r"prepared for tensors of torch\.float32, got torch\.float16"):
+        table.launch_at([tensor.half()], F32, lambda: launched.append([]))
+    build([0], [0]).launch_at([torch.zeros(0)], F32, lambda: launched.append([]))
+    assert launched == [[tensor.data_ptr()]]
+
+
 def test_address_column() -> None:
     device = torch.device("cpu")
     column = address_column((2**40, 16), device, 0)
@@ -160,3 +173,37 @@ def test_refresh_on_cuda_does_not_synchronise() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert table.address.tolist() == [tensor.data_ptr() for tensor in sets[1]]
+
+
+class _Copies(TorchDispatchMode):
+    """Notes copies from the CPU to a device: from where, and whether the host would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.Tensor, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
+        source = next((arg for arg in reversed(args) if isinstance(arg, torch.Tensor)), None)
+        if source is not None and isinstance(result, torch.Tensor) and source.device != result.device:
+            self.seen.append((source, kwargs.get("non_blocking", len(args) > 2 and args[2])))
+        return result
+
+
+def test_a_device_gets_its_columns_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from other memory, or one that blocks, would make the host wait for the stream in mid-backward."""
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    device = torch.device("meta")
+    with _Copies() as copies:
+        table = build([4, 5000], [0, 16], device=device)
+        table.point_at([torch.zeros(4, device=device), torch.zeros(5000, device=device)])
+        address_column((7, 8), device, 99)
+    assert [(id(source), is_asynchronous) for source, is_asynchronous in copies.seen] == [(id(p), True) for p in pinned]
+    assert [source.shape for source, _ in copies.seen] == [(3, 3), (3,), (2,)]
+    address_column.cache_clear()

@@ -292,39 +292,47 @@ def _steps(rank: int, model: nn.Module, optimizer: Any, steps: Sequence[int], lo
 
 
 def _held(rank: int, size: int) -> dict[str, Any]:
-    """How many gradients are alive when the first bucket lands, and when backward has returned."""
-    model = _model_of_singles()
-    local: list[weakref.ref[Tensor]] = []
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: local.append(weakref.ref(p.grad)))
-    alive: list[int] = []
+    """Bytes of gradients that are alive beside the wires: at most, in backward; when buckets land; and afterwards."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+    local: list[tuple[weakref.ref[Tensor], int]] = []
+    peaks: list[int] = []
+    landing: list[int] = []
     do_until = FakeStream.do_until
 
-    def landing(stream: FakeStream, mark: FakeMark) -> None:
-        alive.append(sum(gradient() is not None for gradient in local))
+    def alive() -> int:
+        return sum(num_bytes for gradient, num_bytes in local if gradient() is not None)
+
+    def arrived(p: Tensor) -> None:
+        assert p.grad is not None
+        local.append((weakref.ref(p.grad), p.grad.nbytes))
+        peaks.append(alive())
+
+    def landed(stream: FakeStream, mark: FakeMark) -> None:
+        if not accelerator.is_executing and stream is accelerator.streams[0]:  # where buckets are reduced
+            landing.append(alive())
         do_until(stream, mark)
 
-    with FakeAccelerator().installed() as accelerator, mock.patch.object(FakeStream, "do_until", landing):
-        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, bucket_mb=_SMALL_MB)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(arrived)
+    with FakeAccelerator().installed() as accelerator, mock.patch.object(FakeStream, "do_until", landed):
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, bucket_mb=256 / 2**20)
         _steps(rank, model, optimizer, range(2))
         accelerator.calls.clear()
-        local.clear()
-        alive.clear()
         _steps(rank, model, optimizer, range(2, 6))
         waited = accelerator.calls["synchronize"]
-        buckets = optimizer.stats().num_buckets
-        local.clear()
         optimizer.zero_grad()
-        alive.clear()
+        for noted in (local, peaks, landing):
+            noted.clear()
         model(torch.ones(1, 8)).sum().backward()
-        after = sum(gradient() is not None for gradient in local)
-    return {"landing": alive, "after": after, "waited": waited, "buckets": buckets}
+        result = {"peak": max(peaks), "landing": landing, "after": alive(), "waited": waited}
+        return {**result, "buckets": optimizer.stats().num_buckets, "races": accelerator.races}
 
 
 @contextmanager
 def _without_follow() -> Iterator[None]:
-    def follow(packing: DevicePacking) -> None:
+    def follow(packing: DevicePacking) -> frozenset[object]:
         packing._has_followed = True
+        return frozenset()
 
     with mock.patch.object(DevicePacking, "_follow", follow):
         yield
@@ -738,14 +746,14 @@ def test_parameters_of_several_dtypes() -> None:
 
 
 def test_gradients_are_kept_until_they_are_read_and_no_longer() -> None:
-    """And in a step whose plan is settled, the host never waits."""
+    """And in a step whose plan is settled, the host never waits. A bucket has the 256 bytes of one weight."""
     for result in results_of("held"):
         assert result["waited"] == 0
-        assert result["buckets"] > 1
-        assert len(result["landing"]) == result["buckets"]
-        assert result["landing"][0] == 8, result
-        assert result["landing"][-1] < 8, result
+        assert result["buckets"] == 5
+        assert result["peak"] == 2 * 256, "a bucket that fills, and one that is packed"
+        assert result["landing"] == [256] * 5, "those of the bucket that was packed last, until it is reduced"
         assert result["after"] == 0, result
+        assert result["races"] == []
 
 
 def test_a_missing_event_is_noticed() -> None:

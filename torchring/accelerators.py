@@ -5,7 +5,8 @@ that reduces on a device uses `Accelerator`, so that tests can replace it by a s
 as long as the order of streams allows.
 
       compute stream   ... gradients ready ......................................... [hold] unpack, step
-      communication          [follow] pack bucket 0, reduce it [mark]  pack bucket 1, reduce it [mark]
+      packing                [follow] pack bucket 0 [mark]  pack bucket 1 [mark]
+      communication            [hold] reduce bucket 0 [mark]  [hold] reduce bucket 1 [mark]
 
 Only `synchronize`, which is for set-up, makes the host wait for the device.
 """
@@ -107,15 +108,30 @@ def span(name: str) -> AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-class CudaMark:
-    """See `Mark`."""
+_spare_events: Final[dict[torch.device, list[torch.cuda.Event]]] = {}  # those that no mark uses
 
-    __slots__ = ("_device", "_event")
+
+class CudaMark:
+    """See `Mark`.
+
+    An event is used again when its mark is gone, since making an event takes longer than recording it. Streams that
+    were told to wait for the mark still wait for it: "cudaStreamWaitEvent() uses the most recently captured state at
+    the time of the API call" (CUDA Runtime API, cudaEventRecord).
+    """
+
+    __slots__ = ("_device", "_event", "_spare")
 
     def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:
         self._device = device
-        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._spare = _spare_events.setdefault(device, [])
+        try:
+            self._event = self._spare.pop()
+        except IndexError:
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
+
+    def __del__(self) -> None:
+        self._spare.append(self._event)
 
     def is_reached(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
@@ -133,11 +149,15 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = _stream_on(device, priority=-1)  # its blocks are placed before those of backward
+        # Its blocks are placed before those of backward.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._followed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # used again, as those of `CudaMark`
 
     def follow(self, streams: Iterable[object] = ()) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        _wait_for(self._stream, streams)
+        self._wait_for(torch.cuda.current_stream(self._device))
+        for stream in streams:  # as `CudaAccelerator.current_stream` has returned them
+            stream_id, index, kind = cast("tuple[int, int, int]", stream)
+            self._wait_for(torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind))  # type: ignore[no-untyped-call]
 
     def run(self, work: Callable[[], None]) -> None:
         if torch.cuda.current_device() != self._device.index:
@@ -154,17 +174,13 @@ class CudaStream:
     def mark(self) -> CudaMark:
         return CudaMark(self._stream, self._device)
 
+    def _wait_for(self, other: torch.cuda.Stream) -> None:
+        self._followed.record(other)
+        self._stream.wait_event(self._followed)
 
-def _stream_on(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
-
-def _wait_for(waiting: torch.cuda.Stream, streams: Iterable[object]) -> None:
-    """Make `waiting` wait for `streams`, which `CudaAccelerator.current_stream` has returned."""
-    for stream in streams:
-        stream_id, index, kind = cast("tuple[int, int, int]", stream)
-        other = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
-        waiting.wait_stream(other)
+def _stream_on(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class CudaAccelerator:

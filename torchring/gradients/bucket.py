@@ -347,8 +347,8 @@ class Bucket:
             return grad.clone()
         if grad is not self._views[slot]:
             return grad
-        # A copy could meet a reduction that is under way. A gradient that was accumulated in the buffer is lost. NaN
-        # makes the loss visible.
+        # A copy could meet a reduction that is under way. So a gradient is lost if it was accumulated in the buffer, or
+        # if its memory was given back after packing. NaN makes the loss visible.
         original = self.packing.original(slot)
         if original is None:
             return torch.full_like(self.parameters[slot].detach(), math.nan)

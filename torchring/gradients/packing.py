@@ -1,21 +1,33 @@
 """Copies a bucket's gradients to its wire buffer and back, on the thread of backward or in streams of a device.
 
-On the host a copy is done when the call returns. On a device, one kernel copies a whole bucket on the communication
-stream, after the streams that computed the gradients. Results are copied back on the current stream, which waits for
-the reduction.
+On the host a copy is done when the call returns. On a device, one kernel copies a whole bucket on a stream of its own,
+after the streams that computed the gradients. The stream that reduces waits for the copy. Results are copied back on
+the current stream, which waits for the reduction.
+
+      compute        ... gradients of bucket 0 ... gradients of bucket 1 [wait a] ... gradients of bucket 2 [wait b] ...
+      packing             [follow] pack 0 [mark a]      [follow] pack 1 [mark b]        [follow] pack 2 [mark c]
+      communication               [wait a] reduce 0 ............. [wait b] reduce 1 ................
+
+A gradient's memory goes back to the allocator one bucket later (see `unread.py`): so beside the wire buffers
+there are the gradients of the bucket that fills, and those of one that is packed. On the communication stream, packing
+would wait for the reductions before it. Then the computation would have to wait for them, too, or keep all gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
 import torch
 
-from torchring.accelerators import Accelerator, Stream, span
+from torchring.accelerators import Accelerator, Mark, Stream, span
 from torchring.gradients.plan import BucketPlan
-from torchring.kernels import ChunkTable, pack, reference, unpack
+from torchring.gradients.unread import UnreadGradients
+from torchring.kernels import ChunkTable, reference
 from torchring.kernels.chunks import layout
+from torchring.kernels.pack import prepare_pack
+from torchring.kernels.unpack import prepare_unpack
 
 _T = TypeVar("_T")
 _MOST_TABLES: Final = 16  # of one bucket; a bucket needs one table for each set of parameters that a step reaches
@@ -48,7 +60,7 @@ class Packing(Protocol):
         """grads[i] <- cast(views[i])."""
 
     def original(self, slot: int) -> torch.Tensor | None:
-        """The gradient that was packed in this round. None if none was packed, or it is not kept."""
+        """The gradient that was packed in this round. None if none was packed, or it is no longer kept."""
 
     def release(self) -> None:
         """The bucket is reduced: let go of the gradients that were packed."""
@@ -83,19 +95,29 @@ class HostPacking:
     def release(self) -> None: ...
 
 
+@dataclass
+class _Part:
+    """A set of slots that were packed together, and the launches that were prepared for the set."""
+
+    table: ChunkTable
+    pack: Callable[[Sequence[torch.Tensor]], None] | None = None
+    pack_key: tuple[float, torch.dtype] | None = None  # the scale and the gradients' dtype for which `pack` is
+    unpack: Callable[[Sequence[torch.Tensor]], None] | None = None
+    unpack_key: torch.dtype | None = None
+
+
 class DevicePacking:
     """See `Packing`.
-
-    Gradients are kept alive until the bucket is reduced. From then on the current stream waits for the communication
-    stream, which has read the gradients, so the current stream may use their memory again. `record_stream` would hold
-    the memory for longer.
 
     Args:
         scale: applied before the cast.
         plan: the bucket's.
         wire: the wire buffer, on the accelerator's device.
         found: int32[1]; the kernel writes the first chunk with a NaN or an infinity here, see `kernels.pack`.
-        stream: where buckets are packed and reduced.
+        stream: where buckets are packed.
+        reduction_stream: where the bucket is reduced, if not in `stream`.
+        unread: keeps the gradients of all buckets that are packed in `stream`. Default: each bucket keeps its own until
+            it is packed again or reduced.
     """
 
     is_asynchronous = True
@@ -108,17 +130,23 @@ class DevicePacking:
         found: torch.Tensor,
         stream: Stream,
         accelerator: Accelerator,
+        *,
+        reduction_stream: Stream | None = None,
+        unread: UnreadGradients | None = None,
     ) -> None:
         self._plan = plan
         self._wire = wire
         self._found = found
         self._scale = scale
         self._stream = stream
+        self._reduction_stream = reduction_stream
         self._accelerator = accelerator
         self._producers: set[object] = set()  # streams that computed gradients
         self._has_followed = False
-        self._held: dict[int, torch.Tensor] = {}  # by slot: gradients that the communication stream still reads
-        self._tables: dict[tuple[int, ...], ChunkTable] = {}
+        self._mark: Mark | None = None  # after the last copy of this round
+        self._unread = unread or UnreadGradients(accelerator)
+        self._held: list[dict[int, torch.Tensor]] = []  # by slot, for each copy: see `UnreadGradients`
+        self._tables: dict[tuple[int, ...], _Part] = {}  # the one that was used last at the end
         self._packed: list[tuple[Sequence[int], ChunkTable]] = []
         self._name = f"torchring.pack bucket {plan.index}, {plan.num_bytes / 2**20:.2f} MiB"
 
@@ -128,6 +156,7 @@ class DevicePacking:
     def pack(
         self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float = 1.0
     ) -> None:
+        self._unread.release()
         try:
             self._launch_pack(slots, grads, views, factor)
         except ValueError:  # by the table, before anything was launched
@@ -135,27 +164,38 @@ class DevicePacking:
             if not odd:
                 raise
             reference.pack([grads[i] for i in odd], [views[i] for i in odd], scale=self._scale * factor)
-            self._held.update((slots[i], grads[i]) for i in odd)
             self._launch_pack(_without(slots, odd), _without(grads, odd), _without(views, odd), factor)
 
     def _launch_pack(
         self, slots: Sequence[int], grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor], factor: float
     ) -> None:
-        # The table comes first: its columns are filled on the current stream.
-        table = self._table(slots, views) if slots else None
-        self._follow()
-        if table is None:
+        streams = self._follow()
+        if not slots:
             return
-        wire, found, scale = self._wire, self._found, self._scale * factor
+        key, scale = (factor, grads[0].dtype), self._scale * factor
+
+        def launch() -> None:
+            part = self._part(slots, views)
+            if part.pack is None or part.pack_key != key:
+                part.pack = prepare_pack(self._wire, part.table, key[1], scale=scale, found=self._found)
+                part.pack_key = key
+            part.pack(grads)
+            self._packed.append((slots, part.table))
+
         with span(self._name):
-            self._stream.run(lambda: pack(grads, wire, table, scale=scale, found=found))
-        self._held.update(zip(slots, grads, strict=True))
-        self._packed.append((slots, table))
+            self._stream.run(launch)
+        self._mark = self._stream.mark()
+        self._held.append(dict(zip(slots, grads, strict=True)))
+        self._unread.keep(self._held[-1], self._mark, streams)
 
     def finish_packing(self) -> None:
-        if not self._has_followed:  # nothing was packed: gradients were accumulated in place, or zeroed
+        if self._producers or not self._has_followed:  # the last gradients were accumulated in place, or zeroed
             self._follow()
         self._has_followed = False
+        if self._reduction_stream is not None:
+            mark = self._mark or self._stream.mark()
+            self._reduction_stream.run(mark.hold_current)
+        self._mark = None
 
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         try:
@@ -170,42 +210,60 @@ class DevicePacking:
     def _launch_unpack(
         self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
     ) -> None:
-        if slots:
-            with span(self._name.replace("pack", "unpack", 1)):
-                unpack(self._wire, grads, self._table(slots, views))
+        if not slots:
+            return
+        with span(self._name.replace("pack", "unpack", 1)):
+            part = self._part(slots, views)
+            if part.unpack is None or part.unpack_key != grads[0].dtype:
+                part.unpack = prepare_unpack(self._wire, part.table, grads[0].dtype)
+                part.unpack_key = grads[0].dtype
+            part.unpack(grads)
 
     def original(self, slot: int) -> torch.Tensor | None:
-        return self._held.get(slot)
+        return next((held[slot] for held in reversed(self._held) if slot in held), None)
 
     def release(self) -> None:
+        for held in self._held:
+            held.clear()
         self._held.clear()
 
-    def _follow(self) -> None:
-        """Have the communication stream wait for the gradients."""
-        self._stream.follow(self._producers - {self._accelerator.current_stream()})
+    def _follow(self) -> frozenset[object]:
+        """Have the packing stream wait for the gradients. Returns the streams that computed the gradients."""
+        current = self._accelerator.current_stream()
+        streams = frozenset((*self._producers, current))
+        self._stream.follow(self._producers - {current})
         self._producers.clear()
         self._has_followed = True
+        self._mark = None
+        return streams
 
     def take_packed(self) -> list[tuple[Sequence[int], ChunkTable]]:
         """What was packed since the last call, for `slots_of`."""
         packed, self._packed = self._packed, []
         return packed
 
-    def _table(self, slots: Sequence[int], views: Sequence[torch.Tensor]) -> ChunkTable:
-        """The table for these slots. Steps that reach all parameters share one table."""
+    def _part(self, slots: Sequence[int], views: Sequence[torch.Tensor]) -> _Part:
+        """The table for these slots, and its launches. Steps that reach all parameters share one table.
+
+        A new table is filled on the current stream, which will launch what reads the table. `take_packed` hands tables
+        out to whoever waits for the device, so a table that is forgotten here stays alive while kernels read it.
+        """
         key = tuple(slots)
-        if key not in self._tables:
+        part = self._tables.pop(key, None)
+        if part is None:
             if len(self._tables) >= _MOST_TABLES:
-                self._tables.clear()
+                del self._tables[next(iter(self._tables))]  # the one that was not used for longest
             places = [self._plan.slots[slot] for slot in slots]
-            self._tables[key] = ChunkTable(
+            table = ChunkTable(
                 [place.numel for place in places],
                 [place.offset for place in places],
                 wire_dtype=self._wire.dtype,
                 device=self._wire.device,
                 layouts=[layout(view) for view in views],
             )
-        return self._tables[key]
+            part = _Part(table)
+        self._tables[key] = part
+        return part
 
 
 def slots_of(packed: Sequence[tuple[Sequence[int], ChunkTable]], chunk: int) -> list[int]:

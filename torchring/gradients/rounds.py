@@ -5,8 +5,9 @@ On the host, the wire buffers carry everything: which parameters were used, the 
 A device reduces gradients and nothing else. The hosts tell each other which parameters were used, which round it is,
 the control bits and what was found in earlier rounds. They do so in one small message at the end of each backward, when
 the device still has to compute most of the round. So no host waits for a device, and a rank that is dead or out of step
-is found before anybody steps. How long a round took, and whether its gradients were finite, is known when the device
-has come that far: in one of the next rounds.
+is found before anybody steps. The message must not come a round late: a rank that skips a round changes the mean of all
+others, and a rank in another round has contributed another step's gradients. How long a round took, and whether its
+gradients were finite, is known when the device has come that far: in one of the next rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from torchring.accelerators import Mark
+from torchring.accelerators import Mark, Stream
 from torchring.allreduce import TAGS_PER_ROUND, Mover, Wire
 from torchring.allreduce.contract import tag_mismatch
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
@@ -32,6 +33,7 @@ from torchring.gradients.packing import DevicePacking, HostPacking, Packing, slo
 from torchring.gradients.plan import BucketPlan, ControlBits, ParameterSpec, Plan
 from torchring.gradients.scheduler import Round
 from torchring.gradients.sparse import NonFiniteGradient
+from torchring.gradients.unread import UnreadGradients
 from torchring.kernels import ChunkTable
 from torchring.memory.heap import give_back, keep_freed
 from torchring.world import World
@@ -224,6 +226,8 @@ class DeviceRounds:
         self._specs = specs
         self._parameters = parameters
         self._opened: list[_Opened] = []
+        self._packing_stream: Stream | None = None  # of all buckets; opened with the first
+        self._unread = UnreadGradients(mover.accelerator)
         self._unfinished: deque[_Unfinished] = deque()
         self._finding: tuple[int, int] | None = None  # (kind, parameter), for the other ranks
         self._backward_end: Mark | None = None
@@ -244,12 +248,16 @@ class DeviceRounds:
             self._fetch_reports()
         self._take_packed()
         reports = list(self._reports().values())
+        if self._packing_stream is None:
+            return
+        reduced = self._mover.stream.mark()
 
         def clear_reports() -> None:
+            reduced.hold_current()  # packing overwrites what was reduced, and reports that are being fetched
             for report in reports:
                 report.fill_(NOTHING_FOUND)
 
-        self._mover.stream.run(clear_reports)
+        self._packing_stream.run(clear_reports)
 
     def backward_is_over(self) -> None:
         self._backward_end = self._mover.accelerator.mark_current()
@@ -308,7 +316,18 @@ class DeviceRounds:
 
     def _packing(self, plan: BucketPlan, wire: DeviceWire, scale: float) -> DevicePacking:
         mover = self._mover
-        packing = DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, mover.stream, mover.accelerator)
+        if self._packing_stream is None:
+            self._packing_stream = mover.accelerator.open_stream()
+        packing = DevicePacking(
+            scale,
+            plan,
+            wire.buffer,
+            wire.found_in_inputs,
+            self._packing_stream,
+            mover.accelerator,
+            reduction_stream=mover.stream,
+            unread=self._unread,
+        )
         self._opened.append(_Opened(plan, wire, packing))
         return packing
 

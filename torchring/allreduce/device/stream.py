@@ -108,7 +108,7 @@ class OnStream:
         timeout_seconds: how long the device may wait for other ranks.
 
     Attributes:
-        stream: buckets are packed in this stream, too.
+        stream: where buckets are reduced. Whoever packs them makes this stream wait.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class OnStream:
     def start(self, wire: DeviceWire, *, scale: float = 1.0, tag: int = 0) -> PendingOnStream:
         """See `Mover.start`. The reduction comes after the work that `stream` was given before.
 
-        Work of the current stream is not waited for: call `stream.follow` first.
+        Work of other streams is not waited for: call `stream.follow` first, or hold `stream` for a mark.
         """
         self.check()
         begin = self.stream.mark()

@@ -1,0 +1,157 @@
+"""Prepared launches: what reaches Triton's launcher, on which stream, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, no_type_check
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from torchring.kernels.lazy import lazy_jit
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+DEVICE = torch.device("cuda", 0)
+
+
+class _OnDevice:
+    """As much of a tensor on a GPU as Triton and `prepare` look at."""
+
+    dtype = torch.float32
+    is_cuda = True
+
+    def data_ptr(self) -> int:
+        return 4096
+
+
+class _Driver:
+    """A driver that compiles for sm_90, launches nothing, and notes what it was to launch."""
+
+    def __init__(self) -> None:
+        self.stream = 7
+        self.launched: list[tuple[Any, ...]] = []
+        self.refuses = False
+        self.utils = SimpleNamespace(
+            load_binary=lambda *arguments: (1, 2, 32, 0, 1024),
+            unload_module=lambda module: None,
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+        )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        def launch(*arguments: Any) -> None:
+            x, y, z, stream, function, packed, metadata, enter, leave, *values = arguments
+            if self.refuses and not any(isinstance(value, _OnDevice) for value in values):
+                raise TypeError("function takes exactly 3 arguments")
+            if enter is not None:
+                enter(metadata)
+            self.launched.append((x, y, z, stream, function, packed, leave, *values))
+
+        return launch
+
+
+@lazy_jit(do_not_specialize=("numel",))
+@no_type_check
+def _some_kernel(source, host, numel, found, scale, even, WIDTH: tl.constexpr, OFFSET: tl.constexpr = 8):
+    tl.store(source, tl.load(host) * scale + OFFSET + WIDTH, mask=numel > even)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[_Driver]:
+    fake, before = _Driver(), dict(vars(driver))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    driver.set_active(fake)
+    yield fake
+    _some_kernel.jitted.device_caches.clear()
+    vars(driver).update(before)
+
+
+def _launches() -> tuple[Any, ...]:
+    host = torch.zeros(1)
+    arguments: Any = (DEVICE, 3, _OnDevice(), host, 5, None, 0.5, 16)
+    options: Any = {"WIDTH": 2, "num_warps": 2}
+    return arguments, options
+
+
+def test_a_prepared_launch_is_triton_s(gpu: _Driver) -> None:
+    """All but the stream, and tensors that have become addresses."""
+    arguments, options = _launches()
+    _some_kernel.launch(*arguments, **options)
+    launch = _some_kernel.prepare(*arguments, **options)
+    assert len(gpu.launched) == 1, "nothing is launched yet"
+    for gpu.stream in (7, 8, 9):
+        launch()
+    ordinary, first, second, third = gpu.launched
+    assert first[:3] == (3, 1, 1)
+    assert first[-8:-6] == arguments[2:4]
+    assert first == ordinary
+    assert [later[3] for later in (second, third)] == [8, 9], "the stream that is current at the launch"
+    for later in (second, third):
+        assert later[-8] == 4096
+        assert later[-7] is arguments[3], "the driver may know pinned memory by another address"
+        assert (*later[:3], *later[4:]) == (*first[:3], *first[4:-8], 4096, *first[-7:])
+    assert len(_some_kernel.jitted.device_caches[0][0]) == 1
+
+
+def test_hooks_see_prepared_launches(gpu: _Driver) -> None:
+    arguments, options = _launches()
+    launch = _some_kernel.prepare(*arguments, **options)
+    launch()
+    seen: list[str] = []
+
+    def note(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    hooks = triton.knobs.runtime
+    add, remove = (hooks.launch_enter_hook.add, hooks.launch_enter_hook.remove)
+    add(note)
+    try:
+        launch()
+    finally:
+        remove(note)
+    launch()
+    assert seen == ["_some_kernel"]
+
+
+def test_a_launcher_that_has_changed_is_not_used_again(gpu: _Driver) -> None:
+    arguments, options = _launches()
+    launch = _some_kernel.prepare(*arguments, **options)
+    launch()
+    gpu.refuses = True
+    launch()
+    gpu.refuses = False
+    launch()
+    assert [isinstance(launched[-8], _OnDevice) for launched in gpu.launched] == [True] * 3
+
+
+def test_another_current_device_is_left(gpu: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, options = _launches()
+    launch = _some_kernel.prepare(*arguments, **options)
+    entered: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
+    launch()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launch()
+    assert (entered, len(gpu.launched)) == ([DEVICE], 2)
