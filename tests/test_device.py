@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,7 +25,8 @@ from torchring.gradients.plan import ControlBits, ParameterSpec, build_plan
 from torchring.gradients.rounds import DeviceRounds, Timing, _first_finding
 from torchring.gradients.scheduler import Round
 from torchring.kernels import ChunkTable
-from torchring.memory.cuda import LonelyGroup, _register_group, find_problem, share_memory
+from torchring.memory.cuda import ExchangeStore, LonelyGroup, find_problem, register_group, share_memory
+from torchring.memory.handover import describe_handover, why_no_handover
 from torchring.world import World
 
 CPU = torch.device("cpu")
@@ -442,9 +444,12 @@ def test_backends_results_are_looked_at(accelerator: FakeAccelerator) -> None:
     engine.close()
 
 
+_HERE = {"processes": "pid:[1]", "folder": "1:2", "trouble": ""}
+
+
 def test_why_ranks_cannot_share_memory() -> None:
-    def card(device: str, *unreachable: str) -> dict[str, Any]:
-        return {"device": device, "unreachable": list(unreachable)}
+    def card(device: str, *unreachable: str, **handover: str) -> dict[str, Any]:
+        return {"device": device, "unreachable": list(unreachable), "handover": {**_HERE, **handover}}
 
     assert find_problem({0: card("a"), 1: card("b")}, allow_overlap=False) == ""
     assert find_problem({0: card("a", "c"), 1: card("b")}, allow_overlap=False) == "", "nobody is on c"
@@ -454,6 +459,56 @@ def test_why_ranks_cannot_share_memory() -> None:
     assert find_problem({2: card("a"), 5: card("a")}, allow_overlap=True) == ""
     apart = find_problem({0: card("a"), 1: card("b"), 3: card("c", "b")}, allow_overlap=True)
     assert apart == "the GPU of rank 3 has no peer access to that of rank 1"
+    contained = find_problem({2: card("a"), 3: card("b", processes="pid:[9]")}, allow_overlap=False)
+    assert contained.startswith("ranks 2 and 3 are in different PID namespaces")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({}, ""),
+        ({"processes": "pid:[9]"}, "ranks 4 and 6 are in different PID namespaces"),
+        ({"folder": "1:3"}, "ranks 4 and 6 have different folders for temporary files"),
+        ({"trouble": "too long", "folder": ""}, "rank 6 has no folder for PyTorch's sockets: too long; set TMPDIR"),
+    ],
+)
+def test_ranks_that_cannot_hand_each_other_memory(theirs: dict[str, str], said: str) -> None:
+    found = why_no_handover({4: _HERE, 5: _HERE, 6: {**_HERE, **theirs}})
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+
+
+def test_where_pytorch_puts_its_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    by_default = describe_handover()
+    assert by_default == {**describe_handover(), "trouble": ""}
+    assert by_default["processes"].startswith("pid:[")
+    monkeypatch.setenv("TMP", str(tmp_path))
+    assert describe_handover()["folder"] == f"{tmp_path.stat().st_dev}:{tmp_path.stat().st_ino}" != by_default["folder"]
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    assert "No such file" in describe_handover()["trouble"]
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    assert "too long a name" in describe_handover()["trouble"]
+
+
+def test_exchanges_of_a_group_are_counted_by_the_group() -> None:
+    """The processes have made other exchanges before, but not equally many. PyTorch calls the store from C++."""
+    shared = dist.HashStore()
+    here, there = (ExchangeStore(shared, 5.0) for _ in range(2))
+    ours, theirs = (dist.PrefixStore("CUDASymmetricMemory", store) for store in (here, there))
+    for exchange in range(3):
+        at = exchange * 2, exchange * 3 + 7
+        ours.set(f"{at[0]}/0", f"ours {exchange}")
+        theirs.set(f"{at[1]}/1", f"theirs {exchange}")
+        ours.wait([f"{at[0]}/1"])
+        assert ours.get(f"{at[0]}/1") == f"theirs {exchange}".encode()
+        assert theirs.get(f"{at[1]}/0") == f"ours {exchange}".encode()
+    impatient = ExchangeStore(shared, 0.05)
+    with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
+        dist.PrefixStore("CUDASymmetricMemory", impatient).wait(["9/2"])
 
 
 def test_a_rank_that_is_alone_needs_nobody() -> None:
@@ -468,24 +523,32 @@ def test_a_rank_that_is_alone_needs_nobody() -> None:
 
 def test_a_group_is_found_by_name_without_a_default_group() -> None:
     """As symmetric memory looks for it."""
-    import torch.distributed._symmetric_memory as symmetric_memory
     from torch._C import _distributed_c10d as c10d
 
-    store = dist.HashStore()
-    group = _register_group("torchring/a test", store, 0, 1, 5.0)
+    store = ExchangeStore(dist.HashStore(), 5.0)
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5.0))
+    with mock.patch.object(c10d._SymmetricMemory, "set_group_info") as told:
+        group = register_group("torchring/a test", store, gloo)
+    told.assert_called_once_with("torchring/a test", 0, 1, store)
     found = c10d._resolve_process_group("torchring/a test")
     assert found.group_name == group.group_name == "torchring/a test"
     assert (found.rank(), found.size()) == (0, 1)
+    assert found.get_group_store() is store
     assert not dist.is_initialized()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        symmetric_memory.enable_symm_mem_for_group("torchring/a test")  # as rendezvous() does before 2.13
-    value = torch.ones(3)
-    found.allreduce([value]).wait()
-    assert value.tolist() == [1.0] * 3
     del group, found
     with pytest.raises(RuntimeError, match="destroyed"):  # so whoever needs it keeps it
         c10d._resolve_process_group("torchring/a test")
+
+
+def test_no_release_after_those_that_need_it_is_told_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would compare how often each process has allocated, since it started."""
+    from torch._C import _distributed_c10d as c10d
+
+    monkeypatch.setattr(torch, "__version__", "2.14.0+cu130")
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5.0))
+    with mock.patch.object(c10d._SymmetricMemory, "set_group_info") as told:
+        register_group("torchring/another test", dist.HashStore(), gloo)
+    told.assert_not_called()
 
 
 def test_the_fake_keeps_to_the_contract() -> None:
