@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 
 from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
-from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine
+from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
 from torchring.allreduce.select import open_on_device
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
@@ -316,6 +316,24 @@ def test_engines_abort_what_they_have() -> None:
         engine.abort()
         engine.close()
     assert calls == ["shared", "column", "closed", "down", "shared", "closed"]
+
+
+@pytest.mark.parametrize("mode", ["late", "lazy"])
+def test_a_device_that_is_stuck_is_told_to_stop_without_asking_it(mode: str) -> None:
+    """Kernels look at a word in the host's memory."""
+    with FakeAccelerator(mode).installed() as accelerator:
+        engine = SharedMemoryEngine("direct", LonelyGroup(0, CPU), accelerator)
+        (wire,) = engine.open_wires([(20, torch.float32)])
+        stream = accelerator.open_stream()
+        stream.follow()
+        stream.run(lambda: wire.buffer.fill_(1.0))
+        stream.mark()
+        waiting = len(stream.queue)
+        accelerator.calls.clear()
+        stream.run(engine.abort)
+        engine.abort()
+        assert (accelerator.calls, len(stream.queue)) == ({}, waiting), "nothing was waited for, or queued behind"
+        assert [int(word) for word in accelerator.host_words] == [1]
 
 
 # Symmetric memory

@@ -79,8 +79,8 @@ class Accelerator(Protocol):
         device.
         """
 
-    def write_aside(self, word: torch.Tensor, value: int) -> None:
-        """Set a one-element tensor at once, even while all streams wait. May be called from any thread."""
+    def host_word(self) -> torch.Tensor:
+        """int32 [1] in host memory, 0. Kernels that run, and even those that wait, see what the host writes to it."""
 
     def synchronize(self) -> None:
         """Wait until the device has done all its work. For set-up and tests."""
@@ -133,7 +133,8 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = _stream_on(device, priority=-1)  # its blocks are placed before those of backward
+        # Its blocks are placed before those of backward.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def follow(self, streams: Iterable[object] = ()) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -155,10 +156,6 @@ class CudaStream:
         return CudaMark(self._stream, self._device)
 
 
-def _stream_on(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
-
-
 def _wait_for(waiting: torch.cuda.Stream, streams: Iterable[object]) -> None:
     """Make `waiting` wait for `streams`, which `CudaAccelerator.current_stream` has returned."""
     for stream in streams:
@@ -173,10 +170,6 @@ class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        # For `write_aside`. Made now, because opening a stream or pinning memory later may wait for kernels that hang.
-        self._aside = _stream_on(self.device)
-        self._pinned: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._pin(1, torch.int32)
 
     def open_stream(self) -> Stream:
         return CudaStream(self.device)
@@ -194,18 +187,8 @@ class CudaAccelerator:
         copy = torch.full(tensor.shape, -1, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return copy.copy_(tensor, non_blocking=True)
 
-    def write_aside(self, word: torch.Tensor, value: int) -> None:
-        # A copy and not a kernel: a kernel would need free processors, which kernels that wait may occupy.
-        source = self._pin(value, word.dtype)
-        with torch.cuda.device(self.device), torch.cuda.stream(self._aside):
-            word.copy_(source, non_blocking=True)
-        self._aside.synchronize()
-
-    def _pin(self, value: int, dtype: torch.dtype) -> torch.Tensor:
-        """[1] `value` in pinned host memory."""
-        if (value, dtype) not in self._pinned:
-            self._pinned[value, dtype] = torch.full((1,), value, dtype=dtype, device="cpu", pin_memory=True)
-        return self._pinned[value, dtype]
+    def host_word(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

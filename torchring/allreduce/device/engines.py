@@ -41,7 +41,9 @@ class SharedMemoryEngine:
         self._num_slices = group.size if num_slices is None else num_slices
         self._pads = group.allocate(signal_bytes(group.size, MAX_BLOCKS))
         self._signals = _addresses(self._pads.parts, accelerator.device)
-        self._abort = torch.zeros(1, dtype=torch.int32, device=accelerator.device)
+        # Pinned host memory: whoever aborts may be on another thread than the one that launches, must not wait for what
+        # the device does, and calls nothing of CUDA's. Kernels that wait look at it now and then.
+        self._abort = accelerator.host_word()
         accelerator.synchronize()
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
@@ -81,7 +83,7 @@ class SharedMemoryEngine:
         )  # fmt: skip
 
     def abort(self) -> None:
-        self._accelerator.write_aside(self._abort, 1)
+        self._abort.fill_(1)
 
     def close(self) -> None:
         """Nothing to do: the memory goes with the last tensor that views it."""
