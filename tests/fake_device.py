@@ -184,6 +184,7 @@ class FakeAccelerator:
     def __init__(self, mode: str = "late", problem: str = "") -> None:
         assert mode in ("late", "eager", "thread", "lazy"), mode
         self.device = torch.device("cpu")
+        self.num_processors = 2
         self.mode = mode
         self.problem = problem
         self.capturing = False
@@ -229,7 +230,7 @@ class FakeAccelerator:
 
     def host_word(self) -> torch.Tensor:
         with self.executing():
-            self.host_words.append(torch.zeros(1, dtype=torch.int32))
+            self.host_words.append(torch.zeros(1, dtype=torch.int32, device="cpu"))
         return self.host_words[-1]
 
     def is_host_word(self, tensor: torch.Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 
 from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
+from torchring.allreduce.device import engines
 from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
 from torchring.allreduce.select import open_on_device
@@ -25,7 +27,8 @@ from torchring.gradients.plan import ControlBits, ParameterSpec, build_plan
 from torchring.gradients.rounds import DeviceRounds, Timing, _first_finding
 from torchring.gradients.scheduler import Round
 from torchring.kernels import ChunkTable
-from torchring.memory.cuda import ExchangeStore, LonelyGroup, find_problem, register_group, share_memory
+from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
+from torchring.memory.cuda import CudaBlock, ExchangeStore, LonelyGroup, find_problem, register_group, share_memory
 from torchring.memory.handover import describe_handover, why_no_handover
 from torchring.world import World
 
@@ -448,17 +451,101 @@ def test_a_device_that_does_not_come_to_an_end_is_late(accelerator: FakeAccelera
     mover.close()
 
 
-def test_backends_results_are_looked_at(accelerator: FakeAccelerator) -> None:
+class _Launches:
+    """In place of `prepare_direct` and `prepare_ring`: what was prepared, and how often each was launched."""
+
+    def __init__(self) -> None:
+        self.prepared: list[dict[str, Any]] = []
+        self.launched: list[int] = []  # indices into `prepared`
+
+    def prepare(self, wires: Any, signals: Any, wire: torch.Tensor, **options: Any) -> Callable[[], None]:
+        self.prepared.append({**options, "numel": wire.numel()})
+        return functools.partial(self.launched.append, len(self.prepared) - 1)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> _Launches:
+    found = _Launches()
+    for name in ("prepare_direct", "prepare_ring"):
+        monkeypatch.setattr(engines, name, found.prepare)
+    return found
+
+
+class _Group:
+    """The first of several ranks, whose memory no other rank has."""
+
+    def __init__(self, size: int, multicast: int = 0) -> None:
+        self.ranks, self.index, self.size = tuple(range(size)), 0, size
+        self.multicast = multicast
+        self.allocated: list[int] = []
+
+    def allocate(self, num_bytes: int) -> CudaBlock:
+        self.allocated.append(num_bytes)
+        parts = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in self.ranks]
+        return CudaBlock(parts, 0, None, self.multicast)
+
+
+def test_a_launch_is_prepared_once(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    """For each wire, scale and half."""
+    engine = SharedMemoryEngine("direct", _Group(2), accelerator)
+    first, second = engine.open_wires([(64, torch.float32), (32, torch.float32)])
+    for _ in range(3):
+        engine.launch(first, 0.5)
+        engine.launch(second, 0.5)
+        engine.direct(first, 0.5, spread=False)
+        engine.direct(first, 1.0, gather=False)
+    assert launches.launched == [0, 1, 2, 3] * 3
+    told = [(each["numel"], each["scale"], each["gather"], each["spread"]) for each in launches.prepared]
+    assert told == [(64, 0.5, True, True), (32, 0.5, True, True), (64, 0.5, True, False), (64, 1.0, False, True)]
+
+
+def test_only_a_kernel_that_waits_for_others_leaves_processors_to_backward(
+    accelerator: FakeAccelerator, launches: _Launches
+) -> None:
+    accelerator.num_processors = 100
+    for size, blocks in ((1, 400), (2, MAX_BLOCKS)):
+        for algorithm in ("direct", "ring"):
+            group = _Group(size)
+            engine = SharedMemoryEngine(algorithm, group, accelerator)
+            assert group.allocated == [signal_bytes(size, blocks)]
+            engine.launch(engine.open_wires([(64, torch.float32)])[0], 0.5)
+            assert launches.prepared[-1]["max_blocks"] == blocks
+
+
+def test_the_switch_adds_up_where_it_can(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    """nvls: each wire has its place in the memory behind the multicast address. The switch knows no fp64."""
+    engine = SharedMemoryEngine("nvls", _Group(4, multicast=1 << 40), accelerator)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    for wire in engine.open_wires([(100, dtype) for dtype in dtypes]):
+        engine.launch(wire, 0.25)
+    assert [each["multicast"] for each in launches.prepared] == [1 << 40, 0, (1 << 40) + 512 + 1024]
+    direct = SharedMemoryEngine("direct", _Group(4, multicast=1 << 40), accelerator)
+    direct.launch(direct.open_wires([(100, torch.float32)])[0], 0.25)
+    assert launches.prepared[-1]["multicast"] == 0, "direct adds in rank order"
+
+
+def test_nvls_says_what_it_lacks(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    with pytest.raises(TopologyError, match=r"algorithm='nvls' takes GPUs .* use algorithm='auto' or 'direct'"):
+        SharedMemoryEngine("nvls", _Group(4), accelerator)
+    group = _Group(4, multicast=1 << 40)
+    engine = SharedMemoryEngine("nvls", group, accelerator)
+    group.multicast = 0
+    with pytest.warns(RuntimeWarning, match="no multicast address .* reduced directly"):
+        (wire,) = engine.open_wires([(100, torch.float32)])
+    engine.launch(wire, 0.25)
+    assert launches.prepared[-1]["multicast"] == 0
+
+
+def test_backends_results_are_looked_at(accelerator: FakeAccelerator, launches: _Launches) -> None:
     """A gradient that was accumulated in place is not packed, so nobody else has looked."""
     engine = BackendEngine(accelerator.open_backend(dist.HashStore(), 0, 1, 10.0), accelerator)
-    launched: list[Any] = []
-    with mock.patch.object(engine._alone, "direct", lambda wire, scale, **options: launched.append((scale, options))):
-        for dtype in (torch.float32, torch.float16):
-            (wire,) = engine.open_wires([(5, dtype)])
-            wire.buffer.fill_(4.0)
-            engine.launch(wire, 0.5)
-            assert wire.buffer.tolist() == [2.0 if dtype == torch.float16 else 4.0] * 5
-    assert launched == [(0.5, {"spread": False}), (1.0, {"spread": False})]
+    for dtype in (torch.float32, torch.float16):
+        (wire,) = engine.open_wires([(5, dtype)])
+        assert wire.scale_first is (dtype == torch.float16), "whoever packs can spare the engine a pass"
+        wire.buffer.fill_(4.0)
+        engine.launch(wire, 0.5)
+        assert wire.buffer.tolist() == [2.0 if dtype == torch.float16 else 4.0] * 5
+    assert [(each["scale"], each["spread"]) for each in launches.prepared] == [(0.5, False), (1.0, False)]
     engine.close()
 
 

@@ -88,6 +88,7 @@ _CASES = {
         Case("ring", op="sum"),
         Case("ring", "fp16"),
         Case("native", "bf16", "sum"),
+        Case("native", dtype=torch.bfloat16),
         Case("native", hosts=(0, 1)),
         Case("hierarchical", "bf16", hosts=(0, 1)),
     ],

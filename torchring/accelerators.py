@@ -58,9 +58,14 @@ class Stream(Protocol):
 
 
 class Accelerator(Protocol):
-    """A device as this process uses it."""
+    """A device as this process uses it.
+
+    Attributes:
+        num_processors: how many multiprocessors the device has. Each runs a few blocks of a kernel at a time.
+    """
 
     device: torch.device
+    num_processors: int
 
     def open_stream(self) -> Stream:
         """Open a stream of high priority beside the current one."""
@@ -170,6 +175,7 @@ class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+        self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def open_stream(self) -> Stream:
         return CudaStream(self.device)

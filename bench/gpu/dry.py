@@ -53,6 +53,7 @@ class DryAccelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.num_processors = 1
 
     def open_stream(self) -> DryStream:
         return DryStream()
@@ -70,7 +71,7 @@ class DryAccelerator:
         return tensor.clone()
 
     def host_word(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.int32)
+        return torch.zeros(1, dtype=torch.int32, device="cpu")
 
     def synchronize(self) -> None: ...
 

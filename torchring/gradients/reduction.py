@@ -14,7 +14,7 @@ import torch
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce import Mover
-from torchring.allreduce.device.stream import OnStream
+from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.allreduce.select import Choice, open_chosen, open_mover, open_on_device
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
@@ -387,7 +387,13 @@ class Reduction:
     def _open(self, plan: Plan) -> list[Bucket]:
         scale, is_sum = self._options.scale(self.world.size), self._options.op == "sum"
         return [
-            Bucket(bucket, wire, self.specs, self.parameters, scale=scale, is_sum=is_sum, packing=packing)
+            Bucket(
+                *(bucket, wire, self.specs, self.parameters),
+                scale=scale,
+                is_sum=is_sum,
+                packing=packing,
+                scale_first=isinstance(wire, DeviceWire) and wire.scale_first,
+            )
             for bucket, (wire, packing) in zip(plan.buckets, self.rounds.open_wires(plan), strict=True)
         ]
 

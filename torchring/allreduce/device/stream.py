@@ -8,8 +8,8 @@ current stream wait for the reduction; the host waits for nothing. What ranks co
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Protocol
 
@@ -37,6 +37,10 @@ class DeviceWire:
             NOTHING_FOUND.
         row: the row of this wire in `report`.
         memory: kept because the buffer lies in it.
+        multicast: the address of all ranks' buffers at once, see `memory.cuda.Block`; 0 if they have none.
+        scale_first: whether inputs should be scaled where they are packed. A reduction with a scale would have to make
+            a pass of its own for the scale, before it adds up.
+        launches: prepared launches of the engine, by what they do.
     """
 
     tensor: torch.Tensor
@@ -46,6 +50,9 @@ class DeviceWire:
     report: torch.Tensor
     row: int
     memory: object = None
+    multicast: int = 0
+    scale_first: bool = False
+    launches: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     @cached_property
     def found_in_inputs(self) -> torch.Tensor:
