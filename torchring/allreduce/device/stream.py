@@ -137,6 +137,10 @@ class OnStream:
         self._rank = 0 if host is None else host.rank
         self._watchdog = DeviceWatchdog(self, host, timeout_seconds)
 
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[DeviceWire]:
         return self._engine.open_wires(specs)
 
@@ -159,6 +163,11 @@ class OnStream:
     def seal(self, fetched: torch.Tensor) -> None:
         """All of a round has been started, and `Accelerator.fetch` was called behind the round and gave `fetched`."""
         self._watchdog.sealed(fetched)
+
+    def settle(self) -> None:
+        """The caller has waited for all reductions, which belong to no round."""
+        self._started = []
+        self.seal(torch.zeros(1, dtype=torch.int32, device="cpu"))
 
     def take_started(self) -> list[PendingOnStream]:
         """The reductions that were started since the last call."""
