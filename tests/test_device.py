@@ -19,7 +19,7 @@ from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of
 from torchring.allreduce.device import engines
 from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
-from torchring.allreduce.select import open_on_device
+from torchring.allreduce.select import open_mover, open_on_device
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients import rounds as rounds_module
 from torchring.gradients.packing import DevicePacking, slots_of
@@ -28,7 +28,15 @@ from torchring.gradients.rounds import DeviceRounds, Timing, _first_finding
 from torchring.gradients.scheduler import Round
 from torchring.kernels import ChunkTable
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
-from torchring.memory.cuda import CudaBlock, ExchangeStore, LonelyGroup, find_problem, register_group, share_memory
+from torchring.memory.cuda import (
+    CudaBlock,
+    CudaGroup,
+    ExchangeStore,
+    LonelyGroup,
+    find_problem,
+    register_group,
+    share_memory,
+)
 from torchring.memory.handover import describe_handover, why_no_handover
 from torchring.world import World
 
@@ -304,11 +312,19 @@ def test_an_engine_of_one_rank_on_a_backend(accelerator: FakeAccelerator) -> Non
     engine.close()
 
 
-@pytest.mark.parametrize(("algorithm", "also"), [("ring", "'native'"), ("direct", "'hierarchical'")])
+@pytest.mark.parametrize(
+    ("algorithm", "also"), [("ring", "'native'"), ("direct", "'hierarchical'"), ("nvls", "'hierarchical'")]
+)
 def test_kernels_that_share_memory_take_one_host(accelerator: FakeAccelerator, algorithm: str, also: str) -> None:
     world: Any = SimpleNamespace(hosts=((0,), (1,)), rank=0)
     with pytest.raises(TopologyError, match=f"algorithm='{algorithm}'.* takes one host.*{also}"):
         open_on_device(world, algorithm, "auto", [], accelerator)
+
+
+def test_the_cpu_has_no_switch_that_adds_up() -> None:
+    world: Any = SimpleNamespace(rank=0)
+    with pytest.raises(TopologyError, match="takes gradients on GPUs, and these are on the CPU; use algorithm='auto'"):
+        open_mover(world, "nvls", "auto")
 
 
 def test_engines_abort_what_they_have() -> None:
@@ -597,6 +613,46 @@ def test_where_pytorch_puts_its_sockets(tmp_path: Path, monkeypatch: pytest.Monk
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
     assert "too long a name" in describe_handover()["trouble"]
+
+
+class _Allocations:
+    """In place of `_SymmetricMemory`."""
+
+    def __init__(self, multicast: int) -> None:
+        self.calls: list[Any] = []
+        self.multicast_ptr = multicast
+
+    def empty_strided_p2p(self, *args: Any) -> torch.Tensor:
+        self.calls.append(args)
+        return torch.ones(args[0], dtype=args[2])
+
+    def rendezvous(self, tensor: torch.Tensor, name: str) -> _Allocations:
+        self.calls.append(name)
+        return self
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(sizes, 10 + rank, dtype=dtype)
+
+
+@pytest.mark.parametrize(("capability", "multicast"), [((9, 0), 4096), ((8, 6), 0)])
+def test_memory_of_all_ranks_and_the_address_of_them_all(
+    capability: tuple[int, int], multicast: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From PyTorch's allocator itself; what can use a multicast address is told of it."""
+    from torch._C import _distributed_c10d as c10d
+
+    allocations = _Allocations(4096)
+    monkeypatch.setattr(c10d, "_SymmetricMemory", allocations)
+    for name, stub in (("device", mock.MagicMock()), ("synchronize", mock.Mock())):
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    group = object.__new__(CudaGroup)
+    vars(group).update(ranks=(4, 6, 7), index=1, _device=CPU, _name="torchring/x", _is_isolated=False)
+    block = group.allocate(40)
+    assert allocations.calls == [((48,), (1,), torch.uint8, CPU), "torchring/x"]
+    assert [part.tolist() for part in block.parts] == [[10] * 40, [0] * 40, [12] * 40]
+    assert block.own is block.parts[1]
+    assert block.multicast == multicast
 
 
 def test_exchanges_of_a_group_are_counted_by_the_group() -> None:

@@ -1,6 +1,6 @@
 """GPU memory that all ranks of one host reach, by torch.distributed's symmetric memory. The only file that uses it,
-because symmetric memory is alpha. What is said here of PyTorch's sources was read in releases 2.8 to 2.13, and in
-`torch/csrc/distributed/c10d/symm_mem` of its main branch in September 2026.
+because symmetric memory is alpha. What is said here of PyTorch's sources was read in
+release 2.13, and in `torch/csrc/distributed/c10d` as of 2025 (before 2.11) and of September 2026 (before 2.14).
 
 Every rank allocates the same number of bytes and maps the memory of the other ranks. Kernels then read and write the
 peers' memory like their own. A `SymmetricGroup` allocates as a `HostGroup` does, so that a `HostGroup` can take its
@@ -285,7 +285,7 @@ def register_group(name: str, store: dist.Store, backend: dist.ProcessGroupGloo)
     group._set_group_name(cast(Any, name))
     c10d._register_process_group(cast(Any, name), group)
     if release_of(torch.__version__) < (2, 14):
-        # The first of these releases look the store up here. Later ones would only compare how often each process has
-        # allocated, and refuse where processes differ.
+        # Up to 2.10 PyTorch looks the store up here, later it asks the group. From 2.14 on, it would use this store to
+        # compare how often each process has allocated, and refuse where processes differ.
         c10d._SymmetricMemory.set_group_info(name, rank, size, store)
     return group

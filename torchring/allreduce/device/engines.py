@@ -10,10 +10,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire
@@ -199,7 +201,7 @@ class HierarchicalEngine:
         begin, end = wire.bounds
         self._shared.direct(wire, scale, spread=False)
         if self._column is not None and end > begin:
-            all_reduce(self._column, wire.buffer[begin:end])
+            all_reduce(self._column, wire.own_slice)
         self._shared.direct(wire, 1.0, gather=False)
 
     def abort(self) -> None:
@@ -215,9 +217,14 @@ class HierarchicalEngine:
 
 def all_reduce(backend: Backend, buffer: torch.Tensor) -> None:
     """Replace `buffer`, which is not empty, by the sum over the backend's ranks, on the current stream."""
+    backend.allreduce([buffer], _in_current_stream()).wait()
+
+
+@cache
+def _in_current_stream() -> dist.AllreduceOptions:
     options = all_reduce_options()
-    options.asyncOp = False  # NCCL: in the current stream, not in a stream of its own
-    backend.allreduce([buffer], options).wait()
+    options.asyncOp = False  # else NCCL uses a stream of its own
+    return options
 
 
 def abort(backend: Backend) -> None:

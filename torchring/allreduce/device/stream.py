@@ -55,6 +55,11 @@ class DeviceWire:
     launches: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     @cached_property
+    def own_slice(self) -> torch.Tensor:
+        begin, end = self.bounds
+        return self.buffer[begin:end]
+
+    @cached_property
     def found_in_inputs(self) -> torch.Tensor:
         return self.report[self.row, :1]
 
