@@ -563,7 +563,7 @@ def _measured_on_one_host(rank: int, size: int) -> list[Any]:
             _steps(rank, model, optimizer, range(2))
             stats = optimizer.stats()
             found.append([stats.algorithm, stats.reason, asked, any(sums), digest(model.parameters()), turns])
-            found[-1].append(accelerator.races)
+            found[-1] += [accelerator.races, [int(word) for word in accelerator.host_words]]
         torchring.shutdown()
     return found
 
@@ -930,7 +930,8 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do() -> None:
     ]
     for i, (algorithm, size, measured) in enumerate(expected):
         assert_same_on_all_ranks([found[i][4] for found in by_rank])
-        for used, reason, bucket_bytes, by_switch, _, turns, races in (found[i] for found in by_rank):
+        for used, reason, bucket_bytes, by_switch, _, turns, races, aborted in (found[i] for found in by_rank):
+            assert not any(aborted), "what was measured was no round that was broken off"
             assert (used, bucket_bytes, races) == (algorithm, size, []), reason
             assert by_switch is (algorithm == "nvls")
             assert {name for name, _ in turns} == measured
