@@ -662,11 +662,11 @@ def test_exchanges_of_a_group_are_counted_by_the_group() -> None:
     ours, theirs = (dist.PrefixStore("CUDASymmetricMemory", store) for store in (here, there))
     for exchange in range(3):
         at = exchange * 2, exchange * 3 + 7
-        ours.set(f"{at[0]}/0", f"ours {exchange}")
-        theirs.set(f"{at[1]}/1", f"theirs {exchange}")
+        ours.set(f"{at[0]}/0", bytes([0, 255, exchange]))  # PyTorch sends the bytes of a struct
+        theirs.set(f"{at[1]}/1", bytes([128, exchange]))
         ours.wait([f"{at[0]}/1"])
-        assert ours.get(f"{at[0]}/1") == f"theirs {exchange}".encode()
-        assert theirs.get(f"{at[1]}/0") == f"ours {exchange}".encode()
+        assert ours.get(f"{at[0]}/1") == bytes([128, exchange])
+        assert theirs.get(f"{at[1]}/0") == bytes([0, 255, exchange])
     impatient = ExchangeStore(shared, 0.05)
     with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
         dist.PrefixStore("CUDASymmetricMemory", impatient).wait(["9/2"])
