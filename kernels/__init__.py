@@ -9,9 +9,9 @@ buckets or optimizers.
 
 from .accumulate import accumulate
 from .chunks import ChunkTable
-from .direct import direct
+from .direct import direct, prepare_direct
 from .pack import pack
-from .ring import ring
+from .ring import prepare_ring, ring
 from .unpack import unpack
 
-__all__ = ["ChunkTable", "accumulate", "direct", "pack", "ring", "unpack"]
+__all__ = ["ChunkTable", "accumulate", "direct", "pack", "prepare_direct", "prepare_ring", "ring", "unpack"]

@@ -16,7 +16,9 @@ Results are bit-identical to `reference.accumulate` of all wires with that scale
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, no_type_check
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, no_type_check
 
 from torch import Tensor
 
@@ -194,3 +196,10 @@ def direct(
         TILE=tile,
         num_warps=NUM_WARPS,
     )
+
+
+def prepare_direct(*args: Any, multicast: int = 0, **options: Any) -> Callable[[], None]:
+    """What launches `direct` with these arguments."""
+    if multicast:
+        raise NotImplementedError("direct does not use multicast addresses yet")
+    return partial(direct, *args, **options)

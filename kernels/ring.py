@@ -23,7 +23,9 @@ Blocks are independent: block b only reads what block b of the left neighbour ha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, no_type_check
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, no_type_check
 
 from torch import Tensor
 
@@ -210,3 +212,8 @@ def ring(
         TILE=tile,
         num_warps=NUM_WARPS,
     )
+
+
+def prepare_ring(*args: Any, **options: Any) -> Callable[[], None]:
+    """What launches `ring` with these arguments."""
+    return partial(ring, *args, **options)

@@ -179,16 +179,19 @@ class FakeAccelerator:
     Attributes:
         calls: how often the streams' and the accelerator's methods were called.
         races: what was found; see the module.
+        host_words: what `host_word` has returned.
     """
 
     def __init__(self, mode: str = "late", problem: str = "") -> None:
         assert mode in ("late", "eager", "thread", "lazy"), mode
         self.device = torch.device("cpu")
+        self.num_processors = 2
         self.mode = mode
         self.problem = problem
         self.capturing = False
         self.calls: Counter[str] = Counter()
         self.races: list[str] = []
+        self.host_words: list[torch.Tensor] = []
         self.current: object = COMPUTE
         self.clock = 0
         self.streams: list[FakeStream] = []
@@ -226,10 +229,14 @@ class FakeAccelerator:
         self._call(fill, lambda: [_access(tensor, writes=False)], "fetch")
         return copy
 
-    def write_aside(self, word: torch.Tensor, value: int) -> None:
-        self.calls["write_aside"] += 1
-        with self.executing():  # whatever the streams wait for
-            word.fill_(value)
+    def host_word(self) -> torch.Tensor:
+        with self.executing():
+            self.host_words.append(torch.zeros(1, dtype=torch.int32, device="cpu"))
+        return self.host_words[-1]
+
+    def is_host_word(self, tensor: torch.Tensor) -> bool:
+        """Whether the host and the device use it at the same time, on purpose and without any order."""
+        return any(tensor.data_ptr() == word.data_ptr() for word in self.host_words)
 
     def synchronize(self) -> None:
         self.calls["synchronize"] += 1
@@ -336,7 +343,7 @@ class FakeAccelerator:
             stream.do_until(mark)
 
     def results_come_to(self, *tensors: torch.Tensor) -> None:
-        self._wires |= {_access(tensor, writes=True)[:2] for tensor in tensors}
+        self._wires |= {_access(tensor, writes=True)[:2] for tensor in tensors if not self.is_host_word(tensor)}
 
     def wait_for_holds(self, touched: Iterable[Access] | None = None) -> None:
         """If somebody is about to touch a wire; without `touched`, anyhow."""
@@ -417,6 +424,8 @@ class _Watch(TorchDispatchMode):
         if accelerator.is_executing:
             return func(*args, **kwargs)
         read, written = _operands(func, args, kwargs)
+        if any(map(accelerator.is_host_word, written)):
+            return func(*args, **kwargs)
         if isinstance(accelerator.current, FakeStream):
             if not written:  # on the host, such as a column of addresses before it is sent
                 return func(*args, **kwargs)

@@ -555,10 +555,10 @@ def test_the_dry_accelerator_does_what_is_asked_of_one() -> None:
     """At once, in order."""
     accelerator = dry.DryAccelerator(CPU)
     stream = accelerator.open_stream()
-    word = torch.zeros(1)
+    word = accelerator.host_word()
     before = stream.mark()
     stream.follow()
-    stream.run(lambda: accelerator.write_aside(word, 3))
+    stream.run(lambda: word.fill_(3))
     assert word.item() == 3
     copy = accelerator.fetch(word)
     word.fill_(4)

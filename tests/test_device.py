@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,9 +16,10 @@ import torch.distributed as dist
 from fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 
 from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
-from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine
+from torchring.allreduce.device import engines
+from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
-from torchring.allreduce.select import open_on_device
+from torchring.allreduce.select import open_mover, open_on_device
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients import rounds as rounds_module
 from torchring.gradients.packing import DevicePacking, slots_of
@@ -24,7 +27,17 @@ from torchring.gradients.plan import ControlBits, ParameterSpec, build_plan
 from torchring.gradients.rounds import DeviceRounds, Timing, _first_finding
 from torchring.gradients.scheduler import Round
 from torchring.kernels import ChunkTable
-from torchring.memory.cuda import LonelyGroup, _register_group, find_problem, share_memory
+from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
+from torchring.memory.cuda import (
+    CudaBlock,
+    CudaGroup,
+    ExchangeStore,
+    LonelyGroup,
+    find_problem,
+    register_group,
+    share_memory,
+)
+from torchring.memory.handover import describe_handover, why_no_handover
 from torchring.world import World
 
 CPU = torch.device("cpu")
@@ -299,11 +312,19 @@ def test_an_engine_of_one_rank_on_a_backend(accelerator: FakeAccelerator) -> Non
     engine.close()
 
 
-@pytest.mark.parametrize(("algorithm", "also"), [("ring", "'native'"), ("direct", "'hierarchical'")])
+@pytest.mark.parametrize(
+    ("algorithm", "also"), [("ring", "'native'"), ("direct", "'hierarchical'"), ("nvls", "'hierarchical'")]
+)
 def test_kernels_that_share_memory_take_one_host(accelerator: FakeAccelerator, algorithm: str, also: str) -> None:
     world: Any = SimpleNamespace(hosts=((0,), (1,)), rank=0)
     with pytest.raises(TopologyError, match=f"algorithm='{algorithm}'.* takes one host.*{also}"):
         open_on_device(world, algorithm, "auto", [], accelerator)
+
+
+def test_the_cpu_has_no_switch_that_adds_up() -> None:
+    world: Any = SimpleNamespace(rank=0)
+    with pytest.raises(TopologyError, match="takes gradients on GPUs, and these are on the CPU; use algorithm='auto'"):
+        open_mover(world, "nvls", "auto")
 
 
 def test_engines_abort_what_they_have() -> None:
@@ -314,6 +335,24 @@ def test_engines_abort_what_they_have() -> None:
         engine.abort()
         engine.close()
     assert calls == ["shared", "column", "closed", "down", "shared", "closed"]
+
+
+@pytest.mark.parametrize("mode", ["late", "lazy"])
+def test_a_device_that_is_stuck_is_told_to_stop_without_asking_it(mode: str) -> None:
+    """Kernels look at a word in the host's memory."""
+    with FakeAccelerator(mode).installed() as accelerator:
+        engine = SharedMemoryEngine("direct", LonelyGroup(0, CPU), accelerator)
+        (wire,) = engine.open_wires([(20, torch.float32)])
+        stream = accelerator.open_stream()
+        stream.follow()
+        stream.run(lambda: wire.buffer.fill_(1.0))
+        stream.mark()
+        waiting = len(stream.queue)
+        accelerator.calls.clear()
+        stream.run(engine.abort)
+        engine.abort()
+        assert (accelerator.calls, len(stream.queue)) == ({}, waiting), "nothing was waited for, or queued behind"
+        assert [int(word) for word in accelerator.host_words] == [1]
 
 
 # Symmetric memory
@@ -428,23 +467,110 @@ def test_a_device_that_does_not_come_to_an_end_is_late(accelerator: FakeAccelera
     mover.close()
 
 
-def test_backends_results_are_looked_at(accelerator: FakeAccelerator) -> None:
+class _Launches:
+    """In place of `prepare_direct` and `prepare_ring`: what was prepared, and how often each was launched."""
+
+    def __init__(self) -> None:
+        self.prepared: list[dict[str, Any]] = []
+        self.launched: list[int] = []  # indices into `prepared`
+
+    def prepare(self, wires: Any, signals: Any, wire: torch.Tensor, **options: Any) -> Callable[[], None]:
+        self.prepared.append({**options, "numel": wire.numel()})
+        return functools.partial(self.launched.append, len(self.prepared) - 1)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> _Launches:
+    found = _Launches()
+    for name in ("prepare_direct", "prepare_ring"):
+        monkeypatch.setattr(engines, name, found.prepare)
+    return found
+
+
+class _Group:
+    """The first of several ranks, whose memory no other rank has."""
+
+    def __init__(self, size: int, multicast: int = 0) -> None:
+        self.ranks, self.index, self.size = tuple(range(size)), 0, size
+        self.multicast = multicast
+        self.allocated: list[int] = []
+
+    def allocate(self, num_bytes: int) -> CudaBlock:
+        self.allocated.append(num_bytes)
+        parts = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in self.ranks]
+        return CudaBlock(parts, 0, None, self.multicast)
+
+
+def test_a_launch_is_prepared_once(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    """For each wire, scale and half."""
+    engine = SharedMemoryEngine("direct", _Group(2), accelerator)
+    first, second = engine.open_wires([(64, torch.float32), (32, torch.float32)])
+    for _ in range(3):
+        engine.launch(first, 0.5)
+        engine.launch(second, 0.5)
+        engine.direct(first, 0.5, spread=False)
+        engine.direct(first, 1.0, gather=False)
+    assert launches.launched == [0, 1, 2, 3] * 3
+    told = [(each["numel"], each["scale"], each["gather"], each["spread"]) for each in launches.prepared]
+    assert told == [(64, 0.5, True, True), (32, 0.5, True, True), (64, 0.5, True, False), (64, 1.0, False, True)]
+
+
+def test_only_a_kernel_that_waits_for_others_leaves_processors_to_backward(
+    accelerator: FakeAccelerator, launches: _Launches
+) -> None:
+    accelerator.num_processors = 100
+    for size, blocks in ((1, 400), (2, MAX_BLOCKS)):
+        for algorithm in ("direct", "ring"):
+            group = _Group(size)
+            engine = SharedMemoryEngine(algorithm, group, accelerator)
+            assert group.allocated == [signal_bytes(size, blocks)]
+            engine.launch(engine.open_wires([(64, torch.float32)])[0], 0.5)
+            assert launches.prepared[-1]["max_blocks"] == blocks
+
+
+def test_the_switch_adds_up_where_it_can(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    """nvls: each wire has its place in the memory behind the multicast address. The switch knows no fp64."""
+    engine = SharedMemoryEngine("nvls", _Group(4, multicast=1 << 40), accelerator)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    for wire in engine.open_wires([(100, dtype) for dtype in dtypes]):
+        engine.launch(wire, 0.25)
+    assert [each["multicast"] for each in launches.prepared] == [1 << 40, 0, (1 << 40) + 512 + 1024]
+    direct = SharedMemoryEngine("direct", _Group(4, multicast=1 << 40), accelerator)
+    direct.launch(direct.open_wires([(100, torch.float32)])[0], 0.25)
+    assert launches.prepared[-1]["multicast"] == 0, "direct adds in rank order"
+
+
+def test_nvls_says_what_it_lacks(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    with pytest.raises(TopologyError, match=r"algorithm='nvls' takes GPUs .* use algorithm='auto' or 'direct'"):
+        SharedMemoryEngine("nvls", _Group(4), accelerator)
+    group = _Group(4, multicast=1 << 40)
+    engine = SharedMemoryEngine("nvls", group, accelerator)
+    group.multicast = 0
+    with pytest.warns(RuntimeWarning, match="no multicast address .* reduced directly"):
+        (wire,) = engine.open_wires([(100, torch.float32)])
+    engine.launch(wire, 0.25)
+    assert launches.prepared[-1]["multicast"] == 0
+
+
+def test_backends_results_are_looked_at(accelerator: FakeAccelerator, launches: _Launches) -> None:
     """A gradient that was accumulated in place is not packed, so nobody else has looked."""
     engine = BackendEngine(accelerator.open_backend(dist.HashStore(), 0, 1, 10.0), accelerator)
-    launched: list[Any] = []
-    with mock.patch.object(engine._alone, "direct", lambda wire, scale, **options: launched.append((scale, options))):
-        for dtype in (torch.float32, torch.float16):
-            (wire,) = engine.open_wires([(5, dtype)])
-            wire.buffer.fill_(4.0)
-            engine.launch(wire, 0.5)
-            assert wire.buffer.tolist() == [2.0 if dtype == torch.float16 else 4.0] * 5
-    assert launched == [(0.5, {"spread": False}), (1.0, {"spread": False})]
+    for dtype in (torch.float32, torch.float16):
+        (wire,) = engine.open_wires([(5, dtype)])
+        assert wire.scale_first is (dtype == torch.float16), "whoever packs can spare the engine a pass"
+        wire.buffer.fill_(4.0)
+        engine.launch(wire, 0.5)
+        assert wire.buffer.tolist() == [2.0 if dtype == torch.float16 else 4.0] * 5
+    assert [(each["scale"], each["spread"]) for each in launches.prepared] == [(0.5, False), (1.0, False)]
     engine.close()
 
 
+_HERE = {"processes": "pid:[1]", "folder": "1:2", "trouble": ""}
+
+
 def test_why_ranks_cannot_share_memory() -> None:
-    def card(device: str, *unreachable: str) -> dict[str, Any]:
-        return {"device": device, "unreachable": list(unreachable)}
+    def card(device: str, *unreachable: str, **handover: str) -> dict[str, Any]:
+        return {"device": device, "unreachable": list(unreachable), "handover": {**_HERE, **handover}}
 
     assert find_problem({0: card("a"), 1: card("b")}, allow_overlap=False) == ""
     assert find_problem({0: card("a", "c"), 1: card("b")}, allow_overlap=False) == "", "nobody is on c"
@@ -454,6 +580,96 @@ def test_why_ranks_cannot_share_memory() -> None:
     assert find_problem({2: card("a"), 5: card("a")}, allow_overlap=True) == ""
     apart = find_problem({0: card("a"), 1: card("b"), 3: card("c", "b")}, allow_overlap=True)
     assert apart == "the GPU of rank 3 has no peer access to that of rank 1"
+    contained = find_problem({2: card("a"), 3: card("b", processes="pid:[9]")}, allow_overlap=False)
+    assert contained.startswith("ranks 2 and 3 are in different PID namespaces")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({}, ""),
+        ({"processes": "pid:[9]"}, "ranks 4 and 6 are in different PID namespaces"),
+        ({"folder": "1:3"}, "ranks 4 and 6 have different folders for temporary files"),
+        ({"trouble": "too long", "folder": ""}, "rank 6 has no folder for PyTorch's sockets: too long; set TMPDIR"),
+    ],
+)
+def test_ranks_that_cannot_hand_each_other_memory(theirs: dict[str, str], said: str) -> None:
+    found = why_no_handover({4: _HERE, 5: _HERE, 6: {**_HERE, **theirs}})
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+
+
+def test_where_pytorch_puts_its_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    by_default = describe_handover()
+    assert by_default == {**describe_handover(), "trouble": ""}
+    assert by_default["processes"].startswith("pid:[")
+    monkeypatch.setenv("TMP", str(tmp_path))
+    assert describe_handover()["folder"] == f"{tmp_path.stat().st_dev}:{tmp_path.stat().st_ino}" != by_default["folder"]
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    assert "No such file" in describe_handover()["trouble"]
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    assert "too long a name" in describe_handover()["trouble"]
+
+
+class _Allocations:
+    """In place of `_SymmetricMemory`."""
+
+    def __init__(self, multicast: int) -> None:
+        self.calls: list[Any] = []
+        self.multicast_ptr = multicast
+
+    def empty_strided_p2p(self, *args: Any) -> torch.Tensor:
+        self.calls.append(args)
+        return torch.ones(args[0], dtype=args[2])
+
+    def rendezvous(self, tensor: torch.Tensor, name: str) -> _Allocations:
+        self.calls.append(name)
+        return self
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(sizes, 10 + rank, dtype=dtype)
+
+
+@pytest.mark.parametrize(("capability", "multicast"), [((9, 0), 4096), ((8, 6), 0)])
+def test_memory_of_all_ranks_and_the_address_of_them_all(
+    capability: tuple[int, int], multicast: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From PyTorch's allocator itself; what can use a multicast address is told of it."""
+    from torch._C import _distributed_c10d as c10d
+
+    allocations = _Allocations(4096)
+    monkeypatch.setattr(c10d, "_SymmetricMemory", allocations)
+    for name, stub in (("device", mock.MagicMock()), ("synchronize", mock.Mock())):
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    group = object.__new__(CudaGroup)
+    vars(group).update(ranks=(4, 6, 7), index=1, _device=CPU, _name="torchring/x", _is_isolated=False)
+    block = group.allocate(40)
+    assert allocations.calls == [((48,), (1,), torch.uint8, CPU), "torchring/x"]
+    assert [part.tolist() for part in block.parts] == [[10] * 40, [0] * 40, [12] * 40]
+    assert block.own is block.parts[1]
+    assert block.multicast == multicast
+
+
+def test_exchanges_of_a_group_are_counted_by_the_group() -> None:
+    """The processes have made other exchanges before, but not equally many. PyTorch calls the store from C++."""
+    shared = dist.HashStore()
+    here, there = (ExchangeStore(shared, 5.0) for _ in range(2))
+    ours, theirs = (dist.PrefixStore("CUDASymmetricMemory", store) for store in (here, there))
+    for exchange in range(3):
+        at = exchange * 2, exchange * 3 + 7
+        ours.set(f"{at[0]}/0", bytes([0, 255, exchange]))  # PyTorch sends the bytes of a struct
+        theirs.set(f"{at[1]}/1", bytes([128, exchange]))
+        ours.wait([f"{at[0]}/1"])
+        assert ours.get(f"{at[0]}/1") == bytes([128, exchange])
+        assert theirs.get(f"{at[1]}/0") == bytes([0, 255, exchange])
+    impatient = ExchangeStore(shared, 0.05)
+    with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
+        dist.PrefixStore("CUDASymmetricMemory", impatient).wait(["9/2"])
 
 
 def test_a_rank_that_is_alone_needs_nobody() -> None:
@@ -468,24 +684,32 @@ def test_a_rank_that_is_alone_needs_nobody() -> None:
 
 def test_a_group_is_found_by_name_without_a_default_group() -> None:
     """As symmetric memory looks for it."""
-    import torch.distributed._symmetric_memory as symmetric_memory
     from torch._C import _distributed_c10d as c10d
 
-    store = dist.HashStore()
-    group = _register_group("torchring/a test", store, 0, 1, 5.0)
+    store = ExchangeStore(dist.HashStore(), 5.0)
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5.0))
+    with mock.patch.object(c10d._SymmetricMemory, "set_group_info") as told:
+        group = register_group("torchring/a test", store, gloo)
+    told.assert_called_once_with("torchring/a test", 0, 1, store)
     found = c10d._resolve_process_group("torchring/a test")
     assert found.group_name == group.group_name == "torchring/a test"
     assert (found.rank(), found.size()) == (0, 1)
+    assert found.get_group_store() is store
     assert not dist.is_initialized()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        symmetric_memory.enable_symm_mem_for_group("torchring/a test")  # as rendezvous() does before 2.13
-    value = torch.ones(3)
-    found.allreduce([value]).wait()
-    assert value.tolist() == [1.0] * 3
     del group, found
     with pytest.raises(RuntimeError, match="destroyed"):  # so whoever needs it keeps it
         c10d._resolve_process_group("torchring/a test")
+
+
+def test_no_release_after_those_that_need_it_is_told_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would compare how often each process has allocated, since it started."""
+    from torch._C import _distributed_c10d as c10d
+
+    monkeypatch.setattr(torch, "__version__", "2.14.0+cu130")
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5.0))
+    with mock.patch.object(c10d._SymmetricMemory, "set_group_info") as told:
+        register_group("torchring/another test", dist.HashStore(), gloo)
+    told.assert_not_called()
 
 
 def test_the_fake_keeps_to_the_contract() -> None:

@@ -4,6 +4,7 @@ whatever goes wrong with a rank is said, with the exit code to match."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import io
 import json
@@ -21,6 +22,7 @@ from typing import Any
 
 import harness
 import pytest
+import torch
 from netns import needs_hosts, run_on_hosts
 
 from torchring import doctor
@@ -109,6 +111,7 @@ def test_every_finding_has_a_level_and_every_check_something_to_say() -> None:
 
 
 GPUS = {"gpus": ["H200", "H200"], "gpu_peers": [[True, False], [False, True]]}
+CONTAINERS = [{"handover": {"processes": f"pid:[{i}]", "folder": "1:2", "trouble": ""}} for i in range(2)]
 PUBLIC = {"interfaces": [["lo", "127.0.0.1"], ["eth0", "93.184.216.34"]]}
 
 
@@ -123,6 +126,10 @@ PUBLIC = {"interfaces": [["lo", "127.0.0.1"], ["eth0", "93.184.216.34"]]}
             ["torch is 2.13.0 on rank 0, 2.12.0 on rank 1", "install the same version"],
         ),
         (one_host({}, {"versions": {**VERSIONS, "torchring": None}}), "wrong", "versions", ["missing on rank 1"]),
+        (
+            one_host({**GPUS, **CONTAINERS[0]}, {**GPUS, **CONTAINERS[1]}), "warning", "GPUs",
+            ["through NCCL", "ranks 0 and 1 are in different PID namespaces"],
+        ),
         (one_host({}, {"versions": {**VERSIONS, "python": "3.9.1"}}), "warning", "versions", ["python is 3.12.1 on"]),
         (two_hosts({}, {"platform": "Linux aarch64, glibc 2.36"}), "warning", "platform", ["aarch64", "on rank 1"]),
         (
@@ -192,6 +199,7 @@ def test_what_is_bad_is_found_and_nothing_else(report: Report, level: str, topic
         two_hosts({"gloo_address": "8.8.8.8"}, backend="mpi"),
         one_host({"memory_available_bytes": 0}),  # unknown
         one_host(GPUS, GPUS),
+        one_host(*CONTAINERS),  # without GPUs
     ],
 )
 def test_what_only_looks_bad_is_let_be(report: Report) -> None:
@@ -202,8 +210,25 @@ def test_gpus_and_who_reaches_whose_memory() -> None:
     found = [finding.text for finding in checks.check_gpus(one_host(GPUS, GPUS))]
     assert found[0] == "node0: 2 x H200; no peer access between 1-0"
     together = {**GPUS, "gpu_peers": [[True, True], [True, True]]}
-    assert "all reach" in checks.check_gpus(one_host(together))[0].text
+    assert checks.check_gpus(one_host(together))[0].text == "node0: 2 x H200; all reach each other's memory"
+    over_pcie = {**together, "gpu_atomics": GPUS["gpu_peers"]}
+    assert "memory; over PCIe, without native atomics, between 1-0" in checks.check_gpus(one_host(over_pcie))[0].text
     assert [finding.text for finding in checks.check_gpus(one_host())] == ["none"]
+
+
+def test_nvidias_runtime_is_asked_for_native_atomics(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runtime:
+        def __init__(self, name: str) -> None:
+            assert name == "libcudart.so.13"
+
+        def cudaDeviceGetP2PAttribute(self, value: Any, attribute: int, source: int, target: int) -> int:
+            value._obj.value = int(attribute == 3 and (source, target) == (0, 1))
+            return 0
+
+    assert facts.gpu_atomics(2) == []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", Runtime)
+    assert facts.gpu_atomics(2) == [[True, True], [False, True]]
 
 
 @pytest.mark.parametrize(

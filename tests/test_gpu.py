@@ -18,7 +18,7 @@ from harness import run_ranks
 from torch import nn
 
 import torchring
-from torchring.errors import GradientError, PeerLostError
+from torchring.errors import GradientError, PeerLostError, TopologyError
 
 pytestmark = pytest.mark.gpu
 
@@ -412,3 +412,37 @@ def test_a_ring_of_one_changes_nothing() -> None:
         assert_bitwise(ours.detach().cpu(), theirs.detach().cpu())
     optimizer.close()
     torchring.shutdown()
+
+
+def ask_for_the_switch(rank: int, size: int) -> str:
+    model = make_model()
+    try:
+        torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm="nvls")
+    except TopologyError as error:
+        return str(error)
+    finally:
+        torchring.shutdown()
+    return ""
+
+
+def test_ranks_that_share_a_gpu_have_no_switch_between_them() -> None:
+    for said in run_ranks(ask_for_the_switch, 2, env=SHARED, deadline=DEADLINE):
+        assert "algorithm='nvls' takes GPUs" in said
+
+
+def choose_among_four(rank: int, size: int) -> tuple[str, str]:
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    x, y = batch(0, rank)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    stats = optimizer.stats()
+    torchring.shutdown()
+    return stats.algorithm, stats.reason
+
+
+def test_four_ranks_that_share_a_gpu_have_nothing_to_measure() -> None:
+    """NCCL refuses them."""
+    for algorithm, reason in run_ranks(choose_among_four, 4, env=SHARED, deadline=DEADLINE):
+        assert algorithm == "direct", reason
+        assert "the backend does not connect" in reason

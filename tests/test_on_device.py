@@ -11,7 +11,8 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,10 @@ from test_optimizer_contract import Script, Side, attempt, batch, small_model, v
 from torch import Tensor, nn
 
 import torchring
+from torchring.allreduce import select
+from torchring.allreduce.cost import seconds_together
+from torchring.allreduce.device import engines
+from torchring.gradients import reduction as reduction_module
 from torchring.gradients.packing import DevicePacking
 from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Options, Reduction
@@ -88,6 +93,7 @@ _CASES = {
         Case("ring", op="sum"),
         Case("ring", "fp16"),
         Case("native", "bf16", "sum"),
+        Case("native", dtype=torch.bfloat16),
         Case("native", hosts=(0, 1)),
         Case("hierarchical", "bf16", hosts=(0, 1)),
     ],
@@ -498,14 +504,76 @@ def _choices(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+_ONCE = {"_NUM_REPEATS": 1, "_NUM_WARM_UPS": 0, "_NUM_TURNS": 1}  # interpreted kernels take their time
+
+
 def _measured(rank: int, size: int) -> Any:
     """What "auto" is on two hosts, of which one has two ranks."""
     host_module._host_identity = lambda: f"host {(0, 0, 1)[rank]}"
-    with FakeAccelerator().installed():
+    with FakeAccelerator().installed(), mock.patch.multiple(select, **_ONCE):
         model = _model_of_singles()
         optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
         _steps(rank, model, optimizer, range(2))
         return [optimizer.stats(), digest(model.parameters())]
+
+
+class _Switched:
+    """A group whose memory has a multicast address. Nothing is there."""
+
+    def __init__(self, group: Any) -> None:
+        self.ranks, self.index, self.size, self._group = group.ranks, group.index, group.size, group
+
+    def allocate(self, num_bytes: int) -> Any:
+        return replace(self._group.allocate(num_bytes), multicast=1 << 40)
+
+
+class _WithSwitch(FakeAccelerator):
+    def share(self, host: Any, rendezvous: Any) -> Any:
+        return _Switched(super().share(host, rendezvous))
+
+
+def _measured_on_one_host(rank: int, size: int) -> list[Any]:
+    """As among four GPUs or more: with a switch that adds up, without, and where NCCL does not connect."""
+    found = []
+    prepare = engines.prepare_direct
+
+    def without_switch(*args: Any, multicast: int = 0, **options: Any) -> Any:
+        sums.append(multicast != 0)
+        return prepare(*args, **options)
+
+    for make, connects, seconds in (
+        (_WithSwitch, True, {"direct": 2.0, "nvls": 1.0, "native": 3.0}),
+        (FakeAccelerator, True, {"direct": 2.0, "native": 1.0}),
+        (FakeAccelerator, True, {"direct": 1.0, "native": 2.0}),
+        (FakeAccelerator, False, {}),
+    ):
+        sums: list[bool] = []
+        turns: list[tuple[str, int]] = []
+
+        def time_together(
+            world: World, mover: Any, wires: Any, wait: Any, told: Any = seconds, at: Any = turns
+        ) -> float:
+            at.append((mover.algorithm, sum(wire.buffer.nbytes for wire in wires)))
+            return told[mover.algorithm] * seconds_together(world, mover, wires, wait) ** 0
+
+        with (
+            make().installed() as accelerator,
+            mock.patch.multiple(select, FEWEST_MEASURED=2, **_ONCE),
+            mock.patch.object(reduction_module, "FEWEST_MEASURED", 2),
+            mock.patch.object(select, "seconds_together", time_together),
+            mock.patch.object(engines, "prepare_direct", without_switch),
+        ):
+            if not connects:
+                accelerator.open_backend = mock.Mock(side_effect=RuntimeError("Duplicate GPU"))
+            model = _model_of_singles()
+            optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            asked = optimizer._sync.reduction._bucket_bytes
+            _steps(rank, model, optimizer, range(2))
+            stats = optimizer.stats()
+            found.append([stats.algorithm, stats.reason, asked, any(sums), digest(model.parameters()), turns])
+            found[-1] += [accelerator.races, [int(word) for word in accelerator.host_words]]
+        torchring.shutdown()
+    return found
 
 
 def _captured(rank: int, size: int) -> list[Any]:
@@ -658,6 +726,7 @@ _SCENARIOS[2] |= {
     "running statistics, native": functools.partial(_running_statistics, algorithm="native"),
     "weighed, fp16": functools.partial(_weighed, compression="fp16"),
     "choices": _choices,
+    "measured on one host": _measured_on_one_host,
     "captured": _captured,
     "converted": _converted,
     "elsewhere": _elsewhere,
@@ -850,10 +919,63 @@ def test_auto_measures_between_hosts_that_have_several_gpus() -> None:
     results = results_of("measured", 3)
     assert len({stats.reason for stats, _ in results}) == 1
     for stats, _ in results:
-        assert stats.reason.startswith("measured: hierarchical ")
+        assert stats.reason.startswith("ranks share memory within hosts; measured for buckets of ")
+        assert "MiB: hierarchical " in stats.reason
         assert "native " in stats.reason
         assert stats.algorithm in ("hierarchical", "native")
     assert_same_on_all_ranks([trained for _, trained in results])
+
+
+def test_auto_measures_what_several_gpus_of_one_host_can_do() -> None:
+    """With the wires that will be reduced; and then the buckets have the size that suits the fastest."""
+    by_rank = results_of("measured on one host")
+    mib = 2**20
+    expected = [
+        ("nvls", 10 * mib, {"direct", "nvls", "native"}),
+        ("native", 25 * mib, {"direct", "native"}),
+        ("direct", 10 * mib, {"direct", "native"}),
+        ("direct", 10 * mib, set()),
+    ]
+    for i, (algorithm, size, measured) in enumerate(expected):
+        assert_same_on_all_ranks([found[i][4] for found in by_rank])
+        for used, reason, bucket_bytes, by_switch, _, turns, races, aborted in (found[i] for found in by_rank):
+            assert not any(aborted), "what was measured was no round that was broken off"
+            assert (used, bucket_bytes, races) == (algorithm, size, []), reason
+            assert by_switch is (algorithm == "nvls")
+            assert {name for name, _ in turns} == measured
+            assert len({num_bytes for _, num_bytes in turns}) <= 1, "all are given the same wires"
+            assert ("measured for buckets of " in reason) == bool(measured), reason
+            assert all(f"{name} " in reason.partition("MiB: ")[2] for name in measured), reason
+    assert "the backend does not connect" in by_rank[0][3][1]
+
+
+@pytest.mark.parametrize(
+    ("sizes_mib", "expected"),
+    [([], []), ([0], []), ([1], [1, 1, 1]), ([1, *[10] * 30], [10] * 3), ([200, *[10] * 25], [10, 10, 32])],
+)
+def test_wires_that_are_measured_stand_for_the_bytes_of_all(sizes_mib: list[int], expected: list[int]) -> None:
+    """A wire of 200 MiB would take the memory of six candidates; what is true of 32 MiB is true of it."""
+    sample = select._sample_on_device([(size << 18, torch.float32) for size in sizes_mib])
+    assert [numel >> 18 for numel, _ in sample] == expected
+
+
+@pytest.mark.parametrize(
+    ("hosts", "algorithm", "on_device", "expected"),
+    [
+        ([4], "auto", True, 10.0),
+        ([8], "nvls", True, 10.0),
+        ([4], "native", True, 25.0),
+        ([3], "direct", True, 25.0),
+        ([4, 4], "auto", True, 25.0),
+        ([4], "auto", False, 25.0),
+        ([4, 4], "hierarchical", False, 12.0),
+    ],
+)
+def test_how_large_buckets_are(hosts: list[int], algorithm: str, on_device: bool, expected: float) -> None:
+    ranks = iter(range(100))
+    grouped = tuple(tuple(next(ranks) for _ in range(size)) for size in hosts)
+    world: Any = SimpleNamespace(hosts=grouped, size=sum(hosts), shares_memory=len(hosts) == 1)
+    assert reduction_module.default_bucket_mb(world, algorithm, on_device=on_device) == expected
 
 
 def test_capture_into_a_graph_is_refused() -> None:

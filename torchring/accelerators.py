@@ -59,9 +59,14 @@ class Stream(Protocol):
 
 
 class Accelerator(Protocol):
-    """A device as this process uses it."""
+    """A device as this process uses it.
+
+    Attributes:
+        num_processors: how many multiprocessors the device has. Each runs a few blocks of a kernel at a time.
+    """
 
     device: torch.device
+    num_processors: int
 
     def open_stream(self) -> Stream:
         """Open a stream of high priority beside the current one."""
@@ -80,8 +85,8 @@ class Accelerator(Protocol):
         device.
         """
 
-    def write_aside(self, word: torch.Tensor, value: int) -> None:
-        """Set a one-element tensor at once, even while all streams wait. May be called from any thread."""
+    def host_word(self) -> torch.Tensor:
+        """int32 [1] in host memory, 0. Kernels that run, and even those that wait, see what the host writes to it."""
 
     def synchronize(self) -> None:
         """Wait until the device has done all its work. For set-up and tests."""
@@ -179,20 +184,13 @@ class CudaStream:
         self._stream.wait_event(self._followed)
 
 
-def _stream_on(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 class CudaAccelerator:
     """NVIDIA GPUs (and AMD's, which PyTorch calls cuda, too). See `Accelerator`."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        # For `write_aside`. Made now, because opening a stream or pinning memory later may wait for kernels that hang.
-        self._aside = _stream_on(self.device)
-        self._pinned: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._pin(1, torch.int32)
+        self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def open_stream(self) -> Stream:
         return CudaStream(self.device)
@@ -210,18 +208,8 @@ class CudaAccelerator:
         copy = torch.full(tensor.shape, -1, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return copy.copy_(tensor, non_blocking=True)
 
-    def write_aside(self, word: torch.Tensor, value: int) -> None:
-        # A copy and not a kernel: a kernel would need free processors, which kernels that wait may occupy.
-        source = self._pin(value, word.dtype)
-        with torch.cuda.device(self.device), torch.cuda.stream(self._aside):
-            word.copy_(source, non_blocking=True)
-        self._aside.synchronize()
-
-    def _pin(self, value: int, dtype: torch.dtype) -> torch.Tensor:
-        """[1] `value` in pinned host memory."""
-        if (value, dtype) not in self._pinned:
-            self._pinned[value, dtype] = torch.full((1,), value, dtype=dtype, device="cpu", pin_memory=True)
-        return self._pinned[value, dtype]
+    def host_word(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -19,7 +19,8 @@ def run_eagerly(function: _F) -> _F:
     """A decorator: Dynamo does not compile `function`, nor what `function` calls.
 
     Does what torch.compiler.disable does. That wrapper takes 0.3 us a call, and a gradient's hook may take 4 to 5 us. A
-    mark on the function's code takes no time. PyTorch 2.6 cannot set the mark.
+    mark on the function's code takes no time. The mark is set by private functions of PyTorch's, which a later release
+    may lack.
     """
     frames = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):

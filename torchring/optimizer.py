@@ -61,7 +61,7 @@ class Stats:
     """What communication has cost so far, on one rank.
 
     Attributes:
-        algorithm: "direct", "ring", "hierarchical" or "native"; "none" in a world of one rank.
+        algorithm: "direct", "ring", "hierarchical", "native" or "nvls"; "none" in a world of one rank.
         reason: why this algorithm was chosen, as a sentence, with the times that "auto" has measured. With
             bucket_mb="auto" or compression="auto", also what has become of these, and why.
         overlap: "inline" or "thread"; on a GPU "inline" or "stream".
@@ -116,14 +116,16 @@ def wrap(
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
             None sends them in their own dtype. "auto" sends "bf16" if that makes `backward()` at least 5 % shorter in
             a trial, as with bucket_mb="auto". For gradients on the CPU; on a GPU they stay in their own dtype.
-        bucket_mb: size of a bucket in MiB. Default: 25, or 12 between hosts. The first bucket is at most 1 MiB. "auto"
-            measures the first backwards and finds buckets for this model that leave less communication exposed. These
-            are tried for a few steps, and kept if they are faster, for later runs, too, in `~/.cache/torchring`. See
-            `Stats.reason`. For gradients on the CPU.
+        bucket_mb: size of a bucket in MiB. Default: 25; 12 between hosts, for gradients on the CPU; 10 for four GPUs or
+            more that reduce in each other's memory. The first bucket is at most 1 MiB. "auto" measures the first
+            backwards and finds buckets for this model that leave less communication exposed. These are tried for a few
+            steps, and kept if they are faster, for later runs, too, in `~/.cache/torchring`. See `Stats.reason`. For
+            gradients on the CPU.
         accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),
-            "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce) or
-            "auto": "direct" on one host; between hosts the fastest that was measured, see `Stats.reason`.
+            "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce), "nvls"
+            (direct, with sums made by the switch between GPUs) or "auto": "direct" on one host; between hosts, and
+            among four GPUs or more, the fastest that was measured, see `Stats.reason`.
         overlap: "inline" (reduce in the thread that runs `backward()`), "thread" (in the background) or "auto":
             "thread", unless a thread would only compete with `backward()` for the cores. On CUDA, all of them reduce in
             a stream of torchring's own; with "inline" the stream that runs `backward()` waits for each bucket.

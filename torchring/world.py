@@ -33,6 +33,7 @@ from torchring.errors import (
     with_way_out,
 )
 from torchring.memory.host import HostGroup, connect
+from torchring.releases import check_torch
 from torchring.rendezvous.environment import (
     CHOICE,
     ELASTIC,
@@ -50,6 +51,7 @@ from torchring.stalls.page import PAGE_BYTES, Progress
 from torchring.tracing import writer
 from torchring.tracing.recorder import Recorder
 
+check_torch(torch.__version__)
 _T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
 Backend = Literal["auto", "gloo", "mpi"]

@@ -53,6 +53,7 @@ class DryAccelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.num_processors = 1
 
     def open_stream(self) -> DryStream:
         return DryStream()
@@ -69,8 +70,8 @@ class DryAccelerator:
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
-    def write_aside(self, word: torch.Tensor, value: int) -> None:
-        word.fill_(value)
+    def host_word(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32, device="cpu")
 
     def synchronize(self) -> None: ...
 

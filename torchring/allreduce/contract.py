@@ -77,7 +77,7 @@ class Mover(Protocol[W]):
 
     @property
     def algorithm(self) -> str:
-        """What `stats()` reports: "direct", "ring", "hierarchical" or "native"."""
+        """What `stats()` reports: "direct", "ring", "hierarchical", "native" or "nvls"."""
 
     @property
     def in_background(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
@@ -20,12 +21,13 @@ from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_membe
 from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.ring import RingAllReduce
 from torchring.allreduce.threaded import ThreadedMover
+from torchring.collectives.service import internal_collectives_of
 from torchring.errors import TopologyError, in_step
 from torchring.memory.channel import POLL_SECONDS
 from torchring.transport.open import open_transport
 from torchring.world import World
 
-Algorithm = Literal["auto", "direct", "ring", "hierarchical", "native"]
+Algorithm = Literal["auto", "direct", "ring", "hierarchical", "native", "nvls"]
 ALGORITHMS: Final = get_args(Algorithm)
 Overlap = Literal["auto", "inline", "thread"]
 OVERLAPS: Final = get_args(Overlap)
@@ -41,13 +43,21 @@ _PATIENCE_SECONDS: Final = 1.0  # for all rounds; a slow network is recognised i
 # times as long.
 _LEAST_ADVANTAGE: Final = 1.3
 
+# On GPUs. Among two or three of one host, direct is at least as fast as NCCL for any bucket, by what others have
+# measured: vLLM uses direct's two shots there (vllm-project/vllm#42324).
+FEWEST_MEASURED: Final = 4
+_LONGEST_SAMPLE_BYTES: Final = 32 << 20  # what is faster for this size is faster for all larger ones
+_NUM_REPEATS: Final = 4  # of each wire in a turn, so that it counts little that ranks begin at different times
+_NUM_WARM_UPS: Final = 2  # kernels are compiled and NCCL connects in the first
+_NUM_TURNS: Final = 5
+
 
 @dataclass(frozen=True)
 class Choice:
     """What "auto" stands for in a world, for certain wires.
 
     Attributes:
-        algorithm: "direct", "ring", "hierarchical" or "native".
+        algorithm: "direct", "ring", "hierarchical", "native" or "nvls".
         reason: why, in a sentence.
         seconds: what each candidate took for the sample; empty if there was one candidate.
     """
@@ -123,8 +133,11 @@ def open_mover(world: World, algorithm: str, overlap: str) -> Mover[Any]:
 
     With overlap="auto", direct reductions proceed in calls of the thread that runs backward if ranks times threads fill
     the cores: a second thread would only take turns with that thread. Other reductions proceed in lanes: while a lane
-    waits for the network, backward has the core. Raises TopologyError for "direct" across hosts.
+    waits for the network, backward has the core. Raises TopologyError for "direct" across hosts, and for "nvls".
     """
+    if algorithm == "nvls":
+        text = "algorithm='nvls' takes gradients on GPUs, and these are on the CPU; use algorithm='auto'"
+        raise in_step(TopologyError(text, rank=world.rank))
     host = world.host
     assert host is not None
     fills_the_cores = world.local_size * torch.get_num_threads() >= world.num_cores
@@ -152,9 +165,11 @@ def open_on_device(
 ) -> tuple[OnStream, Choice]:
     """Collective: the mover for buckets on a device that works in streams, and why this mover was chosen.
 
-    "auto" is "direct" where the GPUs of all ranks reach each other's memory, and "native" elsewhere; if several hosts
-    have several GPUs each, "auto" measures "native" against "hierarchical". With overlap="inline" the stream that
-    computes waits for each bucket. Raises TopologyError where GPUs cannot do what `algorithm` takes.
+    "auto" is "native" where every host has one rank, or GPUs of a host do not reach each other's memory. On one host it
+    is "direct" for up to 3 GPUs. For more GPUs, torchring measures "direct" against "native", and "nvls" where that is
+    to be had; on several hosts with several GPUs each, "hierarchical" against "native". It measures wires of the sizes
+    in `specs`. With overlap="inline" the stream that computes waits for each bucket. Raises TopologyError where GPUs
+    cannot do what `algorithm` takes.
     """
     if algorithm != "auto":
         return _open_engine(world, algorithm, overlap, accelerator), Choice(algorithm, "asked for")
@@ -168,25 +183,53 @@ def open_on_device(
         return _open_engine(world, "native", overlap, accelerator), Choice(
             "native", f"{ours} is not to be had: {error}"
         )
-    if ours == "direct":
-        return mover, Choice("direct", "the GPUs of all ranks reach each other's memory")
-    movers = {ours: mover, "native": _open_engine(world, "native", overlap, accelerator)}
-    seconds = _measure(world, movers, _sample(specs), accelerator.synchronize)
+    why = "the GPUs of all ranks reach each other's memory" if ours == "direct" else "ranks share memory within hosts"
+    sample = _sample_on_device(specs)
+    if (ours == "direct" and world.size < FEWEST_MEASURED) or not sample:
+        return mover, Choice(ours, why)
+    movers = {ours: mover, **_rivals(world, mover, overlap, accelerator)}
+    if len(movers) == 1:
+        return mover, Choice(ours, f"{why}, and the backend does not connect")
+    seconds = _measure_on_device(world, movers, sample, accelerator)
     best = min(movers, key=lambda name: seconds[name])
     for name, other in movers.items():
         if name != best:
             other.close()
-    return movers[best], Choice(best, f"measured: {_in_words(seconds)}", seconds)
+    sizes = ", ".join(dict.fromkeys(f"{numel * dtype.itemsize / 2**20:.3g}" for numel, dtype in sample))
+    return movers[best], Choice(best, f"{why}; measured for buckets of {sizes} MiB: {_in_words(seconds)}", seconds)
+
+
+def _rivals(world: World, mover: OnStream, overlap: str, accelerator: Accelerator) -> dict[str, OnStream]:
+    """Collective: what else could reduce what `mover` reduces. The same on all ranks."""
+    rivals = {}
+    engine = mover.engine
+    if isinstance(engine, SharedMemoryEngine) and engine.can_multicast:
+        nvls = SharedMemoryEngine("nvls", engine.group, accelerator)
+        rivals["nvls"] = _on_stream(world, nvls, overlap, accelerator)
+    native: OnStream | None = None
+    with contextlib.suppress(TopologyError):  # NCCL does not connect ranks that share a GPU
+        native = _open_engine(world, "native", overlap, accelerator)
+    failed = torch.tensor(float(native is None), dtype=torch.float64, device="cpu")
+    if not internal_collectives_of(world).all_reduce(failed, "max"):
+        assert native is not None
+        rivals["native"] = native
+    elif native is not None:
+        native.close()
+    return rivals
 
 
 def _open_engine(world: World, algorithm: str, overlap: str, accelerator: Accelerator) -> OnStream:
     """Collective."""
-    if algorithm == "direct":
-        _check_one_host(world, "algorithm='direct' takes one host")
+    if algorithm in ("direct", "nvls"):
+        _check_one_host(world, f"algorithm={algorithm!r} takes one host")
     elif algorithm == "ring":
         _check_one_host(world, "algorithm='ring' on GPUs takes one host", also="'native'")
+    return _on_stream(world, _engine(world, algorithm, accelerator), overlap, accelerator)
+
+
+def _on_stream(world: World, engine: Engine, overlap: str, accelerator: Accelerator) -> OnStream:
     return OnStream(
-        _engine(world, algorithm, accelerator),
+        engine,
         accelerator,
         in_background=overlap != "inline",
         host=world.host,
@@ -195,7 +238,7 @@ def _open_engine(world: World, algorithm: str, overlap: str, accelerator: Accele
 
 
 def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
-    if algorithm in ("direct", "ring"):
+    if algorithm in ("direct", "ring", "nvls"):
         return SharedMemoryEngine(algorithm, accelerator.share(world.host, world.rendezvous), accelerator)
     if algorithm == "hierarchical":
         columns = num_columns(world.hosts)
@@ -239,23 +282,60 @@ def _sample(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.d
 
 
 def _measure(
-    world: World,
-    movers: Mapping[str, Mover[Any]],
-    sample: Sequence[tuple[int, torch.dtype]],
-    synchronize: Callable[[], None] = lambda: None,
+    world: World, movers: Mapping[str, Mover[Any]], sample: Sequence[tuple[int, torch.dtype]]
 ) -> dict[str, float]:
     """Collective: seconds that each mover takes for the sample, of which all wires are started at once.
 
     Movers take turns. The time of a turn is that of the slowest rank, and the result is the median of turns: the same
-    numbers on all ranks, so that all ranks decide alike. `synchronize` waits until results are there.
+    numbers on all ranks, so that all ranks decide alike.
     """
     wires = {name: mover.open_wires(sample) for name, mover in movers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in movers}
     for turn in range(_NUM_ROUNDS + 1):  # the first is a warm-up, unless the network is so slow that one turn suffices
         for name, mover in movers.items():
-            slowest = seconds_together(world, mover, wires[name], synchronize)
+            slowest = seconds_together(world, mover, wires[name])
             if turn or slowest > _PATIENCE_SECONDS / 4:
                 seconds[name].append(slowest)
         if sum(map(sum, seconds.values())) > _PATIENCE_SECONDS and all(seconds.values()):
             break
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def _sample_on_device(specs: Sequence[tuple[int, torch.dtype]]) -> list[tuple[int, torch.dtype]]:
+    """Wires that stand for all others: in order of size, those that hold the bytes at 1/6, 1/2 and 5/6 of all bytes.
+
+    Their sizes count: kernels of torchring's own are the faster ones for small wires, NCCL for large ones.
+    """
+    ordered = sorted(specs, key=lambda spec: spec[0] * spec[1].itemsize)
+    total = sum(numel * dtype.itemsize for numel, dtype in ordered)
+    sample: list[tuple[int, torch.dtype]] = []
+    passed = 0
+    for numel, dtype in ordered:
+        passed += numel * dtype.itemsize
+        while len(sample) < _NUM_SAMPLES and 0 < (2 * len(sample) + 1) * total <= 2 * _NUM_SAMPLES * passed:
+            sample.append((min(numel, _LONGEST_SAMPLE_BYTES // dtype.itemsize), dtype))
+    return sample
+
+
+def _measure_on_device(
+    world: World,
+    movers: Mapping[str, OnStream],
+    sample: Sequence[tuple[int, torch.dtype]],
+    accelerator: Accelerator,
+) -> dict[str, float]:
+    """Collective: as `_measure`, with all wires started several times in a turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in movers}
+    try:
+        wires = {name: [*mover.open_wires(sample)] * _NUM_REPEATS for name, mover in movers.items()}
+        for turn in range(_NUM_WARM_UPS + _NUM_TURNS):
+            for name, mover in movers.items():
+                slowest = seconds_together(world, mover, wires[name], accelerator.synchronize)
+                if turn >= _NUM_WARM_UPS:
+                    seconds[name].append(slowest / _NUM_REPEATS)
+    except BaseException:
+        for mover in movers.values():
+            mover.close()
+        raise
+    for mover in movers.values():
+        mover.settle()
     return {name: statistics.median(taken) for name, taken in seconds.items()}

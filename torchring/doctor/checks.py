@@ -10,6 +10,7 @@ from typing import Final
 
 from torchring.doctor.facts import usable_cores
 from torchring.doctor.report import Finding, RankFacts, Report
+from torchring.memory.handover import why_no_handover
 
 # A rank's own Python and torch, before a model: 0.3 GiB.
 _NEEDED_BYTES_PER_RANK: Final = 512 << 20
@@ -138,14 +139,24 @@ def check_gpus(report: Report) -> list[Finding]:
         apart = [f"{i}-{j}" for i, row in enumerate(most.gpu_peers) for j in range(i) if not row[j]]
         if len(most.gpus) > 1:
             text += f"; no peer access between {', '.join(apart)}" if apart else "; all reach each other's memory"
+        slow = [f"{i}-{j}" for i, row in enumerate(most.gpu_atomics) for j in range(i) if not row[j]]
+        if slow and not apart:
+            text += f"; over PCIe, without native atomics, between {', '.join(slow)}"
         if len(ranks) > len(most.gpus):
             text += f"; {len(ranks)} ranks take turns on them"
         found.append(Finding("note", "GPUs", text))
+        if why := why_no_handover({rank.rank: rank.handover for rank in ranks if rank.handover}):
+            found.append(Finding("warning", "GPUs", f"gradients on GPUs go through NCCL, not directly: {why}"))
     if report.ranks and not found:
         return [Finding("note", "GPUs", "none")]
     if found:
-        text = 'gradients of a model on a GPU: "auto" is direct where all ranks reach each other\'s memory'
-        found.append(Finding("note", "GPUs", f"{text}, else the backend's own or hierarchical; the table is the CPU's"))
+        text = (
+            'gradients of a model on a GPU: "auto" is direct (from 4 GPUs on the fastest of direct, nvls and native) '
+        )
+        text += (
+            "where all ranks reach each other's memory, else the backend's own or hierarchical; the table is the CPU's"
+        )
+        found.append(Finding("note", "GPUs", text))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import math
@@ -21,12 +22,14 @@ import torch.distributed as dist
 
 from torchring.doctor.report import RankFacts
 from torchring.linux import boot_id, create_memory
+from torchring.memory.handover import describe_handover
 from torchring.rendezvous.addresses import gloo_address, list_interfaces, resolve
 
 _PACKAGES: Final = ("torchring", "torch", "triton", "numpy", "mpi4py")
 _LISTENING: Final = "0A"  # in /proc/net/tcp
 _CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
 _MPI_SECONDS: Final = 20.0
+_NATIVE_ATOMICS: Final = 3  # cudaDevP2PAttrNativeAtomicSupported, of enum cudaDeviceP2PAttr in CUDA's driver_types.h
 _ASK_MPI: Final = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -66,6 +69,8 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
         gpu_peers=[
             [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(len(gpus))] for i in range(len(gpus))
         ],
+        gpu_atomics=gpu_atomics(len(gpus)),
+        handover=describe_handover(),
         memfd_error=try_memfd(),
         has_gloo=dist.is_gloo_available(),
         has_nccl=dist.is_nccl_available(),
@@ -74,6 +79,23 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
         gloo_address=gloo_address(os.environ, interfaces, resolve(socket.gethostname())),
     )
+
+
+def gpu_atomics(count: int) -> list[list[bool]]:
+    """See `RankFacts`. GPUs that are connected by PCIe have no such atomics. Unknown without NVIDIA's runtime."""
+    if count < 2 or torch.version.cuda is None:
+        return []
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")  # which torch has loaded
+    except OSError:
+        return []
+    return [[i == j or _native_atomics(runtime, i, j) for j in range(count)] for i in range(count)]
+
+
+def _native_atomics(runtime: ctypes.CDLL, source: int, target: int) -> bool:
+    value = ctypes.c_int(0)
+    failed = runtime.cudaDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, source, target)
+    return not failed and value.value == 1
 
 
 def listening_addresses(port: int) -> list[str]:

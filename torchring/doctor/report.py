@@ -36,6 +36,8 @@ class RankFacts:
         memory_available_bytes: free memory of the machine or of the control group, whichever is less; 0 if unknown.
         memory_limit_bytes: limit of the control group.
         gpu_peers: [i][j]: whether GPU i reaches GPU j's memory.
+        gpu_atomics: [i][j]: whether atomic operations of GPU i on GPU j's memory are atomic for both; empty if unknown.
+        handover: see `memory.handover.describe_handover`; empty if unknown.
         memfd_error: why memfd_create fails here; None if it works.
         mpi: version of the MPI library; None without mpi4py, "" if mpi4py does not load.
         interfaces: [name, address] pairs: the first IPv4 address of each interface, all IPv6 ones.
@@ -59,6 +61,8 @@ class RankFacts:
     memory_limit_bytes: int | None = None
     gpus: list[str] = field(default_factory=list)
     gpu_peers: list[list[bool]] = field(default_factory=list)
+    gpu_atomics: list[list[bool]] = field(default_factory=list)
+    handover: dict[str, str] = field(default_factory=dict)
     memfd_error: str | None = None
     has_gloo: bool = False
     has_nccl: bool = False

@@ -53,6 +53,7 @@ class Bucket:
         scale: the factor between the sum over ranks and the result.
         is_sum: whether the result is the plain sum; see `GradientLedger`.
         packing: makes the copies, given the factor that comes before the cast. Default: copies on the host.
+        scale_first: whether to scale before the sum in any case. Otherwise only gradients that are cast are.
 
     Attributes:
         ledger: what is known about each gradient.
@@ -78,6 +79,7 @@ class Bucket:
         scale: float,
         is_sum: bool = False,
         packing: Callable[[float], Packing] = HostPacking,
+        scale_first: bool = False,
     ) -> None:
         # What belongs here
         self.plan = plan
@@ -102,8 +104,10 @@ class Bucket:
 
         # Copies. A cast rounds, so the scale goes before the cast. Without a cast the mover scales what it has just
         # summed, in cache.
-        self.packing = packing(1.0 if self._live_in_wire else scale)
-        self.reduce_scale = scale if self._live_in_wire else 1.0
+        is_first = scale_first or not self._live_in_wire
+        self.packing = packing(scale if is_first else 1.0)
+        self.reduce_scale = 1.0 if is_first else scale
+        self._scale_in_place = scale if is_first else 1.0  # of gradients that are in the wire already, on a device
         self._is_asynchronous = self.packing.is_asynchronous
         self.copies_on_arrival = [
             not self._is_asynchronous and slot.numel * plan.dtype.itemsize >= COPY_ON_ARRIVAL_BYTES
@@ -373,9 +377,9 @@ class Bucket:
         views = [self._views[slot] for slot in slots]
         grads = [self.parameters[slot].grad for slot in slots]
         if any(map(operator.is_, grads, views)):  # accumulated in place
-            if self._is_asynchronous and self.share.factor != 1.0:
+            if self._is_asynchronous and (factor := self._scale_in_place * self.share.factor) != 1.0:
                 in_place = [view for grad, view in zip(grads, views, strict=True) if grad is view]
-                torch._foreach_mul_(in_place, self.share.factor)
+                torch._foreach_mul_(in_place, factor)
                 self.packing.follow_current_stream()
             slots = [slot for slot, grad, view in zip(slots, grads, views, strict=True) if grad is not view]
             views = [self._views[slot] for slot in slots]

@@ -1,5 +1,6 @@
 """GPU memory that all ranks of one host reach, by torch.distributed's symmetric memory. The only file that uses it,
-because symmetric memory is alpha.
+because symmetric memory is alpha. What is said here of PyTorch's sources was read in
+release 2.13, and in `torch/csrc/distributed/c10d` as of 2025 (before 2.11) and of September 2026 (before 2.14).
 
 Every rank allocates the same number of bytes and maps the memory of the other ranks. Kernels then read and write the
 peers' memory like their own. A `SymmetricGroup` allocates as a `HostGroup` does, so that a `HostGroup` can take its
@@ -21,19 +22,29 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from torchring.errors import TopologyError, in_step
+from torchring.memory.handover import describe_handover, why_no_handover
 from torchring.memory.host import HostGroup
+from torchring.releases import release_of
 from torchring.rendezvous.rendezvous import Rendezvous
 
 OVERLAPPING_DEVICES: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Block(Protocol):
-    """One allocation: `parts[i]` is the memory of the i-th rank of the group, mapped here, as a uint8 tensor."""
+    """One allocation: `parts[i]` is the memory of the i-th rank of the group, mapped here, as a uint8 tensor.
+
+    Attributes:
+        own: the part of this rank.
+        multicast: an address at which the same bytes of all parts lie: a store writes to all parts, and a reducing load
+            adds them up, in the switch between the GPUs (NVLink SHARP). 0 where GPUs or switch cannot do so.
+    """
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]: ...
     @property
     def own(self) -> torch.Tensor: ...
+    @property
+    def multicast(self) -> int: ...
 
 
 class SymmetricGroup(Protocol):
@@ -57,8 +68,9 @@ class SymmetricGroup(Protocol):
 class CudaBlock:
     """See `Block`. The mapping lives as long as this object, or a tensor that views the own part."""
 
-    def __init__(self, parts: Sequence[torch.Tensor], index: int, handle: object) -> None:
+    def __init__(self, parts: Sequence[torch.Tensor], index: int, handle: object, multicast: int = 0) -> None:
         self.parts = tuple(parts)
+        self.multicast = multicast
         self._index = index
         self._handle = handle  # kept alive: the peers' mappings live as long as the handle
 
@@ -85,27 +97,37 @@ class CudaGroup:
         store = PrefixStore(f"symmetric/{name}", rendezvous.store)
         self._name = f"torchring/{name}"
         # Kept alive: symmetric memory looks the group up at every allocation, in a registry that refers to it weakly.
-        self._process_group = _register_group(self._name, store, self.index, self.size, rendezvous.timeout_seconds)
+        # The group does not keep the Python half of its store alive.
+        self._exchanges = ExchangeStore(store, rendezvous.timeout_seconds)
+        gloo = dist.ProcessGroupGloo(
+            PrefixStore("gloo", store), self.index, self.size, timedelta(seconds=rendezvous.timeout_seconds)
+        )
+        self._process_group = register_group(self._name, self._exchanges, gloo)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     def allocate(self, num_bytes: int) -> CudaBlock:
-        import torch.distributed._symmetric_memory as symmetric_memory
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         length = -(-max(num_bytes, 1) // 16) * 16
         overlapping = environment(OVERLAPPING_DEVICES, "1") if self._is_isolated else contextlib.nullcontext()
         with torch.cuda.device(self._device), overlapping:
-            own = symmetric_memory.empty(length, dtype=torch.uint8, device=self._device)
+            # Not symmetric_memory.empty(): after 2.13 that takes memory from a cache (pytorch#187054), which may serve
+            # one rank with memory that it has mapped before, and another rank with new memory.
+            own = _SymmetricMemory.empty_strided_p2p((length,), (1,), torch.uint8, self._device)
             own.zero_()
             torch.cuda.synchronize(self._device)  # before a peer can see it
-            handle = symmetric_memory.rendezvous(own, cast(Any, self._name))
+            handle = _SymmetricMemory.rendezvous(own, self._name)
             parts = [
                 own if index == self.index else handle.get_buffer(index, (length,), torch.uint8)
                 for index in range(self.size)
             ]
-        return CudaBlock([part[:num_bytes] for part in parts], self.index, handle)
+            # Instructions on multicast addresses came with Hopper.
+            can_multicast = torch.cuda.get_device_capability(self._device) >= (9, 0)
+        multicast = handle.multicast_ptr if can_multicast else 0
+        return CudaBlock([part[:num_bytes] for part in parts], self.index, handle, multicast)
 
 
 class LonelyGroup:
@@ -133,7 +155,7 @@ def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: 
             _raise_first(_all_gather(rendezvous, {"problem": ""}), rendezvous.rank)
         return LonelyGroup(0 if host is None else host.rank, device)
     mine = {"device": _identity(device), "number": device.index, "unreachable": _unreachable(device)}
-    mine["name"] = secrets.token_hex(8)
+    mine |= {"name": secrets.token_hex(8), "handover": describe_handover()}
     cards = _all_gather(rendezvous, mine)
     problem = find_problem({rank: cards[rank] for rank in host.ranks}, allow_overlap=OVERLAPPING_DEVICES in os.environ)
     group: CudaGroup | None = None
@@ -148,7 +170,13 @@ def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: 
 
 
 def find_problem(cards: dict[int, dict[str, Any]], *, allow_overlap: bool) -> str:
-    """Why these ranks cannot share memory; "" if they can. Each gives its "device" and the "unreachable" devices."""
+    """Why these ranks of one host cannot share memory; "" if they can.
+
+    Args:
+        cards: of each rank: its "device", the "unreachable" devices, and under "handover" its `describe_handover()`.
+
+    GPUs without native atomics between them (over PCIe) will do: kernels signal to each other by plain stores.
+    """
     by_device: dict[str, int] = {}
     for rank, card in cards.items():
         other = by_device.setdefault(card["device"], rank)
@@ -161,7 +189,7 @@ def find_problem(cards: dict[int, dict[str, Any]], *, allow_overlap: bool) -> st
         for other, theirs in cards.items():
             if theirs["device"] in card["unreachable"]:
                 return f"the GPU of rank {rank} has no peer access to that of rank {other}"
-    return ""
+    return why_no_handover({rank: card["handover"] for rank, card in cards.items()})
 
 
 @contextlib.contextmanager
@@ -210,21 +238,54 @@ def _unreachable(device: torch.device) -> list[str]:
     return [_identity(other) for other in others if not torch.cuda.can_device_access_peer(device, other)]
 
 
-def _register_group(name: str, store: dist.Store, rank: int, size: int, timeout_seconds: float) -> dist.ProcessGroup:
+class ExchangeStore(dist.Store):
+    """A store in which the exchanges of one group of ranks have numbers of their own.
+
+    Symmetric memory exchanges values under keys such as "CUDASymmetricMemory/7/0", for exchange 7 and rank 0. Up to
+    2.13 it counts the exchanges of a process, in whatever group (StoreExchange in CUDASymmetricMemoryUtils.hpp;
+    pytorch#196082). Where a script has used symmetric memory among some of the ranks only, or a rank was started anew,
+    ranks would wait for each other under different keys. All ranks of a group make the group's exchanges in one order.
+    So this store counts the exchanges that it sees.
+    """
+
+    def __init__(self, store: dist.Store, timeout_seconds: float) -> None:
+        super().__init__()
+        self._store = store
+        self._patience = timedelta(seconds=timeout_seconds)
+        self._numbers: dict[str, int] = {}  # by what stands before the rank in a key
+
+    # Called from C++.
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._renamed(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._renamed(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait([self._renamed(key) for key in keys], timeout or self._patience)
+
+    def _renamed(self, key: str) -> str:
+        exchange, _, rank = key.rpartition("/")
+        return f"{self._numbers.setdefault(exchange, len(self._numbers))}/{rank}"
+
+
+def register_group(name: str, store: dist.Store, backend: dist.ProcessGroupGloo) -> dist.ProcessGroup:
     """Make a process group that symmetric memory finds by `name` while the group lives. Only its store is used.
 
-    torch.distributed.new_group is not used, because it needs a default process group, which belongs to the script.
+    A group without a backend has no name. torch.distributed.new_group is not used, because it needs a default process
+    group, which belongs to the script.
     """
-    import torch.distributed._symmetric_memory as symmetric_memory
     from torch._C import _distributed_c10d as c10d
 
+    rank, size = backend.rank(), backend.size()
     group = dist.ProcessGroup(store, rank, size)
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_seconds))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_group_name(cast(Any, name))
     c10d._register_process_group(cast(Any, name), group)
-    # Releases before 2.13 look the store up here.
-    c10d._SymmetricMemory.set_group_info(name, rank, size, store)
-    getattr(symmetric_memory, "_group_name_to_store", {})[name] = store
+    if release_of(torch.__version__) < (2, 14):
+        # Up to 2.10 PyTorch looks the store up here, later it asks the group. From 2.14 on, it would use this store to
+        # compare how often each process has allocated, and refuse where processes differ.
+        c10d._SymmetricMemory.set_group_info(name, rank, size, store)
     return group

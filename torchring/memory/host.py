@@ -60,11 +60,12 @@ class _Peer:
 class SharedBlock:
     """One allocation: `parts[i]` is the memory of the i-th rank of the group, mapped here, as a uint8 tensor.
 
-    The mapping lives as long as a tensor that views it.
+    The mapping lives as long as a tensor that views it. `multicast` is 0: see `memory.cuda.Block`.
     """
 
     parts: tuple[torch.Tensor, ...]
     index: int
+    multicast: int = 0
 
     @property
     def own(self) -> torch.Tensor:

@@ -1,35 +1,47 @@
 """What launches reductions on a device.
 
-`direct` and `ring` are one kernel each, in memory that the GPUs of one host share. Between hosts, or where GPUs do not
-reach each other's memory, torch.distributed's backend (NCCL) moves the bytes: `native` is its own all-reduce,
+`direct`, `ring` and `nvls` are one kernel each, in memory that the GPUs of one host share. Between hosts, or where GPUs
+do not reach each other's memory, torch.distributed's backend (NCCL) moves the bytes: `native` is its own all-reduce,
 `hierarchical` its all-reduce between the two halves of direct.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire
 from torchring.allreduce.slices import slice_bounds
-from torchring.kernels import direct, ring
+from torchring.errors import TopologyError, in_step
+from torchring.kernels import prepare_direct, prepare_ring
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
-from torchring.memory.cuda import LonelyGroup, SymmetricGroup
+from torchring.memory.cuda import Block, LonelyGroup, SymmetricGroup
 from torchring.transport.c10d import all_reduce_options
 
 _ALIGNMENT_BYTES: Final = 256
+_BLOCKS_PER_PROCESSOR: Final = 4  # two run at a time; more are shared out more evenly
 
 
 class SharedMemoryEngine:
-    """direct or ring, a kernel each, in memory shared by the devices of `group`. See `Engine`.
+    """direct, ring or nvls, a kernel each, in memory shared by the devices of `group`. See `Engine`.
+
+    nvls is direct in which the switch between the devices adds up, and sends the sum to all ranks. Each sum is computed
+    once, for one rank, so all ranks hold the same bits. But the switch adds in an order of its own: the bits may differ
+    from those of direct, and from one run to the next. Wires of fp64, which the switch does not add, use direct.
 
     Args:
-        algorithm: "direct", "ring", or "hierarchical" for the part of a `HierarchicalEngine`.
+        algorithm: "direct", "ring", "nvls", or "hierarchical" for the part of a `HierarchicalEngine`.
         num_slices: number of slices that a buffer is cut into. Rank r has slice r; the ranks beyond have none.
+
+    Raises TopologyError for "nvls" if the memory of `group` has no multicast address.
     """
 
     def __init__(
@@ -39,10 +51,25 @@ class SharedMemoryEngine:
         self.group = group
         self._accelerator = accelerator
         self._num_slices = group.size if num_slices is None else num_slices
-        self._pads = group.allocate(signal_bytes(group.size, MAX_BLOCKS))
+        # A kernel that waits for other ranks leaves processors to backward. A kernel that waits for none has them all.
+        self._max_blocks = MAX_BLOCKS if group.size > 1 else _BLOCKS_PER_PROCESSOR * accelerator.num_processors
+        self._pads = group.allocate(signal_bytes(group.size, self._max_blocks))
+        if algorithm == "nvls" and not self.can_multicast:
+            text = (
+                "algorithm='nvls' takes GPUs of the Hopper generation or newer behind an NVSwitch that adds up (NVLink "
+                "SHARP), and PyTorch found no such switch; use algorithm='auto' or 'direct'"
+            )
+            raise in_step(TopologyError(text, rank=group.ranks[group.index]))
         self._signals = _addresses(self._pads.parts, accelerator.device)
-        self._abort = torch.zeros(1, dtype=torch.int32, device=accelerator.device)
+        # Pinned host memory: whoever aborts may be on another thread than the one that launches, must not wait for what
+        # the device does, and calls nothing of CUDA's. Kernels that wait look at it now and then.
+        self._abort = accelerator.host_word()
         accelerator.synchronize()
+
+    @property
+    def can_multicast(self) -> bool:
+        """Whether "nvls" is to be had in the memory of this group."""
+        return self._pads.multicast != 0
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
         lengths = [-(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for numel, dtype in specs]
@@ -57,43 +84,71 @@ class SharedMemoryEngine:
             parts = [part[start : start + numel * dtype.itemsize].view(dtype) for part in block.parts]
             own = parts[self.group.index]
             addresses, bounds = _addresses(parts, own.device), self._bounds(numel, dtype)
-            wires.append(DeviceWire(own.data, own, addresses, bounds, report, i, block))
+            multicast = self._multicast(block, start, dtype)
+            wires.append(DeviceWire(own.data, own, addresses, bounds, report, i, block, multicast))
         self._accelerator.synchronize()
         return wires
 
     def launch(self, wire: DeviceWire, scale: float) -> None:
         if self.algorithm == "ring":
-            ring(
-                wire.addresses, self._signals, wire.buffer,
-                rank=self.group.index, num_ranks=self.group.size, scale=scale,
-                abort=self._abort, found=wire.found_in_result,
-            )  # fmt: skip
+            self._launch(wire, ("ring", scale), lambda: self._prepare_ring(wire, scale))
         else:
             self.direct(wire, scale)
 
     def direct(self, wire: DeviceWire, scale: float, *, gather: bool = True, spread: bool = True) -> None:
         """Launch direct: its first half (`gather`: sum own slice), its second half (`spread`), or both."""
-        begin, end = wire.bounds
-        direct(
-            wire.addresses, self._signals, wire.buffer,
-            rank=self.group.index, num_ranks=self.group.size, begin=begin, end=end, scale=scale,
-            abort=self._abort, found=wire.found_in_result, gather=gather, spread=spread,
-        )  # fmt: skip
+        key = ("direct", scale, gather, spread)
+        self._launch(wire, key, lambda: self._prepare_direct(wire, scale, gather=gather, spread=spread))
 
     def abort(self) -> None:
-        self._accelerator.write_aside(self._abort, 1)
+        self._abort.fill_(1)
 
     def close(self) -> None:
         """Nothing to do: the memory goes with the last tensor that views it."""
+
+    def _launch(self, wire: DeviceWire, key: Hashable, prepare: Callable[[], Callable[[], None]]) -> None:
+        """A bucket is reduced in the same way in each round: Triton looks at the arguments once."""
+        launch = wire.launches.get(key)
+        if launch is None:
+            launch = wire.launches[key] = prepare()
+        launch()
+
+    def _prepare_ring(self, wire: DeviceWire, scale: float) -> Callable[[], None]:
+        return prepare_ring(
+            wire.addresses, self._signals, wire.buffer,
+            rank=self.group.index, num_ranks=self.group.size, scale=scale,
+            abort=self._abort, found=wire.found_in_result, max_blocks=self._max_blocks,
+        )  # fmt: skip
+
+    def _prepare_direct(self, wire: DeviceWire, scale: float, *, gather: bool, spread: bool) -> Callable[[], None]:
+        begin, end = wire.bounds
+        return prepare_direct(
+            wire.addresses, self._signals, wire.buffer,
+            rank=self.group.index, num_ranks=self.group.size, begin=begin, end=end, scale=scale,
+            abort=self._abort, found=wire.found_in_result, gather=gather, spread=spread,
+            max_blocks=self._max_blocks, multicast=wire.multicast,
+        )  # fmt: skip
 
     def _bounds(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
         if self.group.index >= self._num_slices:
             return 0, 0
         return slice_bounds(numel, self._num_slices, dtype.itemsize)[self.group.index]
 
+    def _multicast(self, block: Block, start: int, dtype: torch.dtype) -> int:
+        if self.algorithm != "nvls" or dtype == torch.float64:
+            return 0
+        if not block.multicast:  # on all ranks: PyTorch sees to that
+            text = "PyTorch found no multicast address for torchring's buffers any more; they are reduced directly"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            return 0
+        return block.multicast + start
+
 
 class BackendEngine:
     """native: the backend's own all-reduce. See `Engine`.
+
+    The backend only adds up. NCCL could take the mean, but would then not let the switch add up (`ncclNvlsSupported` in
+    its device.h), which is worth a third more bandwidth among 8 H100 (NVIDIA/nccl#2140).
 
     Args:
         backend: between all ranks.
@@ -107,12 +162,12 @@ class BackendEngine:
         self._alone = SharedMemoryEngine("direct", LonelyGroup(backend.rank(), accelerator.device), accelerator)
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:
-        return self._alone.open_wires(specs)
+        return [replace(wire, scale_first=wire.buffer.dtype.itemsize == 2) for wire in self._alone.open_wires(specs)]
 
     def launch(self, wire: DeviceWire, scale: float) -> None:
         if not wire.buffer.numel():
             return
-        if scale != 1.0 and wire.buffer.dtype.itemsize == 2:
+        if scale != 1.0 and wire.scale_first:
             wire.buffer.mul_(scale)  # first: 16-bit sums might overflow where the result would fit
             scale = 1.0
         all_reduce(self._backend, wire.buffer)
@@ -146,7 +201,7 @@ class HierarchicalEngine:
         begin, end = wire.bounds
         self._shared.direct(wire, scale, spread=False)
         if self._column is not None and end > begin:
-            all_reduce(self._column, wire.buffer[begin:end])
+            all_reduce(self._column, wire.own_slice)
         self._shared.direct(wire, 1.0, gather=False)
 
     def abort(self) -> None:
@@ -162,9 +217,14 @@ class HierarchicalEngine:
 
 def all_reduce(backend: Backend, buffer: torch.Tensor) -> None:
     """Replace `buffer`, which is not empty, by the sum over the backend's ranks, on the current stream."""
+    backend.allreduce([buffer], _in_current_stream()).wait()
+
+
+@cache
+def _in_current_stream() -> dist.AllreduceOptions:
     options = all_reduce_options()
-    options.asyncOp = False  # NCCL: in the current stream, not in a stream of its own
-    backend.allreduce([buffer], options).wait()
+    options.asyncOp = False  # else NCCL uses a stream of its own
+    return options
 
 
 def abort(backend: Backend) -> None:

@@ -8,8 +8,8 @@ current stream wait for the reduction; the host waits for nothing. What ranks co
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Protocol
 
@@ -37,6 +37,10 @@ class DeviceWire:
             NOTHING_FOUND.
         row: the row of this wire in `report`.
         memory: kept because the buffer lies in it.
+        multicast: the address of all ranks' buffers at once, see `memory.cuda.Block`; 0 if they have none.
+        scale_first: whether inputs should be scaled where they are packed. A reduction with a scale would have to make
+            a pass of its own for the scale, before it adds up.
+        launches: prepared launches of the engine, by what they do.
     """
 
     tensor: torch.Tensor
@@ -46,6 +50,14 @@ class DeviceWire:
     report: torch.Tensor
     row: int
     memory: object = None
+    multicast: int = 0
+    scale_first: bool = False
+    launches: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+
+    @cached_property
+    def own_slice(self) -> torch.Tensor:
+        begin, end = self.bounds
+        return self.buffer[begin:end]
 
     @cached_property
     def found_in_inputs(self) -> torch.Tensor:
@@ -130,6 +142,10 @@ class OnStream:
         self._rank = 0 if host is None else host.rank
         self._watchdog = DeviceWatchdog(self, host, timeout_seconds)
 
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[DeviceWire]:
         return self._engine.open_wires(specs)
 
@@ -152,6 +168,11 @@ class OnStream:
     def seal(self, fetched: torch.Tensor) -> None:
         """All of a round has been started, and `Accelerator.fetch` was called behind the round and gave `fetched`."""
         self._watchdog.sealed(fetched)
+
+    def settle(self) -> None:
+        """The caller has waited for all reductions, which belong to no round."""
+        self._started = []
+        self.seal(torch.zeros(1, dtype=torch.int32, device="cpu"))
 
     def take_started(self) -> list[PendingOnStream]:
         """The reductions that were started since the last call."""

@@ -1,0 +1,44 @@
+"""The oldest PyTorch that torchring works with, and what is said below it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchring import world
+from torchring.releases import LEAST_TORCH, check_torch, release_of
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    "version", ["2.8.0", "2.10.0+cu128", "2.13.0+cpu", "2.14.0a0+git029e473", "3.0", torch.__version__]
+)
+def test_these_will_do(version: str) -> None:
+    check_torch(version)
+
+
+def test_an_older_one_is_refused_before_anything_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the module that everything needs that speaks to other ranks; here it is imported once more."""
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu128")
+    spec = importlib.util.spec_from_file_location("another_world", world.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(
+        ImportError, match=r"needs PyTorch 2\.8 or newer, and PyTorch 2\.7\.1\+cu128 is installed; upgr"
+    ):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_releases_are_compared_as_numbers() -> None:
+    assert release_of("2.10.1") > release_of("2.8.0+cu126") > (2, 7)
+
+
+def test_what_pip_is_told_is_what_is_checked() -> None:
+    floor = re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert floor is not None
+    assert tuple(map(int, floor.groups())) == LEAST_TORCH

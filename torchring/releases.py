@@ -1,0 +1,30 @@
+"""Which releases of PyTorch torchring works with.
+
+2.8 is the first release in which the options of a collective have `asyncOp` (pytorch/pytorch#150398), without which
+NCCL runs each all-reduce in a stream of its own. Its Triton, 3.4, passes a kernel's `float64` argument as such. 3.2
+passed the argument as a float32 (triton-lang/triton#6152).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+LEAST_TORCH: Final = (2, 8)
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """(major, minor) of a version such as "2.13.0+cu130" or "2.14.0a0+git1234567"."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    assert found is not None, version
+    return int(found[1]), int(found[2])
+
+
+def check_torch(version: str) -> None:
+    """Raise ImportError if this release of PyTorch is too old."""
+    if release_of(version) < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        raise ImportError(
+            f"torchring needs PyTorch {least} or newer, and PyTorch {version} is installed; upgrade PyTorch with "
+            "`pip install --upgrade torch`, or with the command that pytorch.org gives for your GPU"
+        )
