@@ -356,11 +356,16 @@ def test_nccl_engine_alone() -> None:
     assert accelerator is not None
     backend = accelerator.open_backend(torch.distributed.HashStore(), 0, 1, 30.0)
     engine = BackendEngine(backend, accelerator)
-    (wire,) = engine.open_wires([(1000, torch.float32)])
-    values = exact_inputs(1000, torch.float32, seed=1)
-    wire.tensor.copy_(values)
-    engine.launch(wire, 0.5)
-    assert_bitwise(wire.tensor.cpu(), values * 0.5)
+    sizes = [(1000, torch.float32), (5_000_003, torch.float32), (5_000_003, torch.bfloat16)]  # one block; the whole GPU
+    for (numel, dtype), wire in zip(sizes, engine.open_wires(sizes), strict=True):
+        values = exact_inputs(numel, dtype, seed=1)
+        for scale in (0.5, 1.0):
+            wire.tensor.copy_(values)
+            engine.launch(wire, scale)
+            assert_bitwise(wire.tensor.cpu(), values * scale)
+        wire.tensor[numel - 2] = torch.inf
+        engine.launch(wire, 1.0)
+        assert wire.found_in_result.item() == numel - 2
     backend.shutdown()
 
 
