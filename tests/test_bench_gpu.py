@@ -11,6 +11,7 @@ import gzip
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -253,6 +254,30 @@ def test_a_section_that_raises_says_so_in_its_rows(tmp_path: Path, monkeypatch: 
     first, second = map(json.loads, file.read_text().splitlines())
     assert first["size"] == 1
     assert second["problem"] == "RuntimeError: out of memory"
+
+
+def test_the_first_run_goes_on_after_a_part_that_failed(tmp_path: Path) -> None:
+    """With programs that say what they are asked to do. Here the tests fail, and there is no driver."""
+    programs, out = tmp_path / "programs", tmp_path / "results"
+    programs.mkdir()
+    python = programs / "python"
+    python.write_text('#!/bin/sh\necho "$PWD" "$@"\n[ "$2" != pytest ]\n')
+    python.chmod(0o755)
+    script = Path(__file__).resolve().parent.parent / "bench" / "gpu_first_run.sh"
+    path = f"{programs}:/usr/bin:/bin"
+    run = subprocess.run(
+        ["bash", str(script), "results"], cwd=tmp_path, env={"PATH": path, "PYTHON": "python"}, capture_output=True,
+        text=True, timeout=patient(30),
+    )  # fmt: skip
+    parts = [line.split(":")[0] for line in (out / "summary.txt").read_text().splitlines()]
+    assert parts == ["machine", "links", "versions", "doctor", "kernels", "tests", "bench", "overlap"]
+    has_driver = shutil.which("nvidia-smi", path=path) is not None
+    assert run.returncode == (2 if has_driver else 4), run.stdout + run.stderr
+    said = (out / "bench.log").read_text().split()
+    assert said == [str(script.parent.parent), "-m", "torchring.bench.gpu", "--json", str(out / "bench.json")]
+    asked = (out / "kernels.log").read_text().split()
+    assert {"tests/test_kernels_direct.py", "tests/test_kernels_ring.py", "gpu"} <= set(asked)
+    assert "--ignore-glob" in (out / "tests.log").read_text().split()
 
 
 # What is said
