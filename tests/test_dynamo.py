@@ -5,9 +5,10 @@ And torchring.compile, which cuts a model so that gradients arrive while backwar
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 
 import torchring
+from torchring.dynamo import has_compiled
+from torchring.gradients import bursts
+from torchring.gradients.bursts import BurstWatch
 
 
 def _train(rank: int, compile: Callable[[Any], Any] | None) -> tuple[list[torch.Tensor], list[float]]:
@@ -69,9 +73,95 @@ def _compile(rank: int, size: int) -> Any:
     return [parameter.tolist() for parameter in expected]
 
 
-def test_a_compiled_step_gives_the_same_bits_and_compiled_autograd_is_refused() -> None:
-    first, second = run_ranks(_compile, 2, deadline=150.0)
+def _on_a_rank(rank: int, size: int) -> tuple[Any, Any]:
+    return _compile(rank, size), _looks(rank)
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[tuple[Any, Any]]:
+    return run_ranks(_on_a_rank, 2, deadline=150.0)
+
+
+def test_a_compiled_step_gives_the_same_bits_and_compiled_autograd_is_refused(of_ranks: list[tuple[Any, Any]]) -> None:
+    (first, _), (second, _) = of_ranks
     assert first == second
+
+
+# Gradients that arrive together
+
+
+def _notes(compile: Callable[[Any], Any], overlap: Literal["thread", "inline"]) -> list[tuple[int, int, bool]]:
+    """(gradients, nanoseconds since the last step, whether forward was seen) of each backward that was looked at."""
+    notes: list[tuple[int, int, bool]] = []
+
+    def note(self: BurstWatch, ready_ns: Sequence[int], before_ns: int, *, is_forward_known: bool) -> None:
+        notes.append((len(ready_ns), before_ns, is_forward_known))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BurstWatch, "note", note)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torchring.wrap(sgd, model, overlap=overlap, bucket_mb=1e-4)
+        assert optimizer.stats().num_buckets > 1
+        run = compile(model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            run(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        optimizer.close()
+    return notes
+
+
+def _looks(rank: int) -> list[Any]:
+    whole = _notes(_with("aot_eager"), "thread")
+    layers = _notes(lambda model: model, "thread")
+    inline = _notes(lambda model: model, "inline")
+    assert all(length == 6 and before_ns > 0 for length, before_ns, _ in (*whole, *layers))
+    return [[is_known for *_, is_known in notes] for notes in (whole, layers, inline)]
+
+
+def test_only_backwards_that_could_hide_communication_are_looked_at(of_ranks: list[tuple[Any, Any]]) -> None:
+    """By one rank, from the third on, when buckets are final. A graph leaves out the hooks that see forward."""
+    assert [looks for _, looks in of_ranks] == [[[False] * 2, [True] * 2, []], [[], [], []]]
+
+
+TOGETHER, APART = [100, 104, 109], [10, 60, 109]
+
+
+@pytest.mark.parametrize(
+    ("backwards", "num_warnings"),
+    [
+        ([TOGETHER] * 9, 1),
+        ([TOGETHER] * 2, 0),
+        ([TOGETHER, TOGETHER, APART] * 9, 0),
+        ([[100, -1, -1]] * 9, 0),
+    ],
+)
+def test_gradients_that_arrive_together_are_said_so_once(
+    backwards: list[list[int]], num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bursts, "has_compiled", lambda: True)
+    caplog.set_level(logging.WARNING)
+    watch = BurstWatch()
+    for ready in backwards:
+        watch.note(ready, 1_000_000, is_forward_known=True)
+    assert [each.name for each in caplog.records] == ["torchring"] * num_warnings
+    assert all("torchring.compile(model)" in each.message for each in caplog.records)
+
+
+def test_without_the_end_of_forward_the_whole_step_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a script that compiles nothing has some other reason."""
+
+    def is_told(before_ns: int, *, compiles: bool = True) -> bool:
+        monkeypatch.setattr(bursts, "has_compiled", lambda: compiles)
+        watch = BurstWatch()
+        for _ in range(3):
+            watch.note([0, 5, 10], before_ns, is_forward_known=False)
+        return watch.is_over
+
+    assert is_told(200)
+    assert not is_told(180)
+    assert not is_told(200, compiles=False)
 
 
 # torchring.compile
@@ -107,7 +197,10 @@ def _events(compile: Callable[..., Any]) -> list[str]:
 
 def test_gradients_arrive_part_by_part() -> None:
     """A layer has 80 bytes. torch.compile computes all gradients before it hands over the first."""
+    torch._dynamo.utils.counters.clear()
+    assert not has_compiled()
     assert sorted(_events(torch.compile)[1:]) == ["0", "1", "2"]
+    assert has_compiled()
 
     def in_parts(num_bytes: int) -> list[str]:
         torch._dynamo.reset()  # type: ignore[no-untyped-call]
