@@ -36,7 +36,7 @@ from torchring.accelerators import accelerator_of
 from torchring.allreduce.slices import slice_bounds
 from torchring.bench.gpu.timing import NO_TIME, Stopwatch, Timer, quantiles, take_turns
 from torchring.kernels import ChunkTable, direct, pack, reference, ring
-from torchring.kernels.signals import MAX_BLOCKS, signal_bytes, tile_numel
+from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 
 Row = dict[str, Any]
 ENVIRONMENT: Final = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a hardware queue for each stream, so that none waits
@@ -47,6 +47,8 @@ _ROUNDS: Final = 8  # in a timed section
 _NUM_CHECKS: Final = 10
 _SCALE: Final = 0.5
 _LONGEST_DELAY_CYCLES: Final = 60_000
+_MEETING_BLOCKS: Final = (1, 8)
+_TILE_NUMEL: Final = 4096  # fp32: at least what a block loads at a time
 _WAITING_BLOCKS: Final = (8, 16, 24, 32)
 _GEMM_SIZE: Final = 8192
 _NUM_GEMMS: Final = 30
@@ -179,7 +181,7 @@ def _measurements(timer: Timer, most: int, *, is_dry: bool) -> Iterator[tuple[Ro
                     yield about, functools.partial(_check_order, device, op, size, numel, dtype)
     for size in sizes:
         for op in ("direct", "ring"):
-            for blocks in (1, MAX_BLOCKS):
+            for blocks in _MEETING_BLOCKS:
                 about = {"kind": "meeting", "op": op, "ranks": size, "blocks": blocks}
                 yield about, functools.partial(_time_meeting, timer, op, size, blocks, most)
             shapes = [(bucket // 25, MAX_BLOCKS), (bucket, MAX_BLOCKS)]
@@ -226,9 +228,9 @@ def _check_order(device: torch.device, op: str, size: int, numel: int, dtype: to
 
 
 def _time_meeting(timer: Timer, op: str, size: int, blocks: int, most: int) -> Row:
-    """One tile for each block, so that time goes into meetings; and the same for one rank, which meets nobody."""
+    """Little to sum for each block, so that time goes into meetings; and the same for one rank, which meets nobody."""
     blocks = _fitting_blocks(timer.device, size, blocks)
-    numel = blocks * (64 if timer.device.type == "cpu" else size * tile_numel(torch.float32.itemsize, size))
+    numel = blocks * (64 if timer.device.type == "cpu" else size * _TILE_NUMEL)
     sizes = {"together": size, "alone": 1}
     ranks = {name: StreamRanks(timer.device, each, numel, torch.float32, blocks) for name, each in sizes.items()}
     seconds, late = _time_rounds(timer, ranks, op, most)
