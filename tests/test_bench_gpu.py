@@ -179,13 +179,14 @@ def test_replicas_are_judged() -> None:
 def test_nccl_takes_part_where_there_is_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ALGORITHMS", ("auto", "native", "nvls"))
 
-    def algorithms(num_gpus: int) -> list[tuple[int, str]]:
-        found = gpu.jobs(["allreduce"], [2, 4], num_gpus, is_quick=False, is_dry=False)
+    def algorithms(num_gpus: int, *, has_multicast: bool = False) -> list[tuple[int, str]]:
+        found = gpu.jobs(["allreduce"], [2, 4], num_gpus, has_multicast=has_multicast, is_quick=False, is_dry=False)
         return [(job.ranks, job.algorithm) for job in found]
 
     assert algorithms(1) == [(2, "direct"), (2, "ring"), (4, "direct"), (4, "ring")]
-    assert algorithms(2)[2:] == [(2, "native"), (2, "nvls"), (4, "direct"), (4, "ring")]
-    assert algorithms(4)[-2:] == [(4, "native"), (4, "nvls")]
+    assert algorithms(2) == [(2, "direct"), (2, "ring"), (2, "native"), (4, "direct"), (4, "ring")]
+    assert algorithms(4)[-1] == (4, "native")
+    assert algorithms(2, has_multicast=True)[2:] == [(2, "native"), (2, "nvls"), (4, "direct"), (4, "ring")]
 
 
 @pytest.mark.parametrize(("num_gpus", "are_last"), [(0, True), (1, True), (2, False)])

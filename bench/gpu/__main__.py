@@ -107,7 +107,11 @@ def main() -> int:
     num_gpus = 0 if options.dry_run else torch.cuda.device_count()
     end = time.monotonic() + (_TOTAL_SECONDS if num_gpus <= 1 else _TOTAL_SECONDS_IF_SEVERAL)
     ranks = options.ranks or [2, 4, *([8] if num_gpus >= 8 else [])]
-    for job in jobs(options.sections, ranks, num_gpus, is_quick=options.quick, is_dry=options.dry_run):
+    has_multicast = bool(about["gpu"].get("multicast"))
+    todo = jobs(
+        options.sections, ranks, num_gpus, has_multicast=has_multicast, is_quick=options.quick, is_dry=options.dry_run
+    )
+    for job in todo:
         started = time.monotonic()
         found = run_job(job, options, min(job.seconds + _GRACE_SECONDS, end - started))
         rows += found
@@ -143,14 +147,22 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def jobs(sections: Sequence[str], ranks: Sequence[int], num_gpus: int, *, is_quick: bool, is_dry: bool) -> list[Job]:
+def jobs(
+    sections: Sequence[str],
+    ranks: Sequence[int],
+    num_gpus: int,
+    *,
+    has_multicast: bool = False,
+    is_quick: bool,
+    is_dry: bool,
+) -> list[Job]:
     """All jobs, in order: sections of several ranks first if there are several GPUs, and last if there is one.
 
-    NCCL and nvls take part if each rank has a GPU.
+    NCCL takes part if each rank has a GPU, and so does nvls where GPUs have multicast addresses.
     """
     seconds = {"copy": 8.0, "kernels": 90.0, "bucket": 20.0, "streams": 45.0, "allreduce": 11.0, "step": 80.0}
     seconds["replicas"] = 13.0
-    of_gpus = [name for name in ("native", "nvls") if name in ALGORITHMS]
+    of_gpus = ["native", *(["nvls"] if has_multicast and "nvls" in ALGORITHMS else [])]
     sections = sorted(sections, key=lambda section: (section in ON_SEVERAL) != (num_gpus > 1))
     scale = 0.05 if is_dry else 0.35 if is_quick else 1.0
     found = []
@@ -306,6 +318,10 @@ def facts(is_dry: bool) -> Row:
     nccl = None
     with contextlib.suppress(RuntimeError, AttributeError, ImportError):
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    multicast = None
+    with contextlib.suppress(RuntimeError, AttributeError):
+        memory, kind = torch._C._distributed_c10d._SymmetricMemory, torch._C._autograd.DeviceType.CUDA
+        multicast = memory.has_multicast_support(kind, 0)
     gpu = {
         "name": properties.name,
         "count": torch.cuda.device_count(),
@@ -315,6 +331,7 @@ def facts(is_dry: bool) -> Row:
         "driver": driver,
         "cuda": torch.version.cuda,
         "nccl": nccl,
+        "multicast": multicast,
     }
     return {"gpu": gpu}
 
