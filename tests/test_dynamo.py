@@ -159,9 +159,9 @@ def test_without_the_end_of_forward_the_whole_step_is_compared(monkeypatch: pyte
             watch.note([0, 5, 10], before_ns, is_forward_known=False)
         return watch.is_over
 
-    assert is_told(200)
-    assert not is_told(180)
-    assert not is_told(200, compiles=False)
+    assert is_told(90)
+    assert not is_told(89)
+    assert not is_told(90, compiles=False)
 
 
 # torchring.compile
