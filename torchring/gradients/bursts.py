@@ -1,4 +1,4 @@
-"""Do all gradients arrive together, at the end of backward? Then no communication is hidden, and a log message says so.
+"""Do all gradients arrive together, at the end of backward? Then hardly any communication is hidden.
 
 They do if torch.compile has made one graph of a model: see `dynamo.py`. Which node of autograd has computed a gradient
 cannot be seen from the gradient's hook. So the times of the few backwards whose arrivals are written down decide.
@@ -48,6 +48,6 @@ class BurstWatch:
         if self._count == _NUM_BACKWARDS:
             self.is_over = True
             _logger.warning(
-                "all gradients arrive together at the end of backward(), so no communication is hidden. Is the model "
-                "compiled as a whole? Use torchring.compile(model) in place of torch.compile(model)"
+                "all gradients arrive together at the end of backward(), so hardly any communication is hidden. Is the "
+                "model compiled as a whole? Use torchring.compile(model) in place of torch.compile(model)"
             )
