@@ -20,6 +20,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -222,13 +223,25 @@ def start_ranks(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool,
 
 def rank_commands(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool, rendezvous: int) -> list[Command]:
     """The commands that `start_ranks` runs: one mpirun, or one command for each rank."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous), "OMP_NUM_THREADS": "1"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous), "OMP_NUM_THREADS": "1", **search_path()}
     command = [sys.executable, script, *arguments]
     if mpi:
         options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
         return [Command("mpirun", [find_mpirun() or "mpirun", *options, *command], shared)]
     places = [{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     return [Command(f"rank {rank}", command, shared | place, is_quiet=rank > 0) for rank, place in enumerate(places)]
+
+
+def search_path() -> dict[str, str]:
+    """The variable with which a script that this process starts finds the torchring of this process.
+
+    Empty if torchring is installed. `python -m torchring.bench.gpu` in a checkout finds torchring in the current
+    folder, but a script looks in its own folder.
+    """
+    root = str(Path(torchring.__file__).parent.parent.absolute())
+    if root in map(sysconfig.get_path, ("purelib", "platlib")):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def run_worlds(script: str, worlds: Sequence[int], *, mpi: bool, json_file: str | None) -> int:

@@ -11,6 +11,7 @@ import gzip
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from torchring.allreduce.device.stream import OnStream
 from torchring.allreduce.select import open_on_device
 from torchring.bench import measure, overlap
 from torchring.bench.gpu import __main__ as gpu
-from torchring.bench.gpu import buckets, dry, kernels, models, report, timing, training
+from torchring.bench.gpu import buckets, dry, kernels, models, predictions, report, streams, timing, training
 from torchring.bench.gpu.kernels import Rival
 from torchring.bench.measure import Command
 from torchring.bench.overlap import common, length, merged
@@ -102,6 +103,17 @@ def test_overhead_is_against_the_same_repetition() -> None:
     assert training.overheads(times) == {"ring": {"p20": 0.5, "p50": 0.5, "p80": 0.5}}
 
 
+def test_clocks_are_warm_before_a_calibration_and_each_comparison_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(timing, "warm_up", lambda device: said.append("warm up"))
+    monkeypatch.setattr(timing.CudaTimer, "_calibrate", lambda self: said.append("calibrate"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: argparse.Namespace(L2_cache_size=64))
+    timer = timing.CudaTimer(torch.device("meta"))
+    assert said == ["warm up", "calibrate"]
+    timer.reset()
+    assert said[2:] == ["calibrate"]
+
+
 # Wrong results
 
 
@@ -164,14 +176,24 @@ def test_replicas_are_judged() -> None:
 # Jobs
 
 
-def test_nccl_takes_part_where_there_is_a_gpu_for_each_rank() -> None:
-    def algorithms(num_gpus: int) -> list[tuple[int, str]]:
-        found = gpu.jobs(["allreduce"], [2, 4], num_gpus, is_quick=False, is_dry=False)
+def test_nccl_takes_part_where_there_is_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "ALGORITHMS", ("auto", "native", "nvls"))
+
+    def algorithms(num_gpus: int, *, has_multicast: bool = False) -> list[tuple[int, str]]:
+        found = gpu.jobs(["allreduce"], [2, 4], num_gpus, has_multicast=has_multicast, is_quick=False, is_dry=False)
         return [(job.ranks, job.algorithm) for job in found]
 
     assert algorithms(1) == [(2, "direct"), (2, "ring"), (4, "direct"), (4, "ring")]
     assert algorithms(2) == [(2, "direct"), (2, "ring"), (2, "native"), (4, "direct"), (4, "ring")]
     assert algorithms(4)[-1] == (4, "native")
+    assert algorithms(2, has_multicast=True)[2:] == [(2, "native"), (2, "nvls"), (4, "direct"), (4, "ring")]
+
+
+@pytest.mark.parametrize(("num_gpus", "are_last"), [(0, True), (1, True), (2, False)])
+def test_what_means_nothing_on_one_gpu_runs_last_there(num_gpus: int, are_last: bool) -> None:
+    sections = [job.section for job in gpu.jobs(gpu.SECTIONS, [2], num_gpus, is_quick=False, is_dry=False)]
+    several = ["allreduce", "replicas"]
+    assert list(dict.fromkeys(sections))[slice(-2, None) if are_last else slice(2)] == several
 
 
 def test_a_whole_run_has_time_for_all_jobs() -> None:
@@ -179,6 +201,17 @@ def test_a_whole_run_has_time_for_all_jobs() -> None:
     jobs = gpu.jobs(gpu.SECTIONS, [2, 4], 1, is_quick=False, is_dry=False)
     assert {job.section for job in jobs} == set(gpu.SECTIONS)
     assert sum(job.seconds + 8 for job in jobs) < gpu._TOTAL_SECONDS < 470
+
+
+def test_processes_find_the_torchring_that_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout, the current folder, where `python -m` looks; a script looks in its own folder."""
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    root, others = measure.search_path()["PYTHONPATH"].split(":")
+    assert others == "/elsewhere"
+    assert Path(root, "torchring", "bench", "measure.py").samefile(measure.__file__)
+    assert measure.rank_commands("x.py", 2, [], mpi=False, rendezvous=1)[1].environment["PYTHONPATH"].startswith(root)
+    monkeypatch.setattr(measure.sysconfig, "get_path", lambda name: root)  # type: ignore[attr-defined]
+    assert measure.search_path() == {}
 
 
 def _python(code: str, name: str = "rank 0") -> Command:
@@ -222,6 +255,30 @@ def test_a_section_that_raises_says_so_in_its_rows(tmp_path: Path, monkeypatch: 
     first, second = map(json.loads, file.read_text().splitlines())
     assert first["size"] == 1
     assert second["problem"] == "RuntimeError: out of memory"
+
+
+def test_the_first_run_goes_on_after_a_part_that_failed(tmp_path: Path) -> None:
+    """With programs that say what they are asked to do. Here the tests fail, and there is no driver."""
+    programs, out = tmp_path / "programs", tmp_path / "results"
+    programs.mkdir()
+    python = programs / "python"
+    python.write_text('#!/bin/sh\necho "$PWD" "$@"\n[ "$2" != pytest ]\n')
+    python.chmod(0o755)
+    script = Path(__file__).resolve().parent.parent / "bench" / "gpu_first_run.sh"
+    path = f"{programs}:/usr/bin:/bin"
+    run = subprocess.run(
+        ["bash", str(script), "results"], cwd=tmp_path, env={"PATH": path, "PYTHON": "python"}, capture_output=True,
+        text=True, timeout=patient(30),
+    )  # fmt: skip
+    parts = [line.split(":")[0] for line in (out / "summary.txt").read_text().splitlines()]
+    assert parts == ["machine", "links", "versions", "doctor", "kernels", "tests", "bench", "overlap"]
+    has_driver = shutil.which("nvidia-smi", path=path) is not None
+    assert run.returncode == (2 if has_driver else 4), run.stdout + run.stderr
+    said = (out / "bench.log").read_text().split()
+    assert said == [str(script.parent.parent), "-m", "torchring.bench.gpu", "--json", str(out / "bench.json")]
+    asked = (out / "kernels.log").read_text().split()
+    assert {"tests/test_kernels_direct.py", "tests/test_kernels_ring.py", "gpu"} <= set(asked)
+    assert "--ignore-glob" in (out / "tests.log").read_text().split()
 
 
 # What is said
@@ -275,6 +332,28 @@ def test_the_worst_decides_whether_an_aim_is_reached() -> None:
         "all-reduce is right": ("1 of 1", "kept"),
     }
     assert report.verdicts([]) == []
+
+
+def test_predictions_stand_beside_what_was_measured() -> None:
+    """Only beside what was measured under the conditions that they are for."""
+    meeting = {"section": "streams", "kind": "meeting", "op": "direct", "blocks": 1, "us_of_a_meeting": {"p50": 2.44}}
+    reduced = {"section": "allreduce", "algorithm": "direct", "ranks": 8, "ms": {"p50": 0.25}}
+    rows = [
+        meeting | {"ranks": 8},
+        meeting | {"ranks": 1},
+        meeting | {"ranks": 8, "problem": "it hung"},
+        {"section": "streams", "kind": "gemm", "blocks": 24, "slower_by": 0.2},
+        reduced | {"size": 32 << 20, "shares_one_gpu": False},
+        reduced | {"size": 32 << 20, "shares_one_gpu": True},
+        reduced | {"size": 1 << 10, "shares_one_gpu": False},
+    ]
+    assert predictions.compare(rows) == [
+        ["meeting of 8 ranks, 1 blocks", "2.4 us", "2 to 3 us; one by one 14 us"],
+        ["matrix multiplication beside 24 blocks that wait", "+20.0%", "+18 to +25 %"],
+        ["direct, 8 ranks, 32 MiB", "0.250 ms", "0.242 ms"],
+    ]
+    published = {mib << 20 for mib in predictions._PUBLISHED}
+    assert published <= set(gpu.ALL_REDUCE_BYTES)
 
 
 # Intervals and traces
@@ -439,7 +518,7 @@ def test_gpu(tmp_path: Path) -> None:
             assert set(row["ms"]) == {"torchring", "checked", "foreach", "flatten", "cat", "copy"}
     tables = run.stdout.strip().split("\n\n")
     assert tables[0].startswith("Copies,")
-    assert tables[-2].startswith("Aims,")
+    assert [title.split(",")[0] for title in tables[-4::2]] == ["Aims", "Predictions"]
     assert tables[-1].count("\n") >= 2
 
 
@@ -459,6 +538,14 @@ def _idle(mover: OnStream) -> OnStream:
     return mover
 
 
+def _check_of_streams(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What it says of a kernel that does nothing."""
+    monkeypatch.setattr(streams.StreamRanks, "launch", lambda *_: None)
+    with pytest.raises(RuntimeError) as error:
+        streams._check_order(CPU, "direct", 1, 70, torch.float32)
+    return str(error.value)
+
+
 def _bucket_that_is_not_reduced() -> str:
     """What its check says."""
     accelerator = dry.DryAccelerator(CPU)
@@ -472,7 +559,9 @@ def _bucket_that_is_not_reduced() -> str:
 
 def _work_alone(rank: int, world_size: int, folder: str) -> tuple[list[dict[str, Any]], list[str], int]:
     """Also a profile of a step: the ranges that a trace of it names, and how many kernels of a device."""
-    rows = [*_work("bucket", "none", folder), *_work("step", "none", folder)]
+    rows = [row for section in ("bucket", "step", "streams") for row in _work(section, "none", folder)]
+    with pytest.MonkeyPatch.context() as patch:
+        assert "the result is wrong" in _check_of_streams(patch)
     assert "wrong gradients" in _bucket_that_is_not_reduced()
     trace = str(Path(folder, "trace.json"))
     overlap.profile_step(training.training_configs(is_dry=True)[0], "ring", CPU, 1, trace)
@@ -507,6 +596,8 @@ def test_dry_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert step["stats"]["algorithm"] == "ring"
     assert step["stats"]["num_reductions"] > 0
     assert step["has_the_same_bits"] == {"ring": True, "direct": True, "ddp": True}
+    kinds = {row["kind"] for row in check_rows(alone, "streams", "kind")}
+    assert kinds == {"order", "meeting", "sum", "alone", "gemm", "under gemm", "abort", "host"}
     reduced = [row for row in together if row["section"] == "allreduce"]
     assert {row["algorithm"] for row in reduced if row.get("is_checked")} == {"direct", "ring"}
     assert all(row.get("problem", "there was no time left") == "there was no time left" for row in reduced)
@@ -518,7 +609,8 @@ def test_dry_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     about = measure.provenance() | {"gpu": {"name": "none"}}
     report.report([*alone, *together], about)
     printed = capsys.readouterr().out
-    for title in ("Host time of a bucket", "All-reduce", "Training step", "Replicas", "Aims"):
+    titles = ("Host time of a bucket", "Ranks as streams", "All-reduce", "Training step", "Replicas", "Aims")
+    for title in (*titles, "Predictions"):
         assert f"\n{title}" in printed
     assert "say nothing about NVLink" in printed
 
@@ -531,6 +623,7 @@ def _on_device(
     shapes = [torch.Size([300, 70]), torch.Size([]), torch.Size([1025])]
     rows = list(kernels.kernels(timer, {"some": shapes}, 5000, until=until, most=3))
     rows += list(buckets.host_times(device, is_dry=True, until=until, most=2))
+    rows += list(streams.ranks_as_streams(timer, is_dry=False, until=until + 60, most=1))
     trace = str(Path(folder, "trace.json"))
     overlap.profile_step(training.training_configs(is_dry=True)[0], "ring", device, 3, trace)
     return rows, overlap.analyse(overlap.read_trace(trace))
@@ -540,11 +633,12 @@ def _on_device(
 def test_on_a_gpu(tmp_path: Path) -> None:
     """What is timed is right there, and kernels of ours are counted and found in a trace."""
     device = torch.device("cuda", 0)
-    ((rows, found),) = run_ranks(_on_device, 1, str(tmp_path), device, launcher_env=False, fresh=True, deadline=150)
+    ((rows, found),) = run_ranks(_on_device, 1, str(tmp_path), device, launcher_env=False, fresh=True, deadline=240)
     for row in check_rows(rows, "kernels", "ms", "of_copy", "gb_per_s"):
         assert all(0 < rate["p50"] < 1e6 for rate in row["gb_per_s"].values())
     for row in check_rows(rows, "bucket", "ms", "launches"):
         assert row["launches"] >= (3 if row["compression"] else 2), row["api_calls"]  # pack, reduce, and maybe unpack
+    check_rows(rows, "streams", "kind")
     assert found.num_kernels >= 2
     names = " ".join(line.name for line in found.lines)
     assert "torchring.pack" in names

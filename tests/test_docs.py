@@ -125,7 +125,7 @@ class Commands:
         elif program == "python" and arguments[:2] == ["-m", "pytest"]:
             for word in arguments[2:]:
                 assert Path(word).exists() or word in ("-q", "-m", "gpu"), word
-        elif program in ("python", "sbatch"):
+        elif program in ("python", "sbatch", "bash"):
             assert Path(arguments[0]).is_file(), arguments[0]
         elif program == "kubectl":
             assert Path(arguments[-1]).is_file(), arguments[-1]

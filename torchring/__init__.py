@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         reduce_scatter,
     )
     from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters
+    from torchring.dynamo import compile
     from torchring.errors import (
         GradientError,
         PeerLostError,
@@ -96,6 +97,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "compile",
     "convert_sync_batchnorm",
     "device",
     "init",
@@ -119,6 +121,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
     _HOMES = {
         "collectives": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object "
         "reduce_scatter",
+        "dynamo": "compile",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
         "joining": "join",
         "monitoring": "metrics",

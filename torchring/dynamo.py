@@ -1,18 +1,88 @@
-"""Keeps Dynamo, the compiler of torch.compile, out of torchring's code.
+"""torch.compile: cuts the graphs of models that train data-parallel, and keeps Dynamo out of torchring's code.
 
-Dynamo breaks the graph at backward(), and then compiles every Python function that autograd calls. torchring's hooks
-are such functions. They ask for addresses and wait for other ranks, and cannot be compiled.
+AOTAutograd, a part of torch.compile, makes one autograd node of the backward of a graph. All gradients of the graph
+arrive when that node has ended. So the gradients of a model that is one graph arrive at the end of backward, when
+nothing is left that could hide communication. `compile` cuts the graph into parts.
+
+Dynamo, the front end of torch.compile, breaks the graph at backward(), and then compiles every Python function that
+autograd calls. torchring's hooks are such functions. They ask for addresses and wait for other ranks, and cannot be
+compiled.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_MIB: Final = 1 << 20
+_FIRST_BYTES: Final = 1 << 20  # the size of torchring's first bucket, and of DistributedDataParallel's
+
+
+def compile(
+    model: _F, *, bucket_mb: float = 25.0, backend: str | Callable[..., Any] = "inductor", **options: Any
+) -> _F:
+    """Like `torch.compile`, for a model that trains data-parallel: gradients arrive while backward still computes.
+
+    With `torch.compile` all gradients of a model arrive at the end of backward, so no communication is hidden.
+    `torchring.compile` cuts the graph of the model into parts, and compiles each part. Gradients arrive part by part.
+    No kernel is fused across a cut. PyTorch compiles the model of a `DistributedDataParallel` in the same way; the
+    class that cuts is PyTorch's `DDPOptimizer` (torch/_dynamo/backends/distributed.py). Not collective.
+
+    Args:
+        model: a module or a function. It may be compiled before or after `wrap`.
+        bucket_mb: size of a part: MiB of parameters, in the dtype of the parameters. The last part of the model, whose
+            gradients arrive first, has 1 MiB.
+        backend: the name of a backend of `torch.compile`, or a function. It compiles the parts.
+        **options: other arguments of `torch.compile`: mode, options, fullgraph, dynamic, disable.
+
+    Returns:
+        What `torch.compile` returns.
+
+    Raises:
+        ValueError: `bucket_mb` is not greater than 0.
+    """
+    if not bucket_mb > 0:
+        raise ValueError(f"bucket_mb must be greater than 0, got {bucket_mb!r}")
+    return cast(_F, torch.compile(model, backend=_InParts(int(bucket_mb * _MIB), backend), **options))
+
+
+@dataclass(frozen=True)
+class _InParts:
+    """A backend of torch.compile. Two that are equal can use the same compiled graphs.
+
+    Attributes:
+        num_bytes: of the parameters of a part.
+        backend: compiles the parts.
+    """
+
+    num_bytes: int
+    backend: str | Callable[..., Any]
+
+    def __call__(self, graph: Any, inputs: Any, **arguments: Any) -> Callable[..., Any]:
+        """Compile a graph. `arguments`: the arguments mode and options of torch.compile, if they are given."""
+        from torch._dynamo.backends.distributed import DDPOptimizer
+
+        compile_part = functools.partial(torch._dynamo.lookup_backend(self.backend), **self._translated(arguments))
+        optimizer = DDPOptimizer(self.num_bytes, compile_part, min(_FIRST_BYTES, self.num_bytes))
+        try:
+            return cast(Callable[..., Any], optimizer.compile_fn(graph, inputs))
+        except NotImplementedError as error:  # some releases of PyTorch cannot cut a graph with higher-order operators
+            warnings.warn(f"torchring.compile compiles this graph as a whole: {error}", RuntimeWarning, stacklevel=2)
+            return cast(Callable[..., Any], compile_part(graph, inputs))
+
+    def _translated(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What the backend calls these arguments. Other backends than Inductor know them as torch.compile does."""
+        if self.backend != "inductor" or not arguments:
+            return arguments
+        mode = torch._inductor.list_mode_options(arguments["mode"]) if "mode" in arguments else {}
+        return {"config_patches": {**mode, **arguments.get("options", {})}}
 
 
 def run_eagerly(function: _F) -> _F:
@@ -29,6 +99,12 @@ def run_eagerly(function: _F) -> _F:
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where it would be inlined into a graph
     return function
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has compiled something in this process."""
+    module = sys.modules.get("torch._dynamo.utils")
+    return module is not None and bool(module.counters.get("stats", {}).get("unique_graphs"))
 
 
 def is_compiled_backward() -> bool:

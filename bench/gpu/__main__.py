@@ -5,17 +5,31 @@ On a machine with a GPU, run the tests that need a GPU and then the benchmarks, 
     TORCHRING_EXPECT_GPU=1 python -m pytest -m gpu
     torchring bench gpu --output bench/results/h200.json
 
-The benchmarks take less than 8 minutes; `python -m torchring.bench.gpu` runs them, too. Each section runs in processes
-of its own, for a limited time, so that no section can spoil or stop another:
+The benchmarks take less than 8 minutes on one GPU, and 15 minutes on several; `python -m torchring.bench.gpu` runs
+them, too. Each section runs in processes of its own, for a limited time, so that no section can spoil or stop another:
 
     copy       device-to-device copies by size: the rate that the memory reaches
     kernels    pack, unpack and accumulate as a share of a copy of the same bytes, and torch's ways to do the same
     bucket     host time for packing, reducing and unpacking one bucket, and the number of launches and CUDA calls
-    allreduce  direct and ring between 2 and 4 ranks, and NCCL if each rank has a GPU. Ranks that share one GPU take
-               turns in slices of milliseconds: such times show that all-reduce works, and say nothing about NVLink
+    streams    2, 4 and 8 ranks as streams of one process: order, meetings, waiting blocks, aborts; see streams.py
     step       a training step of one rank: the plain optimizer, torchring with the algorithms ring and direct, and DDP
-               over NCCL
-    replicas   2 and 4 ranks train; they have to end with the same bits, and near a single process
+               over NCCL; and the memory that each takes at its peak
+    allreduce  direct and ring between ranks, and NCCL and nvls if each rank has a GPU. Ranks that share one GPU take
+               turns in slices of milliseconds: such times show that all-reduce works, and say nothing about NVLink
+    replicas   ranks train; they have to end with the same bits, and near a single process
+
+The last two sections come first if there are several GPUs. Which rows answer which question:
+
+    is direct, nvls or NCCL faster, by size of the wire?       allreduce, 1 to 128 MiB
+    how long does a meeting take?                              streams, meeting; allreduce, 1 KiB
+    are loads of 8 ranks in flight at once?                    streams, sum, 8 ranks
+    what do gradients take beside the wires?                   step, peak
+    what does the pass after NCCL cost?                        streams, alone; allreduce, native
+    does an abort end a kernel that waits?                     streams, abort
+    what do waiting blocks cost backward, by their number?     streams, gemm
+    what does a bucket cost the host?                          bucket; streams, host
+
+The last table sets predictions, made before there was a GPU, beside what was measured.
 
 Rates count bytes that are read and bytes that are written. If a section fails, or has no time left, its rows have a
 "problem". `--dry-run` runs all sections on the CPU, with tiny inputs and interpreted kernels. It tests this script; its
@@ -42,22 +56,23 @@ from typing import Final, cast
 import torch
 
 import torchring
-from torchring.allreduce.select import Algorithm
+from torchring.allreduce.select import ALGORITHMS, Algorithm
 from torchring.bench import measure
-from torchring.bench.gpu import buckets, dry, kernels, timing, training
+from torchring.bench.gpu import buckets, dry, kernels, streams, timing, training
 from torchring.bench.gpu.report import ON_SEVERAL, Row, report
 from torchring.bench.gpu.timing import NO_TIME
 from torchring.bench.measure import Command
 from torchring.memory.cuda import OVERLAPPING_DEVICES
 
-SECTIONS: Final = ("copy", "kernels", "bucket", "allreduce", "step", "replicas")
+SECTIONS: Final = ("copy", "kernels", "bucket", "streams", "step", "allreduce", "replicas")
 LISTS: Final = ("resnet50", "gpt2", "tiny", "vgg16", "tiny32")
 _TOTAL_SECONDS: Final = 455.0
+_TOTAL_SECONDS_IF_SEVERAL: Final = 870.0  # GPUs
 _GRACE_SECONDS: Final = 25.0  # added to the time of a job: to start, to compile, and to finish the last repetition
 _REPORT_SECONDS: Final = 3.0  # after a failure, for the other ranks to report what they know about it
 _PEER_SECONDS: Final = 20.0  # how long a rank waits for another rank
 # In a dry run these sections run interpreted kernels; the other sections run on torch.
-_INTERPRETED: Final = ("bucket", "allreduce", "step", "replicas")
+_INTERPRETED: Final = ("bucket", "streams", "allreduce", "step", "replicas")
 
 
 @dataclass(frozen=True)
@@ -89,9 +104,14 @@ def main() -> int:
     is_whole = not options.dry_run and not options.quick and set(options.sections) == set(SECTIONS)
     output = options.output or (default_output(about["gpu"]["name"]) if is_whole else None)
     rows: list[Row] = []
-    end = time.monotonic() + _TOTAL_SECONDS
     num_gpus = 0 if options.dry_run else torch.cuda.device_count()
-    for job in jobs(options.sections, options.ranks, num_gpus, is_quick=options.quick, is_dry=options.dry_run):
+    end = time.monotonic() + (_TOTAL_SECONDS if num_gpus <= 1 else _TOTAL_SECONDS_IF_SEVERAL)
+    ranks = options.ranks or [2, 4, *([8] if num_gpus >= 8 else [])]
+    has_multicast = bool(about["gpu"].get("multicast"))
+    todo = jobs(
+        options.sections, ranks, num_gpus, has_multicast=has_multicast, is_quick=options.quick, is_dry=options.dry_run
+    )
+    for job in todo:
         started = time.monotonic()
         found = run_job(job, options, min(job.seconds + _GRACE_SECONDS, end - started))
         rows += found
@@ -109,7 +129,10 @@ def parse() -> argparse.Namespace:
     parser = measure.parser("gpu", __doc__ or "")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument(
-        "--ranks", type=measure.positive, nargs="+", default=[2, 4], help="for the sections that run on several ranks"
+        "--ranks",
+        type=measure.positive,
+        nargs="+",
+        help="for the sections that run on several ranks (default: 2, 4, and 8 if there are as many GPUs)",
     )
     parser.add_argument("--quick", action="store_true", help="take a third of the time, with a third of the sizes")
     parser.add_argument(
@@ -124,9 +147,23 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def jobs(sections: Sequence[str], ranks: Sequence[int], num_gpus: int, *, is_quick: bool, is_dry: bool) -> list[Job]:
-    """All jobs, in order. NCCL takes part if each rank has a GPU."""
-    seconds = {"copy": 8.0, "kernels": 90.0, "bucket": 20.0, "allreduce": 11.0, "step": 80.0, "replicas": 13.0}
+def jobs(
+    sections: Sequence[str],
+    ranks: Sequence[int],
+    num_gpus: int,
+    *,
+    has_multicast: bool = False,
+    is_quick: bool,
+    is_dry: bool,
+) -> list[Job]:
+    """All jobs, in order: sections of several ranks first if there are several GPUs, and last if there is one.
+
+    NCCL takes part if each rank has a GPU, and so does nvls where GPUs have multicast addresses.
+    """
+    seconds = {"copy": 8.0, "kernels": 90.0, "bucket": 20.0, "streams": 45.0, "allreduce": 11.0, "step": 80.0}
+    seconds["replicas"] = 13.0
+    of_gpus = ["native", *(["nvls"] if has_multicast and "nvls" in ALGORITHMS else [])]
+    sections = sorted(sections, key=lambda section: (section in ON_SEVERAL) != (num_gpus > 1))
     scale = 0.05 if is_dry else 0.35 if is_quick else 1.0
     found = []
     for section in sections:
@@ -135,7 +172,7 @@ def jobs(sections: Sequence[str], ranks: Sequence[int], num_gpus: int, *, is_qui
             found.append(Job(section, limit))
             continue
         for size in ranks:
-            algorithms = ["direct", "ring", *(["native"] if 1 < size <= num_gpus else [])]
+            algorithms = ["direct", "ring", *(of_gpus if 1 < size <= num_gpus else [])]
             found += [Job(section, limit, size, algorithm) for algorithm in algorithms]
     return found
 
@@ -145,7 +182,9 @@ def run_job(job: Job, options: argparse.Namespace, limit_seconds: float) -> list
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
         flags = [*(["--quick"] if options.quick else []), *(["--dry-run"] if options.dry_run else [])]
         arguments = [*flags, "--worker", f"{job.section},{job.algorithm},{job.seconds},{file.name}"]
-        environment = {OVERLAPPING_DEVICES: "1"} if job.ranks > 1 else {}
+        environment = {OVERLAPPING_DEVICES: "1"} if job.ranks > 1 else measure.search_path()
+        if job.section == "streams":
+            environment |= streams.ENVIRONMENT
         if options.dry_run and job.section in _INTERPRETED:
             environment["TRITON_INTERPRET"] = "1"
         problem = start(job, arguments, environment, limit_seconds) if limit_seconds > 0 else NO_TIME
@@ -241,13 +280,15 @@ def rows_of(section: str, algorithm: str, seconds: float, *, is_quick: bool, is_
     if section == "copy":
         sizes = _pick(COPY_BYTES, is_quick=is_quick, dry=[1 << 10, 1 << 12] if is_dry else None)
         return kernels.ceilings(timer, sizes, until=until, most=most)
+    if section == "streams":
+        return streams.ranks_as_streams(timer, is_dry=is_dry, until=until, most=most)
     if section == "step":
         return training.steps(timer, is_dry=is_dry, until=until, most=1 if is_dry else 60)
     return kernels.kernels(timer, lists, 1000 if is_dry else 1 << 24, until=until, most=most)
 
 
 COPY_BYTES: Final = [1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]
-ALL_REDUCE_BYTES: Final = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256 << 20]
+ALL_REDUCE_BYTES: Final = [1 << 10, 64 << 10, *(mib << 20 for mib in (1, 4, 8, 12, 16, 25, 32, 64, 128, 256))]
 
 
 def _device(section: str, *, is_dry: bool) -> torch.device:
@@ -277,6 +318,10 @@ def facts(is_dry: bool) -> Row:
     nccl = None
     with contextlib.suppress(RuntimeError, AttributeError, ImportError):
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    multicast = None
+    with contextlib.suppress(RuntimeError, AttributeError):
+        memory, kind = torch._C._distributed_c10d._SymmetricMemory, torch._C._autograd.DeviceType.CUDA
+        multicast = memory.has_multicast_support(kind, 0)
     gpu = {
         "name": properties.name,
         "count": torch.cuda.device_count(),
@@ -286,6 +331,7 @@ def facts(is_dry: bool) -> Row:
         "driver": driver,
         "cuda": torch.version.cuda,
         "nccl": nccl,
+        "multicast": multicast,
     }
     return {"gpu": gpu}
 

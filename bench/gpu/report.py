@@ -1,4 +1,4 @@
-"""The report of `torchring bench gpu`: a table for each section, and a table of aims and whether they were reached."""
+"""The report of `torchring bench gpu`: a table for each section, aims and whether they were reached, predictions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torchring.bench import measure
-from torchring.bench.gpu import kernels
+from torchring.bench.gpu import kernels, predictions
 from torchring.bench.gpu.timing import NO_TIME
 from torchring.bench.measure import Spread
 from torchring.doctor.render import human_bytes
@@ -31,9 +31,15 @@ def report(rows: Sequence[Row], about: Row) -> None:
     lines = verdicts(rows)
     if lines:
         measure.print_table(f"Aims, {where}", ["what", "measured", "aim", ""], lines)
+    lines = predictions.compare(rows)
+    if lines:
+        measure.print_table(f"Predictions, {where}", ["what", "measured", "predicted"], lines)
 
 
-_SUBJECT: Final = ("section", "op", "load", "source", "target", "model", "algorithm", "ranks", "compression", "size")
+_SUBJECT: Final = (
+    "section", "kind", "op", "load", "source", "target", "model", "algorithm", "ranks", "blocks", "dtype",
+    "compression", "size",
+)  # fmt: skip
 
 
 def verdicts(rows: Sequence[Row]) -> list[list[str]]:
@@ -140,6 +146,34 @@ def _all_reduces(rows: Sequence[Row], where: str) -> None:
         print("\nRanks that share one GPU take turns in time slices, so these times say nothing about NVLink.")
 
 
+def _streams(rows: Sequence[Row], where: str) -> None:
+    table = []
+    for row in rows:
+        if row["kind"] == "order":
+            continue
+        size = human_bytes(row["size"]) if "size" in row else ""
+        what = [row["kind"], row.get("op", ""), str(row.get("ranks", "")), str(row.get("blocks", "")), size]
+        table.append([*what, *_of_streams(row), "host fell behind" if row.get("host_fell_behind") else ""])
+    if table:
+        columns = ["what", "", "ranks", "blocks", "size", "us", "", ""]
+        measure.print_table(f"Ranks as streams of one process, p50 (p20-p80), {where}", columns, table)
+    orders = sum(row["kind"] == "order" for row in rows)
+    if orders:
+        print(f"\n{orders} results of ranks that came late by random times were right.")
+
+
+def _of_streams(row: Row) -> list[str]:
+    """Two cells: microseconds, and what matters about them."""
+    if row["kind"] == "gemm":
+        return [f"{1e3 * row['ms_alone']:.0f} alone", f"{row['slower_by']:+.1%} beside waiting blocks"]
+    notes = {
+        "meeting": lambda: f"{row['us_of_a_meeting']['p50']:.1f} us a meeting",
+        "sum": lambda: f"{row['gb_per_s']:.0f} GB/s",
+        "alone": lambda: f"{row['of_copy']['p50']:.0%} of a copy",
+    }
+    return [_range(row["us"], 1), notes.get(row["kind"], lambda: "")()]
+
+
 def _steps(rows: Sequence[Row], where: str) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["ms"]))
     table = [
@@ -148,11 +182,13 @@ def _steps(rows: Sequence[Row], where: str) -> None:
             str(row["tensors"]),
             *(Spread(**row["ms"][name]).text(2) if name in row["ms"] else "" for name in names),
             *(_percents(row["overhead"].get(name)) for name in names if name != "plain"),
+            *(f"{row['peak_bytes'][name] / 2**20:.0f}" if name in row["peak_bytes"] else "" for name in names),
         ]
         for row in rows
     ]
     columns = ["model", "tensors", *(f"{name} ms" for name in names)]
     columns += [f"{name} overhead" for name in names if name != "plain"]
+    columns += [f"{name} peak MiB" for name in names]
     measure.print_table(f"Training step of one rank, p50 (p20-p80), {where}", columns, table)
 
 
@@ -177,6 +213,7 @@ _TABLES: Final[dict[str, Callable[[Sequence[Row], str], None]]] = {
     "copy": _copies,
     "kernels": _kernels,
     "bucket": _buckets,
+    "streams": _streams,
     "allreduce": _all_reduces,
     "step": _steps,
     "replicas": _replicas,

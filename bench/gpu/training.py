@@ -137,10 +137,12 @@ def _time_config(timer: Timer, config: TrainingConfig, until: float, most: int) 
         except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
             problems[name] = f"{type(error).__name__}: {error}"
 
+    peaks: dict[str, int] = {}
+
     def turn(name: str) -> float:
         trainer = trainers[name]
-        trainer.step(workload, batches)  # not timed: another rival has used the caches and the allocator
-        timer.synchronize()
+        # Not timed: another rival has used the caches and the allocator.
+        peaks[name] = peak_bytes(timer, lambda: trainer.step(workload, batches))
         started = time.perf_counter()
         for _ in range(STEPS_PER_TURN):
             trainer.step(workload, batches)
@@ -167,6 +169,7 @@ def _time_config(timer: Timer, config: TrainingConfig, until: float, most: int) 
         "parameters": start.numel(),
         "ms": spreads(times),
         "overhead": overheads(times),
+        "peak_bytes": peaks,
         "distance": distances,
         "has_the_same_bits": {name: torch.equal(weights[name], weights["plain"]) for name in distances},
         "stats": stats,
@@ -174,6 +177,22 @@ def _time_config(timer: Timer, config: TrainingConfig, until: float, most: int) 
         **({"problem": "; ".join(wrong)} if wrong else {}),
         **({"problems": problems} if problems else {}),
     }
+
+
+def peak_bytes(timer: Timer, work: Callable[[], object]) -> int:
+    """Bytes of a GPU's memory that `work` takes at its peak, beside those that were in use before. Waits for `work`.
+
+    Buckets of DDP are in use all the time. Wires of torchring are not counted, as PyTorch's allocator does not see
+    them.
+    """
+    if timer.device.type != "cuda":
+        work()
+        return 0
+    before = torch.cuda.memory_allocated(timer.device)
+    torch.cuda.reset_peak_memory_stats(timer.device)
+    work()
+    timer.synchronize()
+    return torch.cuda.max_memory_allocated(timer.device) - before
 
 
 def set_up(config: TrainingConfig, device: torch.device, *, first_seed: int) -> tuple[Workload, list[Batch]]:

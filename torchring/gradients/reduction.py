@@ -20,6 +20,7 @@ from torchring.collectives.service import Collectives, collectives_of, internal_
 from torchring.errors import GradientError, in_step
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.buffers import BufferSpec, BufferSync, SyncBuffers
+from torchring.gradients.bursts import BurstWatch
 from torchring.gradients.candidates import AUTO_COMPRESSION, Tuned, compressions_for
 from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted, wire_dtype
@@ -103,6 +104,7 @@ class Reduction:
         self.num_rounds = 0
         self.weights = Weights()
         self._recorder = world.recorder
+        self._bursts = BurstWatch()
         self._clocks_compared_at = 0  # number of the next round
         self._share = Share()
         self._may_lose_results = False  # if all ranks give weight 0
@@ -267,6 +269,10 @@ class Reduction:
             length = recorder.part_began - backward_began - stall_ns - current.packed_early_ns
             ready = tuple(at if at < 0 else max(0, at - backward_began) for at in current.arrivals)
             recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
+            # With "inline" nothing is hidden in any case.
+            if len(self.buckets) > 1 and self.rounds.overlap != "inline" and self.world.rank == 0:
+                input_began, is_forward_known = recorder.last_input()
+                self._bursts.note(ready, backward_began - input_began, is_forward_known=is_forward_known)
         recorder.add_round(self.scheduler.times, stall_ns, current.packing_ns, self.rounds.reductions)
 
     def _compare_clocks(self) -> None:

@@ -69,6 +69,15 @@ class Recorder:
             if self._device is not None:
                 self._device.mark(self.part_began)
 
+    def last_input(self) -> tuple[int, bool]:
+        """When the part INPUT has begun last, in nanoseconds, and whether a forward has been seen since."""
+        is_forward_known = False
+        for i in range(len(self._stamps) - 2, 0, -2):
+            if self._stamps[i] == INPUT:
+                return self._stamps[i + 1], is_forward_known
+            is_forward_known = is_forward_known or self._stamps[i] == FORWARD
+        return self._stamps[1], is_forward_known
+
     def follow(self, device: Device) -> None:
         """From now on, times are those at which the work of `device` is done."""
         if self._device is None:
