@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from torchring.gradients.plan_cache import own_version
+from torchring.gradients.recording import parameter_records
 from torchring.gradients.reduction import Reduction
 from torchring.linux import process_began_ns
 from torchring.tracing.records import About, ParameterRecord
@@ -57,7 +58,7 @@ def about(
         reason=reduction.reason,
         overlap=reduction.rounds.overlap,
         bucket_bytes=tuple(bucket.plan.num_bytes for bucket in reduction.buckets),
-        parameters=tuple(reduction.parameter_records()),
+        parameters=tuple(parameter_records(reduction.buckets, reduction.specs)),
     )
 
 

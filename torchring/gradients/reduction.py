@@ -7,7 +7,7 @@ round the plan is rebuilt once, in the order in which rank 0's gradients really 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
 import torch
@@ -20,18 +20,15 @@ from torchring.collectives.service import Collectives, collectives_of, internal_
 from torchring.errors import GradientError, in_step
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.buffers import BufferSpec, BufferSync, SyncBuffers
-from torchring.gradients.bursts import BurstWatch
 from torchring.gradients.candidates import AUTO_COMPRESSION, Tuned, compressions_for
 from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted, wire_dtype
+from torchring.gradients.recording import RoundRecording, has_arrivals
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
 from torchring.gradients.scheduler import Round, Scheduler
 from torchring.gradients.sparse import NonFiniteGradient, SparseReduction
 from torchring.gradients.tuning import Tuner, open_tuner
 from torchring.gradients.weights import Share, Weights
-from torchring.tracing import clocks
-from torchring.tracing.recorder import EXPOSED
-from torchring.tracing.records import Arrivals, ParameterRecord
 from torchring.world import World
 
 _BUCKET_MB: Final = 25.0
@@ -40,7 +37,6 @@ _BUCKET_MB_BETWEEN_HOSTS: Final = 12.0
 # NCCL 0.076; for 32 MiB 0.242 and 0.195. NVLS takes 0.046 and 0.165 (vllm-project/vllm#42324). Smaller buckets would
 # cost the host more launches.
 _BUCKET_MB_SHARED_BY_GPUS: Final = 10.0
-_ROUNDS_BETWEEN_CLOCKS: Final = 500  # clocks drift by some microseconds a second
 
 
 @dataclass(frozen=True)
@@ -103,9 +99,7 @@ class Reduction:
         self._found_before: NonFiniteGradient | None = None  # as `non_finite`, before the round under way
         self.num_rounds = 0
         self.weights = Weights()
-        self._recorder = world.recorder
-        self._bursts = BurstWatch()
-        self._clocks_compared_at = 0  # number of the next round
+        self._recording = RoundRecording(world)
         self._share = Share()
         self._may_lose_results = False  # if all ranks give weight 0
         self.timing = Timing()
@@ -136,7 +130,7 @@ class Reduction:
         if "auto" in (options.bucket_mb, options.compression):
             plan = self._open_tuner(specs, plan)
         self._add(specs, parameters, plan)
-        self._compare_clocks()
+        self._recording.compare_clocks(self.scheduler.round.next_number)
         self.buffers: BufferSync | None = None
         if options.sync_buffers is not None and buffers:
             device = specs[0].device
@@ -155,14 +149,6 @@ class Reduction:
     def num_bytes(self) -> int:
         """What one rank contributes to a round, sparse gradients not counted."""
         return sum(bucket.plan.num_bytes for bucket in self.buckets)
-
-    def parameter_records(self) -> list[ParameterRecord]:
-        """Name, size and bucket of each parameter."""
-        buckets = {slot.parameter: bucket.index for bucket in self.buckets for slot in bucket.plan.slots}
-        return [
-            ParameterRecord(spec.name, spec.numel * spec.dtype.itemsize, buckets.get(index, -1))
-            for index, spec in enumerate(self.specs)
-        ]
 
     @property
     def reason(self) -> str:
@@ -184,7 +170,7 @@ class Reduction:
         if self._tuner is not None:
             self._tuner.stop("as things were when parameters were added")
         self._add(specs, parameters, self._plan(specs))
-        self._record_plan()
+        self._recording.note_plan(self.buckets, self.specs)
 
     def begin(
         self, *, step: int, hold: bool, control_bits: ControlBits, is_absent: bool = False, is_again: bool = False
@@ -202,8 +188,8 @@ class Reduction:
         """
         scheduler = self.scheduler
         scheduler.settle()
-        if not hold and scheduler.round.next_number >= self._clocks_compared_at + _ROUNDS_BETWEEN_CLOCKS:
-            self._compare_clocks()
+        if not hold and self._recording.clocks_are_due(scheduler.round.next_number):
+            self._recording.compare_clocks(scheduler.round.next_number)
         if scheduler.ready_order is not None and not hold:
             self._rebuild(scheduler.ready_order)
         if self._tuner is not None and not is_again:
@@ -225,7 +211,7 @@ class Reduction:
             bucket.share = share
         self.rounds.begin(self.buckets, control_bits)
         number = scheduler.round.next_number
-        arrivals = [-1] * len(self.specs) if _times_arrivals(number) else None
+        arrivals = [-1] * len(self.specs) if has_arrivals(number) else None
         scheduler.begin(Round(number, step, hold, control_bits, arrivals=arrivals))
         self._found_before, self.non_finite = self.non_finite, None
         if self._tuner is not None:
@@ -237,8 +223,7 @@ class Reduction:
         Collective, and in the same order on all ranks.
         """
         scheduler = self.scheduler
-        backward_began = self._recorder.part_began
-        self._recorder.enter(EXPOSED)
+        self._recording.backward_is_over()
         self.rounds.backward_is_over()
         scheduler.finish()
         if self._tuner is not None:
@@ -256,35 +241,10 @@ class Reduction:
             self.non_finite = self.non_finite or self._found_before
         self.num_rounds += 1
         self.world.num_reductions += 1
-        self._record(scheduler.round, backward_began)
+        self._recording.add(scheduler, self.rounds)
         if scheduler.ready_order is not None and scheduler.round.hold:
             self._rebuild(scheduler.ready_order)
         self.rounds.end()
-
-    def _record(self, current: Round, backward_began: int) -> None:
-        """Write down a round. `backward_began`: when the last forward had ended, or the first gradient had come."""
-        stall_ns = int(current.stall_seconds * 1e9)
-        recorder = self._recorder
-        if current.arrivals is not None and not current.hold and any(at >= 0 for at in current.arrivals):
-            length = recorder.part_began - backward_began - stall_ns - current.packed_early_ns
-            ready = tuple(at if at < 0 else max(0, at - backward_began) for at in current.arrivals)
-            recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
-            # With "inline" nothing is hidden in any case.
-            if len(self.buckets) > 1 and self.rounds.overlap != "inline" and self.world.rank == 0:
-                input_began, is_forward_known = recorder.last_input()
-                self._bursts.note(ready, backward_began - input_began, is_forward_known=is_forward_known)
-        recorder.add_round(self.scheduler.times, stall_ns, current.packing_ns, self.rounds.reductions)
-
-    def _compare_clocks(self) -> None:
-        """Collective where there are several hosts: find out how far this host's clock is ahead.
-
-        Between rounds: a rank whose backward has raised at its end never comes to the end of a round that its peers do.
-        """
-        world = self.world
-        self._clocks_compared_at = self.scheduler.round.next_number
-        if len(world.hosts) > 1:
-            exchange = internal_collectives_of(world).all_gather_bytes
-            self._recorder.clock.append(clocks.measure(exchange, is_same_host=world.rank in world.hosts[0]))
 
     def _weigh_result(self) -> float:
         """By which the result of this round has to be multiplied.
@@ -454,7 +414,7 @@ class Reduction:
             bucket.release()
         internal_collectives_of(self.world).barrier()  # memory is free when all ranks have let go of it
         self.scheduler.install(self._open(plan))
-        self._record_plan()
+        self._recording.note_plan(self.buckets, self.specs)
 
     def _tune(self, tuner: Tuner, *, hold: bool) -> None:
         """Collective, before a round begins: other buckets from now on, if it is time for that."""
@@ -462,13 +422,6 @@ class Reduction:
             tuner.stop("nothing is tuned: with several optimizers, all buckets leave after backward")
         elif plan := tuner.next_plan(Plan(tuple(bucket.plan for bucket in self.buckets)), self.specs):
             self._install(plan)
-
-    def _record_plan(self) -> None:
-        """Write down how the buckets are laid out now."""
-        about = self._recorder.about
-        if about is not None and {each.name for each in about.parameters} <= {spec.name for spec in self.specs}:
-            sizes = tuple(bucket.plan.num_bytes for bucket in self.buckets)
-            self._recorder.about = replace(about, bucket_bytes=sizes, parameters=tuple(self.parameter_records()))
 
 
 def default_bucket_mb(world: World, algorithm: str, *, on_device: bool) -> float:
@@ -481,11 +434,6 @@ def default_bucket_mb(world: World, algorithm: str, *, on_device: bool) -> float
         return _BUCKET_MB if world.shares_memory else _BUCKET_MB_BETWEEN_HOSTS
     shares_memory = len(world.hosts) == 1 and algorithm in ("auto", "direct", "ring", "nvls")
     return _BUCKET_MB_SHARED_BY_GPUS if shares_memory and world.size >= FEWEST_MEASURED else _BUCKET_MB
-
-
-def _times_arrivals(number: int) -> bool:
-    """Whether round `number` is one of the few in which the arrival of each gradient is written down."""
-    return 2 <= number < 6 or number % 64 == 63
 
 
 def _nothing() -> None: ...
