@@ -24,6 +24,7 @@ from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.plan import ControlBits
 from torchring.stalls.page import Track, Wait
+from torchring.tracing.rows import BUCKET_LENGTH, REDUCED, STARTED
 
 _T = TypeVar("_T")
 
@@ -106,7 +107,7 @@ class Scheduler:
         ready_order: the order in which the gradients of the first round became ready, by parameter index. None while
             that round is still to be finished, and after `forget_order`.
         is_waiting: whether `advance` may be able to do this rank's part of a bucket that has left.
-        times: of the buckets that have left in this round: seven integers each, those of a `BucketRecord`.
+        times: of the buckets that have left in this round: a row each, see `torchring.tracing.rows`.
     """
 
     def __init__(
@@ -313,18 +314,21 @@ class Scheduler:
 
     def _note_start(self, number: int) -> None:
         """This rank does its part of the n-th bucket that has left, unless it has to wait for others once more."""
-        if 7 * number < len(self.times):  # not that of a round which was broken off
-            self.times[7 * number + 5] = time.perf_counter_ns()
+        start = BUCKET_LENGTH * number
+        if start < len(self.times):  # not that of a round which was broken off
+            self.times[start + STARTED] = time.perf_counter_ns()
 
     def _note_end(self, number: int) -> None:
         """This rank's part of the n-th bucket that has left is done."""
-        if 7 * number < len(self.times):
-            self.times[7 * number + 6] = time.perf_counter_ns()
+        start = BUCKET_LENGTH * number
+        if start < len(self.times):
+            self.times[start + REDUCED] = time.perf_counter_ns()
 
     def _note_span(self, number: int, started: float, ended: float) -> None:
         """A thread has reduced the n-th bucket that has left."""
-        if 7 * number < len(self.times):
-            self.times[7 * number + 5 : 7 * number + 7] = int(started * 1e9), int(ended * 1e9)
+        start = BUCKET_LENGTH * number
+        if start < len(self.times):
+            self.times[start + STARTED], self.times[start + REDUCED] = int(started * 1e9), int(ended * 1e9)
 
     def _stood_still(self, seconds: float) -> None:
         """Backward stood still for that long, in calls of the mover."""

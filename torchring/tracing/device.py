@@ -16,6 +16,22 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
+from torchring.tracing.rows import (
+    BEGIN,
+    END,
+    LAUNCHED,
+    NUM_BUCKETS,
+    NUM_PARTS,
+    PACKED,
+    PACKING_NS,
+    READY,
+    REDUCED,
+    STALL_NS,
+    STARTED,
+    bucket_start,
+    part_begin,
+)
+
 _NUM_SHIFTS: Final = 64
 
 
@@ -87,7 +103,7 @@ class DeviceTimes:
     def end_step(self, step: array[int] | None, now: int) -> None:
         """A step has ended. `step`: as `records.encode` does it, with a bucket for each reduction; may be None."""
         self.mark(now)
-        if step is not None and self._is_complete and len(self._marks) == step[6] + 1:
+        if step is not None and self._is_complete and len(self._marks) == step[NUM_PARTS] + 1:
             self._unfinished.append(_Step(step, self._marks, self._recorded, self._reductions))
             self._marks, self._recorded = self._marks[-1:], self._recorded[-1:]
             self._reductions = []
@@ -124,16 +140,16 @@ class DeviceTimes:
         least = (recorded - offset for recorded, offset in zip(finished.recorded, offsets, strict=True))
         self._shifts_ns.append(max(least) - self._elapsed_ns)
         begin = self._elapsed_ns + max(self._shifts_ns)
-        step[1], step[2] = begin, begin + offsets[-1]
-        step[4] = step[5] = 0  # stalls and copies: the host has only launched them
+        step[BEGIN], step[END] = begin, begin + offsets[-1]
+        step[STALL_NS] = step[PACKING_NS] = 0  # the host has only launched them
         for number, offset in enumerate(offsets[:-1]):
-            step[9 + 2 * number] = begin + offset
-        bucket = 8 + 2 * step[6]
-        for reduction in finished.reductions[: step[7]]:
+            step[part_begin(number)] = begin + offset
+        for number, reduction in enumerate(finished.reductions[: step[NUM_BUCKETS]]):
+            bucket = bucket_start(step[NUM_PARTS], number)
             started = begin + _ns_between(first, reduction.begin)
-            step[bucket + 2 : bucket + 6] = array("q", [started] * 4)
-            step[bucket + 6] = begin + _ns_between(first, reduction.end)
-            bucket += 7
+            for time in (READY, PACKED, LAUNCHED, STARTED):
+                step[bucket + time] = started
+            step[bucket + REDUCED] = begin + _ns_between(first, reduction.end)
         self._elapsed_ns += offsets[-1]
 
 

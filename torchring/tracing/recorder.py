@@ -15,11 +15,12 @@ from typing import Final
 
 from torchring.tracing.device import Device, DeviceTimes, Reduction
 from torchring.tracing.records import About, Arrivals, ClockOffset, Part, RankTrace, decode
+from torchring.tracing.rows import BUCKET_LENGTH, NUM_BYTES, NUMBER, step_row
 
 NUM_STEPS: Final = 1_000  # that are kept
 NUM_ARRIVALS: Final = 16
 _MOST_STAMPS: Final = 2_048  # of one step; a script with more micro-steps gets the rest in one part
-_MOST_NUMBERS: Final = 7 * 8_192  # about the buckets of one step: a script may never call step()
+_MOST_NUMBERS: Final = BUCKET_LENGTH * 8_192  # about the buckets of one step: a script may never call step()
 
 INPUT, FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER = map(int, Part)  # to look up a member of an enum takes 0.1 us
 
@@ -89,7 +90,7 @@ class Recorder:
         """Buckets have been reduced.
 
         Args:
-            buckets: seven integers for each bucket, those of a `BucketRecord`.
+            buckets: a row for each bucket, one after the other, see `rows.py`.
             stall_ns, packing_ns: as in a `StepRecord`.
             reductions: of these buckets, on a device.
         """
@@ -107,15 +108,12 @@ class Recorder:
         stamps, buckets = self._stamps, self._buckets
         step = None
         if self.is_on:
-            header = (self.num_steps, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns)
-            step = array("q", header)
-            step.extend((len(stamps) // 2, len(buckets) // 7))
-            step.extend(stamps)
-            step.extend(buckets)
+            stall_ns, packing_ns = self._stall_ns, self._packing_ns
+            step = step_row(self.num_steps, stamps[1], now, self.num_samples, stall_ns, packing_ns, stamps, buckets)
             self._steps.append(step)
         if self._device is not None:
             self._device.end_step(step, now)
-        self.num_bytes += sum(buckets[1::7])
+        self.num_bytes += sum(buckets[NUM_BYTES::BUCKET_LENGTH])
         self.num_samples_before += self.num_samples
         self.num_steps += 1
         self.num_samples = self._stall_ns = self._packing_ns = 0
@@ -138,7 +136,7 @@ class Recorder:
         """All that is known, with the steps apart from it, encoded. `decoded` puts the two together."""
         about = replace(self.about or About(), ended_by=ended_by, written_at=time.time())
         steps = self.last_steps(count)
-        num_dropped = steps[0][0] if steps else self.num_steps
+        num_dropped = steps[0][NUMBER] if steps else self.num_steps
         return RankTrace(about, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps
 
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
+from torchring.tracing.rows import BUCKET_LENGTH, PART_LENGTH, STEP_LENGTH, bucket_start, part_begin, step_row
+
 ENDED_WELL: Final = ("", "end", "SIGUSR1")  # see `About.ended_by`
 
 
@@ -224,33 +226,27 @@ class RankTrace:
     clock: tuple[ClockOffset, ...] = ()
 
 
-_NUM_HEADER: Final = 8
-_NUM_OF_PART: Final = 2
-_NUM_OF_BUCKET: Final = 7
-
-
 def encode(step: StepRecord) -> array[int]:
-    """A step as integers. A thousand steps in this form take no time of the garbage collector."""
-    numbers = [step.number, step.begin, step.end, step.num_samples, step.stall_ns, step.packing_ns]
-    numbers += [len(step.parts), len(step.buckets)]
-    for part in step.parts:
-        numbers += [part.part, part.begin]
+    """A step as integers, see `rows.py`."""
+    parts = [number for part in step.parts for number in (part.part, part.begin)]
+    buckets: list[int] = []
     for b in step.buckets:
-        numbers += [b.index, b.num_bytes, b.ready, b.packed, b.launched, b.started, b.reduced]
-    return array("q", numbers)
+        buckets += (b.index, b.num_bytes, b.ready, b.packed, b.launched, b.started, b.reduced)
+    return step_row(step.number, step.begin, step.end, step.num_samples, step.stall_ns, step.packing_ns, parts, buckets)
 
 
 def decode(numbers: Sequence[int]) -> StepRecord:
     """The step that `encode` has made these integers of. Raises ValueError if there are too few or too many."""
-    if len(numbers) < _NUM_HEADER:
+    if len(numbers) < STEP_LENGTH:
         raise ValueError("a step is cut short")
-    number, begin, end, num_samples, stall_ns, packing_ns, num_parts, num_buckets = numbers[:_NUM_HEADER]
-    first_bucket = _NUM_HEADER + _NUM_OF_PART * num_parts
-    if min(num_parts, num_buckets) < 0 or len(numbers) != first_bucket + _NUM_OF_BUCKET * num_buckets:
+    number, begin, end, num_samples, stall_ns, packing_ns, num_parts, num_buckets = numbers[:STEP_LENGTH]
+    if min(num_parts, num_buckets) < 0 or len(numbers) != bucket_start(num_parts, num_buckets):
         raise ValueError("a step is cut short")
-    starts = [*numbers[_NUM_HEADER + 1 : first_bucket : _NUM_OF_PART], end]
-    kinds = numbers[_NUM_HEADER:first_bucket:_NUM_OF_PART]
+    first_bucket = bucket_start(num_parts, 0)
+    starts = [*numbers[part_begin(0) : first_bucket : PART_LENGTH], end]
+    kinds = numbers[STEP_LENGTH:first_bucket:PART_LENGTH]
     parts = tuple(PartRecord(Part(kind), starts[i], starts[i + 1]) for i, kind in enumerate(kinds))
-    rows = (numbers[i : i + _NUM_OF_BUCKET] for i in range(first_bucket, len(numbers), _NUM_OF_BUCKET))
-    buckets = tuple(BucketRecord(*row) for row in rows)
+    buckets = tuple(
+        BucketRecord(*numbers[i : i + BUCKET_LENGTH]) for i in range(first_bucket, len(numbers), BUCKET_LENGTH)
+    )
     return StepRecord(number, begin, end, num_samples, stall_ns, packing_ns, parts, buckets)
