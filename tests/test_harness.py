@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import io
 import itertools
@@ -79,6 +80,7 @@ def _triton_interpret(rank: int, world_size: int) -> tuple[str | None, bool]:
     return os.environ.get("TRITON_INTERPRET"), lazy.INTERPRETED
 
 
+@pytest.mark.grid  # the tests of interpreted kernels on ranks fail without it, too
 def test_what_is_read_at_import_has_a_server_of_its_own() -> None:
     for value in ("1", None, "1"):
         assert run_ranks(_triton_interpret, 1, env={"TRITON_INTERPRET": value}) == [(value, value == "1")]
@@ -322,7 +324,8 @@ if __name__ == "__main__":
 """
 
 
-@grid("fresh", [False, True], keep=lambda fresh: not fresh)
+@pytest.mark.grid
+@pytest.mark.parametrize("fresh", [False, True])
 def test_ranks_end_when_the_tests_are_killed(tmp_path: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness._SETTLE", 10.0)  # the fork server needs a second to take itself down
     script = tmp_path / "suicide.py"
@@ -380,6 +383,9 @@ def test_pooled_ranks_stay_alive_and_draw_the_same_numbers() -> None:
     assert run_pooled(_environment, 2) == run_ranks(_environment, 2)
 
 
+_of_grid = functools.partial(pytest.param, marks=pytest.mark.grid)
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -390,12 +396,12 @@ def test_pooled_ranks_stay_alive_and_draw_the_same_numbers() -> None:
             r"definition torchring\.memory\.host\._host_identity",
         ),
         ("process group", "rank 1: left behind: .*process group True, was False"),
-        ("worlds", r"left behind: other numbers of worlds and groups on the ranks: \[\(\d, 0\), \(\d, 0\)\]"),
-        ("groups", r"left behind: other numbers of worlds and groups on the ranks: \[\(\d, 0\), \(\d, 1\)\]"),
-        ("exit", "rank 1: exit code 3 before it returned a result"),
+        _of_grid("worlds", r"left behind: other numbers of worlds and groups on the ranks: \[\(\d, 0\), \(\d, 0\)\]"),
+        _of_grid("groups", r"left behind: other numbers of worlds and groups on the ranks: \[\(\d, 0\), \(\d, 1\)\]"),
+        _of_grid("exit", "rank 1: exit code 3 before it returned a result"),
         ("hang", r"rank 1: still running after \d\.\d s, killed"),
-        ("child", r"left behind: process \d+ \(sleep 1000\), killed"),
-        ("exception", "rank 1: LookupError: no such bucket: 17"),
+        _of_grid("child", r"left behind: process \d+ \(sleep 1000\), killed"),
+        _of_grid("exception", "rank 1: LookupError: no such bucket: 17"),
     ],
 )
 def test_what_a_pooled_rank_leaves_is_a_failure_and_the_pool_is_replaced(how: str, said: str) -> None:
