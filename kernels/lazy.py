@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ class Kernel:
                 self._run(programs, args, options)
         else:
             self._run(programs, args, options)
+
+    def prepare(self, device: torch.device, programs: int, *args: Any, **options: Any) -> Callable[[], None]:
+        """A function that launches with these arguments at each call, on the stream that is current then."""
+        return partial(self.launch, device, programs, *args, **options)
 
     def _run(self, programs: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         # Without fusion, a product is rounded before it is added, as in torch.
