@@ -17,15 +17,16 @@ Results are bit-identical to `reference.accumulate` of all wires with that scale
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, no_type_check
+from typing import TYPE_CHECKING, no_type_check
 
 from torch import Tensor
 
 from . import reference
-from .finite import first_index, is_finite, report
+from .finite import first_index, first_places, report
+from .launching import check, lanes_before, launch_options, num_blocks, poison, takes_ptx, tile_numel
 from .lazy import lazy_jit, triton_dtype
-from .signals import MAX_BLOCKS, NUM_WARPS, check, meet, num_blocks, poison, tile_numel
+from .multicast import VECTORS, check_multicast, order_aliases, reduce_in_switch
+from .signals import MAX_BLOCKS, meet, words_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -33,44 +34,155 @@ if TYPE_CHECKING:
 
 @lazy_jit()
 @no_type_check
-def reduce_lanes(
+def wires_from(
     wires,  # [N] int64 IN
-    own,  # pointer to the own wire
+    first,  # int32: the rank whose wire is the first of the tuple
+    DTYPE: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+):
+    """A tuple of pointers to the wires of ranks first, first + 1, ... modulo N."""
+    pointers = ()
+    for i in tl.static_range(NUM_RANKS):
+        wire = tl.load(wires + (first + i) % NUM_RANKS).to(tl.pointer_type(DTYPE))
+        pointers = pointers + (tl.multiple_of(wire, 16),)  # noqa: RUF005 - Triton cannot unpack into a tuple
+    return pointers
+
+
+@lazy_jit(uses=(wires_from,))
+@no_type_check
+def sources_and_targets(
+    wires,  # [N] int64 IN
     rank,
-    lane,  # int64 [n]: indices of elements
-    limit,  # int64: lanes from here on are left alone
+    DTYPE: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """Two tuples of pointers: the wires to load from, in rank order, and all wires, the own wire first."""
+    targets = wires_from(wires, rank, DTYPE, NUM_RANKS)
+    sources = wires_from(wires, 0, DTYPE, NUM_RANKS) if GATHER else (targets[0],)
+    return sources, targets
+
+
+@lazy_jit()
+@no_type_check
+def load_all(
+    sources,  # tuple of pointers to wires
+    tile,  # int64: index of the tile's first element
+    mask,  # [TILE] int1: elements to load
+    COUNT: tl.constexpr,  # number of sources
+    TILE: tl.constexpr,
+):
+    """A tuple of [TILE]: these elements of all sources."""
+    values = ()
+    for i in tl.static_range(COUNT):
+        values = values + (tl.load(sources[i] + tile + tl.arange(0, TILE), mask=mask),)  # noqa: RUF005
+    return values
+
+
+@lazy_jit()
+@no_type_check
+def sum_in_order(
+    values,  # tuple of [n]
     factor,  # scalar of dtype COMPUTE
+    DTYPE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    COUNT: tl.constexpr,  # number of values
+    GATHER: tl.constexpr,
+):
+    """[n] of DTYPE: the scaled sum, added in the order of the tuple. Without GATHER the only value as it is."""
+    # torch casts fp64 to 16 bits by way of fp32. This kernel must do the same, to round alike.
+    ROUNDED: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
+    if GATHER:
+        total = values[0].to(COMPUTE)
+        for i in tl.static_range(1, COUNT):
+            total += values[i].to(COMPUTE)
+        result = (total * factor).to(ROUNDED).to(DTYPE)
+    else:
+        result = values[0]
+    return result
+
+
+@lazy_jit()
+@no_type_check
+def store_all(
+    targets,  # tuple of N pointers: all wires, the own wire first, then that of the next rank, and so on
+    tile,  # int64: index of the tile's first element
+    mask,  # [TILE] int1: elements to store
+    result,  # [TILE]
+    NUM_RANKS: tl.constexpr,
+    GATHER: tl.constexpr,
+    SPREAD: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Store the result in the own wire (GATHER), and in those of the other ranks (SPREAD)."""
+    lane = tl.arange(0, TILE)
+    if GATHER:
+        tl.store(targets[0] + tile + lane, result, mask=mask)
+    if SPREAD:
+        for i in tl.static_range(1, NUM_RANKS):  # the next rank first, so that all ranks begin with different ones
+            tl.store(targets[i] + tile + lane, result, mask=mask)
+
+
+@lazy_jit(
+    uses=(sources_and_targets, load_all, sum_in_order, store_all, lanes_before, first_places, first_index, report)
+)
+@no_type_check
+def reduce_slice(
+    wires,  # [N] int64 IN
+    wire,  # pointer to the own wire
+    rank,
+    begin,  # int64: the slice; a multiple of 64 bytes
+    end,  # int64
+    factor,  # scalar of dtype COMPUTE
+    found,
     COMPUTE: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     GATHER: tl.constexpr,
     SPREAD: tl.constexpr,
+    CHECK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Sum some elements, copy them to the other ranks, or both. Returns the values that were written."""
-    DTYPE: tl.constexpr = own.dtype.element_ty
-    # torch casts fp64 to 16 bits by way of fp32. This kernel must do the same, to round alike.
-    ROUNDED: tl.constexpr = tl.float64 if tl.float64 == DTYPE else tl.float32
-    if GATHER:
-        part = tl.multiple_of(tl.load(wires).to(tl.pointer_type(DTYPE)), 16)
-        total = tl.load(part + lane, mask=lane < limit).to(COMPUTE)
-        for i in tl.static_range(1, NUM_RANKS):
-            part = tl.multiple_of(tl.load(wires + i).to(tl.pointer_type(DTYPE)), 16)
-            total += tl.load(part + lane, mask=lane < limit).to(COMPUTE)
-        result = (total * factor).to(ROUNDED).to(DTYPE)
-        tl.store(own + lane, result, mask=lane < limit)
-    else:
-        result = tl.load(own + lane, mask=lane < limit)
-    if SPREAD:
-        for i in tl.static_range(1, NUM_RANKS):  # begin with the next rank, so that all ranks begin with different ones
-            peer = (rank + i) % NUM_RANKS
-            target = tl.multiple_of(tl.load(wires + peer).to(tl.pointer_type(DTYPE)), 16)
-            tl.store(target + lane, result, mask=lane < limit)
-    return result
+    """This block's share of the slice: sum it, copy it to the other ranks, or both."""
+    DTYPE: tl.constexpr = wire.dtype.element_ty
+    COUNT: tl.constexpr = NUM_RANKS if GATHER else 1
+    # As in accumulate: first a multiple of 16 elements, 128 bits at a time, then the last 0 to 15 elements.
+    begin = begin // 8 * 8  # changes nothing, but tells the compiler that vectors begin here
+    whole = begin + (end - begin) // 16 * 16
+    start = begin + tl.program_id(0).to(tl.int64) * TILE
+    stride = tl.num_programs(0).to(tl.int64) * TILE
+    sources, targets = sources_and_targets(wires, rank, DTYPE, NUM_RANKS, GATHER)
+    GROUP: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    turn = 0
+    places = tl.full([TILE // GROUP], 2147483647, tl.int32)
+    # A tile is loaded one turn ahead. Only so does ptxas issue the loads of all ranks at once: it would otherwise delay
+    # loads until just before their addition, to save registers. It cannot delay loads into the next turn.
+    following = load_all(sources, start, lanes_before(whole - start, TILE), COUNT, TILE)
+    for tile in range(start, whole, stride):
+        result = sum_in_order(following, factor, DTYPE, COMPUTE, COUNT, GATHER)
+        ahead = tile + stride
+        following = load_all(sources, ahead, lanes_before(whole - ahead, TILE), COUNT, TILE)
+        mask = lanes_before(whole - tile, TILE)
+        store_all(targets, tile, mask, result, NUM_RANKS, GATHER, SPREAD, TILE)
+        if CHECK:
+            places = tl.minimum(places, first_places(result, whole - tile, turn, COMPUTE, TILE, GROUP))
+            turn += 1
+    if CHECK:
+        report(found, first_index(places, start, stride, TILE, GROUP))
+    if tl.program_id(0) == 0:
+        # Not kept from above: the loop needs the registers.
+        sources, targets = sources_and_targets(wires, rank, DTYPE, NUM_RANKS, GATHER)
+        mask = tl.arange(0, 16) < end - whole
+        last = sum_in_order(load_all(sources, whole, mask, COUNT, 16), factor, DTYPE, COMPUTE, COUNT, GATHER)
+        store_all(targets, whole, mask, last, NUM_RANKS, GATHER, SPREAD, 16)
+        if CHECK:
+            last_places = first_places(last, end - whole, 0, COMPUTE, 16, GROUP)
+            report(found, first_index(last_places, whole, stride, 16, GROUP))
 
 
 # Slices of different ranks differ by a few elements. A different length must not compile another kernel.
 @lazy_jit(
-    do_not_specialize=("wires", "signals", "rank", "begin", "end", "numel", "abort", "found"),
-    uses=(meet, poison, reduce_lanes, is_finite, first_index, report),
+    do_not_specialize=("wires", "signals", "rank", "begin", "end", "numel", "multicast", "abort", "found"),
+    uses=(words_of, meet, poison, reduce_slice, reduce_in_switch, order_aliases),
 )
 @no_type_check
 def _direct_kernel(
@@ -81,45 +193,39 @@ def _direct_kernel(
     begin: tl.int64,  # this rank's slice; begins at a multiple of 64 bytes
     end: tl.int64,
     numel: tl.int64,
+    multicast: tl.int64,  # multicast address of the wire, a multiple of 64; 0 without MULTICAST
     scale: tl.float64,  # fp64 so that fp64 wires lose nothing
-    abort,  # [1] int32 IN
+    abort,  # [1] int32 IN: in host memory
     found,  # [1] int32 IN and OUT; None without CHECK
     COMPUTE: tl.constexpr,  # fp32, or fp64 for fp64 wires
     NUM_RANKS: tl.constexpr,
     GATHER: tl.constexpr,
     SPREAD: tl.constexpr,
     CHECK: tl.constexpr,
+    MULTICAST: tl.constexpr,
+    PTX: tl.constexpr,
     TILE: tl.constexpr,
 ):
     factor = tl.full([], scale, COMPUTE)
-    # As in accumulate: first a multiple of 16 elements, 128 bits at a time, then the last 0 to 15 elements.
-    begin = begin // 8 * 8  # changes nothing, but tells the compiler that vectors begin here
-    whole = begin + (end - begin) // 16 * 16
-    start = begin + tl.program_id(0).to(tl.int64) * TILE
-    stride = tl.num_programs(0).to(tl.int64) * TILE
     met = 1
-    if GATHER:
-        met = meet(signals, rank, 0, abort, NUM_RANKS)
+    if NUM_RANKS > 1:
+        own_count = words_of(signals, rank, NUM_RANKS) + rank
+        count = tl.load(own_count)
+    if GATHER and NUM_RANKS > 1:
+        count += 1
+        met = meet(signals, rank, count, abort, NUM_RANKS, PTX)
     if met != 0:
-        turn = 0
-        first = tl.full([TILE], 2147483647, tl.int32)
-        for tile in range(start, whole, stride):
-            lane = tile + tl.arange(0, TILE)
-            result = reduce_lanes(wires, wire, rank, lane, whole, factor, COMPUTE, NUM_RANKS, GATHER, SPREAD)
-            if CHECK:
-                bad = (lane < whole) & (is_finite(result, COMPUTE) == 0)
-                first = tl.where(bad, tl.minimum(first, turn), first)
-                turn += 1
-        if CHECK:
-            report(found, first_index(first, start, stride, TILE))
-        if tl.program_id(0) == 0:
-            rest = whole + tl.arange(0, 16)
-            last = reduce_lanes(wires, wire, rank, rest, end, factor, COMPUTE, NUM_RANKS, GATHER, SPREAD)
-            if CHECK:
-                fine = (rest >= end) | is_finite(last, COMPUTE)
-                report(found, first_index(tl.where(fine, 2147483647, 0), whole, stride, 16))
-        if SPREAD:
-            met = meet(signals, rank, NUM_RANKS, abort, NUM_RANKS)
+        if MULTICAST:
+            order_aliases()
+            reduce_in_switch(multicast, wire, begin, end, factor, found, GATHER, SPREAD, CHECK, TILE)
+            order_aliases()
+        else:
+            reduce_slice(wires, wire, rank, begin, end, factor, found, COMPUTE, NUM_RANKS, GATHER, SPREAD, CHECK, TILE)
+        if SPREAD and NUM_RANKS > 1:
+            count += 1
+            met = meet(signals, rank, count, abort, NUM_RANKS, PTX)
+        if NUM_RANKS > 1:
+            tl.store(own_count, count)
     if met == 0:
         poison(wire, numel, TILE)
 
@@ -139,6 +245,7 @@ def direct(
     gather: bool = True,
     spread: bool = True,
     max_blocks: int = MAX_BLOCKS,
+    multicast: int = 0,
 ) -> None:
     """All wires' elements [begin, end) <- cast(scale * (wires[0] + wires[1] + ...)), added in rank order.
 
@@ -146,23 +253,68 @@ def direct(
     should cover the wire.
 
     wires: int64 [num_ranks]: where each rank's wire lies as this device sees it, at multiples of 64 bytes.
-    signals: int64 [num_ranks]: where each rank's pad of `signals.signal_bytes` lies, zeroed before its first use.
+    signals: int64 [num_ranks]: where each rank's pad of `signals.signal_bytes` lies, zeroed before its first use. A
+        single rank uses no pad.
     wire: this rank's own wire, 1-D: fp16, bf16, fp32 or fp64, of one size on all ranks.
     begin, end: this rank's slice, in elements. `begin` is a multiple of 64 bytes, unless the slice is empty.
-    abort: int32 [1], 0. When `abort` becomes non-zero, a kernel that waits for another rank stops waiting, fills its
-        share of the own wire with NaN, and ends.
+    abort: int32 [1], 0, in host memory; on CUDA in pinned host memory. When the host makes `abort` non-zero, a kernel
+        that waits for another rank stops waiting, fills its share of the own wire with NaN, and ends. The pads are
+        never used again after that.
     found: int32 [1], `finite.NOT_FOUND` or less. Lowered to the index of the first element of the own slice whose
         result, as written, is NaN or infinite (to 2**31 - 2 if the index is larger). None: nothing is checked.
     gather, spread: False leaves out one half. Without `spread` the sum is written to the own wire only. Until this rank
         spreads, the caller may then change only the own slice of the own wire, as other ranks may still read the rest.
-        Without `gather` the own slice is copied to the other ranks, unscaled. Gathering and spreading alternate on one
-        pad.
+        Without `gather` the own slice is copied to the other ranks, unscaled.
     max_blocks: largest number of blocks, the same on all ranks. The pads must be made for at least as many.
+    multicast: the wire's multicast address on this device, a multiple of 64 bytes: NVLink's switch then adds and
+        copies, see `multicast.py` for what this does to the result. 0: the kernel does so itself. Either all ranks pass
+        an address or none does. All wires must reach to the next multiple of 16 bytes: the padding is overwritten.
+        Needs an NVIDIA GPU of compute capability 9.0; fp64 is not summed.
 
     The sum is fp32 (fp64 for fp64) and rounded once. Runs on the current stream, which may wait for the other ranks.
     The host does not wait. The caller keeps all tensors, and all ranks keep their wires, until all streams are past
     this point. The caller has to find out whether the kernel was aborted.
     Raises ValueError or TypeError for arguments that do not fit, and for tensors on a CPU without the interpreter.
+    """
+    prepare_direct(
+        wires,
+        signals,
+        wire,
+        rank=rank,
+        num_ranks=num_ranks,
+        begin=begin,
+        end=end,
+        scale=scale,
+        abort=abort,
+        found=found,
+        gather=gather,
+        spread=spread,
+        max_blocks=max_blocks,
+        multicast=multicast,
+    )()
+
+
+def prepare_direct(
+    wires: Tensor,
+    signals: Tensor,
+    wire: Tensor,
+    *,
+    rank: int,
+    num_ranks: int,
+    begin: int,
+    end: int,
+    scale: float = 1.0,
+    abort: Tensor,
+    found: Tensor | None = None,
+    gather: bool = True,
+    spread: bool = True,
+    max_blocks: int = MAX_BLOCKS,
+    multicast: int = 0,
+) -> Callable[[], None]:
+    """`direct` of these arguments as a function: checked now, launched on the current stream at each call.
+
+    The arguments are those of `direct`, which also raises the same. The caller keeps all tensors while it may call the
+    function.
     """
     check("direct", wires, signals, wire, rank, num_ranks, abort, found, max_blocks)
     numel, itemsize = wire.numel(), wire.dtype.itemsize
@@ -174,10 +326,12 @@ def direct(
         raise ValueError(f"the slice must begin at a multiple of 64 bytes, got {begin} elements of {itemsize} bytes")
     if not (gather or spread):
         raise ValueError("gather and spread are both False: nothing is left to do")
-    tile = tile_numel(itemsize, num_ranks)
-    _direct_kernel.launch(
+    if multicast:
+        check_multicast(wire, multicast, end)
+    tile = VECTORS * 16 // itemsize if multicast else tile_numel(itemsize, num_ranks)
+    launch: Callable[[], None] = _direct_kernel.prepare(
         wire.device,
-        num_blocks(numel, num_ranks, tile, max_blocks),
+        num_blocks(numel, itemsize, num_ranks, tile, max_blocks),
         wires,
         signals,
         wire,
@@ -185,6 +339,7 @@ def direct(
         begin,
         end,
         numel,
+        multicast,
         scale,
         abort,
         found,
@@ -193,13 +348,9 @@ def direct(
         GATHER=gather,
         SPREAD=spread,
         CHECK=found is not None,
-        TILE=tile,
-        num_warps=NUM_WARPS,
+        MULTICAST=multicast != 0,
+        PTX=takes_ptx(wire.device),
+        TILE=VECTORS if multicast else tile,
+        **launch_options(wire.device),
     )
-
-
-def prepare_direct(*args: Any, multicast: int = 0, **options: Any) -> Callable[[], None]:
-    """What launches `direct` with these arguments."""
-    if multicast:
-        raise NotImplementedError("direct does not use multicast addresses yet")
-    return partial(direct, *args, **options)
+    return launch

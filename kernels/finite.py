@@ -1,8 +1,8 @@
 """The index of the first NaN or infinity, found by kernels that handle every element anyway.
 
-Each lane of a tile remembers the iteration of its block's loop in which it first met NaN or infinity. After the loop
-the lanes are reduced to one number. So in the loop the check costs a comparison, a minimum and a selection for each
-element, and no reduction.
+Each group of neighbouring elements in a tile remembers where its block first met NaN or infinity: in which iteration of
+the block's loop, and at which place in the group. After the loop the groups are reduced to one number. A group is what
+a thread loads at a time, so in the loop the check needs no other thread and one register for each group.
 """
 
 from __future__ import annotations
@@ -27,17 +27,36 @@ def is_finite(
     return tl.abs(values.to(COMPUTE)) < float("inf")
 
 
+@lazy_jit(uses=(is_finite,))
+@no_type_check
+def first_places(
+    values,  # [TILE]
+    count,  # int64: elements from here on do not matter; may be negative
+    turn,  # int32: the iteration
+    COMPUTE: tl.constexpr,  # fp32, or fp64 for fp64 values
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """[TILE // GROUP] int32: turn * GROUP + place of each group's first NaN or infinity; 2**31 - 1 if it has none."""
+    place = tl.arange(0, TILE) % GROUP
+    place = tl.where(is_finite(values, COMPUTE), 2147483647, turn * GROUP + place)
+    first = tl.min(tl.reshape(place, [TILE // GROUP, GROUP]), 1)
+    rest = tl.minimum(tl.maximum(count, 0), TILE).to(tl.int32) - tl.arange(0, TILE // GROUP) * GROUP
+    return tl.where(first - turn * GROUP < rest, first, 2147483647)
+
+
 @lazy_jit()
 @no_type_check
 def first_index(
-    turn,  # [TILE] int32: the iteration in which each lane met its first such element; 2**31 - 1 if in none
+    places,  # [TILE // GROUP] int32: the least of `first_places` over all iterations
     begin,  # int64: begin of the tile in iteration 0
     stride,  # int64: how far the tile moves with each iteration
     TILE: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """int32: the lowest index of an element that is not finite, at most 2**31 - 2; 2**31 - 1 if all are finite."""
-    index = tl.minimum(begin + turn.to(tl.int64) * stride + tl.arange(0, TILE), 2147483646)
-    return tl.min(tl.where(turn == 2147483647, 2147483647, index), 0).to(tl.int32)
+    index = begin + (places // GROUP).to(tl.int64) * stride + tl.arange(0, TILE // GROUP) * GROUP + places % GROUP
+    return tl.min(tl.where(places == 2147483647, 2147483647, tl.minimum(index, 2147483646)), 0).to(tl.int32)
 
 
 @lazy_jit()

@@ -11,9 +11,9 @@ and 2:
     gather 1       slice 2, whole           slice 0, whole           slice 1, whole
 
 So rank r works on slice r-s-1 in reduce step s and on slice r-s in gather step s, modulo N. A step begins when the
-left neighbour has signalled the end of its previous step. Each step has a signal word of its own, so no sender waits
-for a free word. At the end each rank signals to its left neighbour that it has read everything, and waits for this
-signal from its right neighbour. Then its wire may be overwritten.
+left neighbour has signalled the end of its previous step. A signal is a count of steps, which goes on from launch to
+launch. So no sender waits for a free word. At the end each rank signals to its left neighbour that it has read
+everything, and waits for this signal from its right neighbour. Then its wire may be overwritten.
 
 Example: 2 ranks, wires fp32 [1, 2, ..., 32] and [10, 20, ..., 320], scale 0.5
     rank 0 makes elements 16 to 31, 93.5 to 176.0, rank 1 elements 0 to 15, 5.5 to 88.0, and each copies the other's
@@ -24,15 +24,15 @@ Blocks are independent: block b only reads what block b of the left neighbour ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, no_type_check
+from typing import TYPE_CHECKING, no_type_check
 
 from torch import Tensor
 
 from . import reference
-from .finite import first_index, is_finite, report
+from .finite import first_index, first_places, report
+from .launching import check, launch_options, num_blocks, poison, takes_ptx, tile_numel
 from .lazy import lazy_jit, triton_dtype
-from .signals import MAX_BLOCKS, NUM_WARPS, check, num_blocks, poison, send, take, tile_numel, word_of
+from .signals import MAX_BLOCKS, send, wait, words_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -66,7 +66,7 @@ def hop_lanes(
     return result
 
 
-@lazy_jit(uses=(hop_lanes, is_finite, first_index, report))
+@lazy_jit(uses=(hop_lanes, first_places, first_index, report))
 @no_type_check
 def hop(
     left,
@@ -94,28 +94,28 @@ def hop(
     whole = begin + count // 16 * 16
     start = begin + tl.program_id(0).to(tl.int64) * TILE
     stride = tl.num_programs(0).to(tl.int64) * TILE
+    GROUP: tl.constexpr = 128 // own.dtype.element_ty.primitive_bitwidth
     turn = 0
-    first = tl.full([TILE], 2147483647, tl.int32)
+    places = tl.full([TILE // GROUP], 2147483647, tl.int32)
     for tile in range(start, whole, stride):
         lane = tile + tl.arange(0, TILE)
         result = hop_lanes(left, own, lane, whole, theirs, ours, COMPUTE, ADD_LEFT, ADD_OWN)
         if CHECK:
-            bad = (lane < whole) & (is_finite(result, COMPUTE) == 0)
-            first = tl.where(bad, tl.minimum(first, turn), first)
+            places = tl.minimum(places, first_places(result, whole - tile, turn, COMPUTE, TILE, GROUP))
             turn += 1
     if CHECK:
-        report(found, first_index(first, start, stride, TILE))
+        report(found, first_index(places, start, stride, TILE, GROUP))
     if tl.program_id(0) == 0:
         rest = whole + tl.arange(0, 16)
         last = hop_lanes(left, own, rest, end, theirs, ours, COMPUTE, ADD_LEFT, ADD_OWN)
         if CHECK:
-            fine = (rest >= end) | is_finite(last, COMPUTE)
-            report(found, first_index(tl.where(fine, 2147483647, 0), whole, stride, 16))
+            last_places = first_places(last, end - whole, 0, COMPUTE, 16, GROUP)
+            report(found, first_index(last_places, whole, stride, 16, GROUP))
 
 
 @lazy_jit(
     do_not_specialize=("wires", "signals", "rank", "share", "numel", "abort", "found"),
-    uses=(word_of, send, take, poison, hop),
+    uses=(words_of, send, wait, poison, hop),
 )
 @no_type_check
 def _ring_kernel(
@@ -126,11 +126,12 @@ def _ring_kernel(
     share: tl.int64,  # elements of a slice, a multiple of 64 bytes; the last slices may be shorter, or empty
     numel: tl.int64,
     scale: tl.float64,  # fp64 so that fp64 wires lose nothing
-    abort,  # [1] int32 IN
+    abort,  # [1] int32 IN: in host memory
     found,  # [1] int32 IN and OUT; None without CHECK
     COMPUTE: tl.constexpr,  # fp32, or fp64 for fp64 wires
     NUM_RANKS: tl.constexpr,
     CHECK: tl.constexpr,
+    PTX: tl.constexpr,
     TILE: tl.constexpr,
 ):
     factor = tl.full([], scale, COMPUTE)
@@ -138,30 +139,37 @@ def _ring_kernel(
     right = (rank + 1) % NUM_RANKS
     source = tl.multiple_of(tl.load(wires + left).to(tl.pointer_type(wire.dtype.element_ty)), 16)
     share = share // 8 * 8
-    STEPS: tl.constexpr = 2 * NUM_RANKS  # the first step's word
-    PULLED: tl.constexpr = 4 * NUM_RANKS - 1
+    # Words of this block, see signals.py.
+    FROM_LEFT: tl.constexpr = NUM_RANKS
+    FROM_RIGHT: tl.constexpr = NUM_RANKS + 1
+    OWN: tl.constexpr = NUM_RANKS + 2
     if NUM_RANKS == 1:
         hop(source, wire, 0, share, numel, factor, factor, found, COMPUTE, False, True, CHECK, TILE)
     else:
-        send(word_of(signals, right, STEPS, NUM_RANKS))
+        words = words_of(signals, rank, NUM_RANKS)
+        count = tl.load(words + OWN) + 1
+        send(signals + right, 1, -1, FROM_LEFT, count, NUM_RANKS, PTX)
         met = 1
         for step in range(NUM_RANKS - 1):
-            met &= take(word_of(signals, rank, STEPS + step, NUM_RANKS), abort)
+            met &= wait(words + FROM_LEFT, 1, -1, count, abort, PTX)
             if met != 0:
                 begin = ((rank + NUM_RANKS - step - 1) % NUM_RANKS) * share
                 theirs = tl.where(step == 0, factor, 1.0)  # later the left neighbour's slice is a sum of scaled values
                 hop(source, wire, begin, share, numel, theirs, factor, found, COMPUTE, True, True, CHECK, TILE)
-                send(word_of(signals, right, STEPS + step + 1, NUM_RANKS))
+                count += 1
+                send(signals + right, 1, -1, FROM_LEFT, count, NUM_RANKS, PTX)
         for step in range(NUM_RANKS - 1):
-            met &= take(word_of(signals, rank, STEPS + NUM_RANKS - 1 + step, NUM_RANKS), abort)
+            met &= wait(words + FROM_LEFT, 1, -1, count, abort, PTX)
             if met != 0:
                 begin = ((rank + NUM_RANKS - step) % NUM_RANKS) * share
                 hop(source, wire, begin, share, numel, factor, factor, found, COMPUTE, True, False, False, TILE)
                 if step < NUM_RANKS - 2:
-                    send(word_of(signals, right, STEPS + NUM_RANKS + step, NUM_RANKS))
+                    count += 1
+                    send(signals + right, 1, -1, FROM_LEFT, count, NUM_RANKS, PTX)
         if met != 0:
-            send(word_of(signals, left, PULLED, NUM_RANKS))
-            met = take(word_of(signals, rank, PULLED, NUM_RANKS), abort)
+            send(signals + left, 1, -1, FROM_RIGHT, count, NUM_RANKS, PTX)
+            met = wait(words + FROM_RIGHT, 1, -1, count, abort, PTX)
+            tl.store(words + OWN, count)
         if met == 0:
             poison(wire, numel, TILE)
 
@@ -190,13 +198,43 @@ def ring(
     Other arguments, stream, ownership, abort and errors are those of `direct`. Of `wires` and `signals`, a rank only
     uses its neighbours' entries and its own.
     """
+    prepare_ring(
+        wires,
+        signals,
+        wire,
+        rank=rank,
+        num_ranks=num_ranks,
+        scale=scale,
+        abort=abort,
+        found=found,
+        max_blocks=max_blocks,
+    )()
+
+
+def prepare_ring(
+    wires: Tensor,
+    signals: Tensor,
+    wire: Tensor,
+    *,
+    rank: int,
+    num_ranks: int,
+    scale: float = 1.0,
+    abort: Tensor,
+    found: Tensor | None = None,
+    max_blocks: int = MAX_BLOCKS,
+) -> Callable[[], None]:
+    """`ring` of these arguments as a function: checked now, launched on the current stream at each call.
+
+    The arguments are those of `ring`, which also raises the same. The caller keeps all tensors while it may call the
+    function.
+    """
     check("ring", wires, signals, wire, rank, num_ranks, abort, found, max_blocks)
     numel, itemsize = wire.numel(), wire.dtype.itemsize
     line = 64 // itemsize
     tile = tile_numel(itemsize, 2)
-    _ring_kernel.launch(
+    launch: Callable[[], None] = _ring_kernel.prepare(
         wire.device,
-        num_blocks(numel, num_ranks, tile, max_blocks),
+        num_blocks(numel, itemsize, num_ranks, tile, max_blocks),
         wires,
         signals,
         wire,
@@ -209,11 +247,8 @@ def ring(
         COMPUTE=triton_dtype(reference.compute_dtype(wire.dtype, wire.dtype)),
         NUM_RANKS=num_ranks,
         CHECK=found is not None,
+        PTX=takes_ptx(wire.device),
         TILE=tile,
-        num_warps=NUM_WARPS,
+        **launch_options(wire.device),
     )
-
-
-def prepare_ring(*args: Any, **options: Any) -> Callable[[], None]:
-    """What launches `ring` with these arguments."""
-    return partial(ring, *args, **options)
+    return launch

@@ -7,6 +7,7 @@ process nothing but kernels uses these names.
 
 from __future__ import annotations
 
+import threading
 import time
 import types
 from typing import Any
@@ -19,16 +20,22 @@ _names = {"tl": triton.language, "core": triton.language.core}
 _patch: Any = interpreter._patch_lang
 
 
-def _exchange_patiently(*args: Any, **options: Any) -> Any:
-    """A kernel that looks for a signal in vain leaves the core to whoever is to send it."""
-    taken = _exchange(*args, **options)
-    if options.get("sem") == "acquire" and not taken.handle.data.any():
-        time.sleep(3e-4)
-    return taken
+_before = threading.local()
+
+
+def _look_patiently(words: Any, *args: Any, **options: Any) -> Any:
+    """A kernel that sees again what it saw before leaves the core to whoever is to send a signal."""
+    seen = _look(words, *args, **options)
+    if options.get("sem") == "acquire":
+        now = (words.handle.data.flat[0], seen.handle.data.tobytes())
+        if now == getattr(_before, "now", None):
+            time.sleep(3e-4)
+        _before.now = now
+    return seen
 
 
 if hasattr(interpreter, "_LangPatchScope"):  # other versions of Triton are left as they are
     _patch(types.FunctionType((lambda: None).__code__, _names))
-    _exchange: Any = triton.language.atomic_xchg
-    vars(triton.language)["atomic_xchg"] = _exchange_patiently
+    _look: Any = triton.language.atomic_or
+    vars(triton.language)["atomic_or"] = _look_patiently
     vars(interpreter)["_patch_lang"] = lambda fn: interpreter._LangPatchScope()  # which has nothing to take back

@@ -16,9 +16,10 @@ from test_kernels_accumulate import sum_in_order
 from test_kernels_interpreter import TRITON_DEVICES, needs_interpreter
 
 from torchring.allreduce.slices import slice_bounds
-from torchring.kernels import direct, lazy, reference
+from torchring.kernels import direct, lazy, prepare_direct, reference
 from torchring.kernels.finite import NOT_FOUND
-from torchring.kernels.signals import MAX_BLOCKS, num_blocks, signal_bytes
+from torchring.kernels.launching import num_blocks
+from torchring.kernels.signals import MAX_BLOCKS, block_words, signal_bytes
 from torchring.memory.host import connect
 from torchring.rendezvous.rendezvous import Rendezvous
 
@@ -61,7 +62,7 @@ ROUNDS = [
     Round(1000, F32, seed=7, by_hand={(0, 777): INF, (0, 999): NAN}),
     Round(1000, F16, seed=8, by_hand={(0, 3): 60_000.0}, scale=2.0),  # finite, but twice that is not
     Round(40_011, F32, seed=9, by_hand={(0, 40_010): NAN}, max_blocks=1),
-    Round(1000, F32, seed=10),
+    Round(40_011, F32, seed=10),  # blocks that the last launch left out
 ]
 
 
@@ -78,7 +79,7 @@ class Place:
         device = self.parts[0].device
         self.wires = torch.tensor([part.data_ptr() for part in self.parts], device=device)
         self.signals = torch.tensor([pad.data_ptr() for pad in self.pads], device=device)
-        self.abort = torch.zeros(1, dtype=torch.int32, device=device)
+        self.abort = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.found = torch.zeros(1, dtype=torch.int32, device=device)
 
     def wire(self, numel: int, dtype: torch.dtype = F32) -> torch.Tensor:
@@ -109,7 +110,28 @@ def places_of_one_process(num_ranks: int, device: str) -> list[Place]:
 
 def words(place: Place) -> list[torch.Tensor]:
     """Everybody's pads as [block, word]."""
-    return [pad.view(torch.int32).view(MAX_BLOCKS, 4 * place.num_ranks) for pad in place.pads]
+    return [pad.view(torch.int32).view(MAX_BLOCKS, block_words(place.num_ranks)) for pad in place.pads]
+
+
+def begin_counts(place: Place) -> None:
+    """As if there had been many rounds: block 0 is about to pass 2**31, and block 1 to pass 2**32."""
+    own = words(place)[place.rank]
+    own[0::2] = 2**31 - 9
+    own[1::2] = -1
+
+
+def counts_of(own: torch.Tensor, num_ranks: int) -> list[list[int]]:
+    """Of each block: meetings of every rank, and steps of the left, of the right and of this rank."""
+    return own[:, : num_ranks + 3].tolist()
+
+
+def come_early(place: Place) -> None:
+    """All other ranks have come to the next meetings of this rank, and through the next rounds of its ring."""
+    own, num_ranks = words(place)[place.rank], place.num_ranks
+    own[:, :num_ranks] = torch.where(
+        torch.arange(num_ranks, device=own.device) == place.rank, own[:, :num_ranks], own[:, place.rank, None] + 100
+    )
+    own[:, num_ranks : num_ranks + 2] = own[:, num_ranks + 2, None] + 100
 
 
 def rounds_of_rank(rank: int, num_ranks: int, runner: Runner, rounds: list[Round]) -> list[tuple[torch.Tensor, int]]:
@@ -117,8 +139,9 @@ def rounds_of_rank(rank: int, num_ranks: int, runner: Runner, rounds: list[Round
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     group = connect(Rendezvous(store, rank, num_ranks, 30.0))
     try:
-        parts = group.allocate(NUM_BYTES).parts
-        place = Place(rank, num_ranks, list(parts), list(group.allocate(signal_bytes(num_ranks)).parts))
+        pads = list(group.allocate(signal_bytes(num_ranks)).parts)
+        begin_counts(Place(rank, num_ranks, pads, pads))
+        place = Place(rank, num_ranks, list(group.allocate(NUM_BYTES).parts), pads)  # waits for all ranks
         outcomes = []
         for number, todo in enumerate(rounds):
             if number % num_ranks == rank and num_ranks > 1:
@@ -126,30 +149,24 @@ def rounds_of_rank(rank: int, num_ranks: int, runner: Runner, rounds: list[Round
             place.fill(todo)
             runner(place, todo)
             outcomes.append(place.outcome(todo))
-        # Not so in the others' pads: they may have sent, and not yet taken, their last signals.
-        assert not place.pads[rank].any(), "a signal was left untaken"
+        for first, *others, left, right, own in counts_of(words(place)[rank], num_ranks):
+            assert others == [first] * (num_ranks - 1), "ranks have been to different numbers of meetings"
+            assert left == right == own, "neighbours have gone different numbers of steps"
         return outcomes
     finally:
         group.close()
 
 
 def aborter(place: Place) -> Callable[[], None]:
-    """Sets the abort word from outside: on CUDA by a copy on a stream that waits for nothing."""
-    one = torch.ones(1, dtype=torch.int32)
-    if not place.abort.is_cuda:
-        return lambda: place.abort.copy_(one)  # type: ignore[return-value]
-    pinned, stream = one.pin_memory(), torch.cuda.Stream()
-
-    def copy() -> None:
-        with torch.cuda.stream(stream):
-            place.abort.copy_(pinned, non_blocking=True)
-
-    return copy
+    """Sets the abort word from outside, as the host does: without the device."""
+    return lambda: place.abort.fill_(1)  # type: ignore[return-value]
 
 
 def rounds_on_streams(num_ranks: int, runner: Runner, rounds: list[Round]) -> Outcomes:
     """All ranks on one GPU, each on a stream of its own."""
     places = places_of_one_process(num_ranks, "cuda")
+    for place in places:
+        begin_counts(place)
     streams = [torch.cuda.Stream() for _ in places]
     aborts = [aborter(place) for place in places]
     watchdog = threading.Timer(60.0, lambda: [abort() for abort in aborts])
@@ -158,13 +175,14 @@ def rounds_on_streams(num_ranks: int, runner: Runner, rounds: list[Round]) -> Ou
     outcomes: Outcomes = [[] for _ in places]
     for todo in rounds:
         # One by one first, with all signals there: to load a kernel while another one waits may be to wait for that.
+        before = [pad.clone() for pad in places[0].pads]
         for place in places:
             place.fill(todo)
-            words(place)[place.rank].fill_(1)
+            come_early(place)
             runner(place, todo)
             torch.cuda.synchronize()
-        for place in places:
-            place.pads[place.rank].zero_()
+        for place, pad in zip(places, before, strict=True):
+            place.pads[place.rank].copy_(pad)
             place.fill(todo)
         torch.cuda.synchronize()
         for place, stream in zip(places, streams, strict=True):
@@ -173,7 +191,8 @@ def rounds_on_streams(num_ranks: int, runner: Runner, rounds: list[Round]) -> Ou
         torch.cuda.synchronize()
         for place in places:
             outcomes[place.rank].append(place.outcome(todo))
-            assert not place.pads[place.rank].any(), "a signal was left untaken"
+    for pads in zip(*(counts_of(words(place)[place.rank], num_ranks) for place in places), strict=True):
+        assert all(pad == pads[0] for pad in pads), "ranks have counted differently"
     watchdog.cancel()
     return outcomes
 
@@ -249,7 +268,7 @@ def test_worked_example(device: str) -> None:
         place.wire(32).copy_(torch.arange(1.0, 33.0) * factor)
     before = [place.wire(32).clone() for place in places]
     for place in places:
-        words(place)[place.rank].fill_(1)
+        come_early(place)
         run_direct(place, Round(32, scale=0.5))
     assert places[0].wire(16).tolist() == [5.5 * n for n in range(1, 17)]
     assert places[0].wire(32)[16:].tolist() == [5.5 * n for n in range(17, 33)]
@@ -261,12 +280,15 @@ def test_worked_example(device: str) -> None:
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize(("gather", "spread"), [(True, True), (True, False), (False, True)])
-def test_signals_that_it_sends_and_takes(gather: bool, spread: bool, device: str) -> None:
+def test_counts_that_it_sends_and_waits_for(gather: bool, spread: bool, device: str) -> None:
     place = places_of_one_process(3, device)[1]
     pads = words(place)
-    phases = [3 * phase for phase, used in enumerate((gather, spread)) if used]
-    for first in phases:
-        pads[1][:4, first] = pads[1][:4, first + 2] = 1  # from ranks 0 and 2, for four blocks
+    meetings = gather + spread
+    pads[1][:7, 1] = 40  # for seven blocks: meetings that there have been
+    pads[1][:7, 0], pads[1][:7, 2] = 40 + meetings, 41 + meetings  # rank 2 is one meeting ahead
+    expected = [pad.clone() for pad in pads]
+    for pad in expected:
+        pad[:7, 1] = 40 + meetings
     direct(
         place.wires,
         place.signals,
@@ -279,11 +301,8 @@ def test_signals_that_it_sends_and_takes(gather: bool, spread: bool, device: str
         gather=gather,
         spread=spread,
     )
-    expected = torch.zeros(MAX_BLOCKS, 12, dtype=torch.int32)
-    for first in phases:
-        expected[:4, first + 1] = 1
-    assert not pads[1].any()
-    assert pads[0].tolist() == pads[2].tolist() == expected.tolist()
+    for pad, what in zip(pads, expected, strict=True):
+        assert pad.tolist() == what.tolist()
 
 
 def check_abort(place: Place, runner: Runner) -> None:
@@ -311,12 +330,26 @@ def test_abort_ends_the_wait_and_poisons(peer_comes_once: bool, device: str) -> 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_abort_spoils_nothing_that_is_there(device: str) -> None:
     place = places_of_one_process(2, device)[0]
-    words(place)[0].fill_(1)
+    come_early(place)
     place.abort.fill_(1)
     place.fill(Round(100))
     run_direct(place, Round(100))
     result, _ = place.outcome(Round(100))
     assert_bitwise(result, Round(100).input(0))  # rank 1's wire is 0
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_prepared_once_and_launched_often(device: str) -> None:
+    place = places_of_one_process(1, device)[0]
+    wire = place.wire(100).fill_(8.0)
+    launch = prepare_direct(
+        place.wires, place.signals, wire, rank=0, num_ranks=1, begin=0, end=50, scale=0.5, abort=place.abort
+    )
+    assert wire.tolist() == [8.0] * 100
+    launch()
+    launch()
+    assert wire.tolist() == [2.0] * 50 + [8.0] * 50
+    assert not place.pads[0].any(), "a single rank has nobody to meet"
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -365,17 +398,26 @@ def test_refused(device: str) -> None:
             {"wires": place.wires[:1]},
         ),
         (ValueError, r"signals must be .* got torch.int32", {"signals": place.signals.int()}),
-        (ValueError, r"abort must be contiguous, torch.int32 \[1\]", {"abort": place.wires}),
+        (ValueError, r"num_ranks must be 1 to 256, got 257", {"num_ranks": 257}),
+        (ValueError, r"abort must be contiguous, torch.int32 \[1\] on cpu", {"abort": place.found.long()}),
         (ValueError, r"found must be contiguous, torch.int32 \[1\]", {"found": place.wires}),
         (ValueError, r"slice \[16, 65\) must lie within the wire's 64", {"end": 65}),
         (ValueError, r"begin at a multiple of 64 bytes, got 8 elements of 4 bytes", {"begin": 8}),
         (ValueError, r"gather and spread are both False", {"gather": False, "spread": False}),
     ]
+    if device == "cpu":
+        refused.append((ValueError, r"multicast needs an NVIDIA GPU \(multimem.* on cpu", {"multicast": 64}))
+    else:
+        refused.append((ValueError, r"abort must be in pinned host memory", {"abort": place.abort.clone()}))
     for error, message, change in refused:
         with pytest.raises(error, match=message):
             direct(**{**good, **change})
 
 
 def test_blocks_depend_on_nothing_in_which_ranks_may_differ() -> None:
-    assert [num_blocks(numel, 2, 4096, 24) for numel in (0, 1, 8192, 8193, 10**9)] == [1, 1, 1, 2, 24]
-    assert signal_bytes(2, 24) == 24 * 8 * 4
+    assert [num_blocks(numel, 4, 2, 4096, 24) for numel in (0, 1, 8192, 8193, 10**9)] == [1, 1, 1, 2, 24]
+    sizes = (2**18 - 1, 2**18, 2**20 - 1, 2**20)  # around 1 MiB and 4 MiB
+    assert [num_blocks(numel, 4, 8, 1024, 24) for numel in sizes] == [8, 16, 16, 24]
+    assert num_blocks(2**18 - 1, 4, 8, 1024, 6) == 6
+    assert num_blocks(2**18 - 1, 4, 1, 1024, 200) == 200  # a single rank waits for nobody
+    assert [signal_bytes(num_ranks, 24) for num_ranks in (2, 29, 30)] == [24 * 128, 24 * 128, 24 * 256]

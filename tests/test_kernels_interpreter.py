@@ -18,7 +18,7 @@ from harness import patient
 
 from torchring.kernels import lazy
 
-FILES = [f"test_kernels_{name}.py" for name in ("pack", "unpack", "accumulate", "direct", "ring")]
+FILES = [f"test_kernels_{name}.py" for name in ("pack", "unpack", "accumulate", "direct", "ring", "multicast")]
 needs_interpreter = pytest.mark.skipif(not lazy.INTERPRETED, reason="runs in test_kernels_interpreter's child process")
 _CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ["cpu", _CUDA]

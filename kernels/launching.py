@@ -1,0 +1,125 @@
+"""What launches of `direct` and `ring` have in common: checked arguments, number of blocks, tile, and poison."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, no_type_check
+
+import torch
+from torch import Tensor
+
+from .chunks import DTYPES
+from .lazy import lazy_jit, runs_on_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+NUM_WARPS = 8  # 256 threads, on AMD 512
+MAX_RANKS = 32 * NUM_WARPS  # thread i signals to rank i
+# (bytes, blocks): wires of fewer bytes get no more than that many blocks. For them latency counts, not bandwidth.
+_SMALL_WIRES = ((1 << 20, 8), (4 << 20, 16))
+
+
+def check(
+    what: str,
+    wires: Tensor,
+    signals: Tensor,
+    wire: Tensor,
+    rank: int,
+    num_ranks: int,
+    abort: Tensor,
+    found: Tensor | None,
+    max_blocks: int,
+) -> None:
+    """Raise unless these are arguments that `direct` or `ring`, named by `what`, can work on."""
+    device = wire.device
+    if not runs_on_triton(device):
+        raise ValueError(f"{what} runs on CUDA, or on CPU tensors under TRITON_INTERPRET=1; got a wire on {device}")
+    if wire.dtype not in DTYPES:
+        raise TypeError(f"{what} sums {DTYPES}, got a wire of {wire.dtype}")
+    if wire.dim() != 1 or not wire.is_contiguous() or wire.data_ptr() % 64:
+        raise ValueError(
+            f"wire must be one-dimensional, contiguous and start at a multiple of 64 bytes; got shape "
+            f"{tuple(wire.shape)} with strides {wire.stride()} at {wire.data_ptr():#x}"
+        )
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise ValueError(f"num_ranks must be 1 to {MAX_RANKS}, got {num_ranks}")
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank must be one of {num_ranks}, got {rank}")
+    if max_blocks < 1:
+        raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
+    _check_words("wires", wires, torch.int64, num_ranks, device)
+    _check_words("signals", signals, torch.int64, num_ranks, device)
+    _check_words("abort", abort, torch.int32, 1, torch.device("cpu"))
+    if device.type == "cuda" and not abort.is_pinned():
+        raise ValueError("abort must be in pinned host memory (pin_memory=True), which kernels can read")
+    if found is not None:
+        _check_words("found", found, torch.int32, 1, device)
+
+
+def _check_words(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, device: torch.device) -> None:
+    if tensor.dtype != dtype or tensor.numel() != numel or tensor.device != device or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, {dtype} [{numel}] on {device}; "
+            f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        )
+
+
+def takes_ptx(device: torch.device) -> bool:
+    """Whether kernels on `device` may contain inline PTX: on NVIDIA GPUs."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def launch_options(device: torch.device) -> dict[str, int]:
+    """Options of Triton for a launch on `device`.
+
+    Without a limit of its own ptxas aims at more blocks for each SM, and spills some registers to get there.
+    """
+    return {"num_warps": NUM_WARPS, **({"maxnreg": 255} if takes_ptx(device) else {})}
+
+
+def num_blocks(numel: int, itemsize: int, num_ranks: int, tile: int, max_blocks: int) -> int:
+    """Number of blocks of a launch, equal on all ranks: one for each tile of a slice, at most `max_blocks`.
+
+    Wires of several ranks under 1 MiB get at most 8 blocks, those under 4 MiB at most 16: a block that waits keeps half
+    an SM from backward.
+    """
+    if num_ranks > 1:
+        max_blocks = min([max_blocks, *(blocks for size, blocks in _SMALL_WIRES if numel * itemsize < size)])
+    return max(1, min(max_blocks, -(-numel // (num_ranks * tile))))
+
+
+def tile_numel(itemsize: int, num_ranks: int) -> int:
+    """Number of elements that a block loads at a time from each rank, when it loads from `num_ranks` ranks.
+
+    A link is full when bandwidth times latency, nearly 1 MB, is in flight. For 24 blocks this means 32 KiB from all
+    ranks together: 8 loads of 128 bits for each of 256 threads. One such load for each thread and rank is the least:
+    4 KiB, on AMD 8 KiB.
+    """
+    shares = 1 << (num_ranks - 1).bit_length()  # a tile is a power of two
+    least = 16 * NUM_WARPS * (64 if torch.version.hip else 32)
+    return max(least, min(16384, 32768 // shares)) // itemsize
+
+
+@lazy_jit()
+@no_type_check
+def lanes_before(
+    count,  # int64: a multiple of 16; may be negative, or more than TILE
+    TILE: tl.constexpr,
+):
+    """[TILE] int1: whether a lane is one of the first `count`."""
+    return tl.arange(0, TILE) < tl.multiple_of(tl.minimum(tl.maximum(count, 0), TILE).to(tl.int32), 16)
+
+
+@lazy_jit()
+@no_type_check
+def poison(
+    wire,  # [numel] OUT
+    numel,
+    TILE: tl.constexpr,
+):
+    """Fill this block's share of a wire with NaN, so that nobody uses an unfinished result."""
+    nothing = tl.full([TILE], float("nan"), wire.dtype.element_ty)
+    stride = tl.num_programs(0).to(tl.int64) * TILE
+    for tile in range(tl.program_id(0).to(tl.int64) * TILE, numel, stride):
+        lane = tile + tl.arange(0, TILE)
+        tl.store(wire + lane, nothing, mask=lane < numel)
