@@ -196,5 +196,6 @@ def test_fp32_parts_need_no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_public_names() -> None:
-    assert torchring.kernels.__all__ == ["ChunkTable", "accumulate", "direct", "pack", "ring", "unpack"]
+    names = ["ChunkTable", "accumulate", "direct", "pack", "prepare_direct", "prepare_ring", "ring", "unpack"]
+    assert torchring.kernels.__all__ == names
     assert all(callable(getattr(torchring.kernels, name)) for name in torchring.kernels.__all__)
