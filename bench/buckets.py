@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", default=["none", "1gbit", "10gbit"], help='of links; "none": one host')
     parser.add_argument("--ranks", type=measure.several, default=2, help="each on a host of its own if there is a rate")
     parser.add_argument("--overlap", choices=["auto", "inline", "thread"], default="auto")
-    parser.add_argument("--tune", choices=sorted(_TUNED), default="buckets", help="what \"auto\" may change")
+    parser.add_argument("--tune", choices=sorted(_TUNED), default="buckets", help='what "auto" may change')
     parser.add_argument("--asleep", action="store_true", help="leave the cores to communication")
     parser.add_argument("--seconds", type=duration, default=10.0, help="time for each model and rate")
     parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")

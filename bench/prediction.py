@@ -3,11 +3,12 @@
     torchring bench prediction                          MLP; 1 Gbit/s; 1 and 2 hosts predict 3 and 4
     torchring bench prediction --model gpt --rate 10gbit --json results.json
 
-Network namespaces of this machine stand in for hosts (`netns.py`, which needs root and iproute2), with one rank of one
-thread each. Each number of hosts trains for some steps and leaves a trace. `torchring report` makes its prediction from
-the trace of 2 hosts alone, and from that of 1 host and the rate of the links, as with `--bandwidth`. All hosts share
-the cores of this machine. So where there are more hosts than cores, a host computes for longer than a machine of its own
-would, and the prediction cannot know that: choose a model and a rate with which the network takes most of the time.
+Network namespaces of this machine stand in for hosts (`netns.py`, which needs root and iproute2), with one rank of
+one thread each. Each number of hosts trains for some steps and leaves a trace. `torchring report` makes its
+prediction from the trace of 2 hosts alone, and from that of 1 host and the rate of the links, as with `--bandwidth`.
+All hosts share the cores of this machine. So where there are more hosts than cores, a host computes for longer than a
+machine of its own would, and the prediction cannot know that: choose a model and a rate with which the network takes
+most of the time.
 """
 
 from __future__ import annotations
