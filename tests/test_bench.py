@@ -34,6 +34,7 @@ import torchring.horovod
 from torchring.bench import (
     allreduce,
     buckets,
+    compiled,
     elastic,
     elastic_job,
     elastic_worker,
@@ -488,6 +489,16 @@ def test_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     with pytest.raises(argparse.ArgumentTypeError, match="'fast' is no rate"):
         prediction.rate("fast")
     check_table(printed, 2, "from", "hosts", "predicted ms", "measured ms", "error")
+
+
+@pytest.mark.grid
+def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    printed, written = run_bench(tmp_path, monkeypatch, capfd, compiled, "--model", "mlp", "--seconds", "0.1")
+    rows = {row["rival"]: row for row in written["rows"]}
+    assert list(rows) == list(compiled.RIVALS)
+    assert rows["whole"]["left"] < rows["parts"]["left"], "gradients arrive part by part"
+    assert [name for name, row in rows.items() if row["hidden"] is None] == ["ddp"]
+    check_table(printed, len(rows), "rival", "step ms", "left of backward", "hidden")
 
 
 @pytest.mark.grid
