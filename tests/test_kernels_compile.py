@@ -272,7 +272,7 @@ def unordered(events: list[str]) -> list[str]:
 
 @grid("name, num_ranks", list(SIGNALLING), [2, 4], keep=lambda name, num_ranks: num_ranks == 4)
 def test_signals_are_ordered_with_the_data(name: str, num_ranks: int) -> None:
-    ptx = SIGNALLING[name](F32, "sm_90", num_ranks).asm["ptx"]
+    ptx = SIGNALLING[name](F32 if name == "direct" else B16, "sm_90", num_ranks).asm["ptx"]
     events = events_in(ptx)
     num_waits = 2 if name == "direct" else 3
     assert events.count("send") == (2 if name == "direct" else 4)  # each of them once, for all ranks
@@ -315,7 +315,7 @@ def disassembled(compiled: Any, folder: Path) -> str:
     return subprocess.run([tool, "-c", cubin], check=True, capture_output=True, text=True).stdout
 
 
-@grid("dtype, num_ranks", [F32, B16], [2, 4, 8], keep=lambda dtype, num_ranks: num_ranks == (8 if dtype == F32 else 4))
+@grid("dtype, num_ranks", [F32, B16], [2, 4, 8], keep=lambda dtype, num_ranks: num_ranks == (4 if dtype == F32 else 8))
 def test_loads_of_all_ranks_are_under_way_at_once(dtype: torch.dtype, num_ranks: int, tmp_path: Path) -> None:
     # Eight loads of 16 bytes by 256 threads are 32 KiB for each block.
     assert loads_in_flight(disassembled(build_direct(dtype, "sm_90", num_ranks), tmp_path)) >= 8
@@ -326,7 +326,9 @@ def test_loads_between_additions_are_not_counted() -> None:
     assert loads_in_flight(add + 3 * load + add + 5 * load + add) == 3
 
 
-@grid("dtype, gpu", [F32, B16, F16], ["sm_90", "sm_100"], keep=lambda dtype, gpu: (dtype == F16) == (gpu == "sm_100"))
+@grid(
+    "dtype, gpu", [F32, B16, F16], ["sm_90", "sm_100"], keep=lambda *point: point in ((B16, "sm_90"), (F32, "sm_100"))
+)
 def test_the_switch_adds_and_copies(dtype: torch.dtype, gpu: str, tmp_path: Path) -> None:
     compiled = build_direct(dtype, gpu, multicast=True)
     ptx = compiled.asm["ptx"]
@@ -343,15 +345,17 @@ def test_the_switch_adds_and_copies(dtype: torch.dtype, gpu: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", SIGNALLING)
 def test_signals_reach_other_gpus_of_amd(name: str) -> None:
-    lines = SIGNALLING[name](F32, "gfx942").asm["amdgcn"].splitlines()
+    lines = SIGNALLING[name](B16 if name == "direct" else F32, "gfx942").asm["amdgcn"].splitlines()
     code = [line.split()[0:1] + line.split()[1:] for line in lines if line.startswith("\t") and line[1:2] not in ".;"]
-    for atomic, fence, at_least in [("swap", "buffer_wbl2 sc0 sc1", 2), ("(?:or|add)", "buffer_inv sc0 sc1", 4)]:
-        where = [i for i, words in enumerate(code) if re.fullmatch(f"global_atomic_{atomic}", words[0])]
-        assert len(where) >= at_least
-        for i in where:
-            near = [" ".join(words) for words in code[max(0, i - 4) : i + 4]]
-            assert fence in near, near
-    assert sum(words[0] == "global_load_dword" and words[-2:] == ["sc0", "sc1"] for words in code) >= 2  # of abort
+    near = [" ".join(word for words in code[max(0, i - 4) : i + 4] for word in words) for i in range(len(code))]
+    sends = [near[i] for i, words in enumerate(code) if words[0] == "global_atomic_swap"]
+    assert len(sends) >= 2
+    assert all("buffer_wbl2 sc0 sc1" in send for send in sends)
+    # LLVM makes another atomic operation, or a load, of an `or` with 0. All that an `or` could become is looked at.
+    looks = re.compile(r"global_atomic_(or|add)|global_load_dword .* sc1|flat_load_dword .* sc1")
+    num_waits = 2 if name == "direct" else 3
+    where = [i for i, words in enumerate(code) if looks.match(" ".join(words))]
+    assert sum("buffer_inv sc0 sc1" in near[i] for i in where) >= 2 * num_waits
 
 
 @pytest.mark.parametrize("halves", ["gather", "spread"])
@@ -363,7 +367,7 @@ def test_half_of_direct_has_half_of_the_signals(halves: str) -> None:
 
 @grid("name", ["pack", *SIGNALLING], keep=lambda name: name != "ring")
 def test_what_is_not_asked_for_is_not_looked_for(name: str, tmp_path: Path) -> None:
-    arguments = (F32, F16, "sm_90") if name == "pack" else (F16, "sm_90")
+    arguments = (F32, F16, "sm_90") if name == "pack" else (F32, "sm_90")
     builder = {**BUILDERS, **SIGNALLING}[name]
     checked, unchecked = (builder(*arguments, check=check) for check in (True, False))
     assert ".min.s32" in checked.asm["ptx"]
@@ -416,7 +420,7 @@ def test_offsets_have_64_bits() -> None:
     steps = re.findall(r"tt\.addptr %\S+, %\w+ : !tt\.ptr<f32>, (i\d+)", build_direct(F32, "sm_90").asm["ttir"])
     assert len(steps) >= 12
     assert set(steps) == {"i64"}
-    assert tensor_offset_types(build_ring(F32, "sm_90")) == {"i64"}
+    assert tensor_offset_types(build_ring(B16, "sm_90")) == {"i64"}
     signature = {"out": "*fp32", "numel": "i64", "BLOCK": "constexpr"}
     assert tensor_offset_types(build(_narrow_kernel, signature, {"BLOCK": 1024}, "out", "sm_90")) == {"i32"}
 
