@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import reference
 from .chunks import ChunkTable
+from .launching import register_limit
 from .lazy import lazy_jit, runs_on_triton, triton_dtype
 
 if TYPE_CHECKING:
@@ -82,4 +83,5 @@ def unpack(wire: Tensor, tensors: Sequence[Tensor], table: ChunkTable, *, scale:
             COMPUTE=triton_dtype(reference.compute_dtype(wire.dtype, tensors[0].dtype)),
             CHUNK=table.chunk_numel,
             num_warps=table.num_warps,
+            **register_limit(wire.device),
         )

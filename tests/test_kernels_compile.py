@@ -17,7 +17,7 @@ from grids import grid
 from torchring.kernels import lazy, reference
 from torchring.kernels.accumulate import _BLOCK, _accumulate_kernel
 from torchring.kernels.direct import _direct_kernel
-from torchring.kernels.launching import NUM_WARPS, launch_options, tile_numel
+from torchring.kernels.launching import NUM_WARPS, launch_options, register_limit, tile_numel
 from torchring.kernels.multicast import VECTORS
 from torchring.kernels.pack import _pack_kernel
 from torchring.kernels.ring import _ring_kernel
@@ -32,8 +32,6 @@ SHORT = {F32: "fp32", F16: "fp16", B16: "bf16", F64: "fp64"}
 PAIRS = [(F32, F32), (F32, F16), (F32, B16), (F16, F32), (B16, B16)]
 GPUS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 NUM_PARTS = 4
-# Per thread: none. Triton 3.6 keeps a few bytes of two kernels in local memory.
-SPILLED_BYTES = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +76,8 @@ def with_found(signature: dict[str, str], check: bool) -> dict[str, Any]:
 def build_unpack(read: torch.dtype, written: torch.dtype, gpu: str, aligned: str = "wire", **options: Any) -> Any:
     columns = dict.fromkeys(["address", "wire_offset", "numel"], "*i64")
     signature = {"wire": f"*{SHORT[read]}", **columns, "scale": "fp64"}
+    with vendor_of(gpu):
+        options = {**register_limit(torch.device("cuda")), **options}
     return build_copy(_unpack_kernel, signature, "TARGET", written, read, written, aligned, gpu, **options)
 
 
@@ -199,12 +199,12 @@ def test_128_bits_at_a_time_and_no_spills(
     loaded, stored = (NUM_PARTS * _BLOCK, _BLOCK) if name == "accumulate" else (4096, 4096)
     assert num_wide(compiled, "load") >= loaded * pair[0].itemsize // 16 // threads
     assert num_wide(compiled, "store") >= stored * pair[1].itemsize // 16 // threads
-    assert spilled_bytes(compiled, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(compiled, tmp_path) == 0
 
 
 @grid("num_parts, gpu", [2, 8, 16], GPUS, keep=lambda *point: point in ((16, "sm_90"), (16, "gfx942"), (2, "sm_90")))
 def test_any_number_of_parts_fits_the_registers(num_parts: int, gpu: str, tmp_path: Path) -> None:
-    assert spilled_bytes(build_accumulate(F32, F32, gpu, num_parts=num_parts), tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(build_accumulate(F32, F32, gpu, num_parts=num_parts), tmp_path) == 0
 
 
 @grid(
@@ -235,7 +235,7 @@ def test_eight_ranks_fit_the_registers(gpu: str, tmp_path: Path) -> None:
 def test_signalling_kernels_in_fp64(name: str, tmp_path: Path) -> None:
     compiled = SIGNALLING[name](F64, "sm_90")
     assert "add.rn.f64" in compiled.asm["ptx"]
-    assert spilled_bytes(compiled, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(compiled, tmp_path) == 0
 
 
 _EVENTS = {
@@ -275,7 +275,8 @@ def test_signals_are_ordered_with_the_data(name: str, num_ranks: int) -> None:
     ptx = SIGNALLING[name](F32 if name == "direct" else B16, "sm_90", num_ranks).asm["ptx"]
     events = events_in(ptx)
     num_waits = 2 if name == "direct" else 3
-    assert events.count("send") == (2 if name == "direct" else 4)  # each of them once, for all ranks
+    # One for all ranks at a time; the ring's four become three where there is but one step.
+    assert events.count("send") == (2 if name == "direct" else min(num_ranks + 1, 4))
     assert events.count("look") >= 2 * num_waits  # once in the loop, and again after a relaxed look
     assert len(re.findall(r"\bld\.relaxed\.sys\.global\b", ptx)) >= 2 * num_waits  # of words, and of the abort word
     assert "load" in events
@@ -373,7 +374,7 @@ def test_what_is_not_asked_for_is_not_looked_for(name: str, tmp_path: Path) -> N
     assert ".min.s32" in checked.asm["ptx"]
     assert ".min.s32" not in unchecked.asm["ptx"]
     assert re.search(r"\b(red|atom)\.global\.gpu\.relaxed\.min\.s32\b", checked.asm["ptx"])
-    assert spilled_bytes(checked, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(checked, tmp_path) == 0
 
 
 @grid(
@@ -385,7 +386,7 @@ def test_what_is_not_asked_for_is_not_looked_for(name: str, tmp_path: Path) -> N
 def test_fp64_compiles(name: str, pair: tuple[torch.dtype, torch.dtype], tmp_path: Path) -> None:
     compiled = BUILDERS[name](*pair, "sm_90")
     assert "mul.rn.f64" in compiled.asm["ptx"]
-    assert spilled_bytes(compiled, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(compiled, tmp_path) == 0
 
 
 def test_without_alignment_nothing_is_wide() -> None:
