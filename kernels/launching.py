@@ -70,11 +70,16 @@ def takes_ptx(device: torch.device) -> bool:
 
 
 def launch_options(device: torch.device) -> dict[str, int]:
-    """Options of Triton for a launch on `device`.
+    """Options of Triton for a launch of `direct` or `ring` on `device`."""
+    return {"num_warps": NUM_WARPS, **register_limit(device)}
+
+
+def register_limit(device: torch.device) -> dict[str, int]:
+    """An option of Triton: all the registers that a thread can have, on NVIDIA GPUs.
 
     Without a limit of its own ptxas aims at more blocks for each SM, and spills some registers to get there.
     """
-    return {"num_warps": NUM_WARPS, **({"maxnreg": 255} if takes_ptx(device) else {})}
+    return {"maxnreg": 255} if takes_ptx(device) else {}
 
 
 def num_blocks(numel: int, itemsize: int, num_ranks: int, tile: int, max_blocks: int) -> int:

@@ -9,6 +9,9 @@ Sums have the same bits on all ranks, because one rank computes each of them. Th
 multimem.ld_reduce, leaves both open). 16-bit sums are added in fp32 (`.acc::f32`) and rounded to 16 bits by the switch.
 A scale other than 1 then rounds once more.
 
+Accesses by a multicast address and by other addresses of the same memory are ordered by `fence.proxy.alias` only (PTX
+ISA, "Proxies"). So one such fence follows the meeting before the sum, and one precedes the meeting after it.
+
 Example: 2 ranks, a bf16 wire, slice of rank 0 of 20 elements at byte 0
     three vectors of 16 bytes: elements 0 to 7, 8 to 15, and 16 to 19 with 4 elements behind the slice. The slice is the
     last of its wire, so the elements behind are padding: they are summed and stored as well, but not checked.

@@ -21,7 +21,7 @@ from rank to rank. So after an abort the pads of that group of ranks are never u
 Example: 2 ranks, the third meeting of block 0
     before      rank 0's pad [2, 2, ...]    rank 1's pad [2, 2, ...]
     rank 0 has 2 in its own word 0, so its next meeting is 3. It stores 3 in word 0 of rank 1, and waits for 3 in its
-    own word 1. Rank 1 does the same the other way round. Each rank then stores 3 in its own word.
+    own word 1. Rank 1 does the same the other way round. At the end of the launch each rank stores 3 in its own word.
 
 Why counts never overtake. All ranks launch the same kernels in the same order, with the same number of blocks. So the
 meetings of block b have one order on all ranks, although a launch with fewer blocks leaves some blocks out: their
@@ -39,11 +39,13 @@ the sending block, on another GPU, have written:
 
 On the sender, the barrier orders the stores of all threads before the release store, and a release is cumulative: it
 covers all that precedes it, including what other threads wrote. A waiter whose acquire load returns the value of a
-release store, or of a later one by the same thread, synchronises with it. On the waiter, the barrier orders the acquire
-loads of all words before the loads of all threads. Stores of earlier kernels of the sender's stream precede all threads
-of the sending kernel anyway. A release store is one MEMBAR.ALL.SYS for all ranks at once, and the store itself is
-posted: the sender does not wait for an answer. An acquire load drops the first-level cache of its SM, so after
-some looks the waiter pauses between looks, looks with relaxed loads, and confirms what it has seen by one acquire load.
+release store synchronises with it. If the value is that of a later store of the same rank, that store is a release too,
+and covers more. On the waiter, the barrier orders the acquire loads of all words before the loads of all threads.
+Stores of earlier kernels of the sender's stream precede all threads of the sending kernel anyway.
+
+Cost. The release stores to all ranks are one instruction of one warp, behind one MEMBAR.ALL.SYS. The stores are posted:
+the sender does not wait for an answer. An acquire load drops the first-level cache of its SM. So after some looks the
+waiter pauses between looks, looks with relaxed loads, and confirms what it has seen by one acquire load.
 
 All threads of a block must leave a wait together, or the threads would wait for each other at different barriers. So
 each result of a look, and of a look at the abort word, is the outcome of a reduction over the whole block.

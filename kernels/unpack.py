@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import reference
 from .chunks import ChunkTable
+from .launching import register_limit
 from .lazy import lazy_jit, runs_on_triton, triton_dtype
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def prepare_unpack(
         COMPUTE=triton_dtype(reference.compute_dtype(wire.dtype, dtype)),
         CHUNK=table.chunk_numel,
         num_warps=table.num_warps,
+        **register_limit(wire.device),
     )
     return lambda tensors: table.launch_at(tensors, dtype, launch)
 

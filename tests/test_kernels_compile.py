@@ -17,7 +17,7 @@ from grids import grid
 from torchring.kernels import lazy, reference
 from torchring.kernels.accumulate import _BLOCK, _accumulate_kernel
 from torchring.kernels.direct import _direct_kernel
-from torchring.kernels.launching import NUM_WARPS, launch_options, tile_numel
+from torchring.kernels.launching import NUM_WARPS, launch_options, register_limit, tile_numel
 from torchring.kernels.multicast import VECTORS
 from torchring.kernels.pack import _pack_kernel
 from torchring.kernels.ring import _ring_kernel
@@ -32,8 +32,6 @@ SHORT = {F32: "fp32", F16: "fp16", B16: "bf16", F64: "fp64"}
 PAIRS = [(F32, F32), (F32, F16), (F32, B16), (F16, F32), (B16, B16)]
 GPUS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 NUM_PARTS = 4
-# Per thread: none. Triton 3.6 keeps a few bytes of two kernels in local memory.
-SPILLED_BYTES = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 16
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +76,8 @@ def with_found(signature: dict[str, str], check: bool) -> dict[str, Any]:
 def build_unpack(read: torch.dtype, written: torch.dtype, gpu: str, aligned: str = "wire", **options: Any) -> Any:
     columns = dict.fromkeys(["address", "wire_offset", "numel"], "*i64")
     signature = {"wire": f"*{SHORT[read]}", **columns, "scale": "fp64"}
+    with vendor_of(gpu):
+        options = {**register_limit(torch.device("cuda")), **options}
     return build_copy(_unpack_kernel, signature, "TARGET", written, read, written, aligned, gpu, **options)
 
 
@@ -199,12 +199,12 @@ def test_128_bits_at_a_time_and_no_spills(
     loaded, stored = (NUM_PARTS * _BLOCK, _BLOCK) if name == "accumulate" else (4096, 4096)
     assert num_wide(compiled, "load") >= loaded * pair[0].itemsize // 16 // threads
     assert num_wide(compiled, "store") >= stored * pair[1].itemsize // 16 // threads
-    assert spilled_bytes(compiled, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(compiled, tmp_path) == 0
 
 
 @grid("num_parts, gpu", [2, 8, 16], GPUS, keep=lambda *point: point in ((16, "sm_90"), (16, "gfx942"), (2, "sm_90")))
 def test_any_number_of_parts_fits_the_registers(num_parts: int, gpu: str, tmp_path: Path) -> None:
-    assert spilled_bytes(build_accumulate(F32, F32, gpu, num_parts=num_parts), tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(build_accumulate(F32, F32, gpu, num_parts=num_parts), tmp_path) == 0
 
 
 @grid(
@@ -218,9 +218,8 @@ def test_signalling_kernels_are_as_wide(name: str, dtype: torch.dtype, gpu: str,
     compiled = SIGNALLING[name](dtype, gpu)
     threads = NUM_WARPS * (32 if gpu.startswith("sm_") else 64)
     vectors = (8192 if name == "direct" else 16384) // 16 // threads  # of a tile
-    # Direct loads four wires before its loop, and in the loop for the next turn, and stores four. The ring adds two in
-    # one loop and copies one in the other.
-    loads, stores = (8, 4) if name == "direct" else (3, 2)
+    # Direct sums four wires and writes four; the ring adds two in one loop and copies one in the other.
+    loads, stores = (4, 4) if name == "direct" else (3, 2)
     assert num_wide(compiled, "load") >= loads * vectors
     assert num_wide(compiled, "store") >= stores * vectors
     assert spilled_bytes(compiled, tmp_path) == 0
@@ -235,7 +234,7 @@ def test_eight_ranks_fit_the_registers(gpu: str, tmp_path: Path) -> None:
 def test_signalling_kernels_in_fp64(name: str, tmp_path: Path) -> None:
     compiled = SIGNALLING[name](F64, "sm_90")
     assert "add.rn.f64" in compiled.asm["ptx"]
-    assert spilled_bytes(compiled, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(compiled, tmp_path) == 0
 
 
 _EVENTS = {
@@ -272,10 +271,11 @@ def unordered(events: list[str]) -> list[str]:
 
 @grid("name, num_ranks", list(SIGNALLING), [2, 4], keep=lambda name, num_ranks: num_ranks == 4)
 def test_signals_are_ordered_with_the_data(name: str, num_ranks: int) -> None:
-    ptx = SIGNALLING[name](F32, "sm_90", num_ranks).asm["ptx"]
+    ptx = SIGNALLING[name](F32 if name == "direct" else B16, "sm_90", num_ranks).asm["ptx"]
     events = events_in(ptx)
     num_waits = 2 if name == "direct" else 3
-    assert events.count("send") == (2 if name == "direct" else 4)  # each of them once, for all ranks
+    # One for all ranks at a time; the ring's four become three where there is but one step.
+    assert events.count("send") == (2 if name == "direct" else min(num_ranks + 1, 4))
     assert events.count("look") >= 2 * num_waits  # once in the loop, and again after a relaxed look
     assert len(re.findall(r"\bld\.relaxed\.sys\.global\b", ptx)) >= 2 * num_waits  # of words, and of the abort word
     assert "load" in events
@@ -315,7 +315,7 @@ def disassembled(compiled: Any, folder: Path) -> str:
     return subprocess.run([tool, "-c", cubin], check=True, capture_output=True, text=True).stdout
 
 
-@grid("dtype, num_ranks", [F32, B16], [2, 4, 8], keep=lambda dtype, num_ranks: num_ranks == (8 if dtype == F32 else 4))
+@grid("dtype, num_ranks", [F32, B16], [2, 4, 8], keep=lambda dtype, num_ranks: num_ranks == (4 if dtype == F32 else 8))
 def test_loads_of_all_ranks_are_under_way_at_once(dtype: torch.dtype, num_ranks: int, tmp_path: Path) -> None:
     # Eight loads of 16 bytes by 256 threads are 32 KiB for each block.
     assert loads_in_flight(disassembled(build_direct(dtype, "sm_90", num_ranks), tmp_path)) >= 8
@@ -326,7 +326,9 @@ def test_loads_between_additions_are_not_counted() -> None:
     assert loads_in_flight(add + 3 * load + add + 5 * load + add) == 3
 
 
-@grid("dtype, gpu", [F32, B16, F16], ["sm_90", "sm_100"], keep=lambda dtype, gpu: (dtype == F16) == (gpu == "sm_100"))
+@grid(
+    "dtype, gpu", [F32, B16, F16], ["sm_90", "sm_100"], keep=lambda *point: point in ((B16, "sm_90"), (F32, "sm_100"))
+)
 def test_the_switch_adds_and_copies(dtype: torch.dtype, gpu: str, tmp_path: Path) -> None:
     compiled = build_direct(dtype, gpu, multicast=True)
     ptx = compiled.asm["ptx"]
@@ -343,15 +345,17 @@ def test_the_switch_adds_and_copies(dtype: torch.dtype, gpu: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", SIGNALLING)
 def test_signals_reach_other_gpus_of_amd(name: str) -> None:
-    lines = SIGNALLING[name](F32, "gfx942").asm["amdgcn"].splitlines()
+    lines = SIGNALLING[name](B16 if name == "direct" else F32, "gfx942").asm["amdgcn"].splitlines()
     code = [line.split()[0:1] + line.split()[1:] for line in lines if line.startswith("\t") and line[1:2] not in ".;"]
-    for atomic, fence, at_least in [("swap", "buffer_wbl2 sc0 sc1", 2), ("(?:or|add)", "buffer_inv sc0 sc1", 4)]:
-        where = [i for i, words in enumerate(code) if re.fullmatch(f"global_atomic_{atomic}", words[0])]
-        assert len(where) >= at_least
-        for i in where:
-            near = [" ".join(words) for words in code[max(0, i - 4) : i + 4]]
-            assert fence in near, near
-    assert sum(words[0] == "global_load_dword" and words[-2:] == ["sc0", "sc1"] for words in code) >= 2  # of abort
+    near = [" ".join(word for words in code[max(0, i - 4) : i + 4] for word in words) for i in range(len(code))]
+    sends = [near[i] for i, words in enumerate(code) if words[0] == "global_atomic_swap"]
+    assert len(sends) >= 2
+    assert all("buffer_wbl2 sc0 sc1" in send for send in sends)
+    # LLVM makes another atomic operation, or a load, of an `or` with 0. All that an `or` could become is looked at.
+    looks = re.compile(r"global_atomic_(or|add)|global_load_dword .* sc1|flat_load_dword .* sc1")
+    num_waits = 2 if name == "direct" else 3
+    where = [i for i, words in enumerate(code) if looks.match(" ".join(words))]
+    assert sum("buffer_inv sc0 sc1" in near[i] for i in where) >= 2 * num_waits
 
 
 @pytest.mark.parametrize("halves", ["gather", "spread"])
@@ -363,13 +367,13 @@ def test_half_of_direct_has_half_of_the_signals(halves: str) -> None:
 
 @grid("name", ["pack", *SIGNALLING], keep=lambda name: name != "ring")
 def test_what_is_not_asked_for_is_not_looked_for(name: str, tmp_path: Path) -> None:
-    arguments = (F32, F16, "sm_90") if name == "pack" else (F16, "sm_90")
+    arguments = (F32, F16, "sm_90") if name == "pack" else (F32, "sm_90")
     builder = {**BUILDERS, **SIGNALLING}[name]
     checked, unchecked = (builder(*arguments, check=check) for check in (True, False))
     assert ".min.s32" in checked.asm["ptx"]
     assert ".min.s32" not in unchecked.asm["ptx"]
     assert re.search(r"\b(red|atom)\.global\.gpu\.relaxed\.min\.s32\b", checked.asm["ptx"])
-    assert spilled_bytes(checked, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(checked, tmp_path) == 0
 
 
 @grid(
@@ -381,7 +385,7 @@ def test_what_is_not_asked_for_is_not_looked_for(name: str, tmp_path: Path) -> N
 def test_fp64_compiles(name: str, pair: tuple[torch.dtype, torch.dtype], tmp_path: Path) -> None:
     compiled = BUILDERS[name](*pair, "sm_90")
     assert "mul.rn.f64" in compiled.asm["ptx"]
-    assert spilled_bytes(compiled, tmp_path) <= SPILLED_BYTES
+    assert spilled_bytes(compiled, tmp_path) == 0
 
 
 def test_without_alignment_nothing_is_wide() -> None:
@@ -416,7 +420,7 @@ def test_offsets_have_64_bits() -> None:
     steps = re.findall(r"tt\.addptr %\S+, %\w+ : !tt\.ptr<f32>, (i\d+)", build_direct(F32, "sm_90").asm["ttir"])
     assert len(steps) >= 12
     assert set(steps) == {"i64"}
-    assert tensor_offset_types(build_ring(F32, "sm_90")) == {"i64"}
+    assert tensor_offset_types(build_ring(B16, "sm_90")) == {"i64"}
     signature = {"out": "*fp32", "numel": "i64", "BLOCK": "constexpr"}
     assert tensor_offset_types(build(_narrow_kernel, signature, {"BLOCK": 1024}, "out", "sm_90")) == {"i32"}
 
