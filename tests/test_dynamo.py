@@ -18,7 +18,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 
 import torchring
-from torchring.dynamo import has_compiled
+from torchring import dynamo
+from torchring.dynamo import has_compiled_whole
 from torchring.gradients import bursts
 from torchring.gradients.bursts import BurstWatch
 
@@ -140,7 +141,7 @@ TOGETHER, APART = [100, 104, 109], [10, 60, 109]
 def test_gradients_that_arrive_together_are_said_so_once(
     backwards: list[list[int]], num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(bursts, "has_compiled", lambda: True)
+    monkeypatch.setattr(bursts, "has_compiled_whole", lambda: True)
     caplog.set_level(logging.WARNING)
     watch = BurstWatch()
     for ready in backwards:
@@ -153,7 +154,7 @@ def test_without_the_end_of_forward_the_whole_step_is_compared(monkeypatch: pyte
     """And a script that compiles nothing has some other reason."""
 
     def is_told(before_ns: int, *, compiles: bool = True) -> bool:
-        monkeypatch.setattr(bursts, "has_compiled", lambda: compiles)
+        monkeypatch.setattr(bursts, "has_compiled_whole", lambda: compiles)
         watch = BurstWatch()
         for _ in range(3):
             watch.note([0, 5, 10], before_ns, is_forward_known=False)
@@ -195,18 +196,20 @@ def _events(compile: Callable[..., Any]) -> list[str]:
     return [name.removesuffix(".weight") for name in events if not name.endswith("bias")]
 
 
-def test_gradients_arrive_part_by_part() -> None:
+def test_gradients_arrive_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer has 80 bytes. torch.compile computes all gradients before it hands over the first."""
+    monkeypatch.setattr(dynamo, "_has_cut", False)
     torch._dynamo.utils.counters.clear()
-    assert not has_compiled()
+    assert not has_compiled_whole()
     assert sorted(_events(torch.compile)[1:]) == ["0", "1", "2"]
-    assert has_compiled()
+    assert has_compiled_whole()
 
     def in_parts(num_bytes: int) -> list[str]:
         torch._dynamo.reset()  # type: ignore[no-untyped-call]
         return _events(lambda model, backend: torchring.compile(model, backend=backend, bucket_mb=num_bytes / 2**20))
 
     assert in_parts(80) == ["part", "2", "part", "1", "part", "0"]
+    assert not has_compiled_whole(), "who has cut a graph needs no advice"
     of_two = in_parts(81)  # the first 81 bytes are those of two layers
     assert [of_two[0], {*of_two[1:3]}, *of_two[3:]] == ["part", {"1", "2"}, "part", "0"]
 

@@ -22,6 +22,7 @@ import torch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MIB: Final = 1 << 20
+_has_cut = False  # whether `compile` was called
 _FIRST_BYTES: Final = 1 << 20  # the size of torchring's first bucket, and of DistributedDataParallel's
 
 
@@ -50,6 +51,8 @@ def compile(
     """
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be greater than 0, got {bucket_mb!r}")
+    global _has_cut
+    _has_cut = True
     return cast(_F, torch.compile(model, backend=_InParts(int(bucket_mb * _MIB), backend), **options))
 
 
@@ -101,10 +104,10 @@ def run_eagerly(function: _F) -> _F:
     return function
 
 
-def has_compiled() -> bool:
-    """Whether torch.compile has compiled something in this process."""
+def has_compiled_whole() -> bool:
+    """Whether torch.compile has compiled something in this process, and `compile` was not asked for."""
     module = sys.modules.get("torch._dynamo.utils")
-    return module is not None and bool(module.counters.get("stats", {}).get("unique_graphs"))
+    return not _has_cut and module is not None and bool(module.counters.get("stats", {}).get("unique_graphs"))
 
 
 def is_compiled_backward() -> bool:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from torchring.dynamo import has_compiled
+from torchring.dynamo import has_compiled_whole
 
 _NUM_BACKWARDS: Final = 3  # in a row
 # Share of a backward in which gradients arrive. It was 2 % for a model in one graph, and 49 % or more for others. Where
@@ -43,7 +43,7 @@ class BurstWatch:
             return
         came = [at for at in ready_ns if at >= 0]
         whole_ns = max(came, default=0) + (0 if is_forward_known else before_ns)
-        is_burst = len(came) > 1 and has_compiled() and max(came) - min(came) <= _LONGEST * whole_ns
+        is_burst = len(came) > 1 and has_compiled_whole() and max(came) - min(came) <= _LONGEST * whole_ns
         self._count = self._count + 1 if is_burst else 0
         if self._count == _NUM_BACKWARDS:
             self.is_over = True
