@@ -5,6 +5,7 @@ And torchring.compile, which cuts a model so that gradients arrive while backwar
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -95,7 +96,7 @@ def _notes(compile: Callable[[Any], Any], overlap: Literal["thread", "inline"]) 
     """(gradients, nanoseconds since the last step, whether forward was seen) of each backward that was looked at."""
     notes: list[tuple[int, int, bool]] = []
 
-    def note(self: BurstWatch, ready_ns: Sequence[int], before_ns: int, *, is_forward_known: bool) -> None:
+    def note(self: BurstWatch, ready_ns: Sequence[int], before_ns: int, *, is_forward_known: bool, hides: bool) -> None:
         notes.append((len(ready_ns), before_ns, is_forward_known))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -130,22 +131,27 @@ TOGETHER, APART = [100, 104, 109], [10, 60, 109]
 
 
 @pytest.mark.parametrize(
-    ("backwards", "num_warnings"),
+    ("backwards", "hides", "num_warnings"),
     [
-        ([TOGETHER] * 9, 1),
-        ([TOGETHER] * 2, 0),
-        ([TOGETHER, TOGETHER, APART] * 9, 0),
-        ([[100, -1, -1]] * 9, 0),
+        ([TOGETHER] * 9, False, 1),
+        ([TOGETHER] * 9, True, 0),
+        ([TOGETHER] * 2, False, 0),
+        ([TOGETHER, TOGETHER, APART] * 9, False, 0),
+        ([[100, -1, -1]] * 9, False, 0),
     ],
 )
 def test_gradients_that_arrive_together_are_said_so_once(
-    backwards: list[list[int]], num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    backwards: list[list[int]],
+    hides: bool,
+    num_warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(bursts, "has_compiled_whole", lambda: True)
     caplog.set_level(logging.WARNING)
     watch = BurstWatch()
     for ready in backwards:
-        watch.note(ready, 1_000_000, is_forward_known=True)
+        watch.note(ready, 1_000_000, is_forward_known=True, hides=hides)
     assert [each.name for each in caplog.records] == ["torchring"] * num_warnings
     assert all("torchring.compile(model)" in each.message for each in caplog.records)
 
@@ -157,7 +163,7 @@ def test_without_the_end_of_forward_the_whole_step_is_compared(monkeypatch: pyte
         monkeypatch.setattr(bursts, "has_compiled_whole", lambda: compiles)
         watch = BurstWatch()
         for _ in range(3):
-            watch.note([0, 5, 10], before_ns, is_forward_known=False)
+            watch.note([0, 5, 10], before_ns, is_forward_known=False, hides=False)
         return watch.is_over
 
     assert is_told(90)
@@ -218,24 +224,37 @@ def test_options_reach_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor has other names for them than torch.compile."""
     given: list[Any] = []
 
-    def inductor(graph: Any, inputs: Any, **arguments: Any) -> Any:
+    def backend(graph: Any, inputs: Any, **arguments: Any) -> Any:
         given.append(arguments)
         return graph
 
     def compile(**options: Any) -> Any:
         torch._dynamo.reset()  # type: ignore[no-untyped-call]
-        torchring.compile(torch.nn.Linear(2, 2), **options)(torch.ones(1, 2))
+        torchring.compile(**options)(torch.nn.Linear(2, 2))(torch.ones(1, 2))
         return given.pop()
 
-    assert compile(backend=inductor, mode="fast", fullgraph=True) == {"mode": "fast"}
-    find = torch._dynamo.lookup_backend
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: inductor if name == "inductor" else find(name))
-    assert compile() == {}
-    assert compile(options={"max_autotune": True}) == {"config_patches": {"max_autotune": True}}
-    modes = torch._inductor.list_mode_options()
-    assert compile(mode="reduce-overhead") == {"config_patches": modes["reduce-overhead"]}
-    with pytest.raises(ValueError, match="bucket_mb must be greater than 0, got 0"):
-        torchring.compile(torch.nn.Linear(2, 2), bucket_mb=0)
+    assert compile(backend=backend, mode="fast", fullgraph=True) == {"mode": "fast"}
+    inductor = importlib.import_module("torch._inductor.compile_fx")
+    monkeypatch.setattr(inductor, "compile_fx", lambda *args, config_patches, **_: backend(*args, **config_patches))
+    assert compile(bucket_mb=1) == {}
+    assert compile(options={"max-autotune": True}) == {"max_autotune": True}
+    assert compile(mode="reduce-overhead") == torch._inductor.list_mode_options("reduce-overhead")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"bucket_mb": 0}, ValueError, "bucket_mb must be a size in MiB greater than 0, got 0"),
+        ({"bucket_mb": float("inf")}, ValueError, "got inf"),
+        ({"bucket_mb": "25"}, ValueError, "got '25'"),
+        ({"mode": "fastest"}, RuntimeError, "fastest"),
+        ({"options": {"unheard_of": 1}}, RuntimeError, "unheard_of"),
+        ({"mode": "default", "options": {}}, RuntimeError, "either mode or options"),
+    ],
+)
+def test_options_that_do_not_exist_are_errors_at_once(options: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        torchring.compile(torch.nn.Linear(2, 2), **options)
 
 
 def test_a_model_that_cannot_be_cut_is_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,15 @@ from torch import Tensor, nn
 
 import torchring
 from torchring.allreduce import select
+from torchring.allreduce.device.stream import OnStream
 from torchring.gradients import best_plan, candidates, tuning
 from torchring.gradients.boundaries import Cut, ReductionCost
-from torchring.gradients.candidates import Candidate, Tuned, compressions_for, worth_trying
+from torchring.gradients.candidates import Candidate, Tuned, what_to_tune, worth_trying
+from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import ParameterSpec, Plan, build_plan
 from torchring.gradients.trial import Times, Trial
+from torchring.gradients.tuning import open_tuner
+from torchring.world import default_world
 
 _NUM_STEPS = 31
 _DEFAULT_ROUNDS, _TURN = 5, 4  # until the first trial; one that warms up, and three that are measured
@@ -127,6 +131,61 @@ def test_16_bits_are_kept_where_they_pay_and_known_to_the_next_start(tmp_path: P
         assert reason == "full precision, as algorithm 'native' does not add 16-bit values in fp32"
 
 
+def _broken_off(rank: int, _: int, folder: str) -> dict[str, tuple[list[bool], str]]:
+    """Trials that end in the turn of bf16: in which steps gradients had 16 bits, and the reason at the end."""
+    results = {}
+    for name in ("parameters", "optimizer", "few"):
+        model, other = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        with _scripted(f"{folder}/{name}", [_SLOW, _FAST[:2] if name == "few" else _FAST, _SLOW]):
+            optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.0), model, compression="auto")
+            (sync,) = _syncs(model)
+            assert sync.reduction.weights.representable(1 / 3) != 1 / 3, "it has to fit into any wire"
+            second: torchring.DistributedOptimizer | None = None
+            sizes = []
+            for step in range(12):
+                if step == _DEFAULT_ROUNDS + 1 and name == "parameters":
+                    optimizer.add_param_group({"params": list(other.parameters())})
+                if step == _DEFAULT_ROUNDS + 1 and name == "optimizer":
+                    second = torchring.wrap(torch.optim.SGD(other.parameters(), lr=0.0))
+                (model(torch.ones(2, 32)) + other(torch.ones(2, 32))).sum().backward()
+                optimizer.step()
+                plans = [bucket.plan for sync in _syncs(model) for bucket in sync.reduction.buckets]
+                sizes.append(any(plan.wire_dtype.itemsize == 2 for plan in plans))
+            results[name] = sizes, optimizer.stats().reason.partition("; ")[2]
+            for each in (optimizer, second):
+                if each is not None:
+                    each.close()
+    return results
+
+
+def _syncs(model: nn.Module) -> list[Any]:
+    return default_world().shared(OptimizerGroup).owners_of(model.parameters())
+
+
+def test_a_trial_that_is_broken_off_leaves_full_precision(tmp_path: Path) -> None:
+    steps = [False] * _DEFAULT_ROUNDS + [True]
+    for results in run_pooled(_broken_off, 2, str(tmp_path)):
+        sizes, reason = results["parameters"]
+        assert sizes == steps + [False] * 6
+        assert reason == "default plan, as parameters were added before another plan had won a trial"
+        sizes, reason = results["optimizer"]
+        assert sizes == steps + [False] * 6
+        assert reason == "nothing is tuned: with several optimizers, all buckets leave after backward"
+        sizes, reason = results["few"]
+        assert sizes == steps + [True] * 3 + [False] * 3
+        assert reason.startswith("full precision: too few backwards")
+
+
+def test_what_another_device_has_found_is_not_used() -> None:
+    mover = mock.Mock(spec=OnStream)
+    mover.algorithm, mover.in_background = "direct", True
+    plan = build_plan(_specs(torch.float32), bucket_bytes=0)
+    tuner = open_tuner(mock.Mock(), mover, mock.Mock(), plan, [], Tuned(True, 0, (None, "bf16")))
+    with mock.patch.object(tuning.plan_cache, "read", side_effect=AssertionError):
+        assert tuner.recall([]) is None
+    assert tuner.compression is None
+
+
 def _specs(dtype: torch.dtype) -> list[ParameterSpec]:
     return [ParameterSpec(f"p{i}", (1024,), (1,), dtype, torch.device("cpu")) for i in range(2)]
 
@@ -145,7 +204,7 @@ def test_16_bits_are_tried_where_they_should_shorten_backward(
     specs = _specs(torch.float32)
     cost = ReductionCost((0, 1), (0.0, seconds_of_byte), 0.0, in_background=True)
     current = build_plan(specs, bucket_bytes=1 << 20)
-    tuned = Tuned(False, 1 << 20, compressions_for("ring", "auto"))
+    tuned = what_to_tune(buckets=False, bucket_bytes=1 << 20, compression="auto", algorithm="ring")
     found, reasons = worth_trying(tuned, current, specs, [computed / 2, computed], computed, [cost, cost])
     assert [candidate.subject for candidate in found] == subjects
     assert len(found) + len(reasons) == 1
