@@ -535,6 +535,12 @@ def test_the_switch_adds_up_where_it_can(accelerator: FakeAccelerator, launches:
     for wire in engine.open_wires([(100, dtype) for dtype in dtypes]):
         engine.launch(wire, 0.25)
     assert [each["multicast"] for each in launches.prepared] == [1 << 40, 0, (1 << 40) + 512 + 1024]
+    (wire,) = engine.open_wires([(5, torch.float16)])
+    wire.buffer.fill_(40_000.0)
+    engine.launch(wire, 0.5)
+    assert wire.scale_first
+    assert wire.buffer.tolist() == [20_000.0] * 5, "the switch would round the sum of two to infinity, before the scale"
+    assert launches.prepared[-1]["scale"] == 1.0
     direct = SharedMemoryEngine("direct", _Group(4, multicast=1 << 40), accelerator)
     direct.launch(direct.open_wires([(100, torch.float32)])[0], 0.25)
     assert launches.prepared[-1]["multicast"] == 0, "direct adds in rank order"

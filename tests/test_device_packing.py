@@ -52,6 +52,20 @@ def _pack(bucket: Any, value: float = 1.0) -> None:
     bucket.packing.finish_packing()
 
 
+def test_after_a_round_that_was_broken_off_gradients_in_place_are_waited_for(accelerator: FakeAccelerator) -> None:
+    (bucket,) = _buckets(accelerator, num_slots=2)
+    bucket.packing.follow_current_stream()
+    bucket.packing.pack([0], [torch.full((1,), 4.0)], bucket.views[:1])  # and packing the other one raises
+    accelerator.synchronize()
+    bucket.packing.reset()
+    for view in bucket.views:
+        view.fill_(3.0)
+    bucket.packing.finish_packing()
+    bucket.reduction_stream.run(lambda: bucket.wire.mul_(10.0))
+    bucket.reduction_stream.mark().hold_current()
+    assert [float(view) for view in bucket.views] == [30.0, 30.0]
+
+
 def test_a_gradient_is_kept_until_the_next_bucket_is_packed(accelerator: FakeAccelerator) -> None:
     first, second, third = _buckets(accelerator, num_buckets=3)
     _pack(first)

@@ -26,6 +26,7 @@ from torchring.bench.gpu.timing import NO_TIME, spreads
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import DevicePacking
 from torchring.gradients.plan import ParameterSpec, build_plan
+from torchring.gradients.unread import UnreadGradients
 from torchring.world import World, default_world
 
 Row = dict[str, Any]
@@ -115,8 +116,11 @@ class OneBucket:
         mover, _ = open_on_device(world, algorithm, "auto", [(plan.numel, plan.wire_dtype)], accelerator)
         wire = mover.open_wires([(plan.numel, plan.wire_dtype)])[0]
 
-        def packing(scale: float) -> DevicePacking:
-            return DevicePacking(scale, plan, wire.buffer, wire.found_in_inputs, mover.stream, accelerator)
+        stream, unread = accelerator.open_stream(), UnreadGradients(accelerator)
+
+        def packing(scale: float) -> DevicePacking:  # as `DeviceRounds` does
+            place = wire.buffer, wire.found_in_inputs
+            return DevicePacking(scale, plan, *place, stream, accelerator, reduction_stream=mover.stream, unread=unread)
 
         bucket = Bucket(plan, wire, specs, parameters, scale=_SCALE, packing=packing)
         grads = [[torch.randint(-99, 100, p.shape, device=device).float() for p in bucket.parameters] for _ in "ab"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 
 from torchring.allreduce.slices import slice_bounds
-from torchring.kernels import direct, ring
+from torchring.kernels import prepare_direct, prepare_ring
 from torchring.kernels.signals import signal_bytes
 
 _PATIENCE_SECONDS: Final = 20.0
@@ -37,22 +37,28 @@ class StreamRanks:
         self._bounds = slice_bounds(numel, size, dtype.itemsize)
         is_cuda = device.type == "cuda"
         self.abort = torch.zeros(1, dtype=torch.int32, pin_memory=is_cuda)
+        self._launches: dict[tuple[int, str, float], Callable[[], None]] = {}
         self._streams: list[torch.cuda.Stream] = []  # none on the CPU
         if is_cuda:
             self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(size)]  # type: ignore[no-untyped-call]
         self._synchronize()
 
     def launch(self, rank: int, op: str = "direct", scale: float = 1.0) -> None:
-        """Launch a rank's kernel in the current stream."""
+        """Launch a rank's kernel in the current stream. It is prepared at the first launch, as for a bucket."""
+        key = rank, op, scale
+        if key not in self._launches:
+            self._launches[key] = self._prepared(rank, op, scale)
+        self._launches[key]()
+
+    def _prepared(self, rank: int, op: str, scale: float) -> Callable[[], None]:
         addresses = (self._wire_addresses, self._pad_addresses)
         if op == "ring":
-            ring(
+            return prepare_ring(
                 *addresses, self.wires[rank], rank=rank, num_ranks=self.size,
                 scale=scale, abort=self.abort, max_blocks=self.max_blocks,
             )  # fmt: skip
-            return
         begin, end = self._bounds[rank]
-        direct(
+        return prepare_direct(
             *addresses, self.wires[rank], rank=rank, num_ranks=self.size, begin=begin, end=end,
             scale=scale, abort=self.abort, max_blocks=self.max_blocks,
         )  # fmt: skip
@@ -98,8 +104,8 @@ class StreamRanks:
             self._streams[rank].synchronize()
 
     @contextmanager
-    def limited(self) -> Iterator[None]:
-        """Raises RuntimeError at the end if kernels had to be aborted, because they did not end by themselves."""
+    def ended_in_time(self) -> Iterator[None]:
+        """Inside, kernels are aborted if they have not ended after a while."""
         guard = threading.Timer(_PATIENCE_SECONDS, self.abort.fill_, (1,))
         guard.daemon = True
         guard.start()
@@ -108,6 +114,12 @@ class StreamRanks:
             self._synchronize()
         finally:
             guard.cancel()
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Raises RuntimeError at the end if kernels had to be aborted, because they did not end by themselves."""
+        with self.ended_in_time():
+            yield
         if int(self.abort):
             raise RuntimeError(f"kernels were still waiting after {_PATIENCE_SECONDS:.0f} s")
 

@@ -33,7 +33,8 @@ from torch import Tensor
 from torchring.accelerators import accelerator_of
 from torchring.bench.gpu.stream_ranks import StreamRanks, fitting_blocks, num_processors
 from torchring.bench.gpu.timing import NO_TIME, Stopwatch, Timer, quantiles, take_turns
-from torchring.kernels import ChunkTable, direct, pack, reference
+from torchring.kernels import ChunkTable, direct, reference
+from torchring.kernels.pack import prepare_pack
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 
 Row = dict[str, Any]
@@ -210,12 +211,13 @@ def _time_gemm(device: torch.device, blocks: int, numel: int, *, is_dry: bool) -
         alone.append(multiply().seconds())
         if is_dry:
             ranks.abort.fill_(1)  # else the interpreter would wait forever
-        with ranks.stream(0):
-            ranks.launch(0)
-        time.sleep(_SETTLE_SECONDS)
-        beside.append(multiply().seconds())
-        ranks.abort.fill_(1)
-        ranks.wait_for(0)
+        with ranks.ended_in_time():
+            with ranks.stream(0):
+                ranks.launch(0)
+            time.sleep(_SETTLE_SECONDS)
+            beside.append(multiply().seconds())
+            ranks.abort.fill_(1)
+            ranks.wait_for(0)
         ranks.reset()
     return {
         "blocks": ranks.max_blocks,
@@ -252,13 +254,14 @@ def _time_abort(device: torch.device, *, is_dry: bool) -> Row:
     ranks.prepare()
     if is_dry:
         ranks.abort.fill_(1)
-    with ranks.stream(0):
-        ranks.launch(0)
-    time.sleep(_SETTLE_SECONDS)
-    begin = time.perf_counter()
-    ranks.abort.fill_(1)
-    ranks.wait_for(0)
-    seconds = time.perf_counter() - begin
+    with ranks.ended_in_time():
+        with ranks.stream(0):
+            ranks.launch(0)
+        time.sleep(_SETTLE_SECONDS)
+        begin = time.perf_counter()
+        ranks.abort.fill_(1)
+        ranks.wait_for(0)
+        seconds = time.perf_counter() - begin
     if not bool(ranks.wires[0].isnan().all()):
         raise RuntimeError("the wire of an aborted kernel holds numbers")
     return {"us": _in_us([seconds])}
@@ -274,9 +277,10 @@ def _host_calls(device: torch.device, *, is_dry: bool) -> dict[str, Callable[[],
     grads = [torch.randn(numel, device=device) for _ in range(12)]
     line = -(-numel // 16) * 16
     table = ChunkTable([numel] * 12, [i * line for i in range(12)], wire_dtype=torch.float32, device=device)
+    pack_all = prepare_pack(ranks.wires[0], table, torch.float32)
     return {
         "launch direct": lambda: ranks.launch(0),
-        "pack 12 gradients": lambda: pack(grads, ranks.wires[0], table),
+        "pack 12 gradients": lambda: pack_all(grads),
         "mark": stream.mark,
         "follow": stream.follow,
         "run nothing": lambda: stream.run(lambda: None),

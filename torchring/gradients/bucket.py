@@ -265,6 +265,7 @@ class Bucket:
         self._missing, self._kept, self._packed = [], {}, {}
         self.packing_ns = 0
         self._is_abandoned = False
+        self.packing.reset()
 
     def release(self) -> None:
         """Another bucket is about to replace this one: let go of the buffer. The ledger stays."""

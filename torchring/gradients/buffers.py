@@ -318,6 +318,7 @@ class _Layout:
         self._counts = wire[self._offsets[-1] :]
         self._wide = torch.zeros(self._halves.numel() // 2, dtype=torch.int64, device=wire.device)
         self._places = list(map(self._place, range(len(self.specs))))
+        self._ones: tuple[list[bool], torch.Tensor] = [], self._counts[:0].clone()
 
     @torch.no_grad()
     def pack(self, *, is_absent: bool) -> None:
@@ -331,7 +332,14 @@ class _Layout:
         self._halves.copy_(self._wide.view(torch.int32))
         if self._is_mean:
             self._means.mul_(1.0 / self._size)
-        self._counts.copy_(torch.tensor([tensor is not None for tensor in tensors], dtype=_WIRE, device="cpu"))
+        self._counts.copy_(self._ones_for([tensor is not None for tensor in tensors]))
+
+    def _ones_for(self, given: list[bool]) -> torch.Tensor:
+        """1 for each buffer that is given, else 0. Sent to the device when it changes, and the host does not wait."""
+        if given != self._ones[0]:
+            ones = torch.tensor(given, dtype=_WIRE, device="cpu", pin_memory=self.wire.is_cuda)
+            self._ones = given, ones.to(self.wire.device, non_blocking=True)
+        return self._ones[1]
 
     @torch.no_grad()
     def unpack(self, *, is_complete: bool) -> None:

@@ -65,6 +65,9 @@ class Packing(Protocol):
     def release(self) -> None:
         """The bucket is reduced: let go of the gradients that were packed."""
 
+    def reset(self) -> None:
+        """The round is over, or was broken off, maybe between `pack` and `finish_packing`."""
+
 
 class HostPacking:
     """See `Packing`. Without a scale, torch alone checks the shapes."""
@@ -93,6 +96,8 @@ class HostPacking:
     def original(self, slot: int) -> torch.Tensor | None: ...
 
     def release(self) -> None: ...
+
+    def reset(self) -> None: ...
 
 
 @dataclass
@@ -223,9 +228,12 @@ class DevicePacking:
         return next((held[slot] for held in reversed(self._held) if slot in held), None)
 
     def release(self) -> None:
-        for held in self._held:
-            held.clear()
+        self._unread.release()  # the current stream waits for the reduction, but maybe not the one that owns the memory
         self._held.clear()
+
+    def reset(self) -> None:
+        self._has_followed = False
+        self._mark = None
 
     def _follow(self) -> frozenset[object]:
         """Have the packing stream wait for the gradients. Returns the streams that computed the gradients."""

@@ -7,8 +7,7 @@ been done (the mark is reached), or that stream must have been told to wait for 
 Which stream is it? The stream that was current when the gradient was accumulated: either the gradient was allocated
 there, or autograd has called `record_stream` for that stream (torch/csrc/autograd/input_buffer.cpp), so that the
 allocator itself waits for what is now in that stream. If all gradients of a pack are the current stream's, the current
-stream waits for the mark. If there were several streams, the gradients stay until the mark is reached, or the bucket is
-reduced.
+stream waits for the mark. If there were several streams, the gradients stay until the mark is reached.
 
 Waiting costs the current stream nothing: it has computed another bucket since, and packing, which is a matter of
 microseconds, waits for no reduction.

@@ -85,11 +85,15 @@ class SharedMemoryEngine:
             own = parts[self.group.index]
             addresses, bounds = _addresses(parts, own.device), self._bounds(numel, dtype)
             multicast = self._multicast(block, start, dtype)
-            wires.append(DeviceWire(own.data, own, addresses, bounds, report, i, block, multicast))
+            # The switch rounds the sum to 16 bits before a kernel can scale it: fp16 might overflow where the result
+            # would fit.
+            scale_first = multicast != 0 and dtype.itemsize == 2
+            wires.append(DeviceWire(own.data, own, addresses, bounds, report, i, block, multicast, scale_first))
         self._accelerator.synchronize()
         return wires
 
     def launch(self, wire: DeviceWire, scale: float) -> None:
+        scale = _scale_now(wire, scale)
         if self.algorithm == "ring":
             self._launch(wire, ("ring", scale), lambda: self._prepare_ring(wire, scale))
         else:
@@ -167,9 +171,7 @@ class BackendEngine:
     def launch(self, wire: DeviceWire, scale: float) -> None:
         if not wire.buffer.numel():
             return
-        if scale != 1.0 and wire.scale_first:
-            wire.buffer.mul_(scale)  # first: 16-bit sums might overflow where the result would fit
-            scale = 1.0
+        scale = _scale_now(wire, scale)  # 16-bit sums might overflow where the result would fit
         all_reduce(self._backend, wire.buffer)
         self._alone.direct(wire, scale, spread=False)  # scales, and looks for values that are not finite
 
@@ -213,6 +215,14 @@ class HierarchicalEngine:
         self._shared.close()
         if self._column is not None:
             self._column.shutdown()
+
+
+def _scale_now(wire: DeviceWire, scale: float) -> float:
+    """Scale the inputs if that has to come first, and packing has not done so. Returns the scale that is left."""
+    if scale == 1.0 or not wire.scale_first:
+        return scale
+    wire.buffer.mul_(scale)
+    return 1.0
 
 
 def all_reduce(backend: Backend, buffer: torch.Tensor) -> None:
