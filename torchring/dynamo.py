@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast, overload
 
 import torch
 
@@ -26,9 +26,15 @@ _has_cut = False  # whether `compile` was called
 _FIRST_BYTES: Final = 1 << 20  # the size of torchring's first bucket, and of DistributedDataParallel's
 
 
+@overload
+def compile(model: _F, *, bucket_mb: float = ..., backend: str | Callable[..., Any] = ..., **options: Any) -> _F: ...
+@overload
 def compile(
-    model: _F, *, bucket_mb: float = 25.0, backend: str | Callable[..., Any] = "inductor", **options: Any
-) -> _F:
+    model: None = None, *, bucket_mb: float = ..., backend: str | Callable[..., Any] = ..., **options: Any
+) -> Callable[[_F], _F]: ...
+def compile(
+    model: Any = None, *, bucket_mb: float = 25.0, backend: str | Callable[..., Any] = "inductor", **options: Any
+) -> Any:
     """Like `torch.compile`, for a model that trains data-parallel: gradients arrive while backward still computes.
 
     With `torch.compile` all gradients of a model arrive at the end of backward, so no communication is hidden.
@@ -37,7 +43,7 @@ def compile(
     class that cuts is PyTorch's `DDPOptimizer` (torch/_dynamo/backends/distributed.py). Not collective.
 
     Args:
-        model: a module or a function. It may be compiled before or after `wrap`.
+        model: a module or a function. It may be compiled before or after `wrap`. None: returns a decorator.
         bucket_mb: size of a part: MiB of parameters, in the dtype of the parameters. The last part of the model, whose
             gradients arrive first, has 1 MiB.
         backend: the name of a backend of `torch.compile`, or a function. It compiles the parts.
@@ -47,13 +53,23 @@ def compile(
         What `torch.compile` returns.
 
     Raises:
-        ValueError: `bucket_mb` is not greater than 0.
+        ValueError: `bucket_mb` is not a size greater than 0.
+        RuntimeError: `mode` or `options` are none of `torch.compile`.
     """
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb must be greater than 0, got {bucket_mb!r}")
+    if not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < float("inf"):
+        raise ValueError(f"bucket_mb must be a size in MiB greater than 0, got {bucket_mb!r}")
+    if model is None:
+        return functools.partial(compile, bucket_mb=bucket_mb, backend=backend, **options)
     global _has_cut
     _has_cut = True
-    return cast(_F, torch.compile(model, backend=_InParts(int(bucket_mb * _MIB), backend), **options))
+    if backend == "inductor":
+        mode, given = options.pop("mode", None), options.pop("options", None)
+        if mode is not None and given is not None:
+            raise RuntimeError("torch.compile takes either mode or options")
+        # This is what torch.compile makes of these arguments. It raises RuntimeError for those that do not exist.
+        inductor: Any = torch._TorchCompileInductorWrapper
+        backend = inductor(mode or "default", given, options.get("dynamic"))
+    return torch.compile(model, backend=_InParts(int(bucket_mb * _MIB), backend), **options)
 
 
 @dataclass(frozen=True)
@@ -69,23 +85,16 @@ class _InParts:
     backend: str | Callable[..., Any]
 
     def __call__(self, graph: Any, inputs: Any, **arguments: Any) -> Callable[..., Any]:
-        """Compile a graph. `arguments`: the arguments mode and options of torch.compile, if they are given."""
+        """Compile a graph. `arguments`: mode and options of torch.compile, for other backends than Inductor."""
         from torch._dynamo.backends.distributed import DDPOptimizer
 
-        compile_part = functools.partial(torch._dynamo.lookup_backend(self.backend), **self._translated(arguments))
+        compile_part = functools.partial(torch._dynamo.lookup_backend(self.backend), **arguments)
         optimizer = DDPOptimizer(self.num_bytes, compile_part, min(_FIRST_BYTES, self.num_bytes))
         try:
             return cast(Callable[..., Any], optimizer.compile_fn(graph, inputs))
         except NotImplementedError as error:  # some releases of PyTorch cannot cut a graph with higher-order operators
             warnings.warn(f"torchring.compile compiles this graph as a whole: {error}", RuntimeWarning, stacklevel=2)
             return cast(Callable[..., Any], compile_part(graph, inputs))
-
-    def _translated(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What the backend calls these arguments. Other backends than Inductor know them as torch.compile does."""
-        if self.backend != "inductor" or not arguments:
-            return arguments
-        mode = torch._inductor.list_mode_options(arguments["mode"]) if "mode" in arguments else {}
-        return {"config_patches": {**mode, **arguments.get("options", {})}}
 
 
 def run_eagerly(function: _F) -> _F:

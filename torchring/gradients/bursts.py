@@ -30,7 +30,7 @@ class BurstWatch:
         self.is_over = False
         self._count = 0
 
-    def note(self, ready_ns: Sequence[int], before_ns: int, *, is_forward_known: bool) -> None:
+    def note(self, ready_ns: Sequence[int], before_ns: int, *, is_forward_known: bool, hides: bool) -> None:
         """A backward is over that could have hidden communication.
 
         Args:
@@ -38,12 +38,14 @@ class BurstWatch:
                 gradient; -1 for none. Without the time of communication and copies.
             before_ns: how long before that the script began to wait for data.
             is_forward_known: whether the end of forward is known.
+            hides: whether backward is known to have hidden some communication.
         """
         if self.is_over:
             return
         came = [at for at in ready_ns if at >= 0]
         whole_ns = max(came, default=0) + (0 if is_forward_known else before_ns)
-        is_burst = len(came) > 1 and has_compiled_whole() and max(came) - min(came) <= _LONGEST * whole_ns
+        is_burst = len(came) > 1 and not hides and max(came) - min(came) <= _LONGEST * whole_ns
+        is_burst = is_burst and has_compiled_whole()
         self._count = self._count + 1 if is_burst else 0
         if self._count == _NUM_BACKWARDS:
             self.is_over = True

@@ -23,11 +23,13 @@ class Tuned:
         buckets: whether buckets are cut for the model.
         bucket_bytes: size of default buckets. Others are not larger: large ones leave late.
         compressions: see `build_plan`. The first one is used until another has won.
+        remark: why there is no second compression, although the user allows one.
     """
 
     buckets: bool
     bucket_bytes: int
     compressions: tuple[str | None, ...]
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,16 @@ class Candidate:
         return f"{buckets}, of {self.compression}" if buckets else f"gradients in {self.compression}"
 
 
-def compressions_for(algorithm: str, compression: str | None) -> tuple[str | None, ...]:
-    """What compression=`compression` allows with this algorithm: one of COMPRESSIONS, or two of them for "auto"."""
+def what_to_tune(*, buckets: bool, bucket_bytes: int, compression: str | None, algorithm: str) -> Tuned:
+    """What these arguments of `wrap` leave to torchring, with this algorithm."""
     assert compression in COMPRESSIONS or compression == "auto"
     if compression != "auto":
-        return (compression,)
-    # The backend would add 16-bit values in 16 bits, which is worse than the rounding that the user has agreed to.
-    return (None,) if algorithm == "native" else (None, AUTO_COMPRESSION)
+        return Tuned(buckets, bucket_bytes, (compression,))
+    if algorithm == "native":
+        # The backend would add 16-bit values in 16 bits, which is worse than the rounding that the user has agreed to.
+        remark = "full precision, as algorithm 'native' does not add 16-bit values in fp32"
+        return Tuned(buckets, bucket_bytes, (None,), remark)
+    return Tuned(buckets, bucket_bytes, (None, AUTO_COMPRESSION))
 
 
 def worth_trying(
@@ -78,7 +83,7 @@ def worth_trying(
 
     Args:
         current: the default plan.
-        ready: for each parameter when its gradient is ready, in seconds from the first gradient.
+        ready: for each parameter when its gradient is ready, in seconds from the begin of backward.
         computed: when all gradients are ready.
         costs: what reductions take, for each of `tuned.compressions`.
     """

@@ -17,6 +17,7 @@ from torchring.tracing.recorder import EXPOSED
 from torchring.tracing.records import Arrivals, ParameterRecord
 from torchring.world import World
 
+_MOST_EXPOSED: Final = 0.9  # of communication, where backward hides some
 _ROUNDS_BETWEEN_CLOCKS: Final = 500  # clocks drift by some microseconds a second
 
 
@@ -61,16 +62,19 @@ class RoundRecording:
             # With "inline" nothing is hidden in any case.
             if len(scheduler.buckets) > 1 and rounds.overlap != "inline" and self._world.rank == 0:
                 input_began, is_forward_known = recorder.last_input()
-                self._bursts.note(ready, began - input_began, is_forward_known=is_forward_known)
+                # What a device hides is known in one of the next rounds.
+                hides = rounds.knows_at_once and current.exposed_seconds < _MOST_EXPOSED * current.busy_seconds
+                before_ns = began - input_began
+                self._bursts.note(ready, before_ns, is_forward_known=is_forward_known, hides=hides)
         recorder.add_round(scheduler.times, stall_ns, current.packing_ns, rounds.reductions)
 
-    def note_plan(self, buckets: Sequence[Bucket], specs: Sequence[ParameterSpec]) -> None:
-        """The buckets are laid out like this from now on."""
+    def note_plan(self, buckets: Sequence[Bucket], specs: Sequence[ParameterSpec], reason: str) -> None:
+        """The buckets are laid out like this from now on, for that reason: see `Stats.reason`."""
         about = self._recorder.about
         if about is not None and {each.name for each in about.parameters} <= {spec.name for spec in specs}:
             sizes = tuple(bucket.plan.num_bytes for bucket in buckets)
             records = tuple(parameter_records(buckets, specs))
-            self._recorder.about = replace(about, bucket_bytes=sizes, parameters=records)
+            self._recorder.about = replace(about, reason=reason, bucket_bytes=sizes, parameters=records)
 
 
 def parameter_records(buckets: Sequence[Bucket], specs: Sequence[ParameterSpec]) -> list[ParameterRecord]:

@@ -20,7 +20,7 @@ from torchring.collectives.service import Collectives, collectives_of, internal_
 from torchring.errors import GradientError, in_step
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.buffers import BufferSpec, BufferSync, SyncBuffers
-from torchring.gradients.candidates import AUTO_COMPRESSION, Tuned, compressions_for
+from torchring.gradients.candidates import AUTO_COMPRESSION, what_to_tune
 from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted, wire_dtype
 from torchring.gradients.recording import RoundRecording, has_arrivals
@@ -107,6 +107,7 @@ class Reduction:
         # The script's collectives: another rank may be calling one of those, instead of wrapping its optimizer.
         self._check_agreement(specs, collectives_of(world), buffers if options.sync_buffers else ())
         self._tuner: Tuner | None = None
+        self._next_plan: Plan | None = None  # to be installed at the end of the round
         on_device = accelerator_of(specs[0].device) is not None
         self._bucket_mb = default_bucket_mb(world, options.algorithm, on_device=on_device)
         plan = self._plan(specs)
@@ -168,9 +169,11 @@ class Reduction:
         self._check_agreement(specs, internal_collectives_of(self.world))
         self.scheduler.forget_order()  # the order knows nothing of the new parameters
         if self._tuner is not None:
-            self._tuner.stop("as things were when parameters were added")
+            plan = self._tuner.stop("default plan, as parameters were added before another plan had won a trial")
+            if plan is not None:
+                self._install(plan)
         self._add(specs, parameters, self._plan(specs))
-        self._recording.note_plan(self.buckets, self.specs)
+        self._recording.note_plan(self.buckets, self.specs, self.reason)
 
     def begin(
         self, *, step: int, hold: bool, control_bits: ControlBits, is_absent: bool = False, is_again: bool = False
@@ -244,6 +247,9 @@ class Reduction:
         self._recording.add(scheduler, self.rounds)
         if scheduler.ready_order is not None and scheduler.round.hold:
             self._rebuild(scheduler.ready_order)
+        if self._next_plan is not None:
+            plan, self._next_plan = self._next_plan, None
+            self._install(plan)
         self.rounds.end()
 
     def _weigh_result(self) -> float:
@@ -333,11 +339,15 @@ class Reduction:
     def _open_tuner(self, specs: Sequence[ParameterSpec], plan: Plan) -> Plan:
         """Collective: let the plan be tuned. Returns the plan to begin with, which an earlier run may have found."""
         options, world = self._options, self.world
-        compressions = compressions_for(self.mover.algorithm, options.compression)
-        tuned = Tuned(options.bucket_mb == "auto", self._bucket_bytes, compressions)
+        tuned = what_to_tune(
+            buckets=options.bucket_mb == "auto",
+            bucket_bytes=self._bucket_bytes,
+            compression=options.compression,
+            algorithm=self.mover.algorithm,
+        )
         lines = describe(specs, str(options))
         self._tuner = open_tuner(world, self.mover, self.scheduler, plan, lines, tuned)
-        if len(compressions) > 1:  # a weight has to fit into any wire
+        if len(tuned.compressions) > 1:  # a weight has to fit into any wire
             self.weights.expect([wire_dtype(torch.float32, AUTO_COMPRESSION)])
         if (known := self._tuner.recall(specs)) is not None:
             self.scheduler.forget_order()  # the plan has the order of an earlier run
@@ -414,14 +424,18 @@ class Reduction:
             bucket.release()
         internal_collectives_of(self.world).barrier()  # memory is free when all ranks have let go of it
         self.scheduler.install(self._open(plan))
-        self._recording.note_plan(self.buckets, self.specs)
+        self._recording.note_plan(self.buckets, self.specs, self.reason)
 
     def _tune(self, tuner: Tuner, *, hold: bool) -> None:
         """Collective, before a round begins: other buckets from now on, if it is time for that."""
-        if hold:
-            tuner.stop("nothing is tuned: with several optimizers, all buckets leave after backward")
+        before = tuner.reason
+        if hold:  # ranks may begin rounds of several optimizers in different orders: installed in `finish`
+            reason = "nothing is tuned: with several optimizers, all buckets leave after backward"
+            self._next_plan = tuner.stop(reason) or self._next_plan
         elif plan := tuner.next_plan(Plan(tuple(bucket.plan for bucket in self.buckets)), self.specs):
             self._install(plan)
+        if tuner.reason != before:
+            self._recording.note_plan(self.buckets, self.specs, self.reason)
 
 
 def default_bucket_mb(world: World, algorithm: str, *, on_device: bool) -> float:

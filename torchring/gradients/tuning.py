@@ -52,10 +52,11 @@ class Stage(enum.Enum):
 
 @dataclass
 class Observation:
-    """One round on one rank. Times are seconds from the first gradient.
+    """One round on one rank. Times are seconds since `began`.
 
     Attributes:
-        began: when the first gradient was ready, in seconds of time.perf_counter.
+        began: when forward had ended, in seconds of time.perf_counter; where that cannot be seen, when the first
+            gradient was ready.
         ready: for each parameter, when its gradient was ready and copied. Time in calls of the mover is subtracted, so
             these are the times of a backward that only computes.
         computed: when all gradients were ready, in the same way.
@@ -64,7 +65,7 @@ class Observation:
         busy: how long something was being reduced.
     """
 
-    began: float = field(default_factory=time.perf_counter)
+    began: float
     ready: dict[int, float] = field(default_factory=dict)
     computed: float = 0.0
     total: float = 0.0
@@ -83,7 +84,6 @@ class Tuner:
         tuned: what may be changed.
 
     Attributes:
-        reason: what has been decided, and why, as a clause.
         compression: of the plan in use.
     """
 
@@ -96,7 +96,7 @@ class Tuner:
         self._scheduler = scheduler
         self._subject = subject
         self._tuned = tuned
-        self.reason = f"{self._default}, until backwards have been measured"
+        self._decision = f"{self._default}, until backwards have been measured"
         self._stage = Stage.WAITING
         self._first = 0  # number of the first round that is measured
         self._round: Observation | None = None  # the round under way, if it is measured
@@ -111,6 +111,11 @@ class Tuner:
         return self._round is not None
 
     @property
+    def reason(self) -> str:
+        """What has been decided, and why, as a clause."""
+        return "; ".join(filter(None, (self._decision, self._tuned.remark)))
+
+    @property
     def _default(self) -> str:
         names = ["default buckets"] * self._tuned.buckets
         return " and ".join(names + ["full precision"] * (len(self._tuned.compressions) > 1))
@@ -120,6 +125,8 @@ class Tuner:
 
         Sets `compression`.
         """
+        if self._stage is Stage.DONE:  # where nothing is tuned, nothing that was tuned is used
+            return None
         collectives = internal_collectives_of(self._world)
         data = plan_cache.read(self._subject) if self._world.rank == 0 else None
         data = collectives.broadcast_bytes(data, 0)
@@ -134,11 +141,16 @@ class Tuner:
         self.stop(f"{found.text}, as measured by an earlier run")
         return plan
 
-    def stop(self, reason: str) -> None:
-        """The plan stays as it is. To be called in the same round on all ranks."""
+    def stop(self, reason: str) -> Plan | None:
+        """Nothing is tuned any more, because of `reason`. To be called in the same round on all ranks.
+
+        Returns the default plan if another one is in use, which has not won its trial yet.
+        """
+        trial = self._trial if self._stage is Stage.MEASURING else None
         if self._stage is not Stage.DONE:
-            self._stage, self.reason = Stage.DONE, reason
+            self._stage, self._decision = Stage.DONE, reason
         self._round, self._observed = None, {}
+        return self._use_default(trial) if trial is not None and trial.is_turn_of_found else None
 
     def order_is_known(self) -> None:
         """The default buckets have been laid out in the order of gradients; the next round is the first with them."""
@@ -152,8 +164,8 @@ class Tuner:
         times = self._agree_on_times()
         trial = self._trial
         if len(times) < _FEWEST_ROUNDS:
-            self.stop(f"{self._default}: too few backwards reduced gradients of all ranks while these were measured")
-            return None if trial is None else self._use_default(trial)
+            what = "too few backwards reduced gradients of all ranks while these were measured"
+            return self.stop(f"{self._default}: {what}")
         if trial is None:
             self._find(current, specs, times)
             return self._try_next(current, specs, times) if self._candidates else None
@@ -176,7 +188,9 @@ class Tuner:
             is_ordinary: whether this is the round of a backward of this rank.
         """
         is_measured = self._stage is Stage.MEASURING and self._scheduler.round.number >= self._first
-        self._round = Observation() if is_ordinary and is_measured else None
+        recorder = self._world.recorder
+        began = recorder.part_began * 1e-9 if recorder.is_on else time.perf_counter()
+        self._round = Observation(began) if is_ordinary and is_measured else None
 
     def mark_ready(self, index: int) -> None:
         """As `Scheduler.mark_ready`, and take the time."""
@@ -254,7 +268,7 @@ class Tuner:
         found = plan_of(specs, groups, compression=candidate.compression)
         self._trial = Trial(candidate, default, found, list(times))
         self._measure()
-        self.reason = f"{candidate.subject}, which are being tried"
+        self._decision = f"{candidate.subject}, which are being tried"
         return self._use_found(self._trial)
 
     def _use_found(self, trial: Trial) -> Plan:
@@ -289,5 +303,5 @@ def open_tuner(
     elif not plan.buckets:
         tuner.stop("no buckets, as all gradients are sparse")
     elif not tuned.buckets and len(tuned.compressions) == 1:
-        tuner.stop("full precision, as algorithm 'native' does not add 16-bit values in fp32")
+        tuner.stop("")
     return tuner
