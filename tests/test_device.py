@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -667,9 +668,38 @@ def test_exchanges_of_a_group_are_counted_by_the_group() -> None:
         ours.wait([f"{at[0]}/1"])
         assert ours.get(f"{at[0]}/1") == bytes([128, exchange])
         assert theirs.get(f"{at[1]}/0") == bytes([0, 255, exchange])
+        assert ours.multi_get([f"{at[0]}/{rank}" for rank in range(2)]) == [
+            ours.get(f"{at[0]}/0"),
+            bytes([128, exchange]),
+        ]
     impatient = ExchangeStore(shared, 0.05)
+    assert impatient.timeout == timedelta(seconds=0.05), "barriers take it"
     with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
         dist.PrefixStore("CUDASymmetricMemory", impatient).wait(["9/2"])
+
+
+def test_ranks_of_a_group_meet_at_barriers_of_symmetric_memory() -> None:
+    """`StoreExchange::barrier` of 2.13 calls `Store::barrier`, under a key without a rank."""
+
+    def meet(store: dist.Store, key: str) -> None:
+        if hasattr(dist.Store, "barrier"):
+            dist.Store.barrier(store, key, 2)
+            return
+        if dist.Store.add(store, f"{key}/num_members", 1) == 2:
+            dist.Store.set(store, f"{key}/last_member", "<val_ignored>")
+        dist.Store.wait(store, [f"{key}/last_member"], store.timeout)
+
+    shared = dist.HashStore()
+    here, there = (ExchangeStore(shared, 5.0) for _ in range(2))
+    with ThreadPoolExecutor(2) as threads:
+        for exchange in range(2):
+            pending = [
+                threads.submit(meet, here, f"CUDASymmetricMemory/{exchange + 8}"),
+                threads.submit(meet, there, f"CUDASymmetricMemory/{exchange + 11}"),
+            ]
+            assert [future.result() for future in pending] == [None, None]
+    with pytest.raises(RuntimeError, match=r"[Tt]imeout"):  # nobody else comes
+        meet(ExchangeStore(dist.PrefixStore("another group", shared), 0.05), "CUDASymmetricMemory/8")
 
 
 def test_a_rank_that_is_alone_needs_nobody() -> None:
