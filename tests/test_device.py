@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 
+from torchring import accelerators
 from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
 from torchring.allreduce.device import engines
 from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
@@ -336,6 +338,24 @@ def test_engines_abort_what_they_have() -> None:
         engine.abort()
         engine.close()
     assert calls == ["shared", "column", "closed", "down", "shared", "closed"]
+
+
+def test_the_word_that_stops_kernels_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that look at it may be queued for longer than their engine lives."""
+    zeros = torch.zeros
+
+    def zeros_not_pinned(*size: int, pin_memory: bool, **options: Any) -> torch.Tensor:
+        assert pin_memory
+        return zeros(*size, **options)
+
+    monkeypatch.setattr(accelerators, "_host_words", [])
+    monkeypatch.setattr(torch, "zeros", zeros_not_pinned)
+    accelerator = object.__new__(CudaAccelerator)
+    word = accelerator.host_word().fill_(1)
+    kept = weakref.ref(word)
+    del word
+    assert kept() is not None
+    assert accelerator.host_word() == 0
 
 
 @pytest.mark.parametrize("mode", ["late", "lazy"])
