@@ -189,7 +189,7 @@ def open_on_device(
         return mover, Choice(ours, why)
     is_narrow = any(numel and dtype.itemsize == 2 for numel, dtype in specs)
     if is_narrow:
-        why += ", where 16-bit values are added in fp32, as the backend's own all-reduce does not"
+        why += ", where 16-bit values are added in fp32 (the backend's own all-reduce adds them in 16 bits)"
     movers = {ours: mover, **_rivals(world, mover, overlap, accelerator, with_native=not is_narrow)}
     if len(movers) == 1:
         return mover, Choice(ours, why if is_narrow else f"{why}, and the backend does not connect")
@@ -283,7 +283,7 @@ def _backend(world: World, members: tuple[int, ...] | None, accelerator: Acceler
 
     name = world.next_channel_name()
     try:
-        _together(world, open_it, "torch.distributed's backend is not to be had: ")
+        _together(world, open_it, "torch.distributed's backend cannot be opened: ")
         # A rank without a backend would leave the others waiting on their devices, for ever.
         _together(world, connect, "torch.distributed's backend does not connect: ")
     except BaseException:
