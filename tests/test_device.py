@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
 
+from torchring import accelerators
 from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
 from torchring.allreduce.device import engines
 from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
@@ -335,6 +338,24 @@ def test_engines_abort_what_they_have() -> None:
         engine.abort()
         engine.close()
     assert calls == ["shared", "column", "closed", "down", "shared", "closed"]
+
+
+def test_the_word_that_stops_kernels_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that look at it may be queued for longer than their engine lives."""
+    zeros = torch.zeros
+
+    def zeros_not_pinned(*size: int, pin_memory: bool, **options: Any) -> torch.Tensor:
+        assert pin_memory
+        return zeros(*size, **options)
+
+    monkeypatch.setattr(accelerators, "_host_words", [])
+    monkeypatch.setattr(torch, "zeros", zeros_not_pinned)
+    accelerator = object.__new__(CudaAccelerator)
+    word = accelerator.host_word().fill_(1)
+    kept = weakref.ref(word)
+    del word
+    assert kept() is not None
+    assert accelerator.host_word() == 0
 
 
 @pytest.mark.parametrize("mode", ["late", "lazy"])
@@ -673,9 +694,38 @@ def test_exchanges_of_a_group_are_counted_by_the_group() -> None:
         ours.wait([f"{at[0]}/1"])
         assert ours.get(f"{at[0]}/1") == bytes([128, exchange])
         assert theirs.get(f"{at[1]}/0") == bytes([0, 255, exchange])
+        assert ours.multi_get([f"{at[0]}/{rank}" for rank in range(2)]) == [
+            ours.get(f"{at[0]}/0"),
+            bytes([128, exchange]),
+        ]
     impatient = ExchangeStore(shared, 0.05)
+    assert impatient.timeout == timedelta(seconds=0.05), "barriers take it"
     with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
         dist.PrefixStore("CUDASymmetricMemory", impatient).wait(["9/2"])
+
+
+def test_ranks_of_a_group_meet_at_barriers_of_symmetric_memory() -> None:
+    """`StoreExchange::barrier` of 2.13 calls `Store::barrier`, under a key without a rank."""
+
+    def meet(store: dist.Store, key: str) -> None:
+        if hasattr(dist.Store, "barrier"):
+            dist.Store.barrier(store, key, 2)
+            return
+        if dist.Store.add(store, f"{key}/num_members", 1) == 2:
+            dist.Store.set(store, f"{key}/last_member", "<val_ignored>")
+        dist.Store.wait(store, [f"{key}/last_member"], store.timeout)
+
+    shared = dist.HashStore()
+    here, there = (ExchangeStore(shared, 5.0) for _ in range(2))
+    with ThreadPoolExecutor(2) as threads:
+        for exchange in range(2):
+            pending = [
+                threads.submit(meet, here, f"CUDASymmetricMemory/{exchange + 8}"),
+                threads.submit(meet, there, f"CUDASymmetricMemory/{exchange + 11}"),
+            ]
+            assert [future.result() for future in pending] == [None, None]
+    with pytest.raises(RuntimeError, match=r"[Tt]imeout"):  # nobody else comes
+        meet(ExchangeStore(dist.PrefixStore("another group", shared), 0.05), "CUDASymmetricMemory/8")
 
 
 def test_a_rank_that_is_alone_needs_nobody() -> None:

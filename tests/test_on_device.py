@@ -517,6 +517,26 @@ def _measured(rank: int, size: int) -> Any:
         return [optimizer.stats(), digest(model.parameters())]
 
 
+def _half_open(rank: int, size: int) -> list[Any]:
+    """As above; but on one rank of the second host, the backend between the hosts does not connect."""
+    host_module._host_identity = lambda: f"host {(0, 0, 1)[rank]}"
+
+    def connect(backend: Any, buffer: Tensor) -> None:
+        engines.all_reduce(backend, buffer)
+        if rank == 2 and backend.size() == 2:
+            raise RuntimeError("NCCL: unhandled system error")
+
+    found: list[Any] = []
+    with FakeAccelerator().installed() as accelerator, mock.patch.object(select, "all_reduce", connect):
+        model = _model_of_singles()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        found.append(attempt(lambda: torchring.wrap(sgd, model, algorithm="hierarchical")))
+        optimizer = torchring.wrap(sgd, model)
+        _steps(rank, model, optimizer, range(2))
+        stats = optimizer.stats()
+        return [*found, stats.algorithm, stats.reason, accelerator.calls["abort"], digest(model.parameters())]
+
+
 class _Switched:
     """A group whose memory has a multicast address. Nothing is there."""
 
@@ -532,8 +552,15 @@ class _WithSwitch(FakeAccelerator):
         return _Switched(super().share(host, rendezvous))
 
 
+def _fail_after(open_it: Callable[..., object], problem: Exception, *args: Any) -> None:
+    open_it(*args)  # the fake's connects here, and other ranks wait for this one
+    raise problem
+
+
 def _measured_on_one_host(rank: int, size: int) -> list[Any]:
-    """As among four GPUs or more: with a switch that adds up, without, and where NCCL does not connect."""
+    """As among four GPUs or more: with a switch that adds up, without, with wires of 16 bits, and without NCCL on
+    one rank or all.
+    """
     found = []
     prepare = engines.prepare_direct
 
@@ -541,12 +568,21 @@ def _measured_on_one_host(rank: int, size: int) -> list[Any]:
         sums.append(multicast != 0)
         return prepare(*args, **options)
 
-    for make, connects, seconds in (
-        (_WithSwitch, True, {"direct": 2.0, "nvls": 1.0, "native": 3.0}),
-        (FakeAccelerator, True, {"direct": 2.0, "native": 1.0}),
-        (FakeAccelerator, True, {"direct": 1.0, "native": 2.0}),
-        (FakeAccelerator, False, {}),
+    for make, problem, compression, seconds in (
+        (_WithSwitch, None, None, {"direct": 2.0, "nvls": 1.0, "native": 3.0}),
+        (FakeAccelerator, None, None, {"direct": 2.0, "native": 1.0}),
+        (FakeAccelerator, None, None, {"direct": 1.0, "native": 2.0}),
+        (FakeAccelerator, AttributeError("no attribute 'ProcessGroupNCCL'"), None, {}),
+        (FakeAccelerator, RuntimeError("Duplicate GPU") if rank == 1 else None, None, {}),
+        (_WithSwitch, None, "bf16", {"direct": 2.0, "nvls": 1.0}),
+        (FakeAccelerator, None, "bf16", {}),
     ):
+        connections: list[int] = []
+
+        def connect(backend: Any, buffer: Tensor, to: Any = connections) -> None:
+            to.append(backend.size())
+            engines.all_reduce(backend, buffer)
+
         sums: list[bool] = []
         turns: list[tuple[str, int]] = []
 
@@ -562,16 +598,17 @@ def _measured_on_one_host(rank: int, size: int) -> list[Any]:
             mock.patch.object(reduction_module, "FEWEST_MEASURED", 2),
             mock.patch.object(select, "seconds_together", time_together),
             mock.patch.object(engines, "prepare_direct", without_switch),
+            mock.patch.object(select, "all_reduce", connect),
         ):
-            if not connects:
-                accelerator.open_backend = mock.Mock(side_effect=RuntimeError("Duplicate GPU"))
+            if problem is not None:
+                accelerator.open_backend = functools.partial(_fail_after, accelerator.open_backend, problem)
             model = _model_of_singles()
-            optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression=compression)
             asked = optimizer._sync.reduction._bucket_bytes
             _steps(rank, model, optimizer, range(2))
             stats = optimizer.stats()
             found.append([stats.algorithm, stats.reason, asked, any(sums), digest(model.parameters()), turns])
-            found[-1] += [accelerator.races, [int(word) for word in accelerator.host_words]]
+            found[-1] += [accelerator.races, [int(word) for word in accelerator.host_words], connections]
         torchring.shutdown()
     return found
 
@@ -699,7 +736,7 @@ Scenario = Callable[[int, int], Any]
 _SCENARIOS: dict[int, dict[str, Scenario]] = {
     size: {str(case): functools.partial(_train_exactly, case=case) for case in cases} for size, cases in _CASES.items()
 }
-_SCENARIOS[3]["measured"] = _measured
+_SCENARIOS[3] |= {"measured": _measured, "half open": _half_open}
 _SCENARIOS[2] |= {name: functools.partial(_on_device, name=name) for name in _SCRIPTS}
 _SCENARIOS[2] |= {
     "as on the CPU": _as_on_the_cpu,
@@ -935,10 +972,14 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do() -> None:
         ("native", 25 * mib, {"direct", "native"}),
         ("direct", 10 * mib, {"direct", "native"}),
         ("direct", 10 * mib, set()),
+        ("direct", 10 * mib, set()),
+        ("nvls", 10 * mib, {"direct", "nvls"}),
+        ("direct", 10 * mib, set()),
     ]
     for i, (algorithm, size, measured) in enumerate(expected):
         assert_same_on_all_ranks([found[i][4] for found in by_rank])
-        for used, reason, bucket_bytes, by_switch, _, turns, races, aborted in (found[i] for found in by_rank):
+        assert len({found[i][1] for found in by_rank}) == 1
+        for used, reason, bucket_bytes, by_switch, _, turns, races, aborted, connections in (of[i] for of in by_rank):
             assert not any(aborted), "what was measured was no round that was broken off"
             assert (used, bucket_bytes, races) == (algorithm, size, []), reason
             assert by_switch is (algorithm == "nvls")
@@ -946,7 +987,21 @@ def test_auto_measures_what_several_gpus_of_one_host_can_do() -> None:
             assert len({num_bytes for _, num_bytes in turns}) <= 1, "all are given the same wires"
             assert ("measured for buckets of " in reason) == bool(measured), reason
             assert all(f"{name} " in reason.partition("MiB: ")[2] for name in measured), reason
-    assert "the backend does not connect" in by_rank[0][3][1]
+            assert reason.endswith("ms, all with the same buckets") is (algorithm == "native"), reason
+            assert connections == [2] * ("native" in measured), "nobody waits for a rank that has no backend"
+            assert ("16-bit values are added in fp32" in reason) is (i >= 5), reason
+            assert ("the backend does not connect" in reason) is (i in (3, 4)), reason
+
+
+def test_ranks_fall_back_together() -> None:
+    """And refuse together what was asked for."""
+    results = results_of("half open", 3)
+    text = "torch.distributed's backend does not connect: NCCL: unhandled system error (rank 2 says so)"
+    for rank, (problem, algorithm, reason, num_aborted, _) in enumerate(results):
+        assert problem.startswith(f"TopologyError: {text}")
+        assert (algorithm, reason) == ("native", f"hierarchical is not to be had: {text}")
+        assert num_aborted == (0 if rank == 1 else 2), "the column of ranks 0 and 2, twice"
+    assert_same_on_all_ranks([trained for *_, trained in results])
 
 
 @pytest.mark.parametrize(

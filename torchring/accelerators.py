@@ -184,6 +184,12 @@ class CudaStream:
         self._stream.wait_event(self._followed)
 
 
+# Never given back. Kernels that were told to stop may still be queued when their engine is gone. A later engine that
+# got the same memory would clear the word, and those kernels would wait for ranks that have left. PyTorch does not know
+# that kernels use the memory.
+_host_words: Final[list[torch.Tensor]] = []
+
+
 class CudaAccelerator:
     """NVIDIA GPUs (and AMD's, which PyTorch calls cuda, too). See `Accelerator`."""
 
@@ -209,7 +215,8 @@ class CudaAccelerator:
         return copy.copy_(tensor, non_blocking=True)
 
     def host_word(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+        _host_words.append(torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True))
+        return _host_words[-1]
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 from torch.distributed import PrefixStore
@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 from torchring.accelerators import Accelerator, Backend
 from torchring.allreduce.contract import Mover
 from torchring.allreduce.cost import seconds_together
-from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine, all_reduce
+from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine, abort, all_reduce
 from torchring.allreduce.device.stream import Engine, OnStream
 from torchring.allreduce.direct import DirectAllReduce
 from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
@@ -22,7 +22,7 @@ from torchring.allreduce.native import NativeAllReduce
 from torchring.allreduce.ring import RingAllReduce
 from torchring.allreduce.threaded import ThreadedMover
 from torchring.collectives.service import internal_collectives_of
-from torchring.errors import TopologyError, in_step
+from torchring.errors import RingError, TopologyError, in_step
 from torchring.memory.channel import POLL_SECONDS
 from torchring.transport.open import open_transport
 from torchring.world import World
@@ -31,6 +31,7 @@ Algorithm = Literal["auto", "direct", "ring", "hierarchical", "native", "nvls"]
 ALGORITHMS: Final = get_args(Algorithm)
 Overlap = Literal["auto", "inline", "thread"]
 OVERLAPS: Final = get_args(Overlap)
+_T = TypeVar("_T")
 
 NUM_LANES: Final = 2  # buckets that cross the network at a time
 
@@ -168,8 +169,8 @@ def open_on_device(
     "auto" is "native" where every host has one rank, or GPUs of a host do not reach each other's memory. On one host it
     is "direct" for up to 3 GPUs. For more GPUs, torchring measures "direct" against "native", and "nvls" where that is
     to be had; on several hosts with several GPUs each, "hierarchical" against "native". It measures wires of the sizes
-    in `specs`. With overlap="inline" the stream that computes waits for each bucket. Raises TopologyError where GPUs
-    cannot do what `algorithm` takes.
+    in `specs`, and leaves out "native" if some have 16 bits. With overlap="inline" the stream that computes waits for
+    each bucket. Raises TopologyError, on all ranks, where the GPUs of some cannot do what `algorithm` takes.
     """
     if algorithm != "auto":
         return _open_engine(world, algorithm, overlap, accelerator), Choice(algorithm, "asked for")
@@ -179,42 +180,44 @@ def open_on_device(
     ours = "direct" if len(world.hosts) == 1 else "hierarchical"
     try:
         mover = _open_engine(world, ours, overlap, accelerator)
-    except TopologyError as error:
-        return _open_engine(world, "native", overlap, accelerator), Choice(
-            "native", f"{ours} is not to be had: {error}"
-        )
+    except TopologyError as error:  # on all ranks
+        why = f"{ours} is not to be had: {error.message}"
+        return _open_engine(world, "native", overlap, accelerator), Choice("native", why)
     why = "the GPUs of all ranks reach each other's memory" if ours == "direct" else "ranks share memory within hosts"
     sample = _sample_on_device(specs)
     if (ours == "direct" and world.size < FEWEST_MEASURED) or not sample:
         return mover, Choice(ours, why)
-    movers = {ours: mover, **_rivals(world, mover, overlap, accelerator)}
+    is_narrow = any(numel and dtype.itemsize == 2 for numel, dtype in specs)
+    if is_narrow:
+        why += ", where 16-bit values are added in fp32 (the backend's own all-reduce adds them in 16 bits)"
+    movers = {ours: mover, **_rivals(world, mover, overlap, accelerator, with_native=not is_narrow)}
     if len(movers) == 1:
-        return mover, Choice(ours, f"{why}, and the backend does not connect")
+        return mover, Choice(ours, why if is_narrow else f"{why}, and the backend does not connect")
     seconds = _measure_on_device(world, movers, sample, accelerator)
     best = min(movers, key=lambda name: seconds[name])
     for name, other in movers.items():
         if name != best:
             other.close()
     sizes = ", ".join(dict.fromkeys(f"{numel * dtype.itemsize / 2**20:.3g}" for numel, dtype in sample))
-    return movers[best], Choice(best, f"{why}; measured for buckets of {sizes} MiB: {_in_words(seconds)}", seconds)
+    measured = f"measured for buckets of {sizes} MiB: {_in_words(seconds)}"
+    if best == "native":  # whose own default is larger than that of direct
+        measured += ", all with the same buckets"
+    return movers[best], Choice(best, f"{why}; {measured}", seconds)
 
 
-def _rivals(world: World, mover: OnStream, overlap: str, accelerator: Accelerator) -> dict[str, OnStream]:
+def _rivals(
+    world: World, mover: OnStream, overlap: str, accelerator: Accelerator, *, with_native: bool
+) -> dict[str, OnStream]:
     """Collective: what else could reduce what `mover` reduces. The same on all ranks."""
     rivals = {}
     engine = mover.engine
     if isinstance(engine, SharedMemoryEngine) and engine.can_multicast:
-        nvls = SharedMemoryEngine("nvls", engine.group, accelerator)
-        rivals["nvls"] = _on_stream(world, nvls, overlap, accelerator)
-    native: OnStream | None = None
-    with contextlib.suppress(TopologyError):  # NCCL does not connect ranks that share a GPU
-        native = _open_engine(world, "native", overlap, accelerator)
-    failed = torch.tensor(float(native is None), dtype=torch.float64, device="cpu")
-    if not internal_collectives_of(world).all_reduce(failed, "max"):
-        assert native is not None
-        rivals["native"] = native
-    elif native is not None:
-        native.close()
+        with contextlib.suppress(TopologyError):
+            nvls = _together(world, lambda: SharedMemoryEngine("nvls", engine.group, accelerator))
+            rivals["nvls"] = _on_stream(world, nvls, overlap, accelerator)
+    if with_native:
+        with contextlib.suppress(TopologyError):  # NCCL does not connect ranks that share a GPU
+            rivals["native"] = _open_engine(world, "native", overlap, accelerator)
     return rivals
 
 
@@ -238,11 +241,17 @@ def _on_stream(world: World, engine: Engine, overlap: str, accelerator: Accelera
 
 
 def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
-    if algorithm in ("direct", "ring", "nvls"):
-        return SharedMemoryEngine(algorithm, accelerator.share(world.host, world.rendezvous), accelerator)
-    if algorithm == "hierarchical":
-        columns = num_columns(world.hosts)
-        shared = SharedMemoryEngine(algorithm, accelerator.share(world.host, world.rendezvous), accelerator, columns)
+    """Collective. Raises TopologyError on all ranks if a rank cannot open the engine."""
+    if algorithm in ("direct", "ring", "nvls", "hierarchical"):
+        num_slices = num_columns(world.hosts) if algorithm == "hierarchical" else None
+
+        def share() -> SharedMemoryEngine:
+            group = accelerator.share(world.host, world.rendezvous)
+            return SharedMemoryEngine(algorithm, group, accelerator, num_slices)
+
+        shared = _together(world, share)
+        if algorithm != "hierarchical":
+            return shared
         return HierarchicalEngine(shared, _backend(world, column_members(world.hosts, world.rank), accelerator))
     backend = _backend(world, tuple(range(world.size)), accelerator)
     assert backend is not None
@@ -250,19 +259,61 @@ def _engine(world: World, algorithm: str, accelerator: Accelerator) -> Engine:
 
 
 def _backend(world: World, members: tuple[int, ...] | None, accelerator: Accelerator) -> Backend | None:
-    """Collective: a backend between `members`, one of which is this rank; None if `members` is None."""
+    """Collective among all ranks: a backend between `members`, one of which is this rank; None if `members` is None.
+
+    Raises TopologyError on all ranks if a rank's backend cannot be had, or does not connect.
+    """
+    opened: list[Backend] = []
+
+    def open_it() -> None:
+        if members is None:
+            return
+        assert world.rendezvous is not None
+        store = PrefixStore(f"backend/{name}/{members[0]}", world.rendezvous.store)
+        try:
+            rank = members.index(world.rank)
+            opened.append(accelerator.open_backend(store, rank, len(members), world.timeout_seconds))
+        except AttributeError as error:  # PyTorch was built without NCCL
+            raise TopologyError(str(error)) from error
+
+    def connect() -> None:  # now, not in a backward
+        for backend in opened:
+            all_reduce(backend, torch.zeros(1, device=accelerator.device))
+            accelerator.synchronize()
+
     name = world.next_channel_name()
-    if members is None:
-        return None
-    assert world.rendezvous is not None
-    store = PrefixStore(f"backend/{name}/{members[0]}", world.rendezvous.store)
     try:
-        backend = accelerator.open_backend(store, members.index(world.rank), len(members), world.timeout_seconds)
-        all_reduce(backend, torch.zeros(1, device=accelerator.device))  # connect here, not in a backward
-        accelerator.synchronize()
+        _together(world, open_it, "torch.distributed's backend cannot be opened: ")
+        # A rank without a backend would leave the others waiting on their devices, for ever.
+        _together(world, connect, "torch.distributed's backend does not connect: ")
+    except BaseException:
+        for backend in opened:
+            abort(backend)
+            with contextlib.suppress(RuntimeError):
+                backend.shutdown()
+        raise
+    return opened[0] if opened else None
+
+
+def _together(world: World, open_it: Callable[[], _T], problem: str = "") -> _T:
+    """Collective: what `open_it` returns. If `open_it` fails on a rank, all ranks raise a TopologyError with one text.
+
+    Args:
+        problem: begins the text.
+    """
+    text, cause, opened = "", None, list[_T]()
+    try:
+        opened.append(open_it())
     except RuntimeError as error:
-        raise TopologyError(f"torch.distributed's backend does not connect: {error}", rank=world.rank) from error
-    return backend
+        if isinstance(error, RingError) and not isinstance(error, TopologyError):  # ranks cannot agree any more
+            raise
+        text = problem + (error.message if isinstance(error, TopologyError) else str(error) or repr(error))
+        cause = error
+    texts = [data.decode() for data in internal_collectives_of(world).all_gather_bytes(text.encode())]
+    if failed := [rank for rank, text in enumerate(texts) if text]:
+        where = "" if len(failed) == world.size else f" (rank {failed[0]} says so)"
+        raise in_step(TopologyError(texts[failed[0]] + where, rank=world.rank)) from cause
+    return opened[0]
 
 
 def _check_one_host(world: World, problem: str, also: str = "'hierarchical'") -> None:

@@ -246,12 +246,16 @@ class ExchangeStore(dist.Store):
     pytorch#196082). Where a script has used symmetric memory among some of the ranks only, or a rank was started anew,
     ranks would wait for each other under different keys. All ranks of a group make the group's exchanges in one order.
     So this store counts the exchanges that it sees.
+
+    The methods below are all that symmetric memory needs. Its barriers set and wait in releases before 2.13. From 2.13
+    on they call `Store::barrier` (pytorch#182132), which adds, sets and waits for at most the store's own timeout.
     """
 
     def __init__(self, store: dist.Store, timeout_seconds: float) -> None:
         super().__init__()
         self._store = store
         self._patience = timedelta(seconds=timeout_seconds)
+        self.set_timeout(self._patience)  # else 300 s
         self._numbers: dict[str, int] = {}  # by what stands before the rank in a key
 
     # Called from C++.
@@ -264,6 +268,9 @@ class ExchangeStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._store.wait([self._renamed(key) for key in keys], timeout or self._patience)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._renamed(key), amount)
 
     def _renamed(self, key: str) -> str:
         exchange, _, rank = key.rpartition("/")
