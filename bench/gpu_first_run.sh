@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # The first run of torchring on a machine with GPUs: facts, tests of the kernels, all tests that need a GPU, benchmarks.
 #
-#     bash bench/gpu_first_run.sh FOLDER
+#     bash bench/gpu_first_run.sh FOLDER            everything
+#     bash bench/gpu_first_run.sh FOLDER tests bench  some parts: machine links versions doctor kernels tests bench overlap
 #
 # FOLDER gets the output of each part, the benchmarks' rows as JSON, and a summary. Each part has a time limit, and the
-# next part starts even if a part failed. Takes at most 35 minutes on one GPU. The exit code is the number of parts that
-# failed. Needs a checkout, with PyTorch, Triton, numpy and pytest; torchring need not be installed. PYTHON says which
+# next part starts even if a part failed. Takes at most 40 minutes. The exit code is the number of parts that failed. Needs a checkout, with PyTorch, Triton, numpy and pytest; torchring need not be installed. PYTHON says which
 # Python to use (default: python3).
 set -u
-out=$(realpath -m "${1:?usage: bash bench/gpu_first_run.sh FOLDER}")
+out=$(realpath -m "${1:?usage: bash bench/gpu_first_run.sh FOLDER [PART...]}")
+wanted=" ${*:2} "
 mkdir -p "$out"
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TORCHRING_EXPECT_GPU=1
@@ -19,11 +20,12 @@ failed=0
 part() {
     local name=$1 limit=$2 began=$SECONDS code
     shift 2
+    [ -n "${wanted// /}" ] && [[ $wanted != *" $name "* ]] && return
     echo "== $name: $*" | cut -c -120
     timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1
     code=$?
     tail -n 4 "$out/$name.log"
-    [ $code -eq 124 ] && echo "stopped after $limit s, its limit" | tee -a "$out/$name.log"
+    { [ $code -eq 124 ] || [ $code -eq 137 ]; } && echo "stopped after $limit s, its limit" | tee -a "$out/$name.log"
     [ $code -ne 0 ] && failed=$((failed + 1))
     echo "$name: exit code $code after $((SECONDS - began)) s" | tee -a "$out/summary.txt"
 }
@@ -40,7 +42,7 @@ print("multicast", memory.has_multicast_support(kind, 0))
 print(inspect.getsource(symmetric.empty)[-700:])
 '
 
-: >"$out/summary.txt"
+[ -n "${wanted// /}" ] || : >"$out/summary.txt"
 part machine 30 nvidia-smi
 part links 30 nvidia-smi topo -m
 part versions 60 "$python" -c "$facts"
