@@ -5,8 +5,9 @@
 #     bash bench/gpu_first_run.sh FOLDER tests bench  some parts: machine links versions doctor kernels tests bench overlap
 #
 # FOLDER gets the output of each part, the benchmarks' rows as JSON, and a summary. Each part has a time limit, and the
-# next part starts even if a part failed. Takes at most 40 minutes. The exit code is the number of parts that failed. Needs a checkout, with PyTorch, Triton, numpy and pytest; torchring need not be installed. PYTHON says which
-# Python to use (default: python3).
+# next part starts even if a part failed. Takes at most 40 minutes. The exit code is the number of parts that failed.
+# Needs a checkout, with PyTorch, Triton, numpy and pytest; torchring need not be installed. PYTHON says which Python to
+# use (default: python3).
 set -u
 out=$(realpath -m "${1:?usage: bash bench/gpu_first_run.sh FOLDER [PART...]}")
 wanted=" ${*:2} "
