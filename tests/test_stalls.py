@@ -358,7 +358,7 @@ def _cross(rank: int, size: int) -> Any:
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
     torchring.barrier()
     assert world.host is not None
-    world.host.timeout_seconds = 2.5
+    world.host.timeout_seconds = 2.0 if rank == 1 else 4.0  # so that rank 0 still waits when rank 1 asks why
     loss = model(torch.ones(2, 4)).sum()
     with logged(handler), pytest.raises(RingError) as caught:
         torchring.all_reduce(torch.ones(1)) if rank == 1 else loss.backward()
@@ -375,7 +375,7 @@ def test_ranks_that_wait_in_different_operations_are_told_so() -> None:
         assert f"in {own}" in message
         assert re.search(rf"Rank {1 - rank} \(pid \d+\) itself has waited for \d+\.\d s in {re.escape(other)}", message)
         assert "All ranks wait, in different operations" in message
-    assert any("itself has waited for" in text for _, text in results), results
+    assert "itself has waited for" in results[1][1], results
 
 
 # ---- ranks that do not come to init()
