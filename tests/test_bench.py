@@ -437,6 +437,7 @@ def check_table(printed: str, num_rows: int, *columns: str) -> list[list[str]]:
     return rows
 
 
+@pytest.mark.grid
 def test_allreduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     sizes = [1024, 1 << 20]
     arguments = ["--ranks", "2", "--sizes", *map(str, sizes), "--seconds", "0.2", "--most", "5", "--no-mpi"]
@@ -687,6 +688,7 @@ def run_micro(tmp_path: Path, *options: str) -> str:
     return str(said)
 
 
+@pytest.mark.grid
 def test_micro(tmp_path: Path) -> None:
     """All of them, once, for their results; only the largest sizes are left out."""
     files = {file.stem for file in (BENCH / "micro").glob("bench_*.py")}

@@ -446,6 +446,7 @@ def _hang_in_thread(rank: int, world_size: int, store: dist.Store) -> None:
         _released.wait()
 
 
+@pytest.mark.grid
 def test_hang_in_a_thread_shows_its_stack() -> None:
     try:
         with pytest.raises(RanksFailed, match="rank 1: still running") as failure:
@@ -480,6 +481,7 @@ def test_script_under_torchrun(tmp_path: Path, bad: str) -> None:
         assert "exitcode" in ran.stderr
 
 
+@pytest.mark.grid
 def test_script_that_hangs_is_killed_and_shows_its_stack(tmp_path: Path) -> None:
     begun = [tmp_path / "begun0", tmp_path / "begun1"]
     script = tmp_path / "hang.py"

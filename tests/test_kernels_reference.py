@@ -1,6 +1,7 @@
 import pytest
 import torch
 from checks import assert_bitwise
+from grids import grid
 
 import torchring.kernels
 from torchring.kernels import reference
@@ -34,11 +35,8 @@ def test_scaled_before_cast() -> None:
     assert view.item() == float("inf")  # the mean fits, the gradient does not: casting first is what goes wrong
 
 
-@pytest.mark.parametrize("numel", [1, 5, 16 * 1024, 16 * 1024 + 1, 256 * 1024 + 3])
-@pytest.mark.parametrize("wire_dtype", FLOATS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
-def test_pack_and_unpack_round_once(dtype: torch.dtype, wire_dtype: torch.dtype, numel: int, scale: float) -> None:
+@grid("numel, wire_dtype, dtype, scale", [1, 5, 16 * 1024, 16 * 1024 + 1, 256 * 1024 + 3], FLOATS, FLOATS, [1.0, 1 / 3])
+def test_pack_and_unpack_round_once(numel: int, wire_dtype: torch.dtype, dtype: torch.dtype, scale: float) -> None:
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
     compute = F64 if F64 in (dtype, wire_dtype) else F32
     expected = rounded(grad.to(compute) * torch.tensor(scale, dtype=compute), wire_dtype)

@@ -186,6 +186,7 @@ def test_abstract_sockets_stay_on_their_host(network: Network) -> None:
 
 
 @needs_hosts
+@pytest.mark.grid
 def test_a_link_has_its_rate(network: Network) -> None:
     """Checks the fixture; how fast anything is beyond that is none of a test's business."""
     network.set_rate("200mbit")
@@ -208,6 +209,7 @@ def test_a_link_that_is_down_carries_nothing(network: Network) -> None:
 
 
 @needs_hosts
+@pytest.mark.grid
 def test_a_connection_outlives_a_pulled_cable(network: Network) -> None:
     network.set_rate("100mbit")
     server = listen(network, 1)
