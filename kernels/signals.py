@@ -80,6 +80,13 @@ def block_words(num_ranks: int) -> int:
 
 @lazy_jit()
 @no_type_check
+def first_word(NUM_RANKS: tl.constexpr):
+    """Index of this block's first word in any pad; see `block_words`."""
+    return tl.program_id(0) * ((NUM_RANKS + 3 + 31) // 32 * 32)
+
+
+@lazy_jit(uses=(first_word,))
+@no_type_check
 def words_of(
     signals,  # [N] int64 IN: where each rank's pad begins
     rank,  # owner of the pad
@@ -87,10 +94,10 @@ def words_of(
 ):
     """A pointer to this block's words in `rank`'s pad."""
     pad = tl.load(signals + rank).to(tl.pointer_type(tl.int32))
-    return pad + tl.program_id(0) * ((NUM_RANKS + 34) // 32 * 32)
+    return pad + first_word(NUM_RANKS)
 
 
-@lazy_jit()
+@lazy_jit(uses=(first_word,))
 @no_type_check
 def send(
     signals,  # [width] int64 IN: where the pads begin
@@ -105,7 +112,7 @@ def send(
 
     A block that sees the count also sees all that the threads of this block wrote before, and had seen.
     """
-    word += tl.program_id(0) * ((NUM_RANKS + 34) // 32 * 32)
+    word += first_word(NUM_RANKS)
     if PTX:
         tl.inline_asm_elementwise(
             """
