@@ -70,67 +70,29 @@ def load_sum(
     """Four uint32 [n]: the words of each vector, summed over all ranks."""
     address = multicast + vector * 16
     flag = mine.to(tl.int32)
-    if tl.float32 == DTYPE:
-        a, b, c, d = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .pred mine;
-                .reg .f32 a, b, c, d;
-                setp.ne.u32 mine, $5, 0;
-                @mine multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {a, b, c, d}, [$4];
-                mov.b32 $0, a;
-                mov.b32 $1, b;
-                mov.b32 $2, c;
-                mov.b32 $3, d;
-            }
-            """,
-            "=r,=r,=r,=r,l,r,~{memory}",
-            [address, flag],
-            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
-            is_pure=False,
-            pack=1,
-        )
-    elif tl.bfloat16 == DTYPE:
-        a, b, c, d = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .pred mine;
-                .reg .b32 a, b, c, d;
-                setp.ne.u32 mine, $5, 0;
-                @mine multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {a, b, c, d}, [$4];
-                mov.b32 $0, a;
-                mov.b32 $1, b;
-                mov.b32 $2, c;
-                mov.b32 $3, d;
-            }
-            """,
-            "=r,=r,=r,=r,l,r,~{memory}",
-            [address, flag],
-            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        a, b, c, d = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .pred mine;
-                .reg .b32 a, b, c, d;
-                setp.ne.u32 mine, $5, 0;
-                @mine multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {a, b, c, d}, [$4];
-                mov.b32 $0, a;
-                mov.b32 $1, b;
-                mov.b32 $2, c;
-                mov.b32 $3, d;
-            }
-            """,
-            "=r,=r,=r,=r,l,r,~{memory}",
-            [address, flag],
-            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
-            is_pure=False,
-            pack=1,
-        )
-    return a, b, c, d
+    NARROW: tl.constexpr = "add.acc::f32.v4.bf16x2" if tl.bfloat16 == DTYPE else "add.acc::f32.v4.f16x2"
+    SUM: tl.constexpr = "add.v4.f32" if tl.float32 == DTYPE else NARROW
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred mine;
+            .reg .b32 a, b, c, d;
+            setp.ne.u32 mine, $5, 0;
+            @mine multimem.ld_reduce.relaxed.sys.global."""
+        + SUM
+        + """ {a, b, c, d}, [$4];
+            mov.b32 $0, a;
+            mov.b32 $1, b;
+            mov.b32 $2, c;
+            mov.b32 $3, d;
+        }
+        """,
+        "=r,=r,=r,=r,l,r,~{memory}",
+        [address, flag],
+        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+        is_pure=False,
+        pack=1,
+    )
 
 
 @lazy_jit()
