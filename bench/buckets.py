@@ -6,10 +6,11 @@
     torchring bench buckets --tune compression           compression="auto" instead of bucket_mb="auto"
 
 Two copies of a model train in the same processes and take turns, each from the same weights and on the same batches.
-"auto" first trains until it has decided, without earlier runs' buckets. "Exposed" is how long backward stood still for
-communication in a step, on the rank that waited least: the others waited for that rank, too. Network namespaces stand
-in for hosts (`netns.py`). At the end both copies must have the same weights: bit for bit with 2 ranks, whose sums of
-two do not depend on the buckets. Where gradients may be rounded, each copy must be the same on all ranks.
+"default" has buckets of the default size, which nothing tunes. "auto" first trains until it has decided, without
+earlier runs' buckets. "Exposed" is how long backward stood still for communication in a step, on the rank that waited
+least: the others waited for that rank, too. Network namespaces stand in for hosts (`netns.py`). At the end both copies
+must have the same weights: bit for bit with 2 ranks, whose sums of two do not depend on the buckets. Where gradients
+may be rounded, each copy must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torchring.bench.models import MODELS
 from torchring.bench.netns import Network
 from torchring.bench.step import Trainer
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.reduction import default_bucket_mb
 from torchring.launch.arguments import duration
 from torchring.world import default_world
 
@@ -120,7 +122,8 @@ def work(options: argparse.Namespace) -> int:
     workload = asleep(MODELS[name]()) if options.asleep else MODELS[name]()
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
     trainers: dict[str, Trainer] = {}
-    settings: dict[str, dict[str, Any]] = {"default": {}, "auto": _TUNED[options.tune]}
+    size = {"bucket_mb": default_bucket_mb(default_world(), "auto", on_device=False)}
+    settings: dict[str, dict[str, Any]] = {"default": size, "auto": size | _TUNED[options.tune]}
     for rival, tuned in settings.items():
         model = copy.deepcopy(workload.model)
         optimizer = torchring.wrap(step.sgd(model), model, overlap=options.overlap, **tuned)

@@ -178,7 +178,8 @@ class ElasticJob:
         patch.setattr(drivers, "Job", functools.partial(_Job, self))
         patch.setattr(drivers, "_child_of", lambda job: job.process.pid)
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("TMPDIR", self.leftovers.tmpdir)
+        for name, value in self.leftovers.environ.items():
+            patch.setenv(name, value)
         listener = Listener(self._hosts, self._interface)
         self._stack.callback(listener.close)
         output = Output(OutputOptions())

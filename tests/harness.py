@@ -153,7 +153,7 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if launcher_env else {}
-                merged = {**environ, **own, "TMPDIR": leftovers.tmpdir, **(env or {})}
+                merged = {**environ, **own, **leftovers.environ, **(env or {})}
                 final = {name: value for name, value in merged.items() if value is not None}
                 log = Path(leftovers.folder, f"rank{rank}.log")
                 ranks.append(_Rank(context, rank, world_size, final, log, payload, expected.get(rank)))
@@ -239,7 +239,7 @@ def run_script(
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"] if nproc else []
     command = [sys.executable, *launcher, *(os.fspath(argument) for argument in argv)]
     with _Leftovers() as leftovers:
-        environ = {**_clean_environ(), "TMPDIR": leftovers.tmpdir, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+        environ = {**_clean_environ(), **leftovers.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
         root = str(Path(__file__).resolve().parent.parent)
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
         final = {name: value for name, value in {**environ, **(env or {})}.items() if value is not None}
@@ -383,8 +383,8 @@ class _Pool:
         environ = {**_clean_environ(), **_launchers_environ(self.store, len(self.ranks))}
         with _Leftovers() as leftovers:
             for rank in self.ranks:
-                own = {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.rank), "TMPDIR": leftovers.tmpdir}
-                rank.begin(payload, {**environ, **own})
+                own = {"RANK": str(rank.rank), "LOCAL_RANK": str(rank.rank)}
+                rank.begin(payload, {**environ, **own, **leftovers.environ})
             _wait_for(self.ranks, deadline)
             reports = [rank.report() for rank in self.ranks]
             if any(report.failed for report in reports):
@@ -638,6 +638,8 @@ class _Leftovers:
         self.folder = tempfile.mkdtemp(prefix="torchring-test-")
         self.tmpdir = os.path.join(self.folder, "tmp")
         os.mkdir(self.tmpdir)
+        # No run finds buckets that an earlier one has kept.
+        self.environ = {"TMPDIR": self.tmpdir, "TORCHRING_CACHE": os.path.join(self.folder, "cache")}
         self.processes_before = set(_descendants())
         self.shm_before = set(os.listdir("/dev/shm"))
         return self

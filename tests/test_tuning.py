@@ -1,4 +1,4 @@
-"""bucket_mb="auto" on 2 ranks: what is found is tried, kept or dropped, remembered, and never changes a parameter.
+"""bucket_mb="auto": what is found is tried, kept or dropped, remembered, and never changes a parameter.
 
 Times are scripted where a test needs a certain decision, and real where it must not matter what is decided.
 """
@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from checks import assert_same_on_all_ranks, digest
-from harness import run_pooled
+from harness import run_pooled, run_ranks
 from torch import Tensor, nn
 
 import torchring
@@ -28,7 +28,8 @@ from torchring.gradients.candidates import Tuned
 from torchring.gradients.plan import ParameterSpec, Plan, build_plan
 from torchring.gradients.plan_cache import FoundBuckets
 from torchring.gradients.trial import Times
-from torchring.gradients.tuning import open_tuner
+from torchring.gradients.tuning import open_tuner, tunes_by_default
+from torchring.memory import host as host_module
 
 _NUM_LAYERS = 4
 
@@ -206,6 +207,51 @@ def test_parameters_do_not_depend_on_what_is_decided(tmp_path: Path) -> None:
         assert "until backwards have been measured" not in reason  # all of it has happened
         assert "are being tried" not in reason
     assert_same_on_all_ranks([reason for _, _, reason in results])
+
+
+# By default
+
+
+def _between_two_hosts(rank: int, _: int, folder: str) -> dict[str, Any]:
+    host_module._host_identity = lambda: f"host {rank // 2}"
+    result: dict[str, Any] = {}
+    with _scripted(folder, [_SLOW, [*_FAST, *_FAST], _SLOW, _FAST]):
+        for name, options in (("fixed", {"bucket_mb": 12}), ("default", {})):
+            model = _model()
+            optimizer = _wrap(model, algorithm="hierarchical", **options)
+            result[name] = _train(rank, model, optimizer, 19)[-1], optimizer.stats().reason, _bytes_of(model)
+            optimizer.close()
+    return result
+
+
+def test_between_two_hosts_buckets_are_tuned_unless_they_have_a_size(tmp_path: Path) -> None:
+    for result in run_ranks(_between_two_hosts, 4, str(tmp_path)):
+        (number, reason, expected), (tuned_number, tuned_reason, tuned) = result.values()
+        assert (number, reason) == (1, "asked for")
+        assert (tuned_number, tuned_reason.partition(":")[0]) == (4, "asked for; 4 buckets found for this model")
+        assert tuned == expected
+
+
+@pytest.mark.parametrize(
+    ("hosts", "algorithm", "dtype", "expected"),
+    [
+        (((0,), (1,)), "ring", torch.float32, True),
+        (((0,), (1,)), "native", torch.bfloat16, True),
+        (((0, 1), (2, 3)), "hierarchical", torch.float32, True),
+        (((0, 1), (2,)), "hierarchical", torch.bfloat16, False),  # a host's sum is rounded, the other's is not
+        (((0, 1), (2, 3)), "native", torch.float32, False),
+        (((0, 1), (2, 3)), "ring", torch.float32, False),
+        (((0,), (1,), (2,)), "ring", torch.float32, False),
+        (((0, 1),), "direct", torch.float32, False),
+    ],
+)
+def test_by_default_buckets_are_tuned_where_no_bit_depends_on_them(
+    hosts: tuple[tuple[int, ...], ...], algorithm: str, dtype: torch.dtype, expected: bool
+) -> None:
+    world, mover = mock.Mock(hosts=hosts, size=sum(map(len, hosts))), mock.Mock(algorithm=algorithm)
+    plan = build_plan(_specs(dtype), bucket_bytes=0)
+    assert tunes_by_default(world, mover, plan) is expected
+    assert not tunes_by_default(world, mock.Mock(spec=OnStream, algorithm=algorithm), plan)
 
 
 # Where it makes no sense

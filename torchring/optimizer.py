@@ -62,8 +62,8 @@ class Stats:
 
     Attributes:
         algorithm: "direct", "ring", "hierarchical", "native" or "nvls"; "none" in a world of one rank.
-        reason: why this algorithm was chosen, as a sentence, with the times that "auto" has measured. With
-            bucket_mb="auto" or compression="auto", also what has become of these, and why.
+        reason: why this algorithm was chosen, as a sentence, with the times that "auto" has measured. Where torchring
+            tunes buckets or compression, also what it has decided, and why.
         overlap: "inline" or "thread"; on a GPU "inline" or "stream".
         num_buckets: number of buckets in the current plan.
         bytes_per_step: bytes that this rank contributes to one reduction, after compression.
@@ -120,7 +120,7 @@ def wrap(
             more that reduce in each other's memory. The first bucket is at most 1 MiB. "auto" measures the first
             backwards and finds buckets for this model that leave less communication exposed. These are tried for a few
             steps, and kept if they are faster, for later runs, too, in `~/.cache/torchring`. See `Stats.reason`. For
-            gradients on the CPU.
+            gradients on the CPU. None is "auto" between two hosts, where no bit of a result depends on the buckets.
         accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),
             "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce), "nvls"

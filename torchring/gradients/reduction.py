@@ -27,7 +27,7 @@ from torchring.gradients.recording import RoundRecording, has_arrivals
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
 from torchring.gradients.scheduler import Round, Scheduler
 from torchring.gradients.sparse import NonFiniteGradient, SparseReduction
-from torchring.gradients.tuning import Tuner, open_tuner
+from torchring.gradients.tuning import Tuner, open_tuner, tunes_by_default
 from torchring.gradients.weights import Share, Weights
 from torchring.world import World
 
@@ -128,8 +128,11 @@ class Reduction:
         )
         self._track = world.progress.open_numbered_track("gradients") if world.progress is not None else None
         self.scheduler = Scheduler((), self.mover, self._sparse.mark_local, self._track)
-        if "auto" in (options.bucket_mb, options.compression):
-            plan = self._open_tuner(specs, plan)
+        tunes_buckets = options.bucket_mb == "auto" or (
+            options.bucket_mb is None and tunes_by_default(world, self.mover, plan)
+        )
+        if tunes_buckets or options.compression == "auto":
+            plan = self._open_tuner(specs, plan, buckets=tunes_buckets)
         self._add(specs, parameters, plan)
         self._recording.compare_clocks(self.scheduler.round.next_number)
         self.buffers: BufferSync | None = None
@@ -153,7 +156,7 @@ class Reduction:
 
     @property
     def reason(self) -> str:
-        """Why this algorithm was chosen; with bucket_mb="auto" or compression="auto", why this plan."""
+        """Why this algorithm was chosen; if torchring tunes the plan, why this plan."""
         return self.choice.reason if self._tuner is None else f"{self.choice.reason}; {self._tuner.reason}"
 
     @property
@@ -336,11 +339,15 @@ class Reduction:
             return open_chosen(world, options.overlap, wires, narrow)
         return open_mover(world, options.algorithm, options.overlap), Choice(options.algorithm, "asked for")
 
-    def _open_tuner(self, specs: Sequence[ParameterSpec], plan: Plan) -> Plan:
-        """Collective: let the plan be tuned. Returns the plan to begin with, which an earlier run may have found."""
+    def _open_tuner(self, specs: Sequence[ParameterSpec], plan: Plan, *, buckets: bool) -> Plan:
+        """Collective: let the plan be tuned. Returns the plan to begin with, which an earlier run may have found.
+
+        Args:
+            buckets: whether torchring may cut other buckets.
+        """
         options, world = self._options, self.world
         tuned = what_to_tune(
-            buckets=options.bucket_mb == "auto",
+            buckets=buckets,
             bucket_bytes=self._bucket_bytes,
             compression=options.compression,
             algorithm=self.mover.algorithm,

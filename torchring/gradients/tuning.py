@@ -288,6 +288,20 @@ class Tuner:
             plan_cache.write(self._subject, FoundBuckets(groups, compression, text))
 
 
+def tunes_by_default(world: World, mover: Mover[Any], plan: Plan) -> bool:
+    """Whether buckets are tuned where the script does not say how large they are: between two hosts, on the CPU.
+
+    Between hosts the cores are free while a reduction waits for the network, so that small buckets at the end pay. Of
+    two hosts, each element is a sum of two, in which no bit depends on the buckets. With more hosts, the place in a
+    bucket decides in which order hosts are added up; there the buckets stay the same in all runs. So do they where sums
+    of a host's ranks are rounded to 16 bits on the way, or added up by the backend, in an order of its own.
+    """
+    if isinstance(mover, OnStream) or len(world.hosts) != 2:
+        return False
+    is_narrow = any(bucket.wire_dtype.itemsize == 2 for bucket in plan.buckets)
+    return world.size == 2 or (mover.algorithm == "hierarchical" and not is_narrow)
+
+
 def open_tuner(
     world: World, mover: Mover[Any], scheduler: Scheduler, plan: Plan, description: Sequence[str], tuned: Tuned
 ) -> Tuner:
