@@ -54,9 +54,10 @@ class Trial:
         return self.num_turns < _NUM_TURNS
 
     def is_won(self) -> bool:
-        """Whether the plan that was found is better by more than the noise.
+        """Whether the plan that was found is better.
 
-        It has to leave less exposed, and to slow nothing down. A plan that rounds has to shorten backward as a whole.
+        It has to leave less exposed, by more than the noise, and backward must not take longer. A plan that rounds has
+        to shorten backward by more than the noise.
         """
         default, noise = _median_and_noise([times.exposed for times in self.with_default])
         found, more_noise = _median_and_noise([times.exposed for times in self.with_found])
@@ -64,10 +65,9 @@ class Trial:
             return False
         default, noise = _median_and_noise([times.total for times in self.with_default])
         found, more_noise = _median_and_noise([times.total for times in self.with_found])
-        noise = math.hypot(noise, more_noise)
         if self.candidate.is_rounded:
-            return found < min(default - noise, default * (1 - LEAST_GAIN_OF_ROUNDING))
-        return found < default + 2 * noise  # of the whole, which varies more
+            return found < min(default - math.hypot(noise, more_noise), default * (1 - LEAST_GAIN_OF_ROUNDING))
+        return found <= default
 
     def describe(self) -> str:
         default, found = (
