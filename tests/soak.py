@@ -14,6 +14,7 @@ import secrets
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
@@ -51,6 +52,8 @@ def _parts(draw: Any, num_optimizers: int, num_ranks: int, is_loose: bool) -> tu
             draw(absent),
         )
         parts.append(part)
+    if any(part.dtype == "bf16" for part in parts):  # a norm of nearly equal values would magnify the rounding
+        parts = [replace(part, kind="linear") if part.kind == "norm" else part for part in parts]
     return tuple(parts)
 
 
@@ -103,8 +106,8 @@ def cases(draw: Any, num_ranks: int, is_one_host: bool) -> Case:
     parts = draw(_parts(num_optimizers, num_ranks, is_loose))
     options = {
         "op": "sum" if is_sum else "mean",
-        "compression": draw(st.sampled_from([None, None, None, "fp16", "bf16"])),
-        "bucket_mb": draw(st.sampled_from([None, 0, 50 / 2**20, 200 / 2**20, 0.01, 0.3])),
+        "compression": draw(st.sampled_from([None, None, None, "fp16", "bf16", "auto"])),
+        "bucket_mb": draw(st.sampled_from([None, "auto", "auto", 0, 50 / 2**20, 200 / 2**20, 0.01, 0.3])),
         "accumulate": accumulate,
         "algorithm": draw(
             st.sampled_from(["auto", *(["direct"] if is_one_host else []), "ring", "native", "hierarchical"])
