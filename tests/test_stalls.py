@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from torchring.memory.host import HostGroup
 from torchring.rendezvous.environment import STACKS
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.stalls import monitor as monitor_module
-from torchring.stalls import stacks
+from torchring.stalls import places, stacks
 from torchring.stalls.monitor import StallMonitor
 from torchring.stalls.page import (
     PAGE_BYTES,
@@ -603,6 +604,42 @@ def test_the_place_of_a_thread_names_the_library_and_the_script() -> None:
         r"torch/futures/__init__\.py:\d+ in wait, called from \S*test_stalls\.py:\d+ in <lambda>", text
     ), text
     assert place_of(thread.ident or 0) == (Phase.OUTSIDE, "")
+
+
+def test_a_look_at_a_stack_keeps_no_local_variable_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch switches something off when a local variable ends, which is on again if the end is late."""
+
+    class Local:
+        pass
+
+    has_begun, may_return, has_returned = threading.Event(), threading.Event(), threading.Event()
+    local: list[weakref.ref[Local]] = []
+    is_alive: list[bool] = []
+
+    def function() -> None:
+        variable = Local()
+        local.append(weakref.ref(variable))
+        has_begun.set()
+        may_return.wait()
+
+    def run() -> None:
+        function()
+        has_returned.set()
+
+    def is_internal(code: types.CodeType) -> bool:  # called for each function on the stack
+        may_return.set()
+        assert has_returned.wait(10)
+        is_alive.append(local[0]() is not None)
+        return True
+
+    monkeypatch.setattr(places, "_is_internal", is_internal)
+    thread = threading.Thread(target=run, name="looked-at")
+    thread.start()
+    assert has_begun.wait(10)
+    place_of(thread.ident or 0)
+    thread.join()
+    assert len(is_alive) > 2
+    assert not any(is_alive)
 
 
 def test_the_phase_of_a_thread_is_seen_on_its_stack() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
-from types import CodeType, FrameType
+from collections.abc import Iterable
+from itertools import accumulate, chain, islice, repeat, takewhile
+from operator import attrgetter, methodcaller
+from types import CodeType
 from typing import Final
 
 import torch
@@ -31,24 +35,44 @@ def place_of(thread: int) -> tuple[Phase, str]:
     Names the innermost function outside of Python's library and of torchring. If that function belongs to a library,
     the text also names the function of the script that called it.
     """
-    return _place(sys._current_frames().get(thread))
+    return _place(_calls(thread))
 
 
-def _place(frame: FrameType | None) -> tuple[Phase, str]:
+def _calls(thread: int) -> list[tuple[CodeType, int]]:
+    """The code and the line of each call that a thread is in, the innermost first.
+
+    Who holds a frame keeps alive what its function has in local variables, after that function has returned. PyTorch,
+    for one, relies on the end of such a variable while it compiles the parts of a model
+    (torch/_dynamo/backends/distributed.py, FakeifyFirstAOTInvocationGuard). So no frame is held when another thread can
+    run: one call into C code does all, and Python switches threads between two instructions of Python code only.
+    """
+    frames = map(methodcaller("get", thread), islice(iter(sys._current_frames, None), 1))
+    # getattr(frame, "f_back"), and the same of the result, and so on, up to the None above the outermost frame
+    stack = takewhile(bool, accumulate(chain(frames, repeat("f_back")), getattr))
+    calls = map(attrgetter("f_code", "f_lineno"), stack)
+    # Before 3.12, Python collects garbage whenever C code makes an object, and finalizers are Python code.
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        return list(calls)
+    gc.disable()
+    try:
+        return list(calls)
+    finally:
+        gc.enable()
+
+
+def _place(calls: Iterable[tuple[CodeType, int]]) -> tuple[Phase, str]:
     phase = Phase.OUTSIDE
     inner = caller = ""
-    while frame is not None:
-        code = frame.f_code
+    for code, line in calls:
         found = _PHASE_OF.get((code.co_filename, code.co_name))
         # A forward may run inside backward (checkpointing), and both inside step(), which calls a closure.
         if found is not None and (phase == Phase.OUTSIDE or (phase == Phase.FORWARD and found == Phase.BACKWARD)):
             phase = found
         if not caller and not _is_internal(code):
-            text = f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+            text = f"{_short(code.co_filename)}:{line} in {code.co_name}"
             inner = inner or text
             if not _is_library(code):
                 caller = text
-        frame = frame.f_back
     return phase, inner if caller in ("", inner) else f"{inner}, called from {caller}"
 
 
