@@ -15,6 +15,7 @@ import pytest
 import torch
 from checks import assert_bitwise
 from harness import run_ranks
+from torch._dynamo.backends import distributed
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 
@@ -264,3 +265,15 @@ def test_a_model_that_cannot_be_cut_is_compiled_as_a_whole(monkeypatch: pytest.M
     monkeypatch.setattr(DDPOptimizer, "compile_fn", compile_fn)
     with pytest.warns(RuntimeWarning, match="compiles this graph as a whole: a higher order op"):
         assert _events(lambda model, backend: torchring.compile(model, backend=backend, bucket_mb=1e-5))[0] == "part"
+
+
+def test_where_pytorch_mixes_parts_up_no_backward_reuses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in PyTorch 2.8, which knows only of the last part when it compiles a backward."""
+    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
+    torchring.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+    assert torch._functorch.config.donated_buffer
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    monkeypatch.delattr(distributed, "DDPOptimizerContext")
+    monkeypatch.setattr(DDPOptimizer, "compile_fn", lambda self, graph, inputs: graph)
+    torchring.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+    assert not torch._functorch.config.donated_buffer

@@ -86,10 +86,15 @@ class _InParts:
 
     def __call__(self, graph: Any, inputs: Any, **arguments: Any) -> Callable[..., Any]:
         """Compile a graph. `arguments`: mode and options of torch.compile, for other backends than Inductor."""
-        from torch._dynamo.backends.distributed import DDPOptimizer
+        from torch._dynamo.backends import distributed
 
+        if not hasattr(distributed, "DDPOptimizerContext"):
+            # PyTorch 2.8 compiles the backward of each part with what it knows of the last part, so a backward could
+            # reuse memory that is still needed (pytorch/pytorch#160745). Whether memory may be reused is asked again in
+            # each backward: the setting holds for good.
+            torch._functorch.config.donated_buffer = False
         compile_part = functools.partial(torch._dynamo.lookup_backend(self.backend), **arguments)
-        optimizer = DDPOptimizer(self.num_bytes, compile_part, min(_FIRST_BYTES, self.num_bytes))
+        optimizer = distributed.DDPOptimizer(self.num_bytes, compile_part, min(_FIRST_BYTES, self.num_bytes))
         try:
             return cast(Callable[..., Any], optimizer.compile_fn(graph, inputs))
         except NotImplementedError as error:  # some releases of PyTorch cannot cut a graph with higher-order operators
