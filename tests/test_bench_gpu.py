@@ -23,8 +23,8 @@ import pytest
 import torch
 from harness import patient, run_ranks
 
+from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import OnStream
-from torchring.allreduce.select import open_on_device
 from torchring.bench import measure, overlap
 from torchring.bench.gpu import __main__ as gpu
 from torchring.bench.gpu import buckets, dry, kernels, models, predictions, report, streams, timing, training

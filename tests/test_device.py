@@ -21,8 +21,9 @@ from torchring import accelerators
 from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
 from torchring.allreduce.device import engines
 from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
+from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
-from torchring.allreduce.select import open_mover, open_on_device
+from torchring.allreduce.select import open_mover
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients import rounds as rounds_module
 from torchring.gradients.packing import DevicePacking, slots_of

@@ -91,7 +91,7 @@ def test_narrow_wires(algorithm: str, compression: str) -> None:
 
 def reduce_sizes(rank: int, size: int, algorithm: str) -> None:
     from torchring.accelerators import accelerator_of
-    from torchring.allreduce.select import open_on_device
+    from torchring.allreduce.device.select import open_on_device
 
     world = torchring.init()
     accelerator = accelerator_of(torch.device("cuda", 0))

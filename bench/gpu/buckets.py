@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity
 
 import torchring
 from torchring.accelerators import Accelerator, accelerator_of
+from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import DeviceWire, OnStream
-from torchring.allreduce.select import open_on_device
 from torchring.bench import measure
 from torchring.bench.gpu import models
 from torchring.bench.gpu.models import Shapes
