@@ -57,10 +57,11 @@ if TYPE_CHECKING:
         RingError,
         TopologyError,
     )
+    from torchring.gradients.stats import Stats
     from torchring.joining import join
     from torchring.monitoring import metrics
     from torchring.norms import SyncBatchNorm, convert_sync_batchnorm
-    from torchring.optimizer import DistributedOptimizer, Stats, wrap
+    from torchring.optimizer import DistributedOptimizer, wrap
     from torchring.tracing.writer import trace
     from torchring.world import (
         device,
@@ -123,10 +124,11 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
         "reduce_scatter",
         "dynamo": "compile",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
+        "gradients.stats": "Stats",
         "joining": "join",
         "monitoring": "metrics",
         "norms": "SyncBatchNorm convert_sync_batchnorm",
-        "optimizer": "DistributedOptimizer Stats wrap",
+        "optimizer": "DistributedOptimizer wrap",
         "tracing.writer": "trace",
         "collectives.initial_state": "broadcast_optimizer_state broadcast_parameters",
         "world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
