@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 
 import torchring
+from torchring.default_world import default_world
 from torchring.launch.signals import Stopped, signals_raise
 from torchring.linux import open_process
 from torchring.releases import installed_version
-from torchring.world import default_world
 
 Turn = Callable[[], object]
 

@@ -31,7 +31,7 @@ from torchring.bench.gpu import buckets, dry, kernels, models, predictions, repo
 from torchring.bench.gpu.kernels import Rival
 from torchring.bench.measure import Command
 from torchring.bench.overlap import common, length, merged
-from torchring.world import default_world
+from torchring.default_world import default_world
 
 CPU = torch.device("cpu")
 

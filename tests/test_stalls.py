@@ -22,6 +22,7 @@ from harness import run_pooled, run_ranks, wait_until
 
 import torchring
 from torchring import cli
+from torchring.default_world import default_world
 from torchring.errors import RingError
 from torchring.linux import open_process
 from torchring.memory import host as host_module
@@ -46,7 +47,6 @@ from torchring.stalls.page import (
 )
 from torchring.stalls.places import place_of
 from torchring.stalls.report import Peer, describe_ranks, describe_wait, missing_ranks
-from torchring.world import default_world
 
 _LIMIT = 0.3
 _LATE = 1  # the rank that is late

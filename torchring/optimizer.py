@@ -25,6 +25,7 @@ from torchring.accelerators import accelerator_of
 from torchring.allreduce.select import Algorithm, Overlap
 from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters, check_broadcastable
 from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
 from torchring.gradients.about import about
 from torchring.gradients.alone import Alone
@@ -51,7 +52,7 @@ from torchring.gradients.validation import (
 from torchring.gradients.weights import check_weight
 from torchring.tracing.forward import ForwardWatch
 from torchring.tracing.recorder import INPUT, OPTIMIZER, Recorder
-from torchring.world import World, default_world
+from torchring.world import World
 
 _T = TypeVar("_T")
 
