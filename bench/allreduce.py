@@ -36,9 +36,9 @@ from torchring.allreduce import Mover, Wire
 from torchring.allreduce.select import open_mover
 from torchring.bench import measure
 from torchring.bench.measure import Spread, Turn
+from torchring.default_world import default_world
 from torchring.doctor.render import human_bytes
 from torchring.launch.arguments import duration
-from torchring.world import default_world
 
 SMALL_BYTES = 1 << 20
 CALLS_IF_SMALL = 20

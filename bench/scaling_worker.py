@@ -117,7 +117,7 @@ class Run:
 
     def has_ended(self) -> None:
         """The script has ended by itself, and without an error."""
-        if "torchring.world" in sys.modules:
+        if "torchring.default_world" in sys.modules:
             self._meet()
             self._note(was_ended=False)
 
@@ -158,7 +158,7 @@ class Run:
 
     def _meet(self) -> None:
         """Wait until all ranks have come this far: none may miss another one in its last step."""
-        from torchring import world as worlds
+        from torchring import default_world as worlds
         from torchring.errors import RingError
 
         if worlds.is_initialized() and (rendezvous := worlds.default_world().rendezvous) is not None:
@@ -171,7 +171,7 @@ class Run:
                 ) from error
 
     def _note(self, *, was_ended: bool) -> None:
-        from torchring.world import rank
+        from torchring.default_world import rank
 
         ending = Ending(was_ended, 0 if self._loaders is None else self._loaders.num_loaders)
         folder = Path(os.environ[TRACE])

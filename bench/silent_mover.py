@@ -18,8 +18,8 @@ import torch
 
 from torchring import optimizer
 from torchring.allreduce import Mover, Wire
+from torchring.allreduce.choice import Choice
 from torchring.allreduce.device.stream import DeviceWire, OnStream
-from torchring.allreduce.select import Choice
 from torchring.errors import RingError
 from torchring.gradients import buffers, group, replicas, rounds, sparse, sync
 from torchring.gradients.buffers import BufferSync

@@ -34,8 +34,8 @@ import torchring.horovod as api
 from torchring.bench import measure, turns
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Batch, Workload
+from torchring.default_world import default_world
 from torchring.launch.arguments import duration
-from torchring.world import default_world
 
 
 @dataclass

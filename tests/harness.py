@@ -443,8 +443,8 @@ def _rank_main(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a killed rank cannot flush
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    if "torchring.world" in sys.modules:
-        vars(sys.modules["torchring.world"])["_imported_by"] = os.getpid()  # this is not the fork of a rank
+    if "torchring.default_world" in sys.modules:
+        vars(sys.modules["torchring.default_world"])["_imported_by"] = os.getpid()  # this is not the fork of a rank
     if payload is None:
         _serve(rank, world_size, channel)
         return
@@ -496,7 +496,7 @@ def _serve(rank: int, world_size: int, channel: connection.Connection) -> None:
             answer, exit_code = _answer(payload, rank, world_size, environ)
             if exit_code == 0 and (left := _left_in_process(before)):
                 answer = pickle.dumps((None, (f"left behind: {'; '.join(left)}", "")))
-            world: Any = sys.modules["torchring.world"]
+            world: Any = sys.modules["torchring.default_world"]
             channel.send((world._num_inits, world._num_groups))
             channel.send_bytes(answer)
 

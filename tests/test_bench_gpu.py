@@ -23,15 +23,15 @@ import pytest
 import torch
 from harness import patient, run_ranks
 
+from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import OnStream
-from torchring.allreduce.select import open_on_device
 from torchring.bench import measure, overlap
 from torchring.bench.gpu import __main__ as gpu
 from torchring.bench.gpu import buckets, dry, kernels, models, predictions, report, streams, timing, training
 from torchring.bench.gpu.kernels import Rival
 from torchring.bench.measure import Command
 from torchring.bench.overlap import common, length, merged
-from torchring.world import default_world
+from torchring.default_world import default_world
 
 CPU = torch.device("cpu")
 

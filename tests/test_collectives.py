@@ -23,10 +23,10 @@ from torchring.collectives import operations, shared_memory
 from torchring.collectives import service as collectives_module
 from torchring.collectives.service import collectives_of
 from torchring.collectives.shared_memory import _SMALL_BYTES, stage_bytes
+from torchring.default_world import default_world
 from torchring.errors import PlanMismatchError
 from torchring.memory import host as host_module
 from torchring.memory import semaphore
-from torchring.world import default_world
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -21,14 +21,16 @@ from torchring import accelerators
 from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
 from torchring.allreduce.device import engines
 from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
+from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
-from torchring.allreduce.select import open_mover, open_on_device
+from torchring.allreduce.select import open_mover
 from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
 from torchring.gradients import rounds as rounds_module
 from torchring.gradients.packing import DevicePacking, slots_of
 from torchring.gradients.plan import ControlBits, ParameterSpec, build_plan
 from torchring.gradients.rounds import DeviceRounds, Timing, _first_finding
 from torchring.gradients.scheduler import Round
+from torchring.gradients.unread import UnreadGradients
 from torchring.kernels import ChunkTable
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 from torchring.memory.cuda import (
@@ -158,8 +160,10 @@ def _packing(
     [plan] = build_plan(specs, bucket_bytes=1 << 20, compression=compression, order=range(len(specs))).buckets
     wire = torch.zeros(plan.numel, dtype=plan.wire_dtype)
     found = torch.full((1,), NOTHING_FOUND, dtype=torch.int32)
-    stream = accelerator.open_stream()
-    packing = DevicePacking(0.5, plan, wire, found, stream, accelerator)
+    stream, unread = accelerator.open_stream(), UnreadGradients(accelerator)
+    packing = DevicePacking(
+        0.5, plan, wire, found, stream, accelerator, reduction_stream=accelerator.open_stream(), unread=unread
+    )
     views = [wire[slot.offset : slot.offset + slot.numel].view(shapes[slot.parameter]) for slot in plan.slots]
     return SimpleNamespace(packing=packing, plan=plan, wire=wire, found=found, stream=stream, views=views)
 

@@ -19,7 +19,7 @@ from harness import run_ranks
 
 import torchring
 from torchring import cli
-from torchring.world import default_world
+from torchring.default_world import default_world
 
 DOCS = ROOT / "docs"
 TROUBLESHOOTING = DOCS / "troubleshooting.md"

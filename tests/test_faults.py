@@ -121,7 +121,7 @@ def _kill_in_collective(rank: int, algorithm: str) -> None:
             combine(*args)
 
         exchange_module.combine = fatal
-        if not torchring.world.default_world().shares_memory:
+        if not torchring.default_world.default_world().shares_memory:
             threading.Timer(0.1, _die_noting_the_time).start()
     for _ in range(10_000):
         torchring.all_reduce(data)
@@ -137,7 +137,7 @@ def _kill_before_collective(rank: int, algorithm: str) -> None:
 
 def _kill_parent_of_a_worker(rank: int, algorithm: str) -> None:
     """Where no rank sees the others' process ids, and a forked data loader's worker outlives the one that dies."""
-    group = torchring.world.default_world().host
+    group = torchring.default_world.default_world().host
     assert group is not None
     group._peers = {peer: dataclasses.replace(link, pidfd=-1) for peer, link in group._peers.items()}
     torchring.all_reduce(torch.ones(4))

@@ -91,7 +91,7 @@ def test_narrow_wires(algorithm: str, compression: str) -> None:
 
 def reduce_sizes(rank: int, size: int, algorithm: str) -> None:
     from torchring.accelerators import accelerator_of
-    from torchring.allreduce.select import open_on_device
+    from torchring.allreduce.device.select import open_on_device
 
     world = torchring.init()
     accelerator = accelerator_of(torch.device("cuda", 0))
@@ -395,7 +395,7 @@ def test_the_profiler_shows_what_is_done() -> None:
 
 def forced_alone() -> Any:
     """The step of a world of one, with a ring all the same."""
-    from torchring.world import default_world
+    from torchring.default_world import default_world
 
     model = make_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm="ring")

@@ -339,7 +339,7 @@ def test_ranks_end_when_the_tests_are_killed(tmp_path: Path, fresh: bool, monkey
 def _pooled(rank: int, world_size: int, how: str) -> int:
     """Rank 1 does what `how` says; returns the process id."""
     import torchring
-    from torchring import world
+    from torchring import default_world
     from torchring.memory import host
 
     torchring.init()
@@ -358,9 +358,9 @@ def _pooled(rank: int, world_size: int, how: str) -> int:
         elif how == "process group":  # by itself: it opens files, starts threads, and sets the excepthook
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         elif how == "worlds":
-            world._num_inits += 1
+            default_world._num_inits += 1
         elif how == "groups":
-            world._num_groups += 1
+            default_world._num_groups += 1
         elif how == "exit":
             os._exit(3)
         elif how == "hang":

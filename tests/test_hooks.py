@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torchring
 from torchring import DistributedOptimizer
+from torchring.default_world import default_world
 from torchring.errors import GradientError, RingError
 from torchring.gradients.group import OptimizerGroup
-from torchring.world import default_world
 
 
 class Net(torch.nn.Module):

@@ -16,8 +16,8 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "releases", "rendezvous", "memory", "stalls", "tracing", "world",
-    "accelerators", "transport", "collectives", "norms", "allreduce", "gradients", "optimizer", "joining", "monitoring",
-    "elastic", "launch", "horovod", "doctor", "report", "cli", "__main__", "__init__", "bench",
+    "default_world", "accelerators", "transport", "collectives", "norms", "allreduce", "gradients", "optimizer",
+    "joining", "monitoring", "elastic", "launch", "horovod", "doctor", "report", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on
 

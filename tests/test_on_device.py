@@ -31,9 +31,9 @@ from test_optimizer_contract import Script, Side, attempt, batch, small_model, v
 from torch import Tensor, nn
 
 import torchring
-from torchring.allreduce import select
+from torchring.allreduce import choice
 from torchring.allreduce.cost import seconds_together
-from torchring.allreduce.device import engines
+from torchring.allreduce.device import engines, select
 from torchring.gradients import reduction as reduction_module
 from torchring.gradients.packing import DevicePacking
 from torchring.gradients.plan import ControlBits, ParameterSpec
@@ -596,7 +596,7 @@ def _measured_on_one_host(rank: int, size: int) -> list[Any]:
             make().installed() as accelerator,
             mock.patch.multiple(select, FEWEST_MEASURED=2, **_ONCE),
             mock.patch.object(reduction_module, "FEWEST_MEASURED", 2),
-            mock.patch.object(select, "seconds_together", time_together),
+            mock.patch.object(choice, "seconds_together", time_together),
             mock.patch.object(engines, "prepare_direct", without_switch),
             mock.patch.object(select, "all_reduce", connect),
         ):
@@ -1010,7 +1010,7 @@ def test_ranks_fall_back_together() -> None:
 )
 def test_wires_that_are_measured_stand_for_the_bytes_of_all(sizes_mib: list[int], expected: list[int]) -> None:
     """A wire of 200 MiB would take the memory of six candidates; what is true of 32 MiB is true of it."""
-    sample = select._sample_on_device([(size << 18, torch.float32) for size in sizes_mib])
+    sample = select._sample([(size << 18, torch.float32) for size in sizes_mib])
     assert [numel >> 18 for numel, _ in sample] == expected
 
 

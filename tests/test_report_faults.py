@@ -17,7 +17,7 @@ from netns import needs_hosts, run_on_hosts
 from torch import nn
 
 import torchring
-from torchring import world as world_module
+from torchring import default_world as world_module
 from torchring.bench.netns import Network
 from torchring.report.analysis import Analysis, analyse
 from torchring.report.merge import merge

@@ -19,7 +19,7 @@ from harness import run_pooled, run_ranks
 from torch import nn
 
 import torchring
-from torchring import world as world_module
+from torchring import default_world as world_module
 from torchring.tracing import recorder as recorder_module
 from torchring.tracing import writer
 from torchring.tracing.clocks import estimate, measure

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import torchring
 from torchring.allreduce import select
 from torchring.allreduce.device.stream import OnStream
+from torchring.default_world import default_world
 from torchring.gradients import best_plan, candidates, tuning
 from torchring.gradients.boundaries import Cut, ReductionCost
 from torchring.gradients.candidates import Candidate, Tuned, what_to_tune, worth_trying
@@ -26,7 +27,6 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import ParameterSpec, Plan, build_plan
 from torchring.gradients.trial import Times, Trial
 from torchring.gradients.tuning import open_tuner
-from torchring.world import default_world
 
 _NUM_STEPS = 31
 _DEFAULT_ROUNDS, _TURN = 5, 4  # until the first trial; one that warms up, and three that are measured

@@ -22,10 +22,11 @@ import torch.distributed as dist
 from harness import count_open_fds, patient, run_ranks, run_threads, wait_until
 
 import torchring
+from torchring.default_world import default_world
 from torchring.errors import PeerTimeoutError, TopologyError
 from torchring.memory import host as host_module
 from torchring.rendezvous.environment import MEMBER
-from torchring.world import World, default_world
+from torchring.world import World
 
 
 def _free_port() -> int:

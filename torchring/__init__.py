@@ -15,7 +15,8 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     norms.py        SyncBatchNorm
     collectives/    all_reduce, broadcast, ... for scripts
     transport/      messages between hosts                accelerators.py            devices with streams
-    world.py        which ranks train together            stalls/                    who keeps the others waiting
+    default_world.py, world.py   which ranks train together
+    stalls/         who keeps the others waiting
     tracing/        where the time of a step goes
     memory/         memory that the ranks of a host share
     rendezvous/     where ranks find each other           kernels/                   Triton kernels
@@ -48,21 +49,7 @@ if TYPE_CHECKING:
         reduce_scatter,
     )
     from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters
-    from torchring.dynamo import compile
-    from torchring.errors import (
-        GradientError,
-        PeerLostError,
-        PeerTimeoutError,
-        PlanMismatchError,
-        RingError,
-        TopologyError,
-    )
-    from torchring.joining import join
-    from torchring.monitoring import metrics
-    from torchring.norms import SyncBatchNorm, convert_sync_batchnorm
-    from torchring.optimizer import DistributedOptimizer, Stats, wrap
-    from torchring.tracing.writer import trace
-    from torchring.world import (
+    from torchring.default_world import (
         device,
         init,
         is_initialized,
@@ -74,6 +61,21 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
+    from torchring.dynamo import compile
+    from torchring.errors import (
+        GradientError,
+        PeerLostError,
+        PeerTimeoutError,
+        PlanMismatchError,
+        RingError,
+        TopologyError,
+    )
+    from torchring.gradients.stats import Stats
+    from torchring.joining import join
+    from torchring.monitoring import metrics
+    from torchring.norms import SyncBatchNorm, convert_sync_batchnorm
+    from torchring.optimizer import DistributedOptimizer, wrap
+    from torchring.tracing.writer import trace
 
 __version__ = "0.1.0"
 
@@ -121,15 +123,16 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
     _HOMES = {
         "collectives": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object "
         "reduce_scatter",
+        "default_world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
         "dynamo": "compile",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
+        "gradients.stats": "Stats",
         "joining": "join",
         "monitoring": "metrics",
         "norms": "SyncBatchNorm convert_sync_batchnorm",
-        "optimizer": "DistributedOptimizer Stats wrap",
+        "optimizer": "DistributedOptimizer wrap",
         "tracing.writer": "trace",
         "collectives.initial_state": "broadcast_optimizer_state broadcast_parameters",
-        "world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
     }
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

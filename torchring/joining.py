@@ -17,9 +17,10 @@ import torch
 
 from torchring.collectives.initial_state import broadcast_parameters, broadcast_state, check_sendable
 from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
 from torchring.optimizer import DistributedOptimizer
-from torchring.world import World, default_world
+from torchring.world import World
 
 
 @contextmanager

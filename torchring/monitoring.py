@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from torchring.default_world import default_world
 from torchring.tracing.records import Part, decode
-from torchring.world import default_world
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

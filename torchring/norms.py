@@ -20,8 +20,9 @@ from torch.nn.utils import parametrize
 from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import Collectives
 from torchring.collectives.signature import Signature
+from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
-from torchring.world import World, default_world
+from torchring.world import World
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -1,4 +1,4 @@
-"""Which releases of PyTorch torchring works with.
+"""Which releases of PyTorch torchring works with, and which releases of packages are installed.
 
 2.8 is the first release in which the options of a collective have `asyncOp` (pytorch/pytorch#150398), without which
 NCCL runs each all-reduce in a stream of its own. Its Triton, 3.4, passes a kernel's `float64` argument as such. 3.2
@@ -7,6 +7,7 @@ passed the argument as a float32 (triton-lang/triton#6152).
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from typing import Final
 
@@ -18,6 +19,14 @@ def release_of(version: str) -> tuple[int, int]:
     found = re.match(r"(\d+)\.(\d+)", version)
     assert found is not None, version
     return int(found[1]), int(found[2])
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None if there is none, or if the package is run from its source."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_torch(version: str) -> None:

@@ -1,27 +1,21 @@
-"""Who takes part: rank and size as the launcher said, and which ranks share a host.
+"""Who takes part: the ranks that reduce together, and which of them share a host.
 
-`World` is what every other part of torchring is handed. The functions are the door for scripts: they act on one default
-`World`, which the first of them that needs other ranks opens.
+`World` is what every other part of torchring is handed. `default_world.py` opens the one that scripts act on.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import json
-import math
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Final, Literal, Protocol, TypeVar, get_args
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from torchring.errors import (
     PeerLostError,
@@ -34,18 +28,7 @@ from torchring.errors import (
 )
 from torchring.memory.host import HostGroup, connect
 from torchring.releases import check_torch
-from torchring.rendezvous.environment import (
-    CHOICE,
-    ELASTIC,
-    MEMBER,
-    LaunchEnvironment,
-    check_group,
-    membership,
-    read_environment,
-    started_by_member,
-)
 from torchring.rendezvous.rendezvous import Rendezvous, ended_key
-from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
 from torchring.stalls.monitor import WARNING_SECONDS, StallMonitor, warn_of_absent
 from torchring.stalls.page import PAGE_BYTES, Progress
 from torchring.tracing import writer
@@ -54,10 +37,7 @@ from torchring.tracing.recorder import Recorder
 check_torch(torch.__version__)
 _T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
-Backend = Literal["auto", "gloo", "mpi"]
-BACKENDS: Final = get_args(Backend)
-_SCRIPTS_GROUP: Final = "torch.distributed"  # in place of a launcher: the script has made a process group
-_ADVICE: Final = (
+ADVICE: Final = (
     ". Its own output says whether it failed. If it did not, and others still have batches: give every rank equally "
     "many, as torch's DistributedSampler does, or put the loop into a `with torchring.join(optimizer):` block"
 )
@@ -316,7 +296,7 @@ class World:
             return
         writer.note_end(self.recorder)
         if self.failure is None:
-            self.say_why_it_ends("it called torchring.shutdown()", _ADVICE)
+            self.say_why_it_ends("it called torchring.shutdown()", ADVICE)
         while self._closing:
             self._closing.pop()()
         self._shared.clear()
@@ -326,411 +306,11 @@ class World:
 
 
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()
-_default: World | None = None
-_num_inits = 0
-_num_inits_before = 0  # the launcher last said who this process is
-_own_store: Store | None = None
-_num_groups = 0
-_own_group: dist.ProcessGroup | None = None  # the default process group, if init() made one
-_pid: int | None = None  # of the process that joined
-_forked: RingError | None = None  # why this process, a forked child, cannot join
 
 
 def _after_fork() -> None:
-    global _default, _forked, _own_store
     for world in list(_worlds):
         world.after_fork()
-    _own_store = None  # its connection is the parent's
-    if _default is not None and _default.size == 1:
-        _default = None  # the child may become a rank
-    if _default is not None:
-        _forked = _forked or _default.failure
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def init(
-    backend: Backend = "auto",
-    *,
-    timeout_seconds: float | None = None,
-    process_group: bool = False,
-    stall_warning_seconds: float | None = None,
-) -> World:
-    """Join the world that the launcher started. Collective. `wrap` and the collectives call init() themselves.
-
-    If the script has made a process group, torchring uses its rank, size and store, and nothing else of it: the
-    script's collectives never mix with torchring's. torchring makes no default process group unless asked to, so a
-    script may still make its own.
-
-    Args:
-        backend: the engine between hosts: "gloo", or "mpi" (mpi4py) where mpirun started the script. "auto" is "gloo".
-        timeout_seconds: a rank that keeps others waiting for longer makes them raise PeerTimeoutError. Default: 300.
-        process_group: also make torch.distributed's default process group, unless the script has made one: over NCCL
-            for tensors on a GPU, over Gloo for others. `DistributedSampler(dataset)` and metrics that call `dist.*`
-            need a process group. `shutdown()` destroys a process group that init() has made.
-        stall_warning_seconds: a rank that has waited for others for that long logs a warning through
-            `logging.getLogger("torchring")`, once for each wait: which ranks are missing, and what each of them did
-            last. Default: 30. 0 turns the warning off. Ranks may have different values.
-
-    Returns:
-        The default world. A second call returns the same world.
-
-    Raises:
-        ValueError: the backend is unknown, the timeout is not positive, stall_warning_seconds is negative, or the open
-            world has another one.
-        TopologyError: the launcher's environment is incomplete, ranks were told different world sizes or backends,
-            processes that were launched as one job would each see a world of size 1, or the launcher did not start MPI.
-        PeerTimeoutError: a rank did not show up.
-    """
-    global _default
-    if _forked is not None:  # the launcher's environment and the store belong to the parent
-        raise type(_forked)(_forked.message, rank=_forked.rank)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    if timeout_seconds is not None and not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds!r}")
-    if stall_warning_seconds is not None and not 0 <= stall_warning_seconds < math.inf:
-        raise ValueError(f"stall_warning_seconds must be finite and not negative, got {stall_warning_seconds!r}")
-    if _default is None:
-        _default = _join(
-            backend,
-            DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds,
-            WARNING_SECONDS if stall_warning_seconds is None else stall_warning_seconds,
-        )
-    else:
-        _check_open_world(_default, backend, timeout_seconds, stall_warning_seconds)
-    if process_group and _default.launcher == ELASTIC:
-        raise TopologyError(
-            "process_group=True does not work in an elastic job, because torch.distributed's process group keeps its "
-            "ranks; use torchring's collectives, and torchring.elastic.Sampler"
-        )
-    if process_group:
-        _make_process_group(_default)
-    return _default
-
-
-def _check_open_world(
-    world: World, backend: Backend, timeout_seconds: float | None, stall_warning_seconds: float | None
-) -> None:
-    """Raise unless `world`, which is open, is what init() was asked for."""
-    if world.size == 1 and world.launcher != ELASTIC:
-        _refuse_to_stay_alone()
-    for name, wanted, own in (
-        ("timeout_seconds", timeout_seconds, world.timeout_seconds),
-        ("stall_warning_seconds", stall_warning_seconds, world.stall_warning_seconds),
-        ("backend", backend, world.backend),
-    ):
-        if wanted not in (None, "auto", own):
-            raise ValueError(
-                f"the world is open with {name}={own!r}, got {wanted!r}; call init() with it before anything else, or "
-                "shutdown() first"
-            )
-
-
-def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float) -> World:
-    """Open the world that the launcher, or the script's process group, describes. Collective."""
-    global _num_inits, _pid
-    launch = _launched()
-    if launch.invitation is not None:
-        return _before_generation(launch, backend, timeout_seconds, stall_warning_seconds)
-    if launch.member_pid is not None:
-        raise TopologyError(
-            f"this process (pid {os.getpid()}) was started by rank {launch.rank} (pid {launch.member_pid}), which "
-            "takes part already; it can ask for rank() and size(), but only the rank itself can reduce or exchange "
-            f"tensors. If this process is to train by itself, set {CHOICE}=none in its environment",
-            rank=launch.rank,
-        )
-    if launch.launcher == _SCRIPTS_GROUP:
-        base: Store | None = dist.distributed_c10d._get_default_store()
-        store_host = None
-    else:
-        base = launcher_store(launch, timeout_seconds)
-        store_host = None if launch.store_is_hosted else 0
-    if backend == "mpi":
-        if launch.launcher == "none":
-            raise TopologyError("backend='mpi' needs a script that mpirun started; `mpirun -np 1` will do for one rank")
-        mpi_world(launch.launcher, launch.rank, launch.size, instead="init without backend='mpi'")
-    store = PrefixStore(f"torchring/{_num_inits - _num_inits_before}", base) if base is not None else None
-    _num_inits += 1  # before opening: a world that fails to open leaves keys behind, which the next must not read
-    if _pid is None:
-        atexit.register(_leave_at_exit)
-    _pid = os.getpid()
-    world = World(
-        store,
-        launch.rank,
-        launch.size,
-        local_rank=launch.local_rank,
-        timeout_seconds=timeout_seconds,
-        launcher=launch.launcher,
-        store_host=store_host,
-        backend="gloo" if backend == "auto" else backend,
-        job=launch.job,
-        stall_warning_seconds=stall_warning_seconds,
-    )
-    if world.size > 1:
-        os.environ[MEMBER] = membership(os.environ, _pid, world.rank, world.size, world.local_rank)
-    return world
-
-
-def _before_generation(
-    launch: LaunchEnvironment, backend: str, timeout_seconds: float, stall_warning_seconds: float
-) -> World:
-    """What init() returns in a worker of an elastic job until `torchring.elastic.run` opens a generation."""
-    global _pid
-    if backend == "mpi":
-        raise TopologyError("backend='mpi' does not work in an elastic job, whose ranks change; leave it out")
-    if _pid is None:
-        atexit.register(_leave_at_exit)
-    _pid = os.getpid()
-    os.environ[MEMBER] = membership(os.environ, _pid, launch.rank, launch.size, launch.local_rank or 0)
-    return World(
-        None,
-        launch.rank,
-        1,
-        local_rank=launch.local_rank,
-        timeout_seconds=timeout_seconds,
-        launcher=launch.launcher,
-        stall_warning_seconds=stall_warning_seconds,
-        is_provisional=True,
-    )
-
-
-def open_generation(store: Store | None, rank: int, size: int) -> World:
-    """Make the world of a generation of an elastic job the default world, with the options of init(). Collective.
-
-    Args:
-        store: shared by the ranks of this generation only.
-
-    Raises:
-        RingError: a rank is lost, or does not come.
-    """
-    global _default, _num_inits
-    before = leave_generation()
-    _num_inits += 1
-    world = World(
-        store if size > 1 else None,
-        rank,
-        size,
-        local_rank=before.local_rank,
-        timeout_seconds=before.timeout_seconds,
-        launcher=before.launcher,
-        stall_warning_seconds=before.stall_warning_seconds,
-    )
-    os.environ[MEMBER] = membership(os.environ, os.getpid(), rank, size, world.local_rank)
-    _default = world
-    return world
-
-
-def leave_generation() -> World:
-    """Close the world of a generation. Returns the provisional world that is the default world from then on."""
-    global _default
-    if _default is None:
-        return init()
-    if not _default.is_provisional:
-        world, _default = _default, None
-        _default = _before_generation(_launched(), world.backend, world.timeout_seconds, world.stall_warning_seconds)
-        world.close()
-    return _default
-
-
-def shutdown() -> None:
-    """Leave the world. All ranks may call `init()` again. Does nothing if no world is open."""
-    global _default, _own_group
-    if _default is not None:
-        world, _default = _default, None
-        os.environ.pop(MEMBER, None)
-        world.close()
-    group, _own_group = _own_group, None
-    if group is not None and dist.group.WORLD is group and _pid == os.getpid():
-        dist.destroy_process_group()
-
-
-def leave_launch() -> None:
-    """Leave the world, and forget the store at which its ranks met: the launcher says anew who this process is.
-
-    The next init() reads the environment again. Its ranks meet at a store of their own, in which no rank has met yet.
-    """
-    global _own_store, _num_inits_before
-    shutdown()
-    _own_store, _num_inits_before = None, _num_inits
-
-
-def is_initialized() -> bool:
-    """Whether this process has joined a world."""
-    return _default is not None
-
-
-def default_world() -> World:
-    """The world that the module-level functions act on. Joins the world if this process has not joined yet."""
-    if _default is None:
-        return init()
-    if _default.size == 1 and _default.launcher != ELASTIC:
-        _refuse_to_stay_alone()
-    return _default
-
-
-def _refuse_to_stay_alone() -> None:
-    """Raise TopologyError if this process joined a world of one, and has become one of several ranks since."""
-    launch = _launched()
-    if launch.size > 1:
-        raise TopologyError(
-            f"this process is rank {launch.rank} of {launch.size} by now, but it joined a world of size 1 before, when "
-            "it was alone, and would train alone. Call torchring.shutdown() after init_process_group(), or call "
-            "nothing of torchring's before init_process_group()"
-        )
-
-
-def rank() -> int:
-    """Number of this process, 0 <= rank() < size(). Waits for no other rank.
-
-    In a process that a rank has started, such as a DataLoader's worker: the number of that rank.
-    """
-    return _default.rank if _default is not None else _launched().rank
-
-
-def size() -> int:
-    """Number of processes that train together. Waits for no other rank."""
-    return _default.size if _default is not None and not _default.is_provisional else _launched().size
-
-
-def local_rank() -> int:
-    """Number of this process on its host: the launcher's LOCAL_RANK, where the launcher gives one.
-
-    Waits for the other ranks only where the launcher gives none.
-    """
-    if _default is None and (said := _launched().local_rank) is not None:
-        return said
-    return default_world().local_rank
-
-
-def local_size() -> int:
-    """Number of ranks on this host, this rank included."""
-    return default_world().local_size
-
-
-def node_rank() -> int:
-    """Number of this host, 0 <= node_rank() < num_nodes()."""
-    return default_world().node_rank
-
-
-def num_nodes() -> int:
-    """Number of hosts; ranks that cannot share memory count as on different hosts."""
-    return default_world().num_nodes
-
-
-def launcher() -> str:
-    """What started this process: "torchrun", "mpirun (Open MPI)", "srun", ...; "none" without a launcher."""
-    return _default.launcher if _default is not None else _launched().launcher
-
-
-def device() -> torch.device:
-    """Where this rank should put its model: on a GPU if this process sees any, else on the CPU.
-
-    The GPU is number local_rank() modulo the number of GPUs that this process sees. So a launcher may show each rank a
-    single GPU.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank() % torch.cuda.device_count())
-
-
-def _launched() -> LaunchEnvironment:
-    """What the script's process group, the rank that started this process, or the launcher says about this process."""
-    if dist.is_available() and dist.is_initialized():
-        check_group(os.environ, dist.get_world_size())
-        local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
-        return LaunchEnvironment(_SCRIPTS_GROUP, dist.get_rank(), dist.get_world_size(), local_rank, None, False)
-    if parent := started_by_member(os.environ, os.getpid()):
-        return parent
-    launch = read_environment(os.environ)
-    return (unannounced_mpi(os.environ) or launch) if launch.launcher == "none" else launch
-
-
-def _make_process_group(world: World) -> None:
-    """Make torch.distributed's default process group, unless there is one. Collective."""
-    global _num_groups, _own_group
-    if dist.is_initialized():
-        return
-    name = f"process_group/{_num_groups}"
-    _num_groups += 1
-    store: Store = dist.HashStore()
-    if world.rendezvous is not None:
-        world.rendezvous.all_gather(name, b"")  # names an absent rank, as torch.distributed does not
-        store = PrefixStore(name, world.rendezvous.store)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo",
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=world.timeout_seconds),
-    )
-    _own_group = dist.group.WORLD
-
-
-def launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
-    """The store at which the ranks meet. A later init() uses the same store."""
-    global _own_store
-    if _own_store is None:
-        tcp = open_store(launch, timeout_seconds)
-        if tcp is None:
-            return None
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _own_store = PrefixStore(f"torchring/attempt{attempt}", tcp)
-    return _own_store
-
-
-def _leave_at_exit() -> None:
-    """Tell the peers that this script has ended, and why: the peers may still wait for this rank.
-
-    Under MPI, also leave the world before MPI's own exit. MPI_Finalize waits for all ranks: a rank that has raised an
-    exception would wait there, while its peers wait for that rank until the time-out. Without MPI, the end of the
-    process tells the peers. A forked child tells nothing, because it shares its parent's sockets.
-    """
-    if _default is None or _pid != os.getpid():
-        return
-    # Python sets last_value to an exception that nobody caught. In an interactive session it may be an old exception.
-    error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
-    if error is not None:
-        _default.say_why_it_ends(f"its script ended with {type(error).__name__}: {error}")
-    else:  # after sys.exit(1), too, of which Python keeps no trace
-        _default.say_why_it_ends("its script had ended", _ADVICE)
-    if "mpi4py.MPI" in sys.modules:
-        shutdown()
-
-
-def _say_if_alone() -> None:
-    """At exit of rank 0: print a warning if the processes of this launch have trained, but never joined a world.
-
-    The script has no optimizer to wrap, because it updates parameters by hand; or its author forgot to wrap one. A
-    script that cannot have trained, such as a command of torchring's, prints nothing.
-    """
-    if _num_inits or os.getpid() != _imported_by or getattr(sys, "last_value", None) is not None:
-        return  # this process has joined a world, is a fork of one that may have, or has failed
-    if not _has_built_graphs():
-        return
-    # destroy_process_group() leaves this name set.
-    if dist.is_available() and (
-        dist.is_initialized() or getattr(dist.distributed_c10d, "_default_pg_init_method", None) is not None
-    ):
-        return
-    try:
-        launch = _launched()
-    except TopologyError:
-        return
-    if launch.size > 1 and launch.rank == 0 and launch.member_pid is None:
-        print(
-            f"torchring: {launch.launcher} started this process as one of {launch.size}, but it never met the others. "
-            "No optimizer was wrapped with torchring.wrap and no collective was called, so each has trained alone",
-            file=sys.stderr,
-        )
-
-
-def _has_built_graphs() -> bool:
-    """Whether this thread has built an autograd graph."""
-    count = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    return count is None or count() > 0
-
-
-_imported_by: Final = os.getpid()
-atexit.register(_say_if_alone)

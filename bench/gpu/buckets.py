@@ -17,17 +17,18 @@ from torch.profiler import ProfilerActivity
 
 import torchring
 from torchring.accelerators import Accelerator, accelerator_of
+from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import DeviceWire, OnStream
-from torchring.allreduce.select import open_on_device
 from torchring.bench import measure
 from torchring.bench.gpu import models
 from torchring.bench.gpu.models import Shapes
 from torchring.bench.gpu.timing import NO_TIME, spreads
+from torchring.default_world import default_world
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import DevicePacking
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.unread import UnreadGradients
-from torchring.world import World, default_world
+from torchring.world import World
 
 Row = dict[str, Any]
 BUCKET_BYTES: Final = 25 << 20

@@ -21,9 +21,9 @@ from torchring.bench.gpu import models
 from torchring.bench.gpu.buckets import shares_one_gpu
 from torchring.bench.gpu.timing import NO_TIME, Timer, quantiles, spreads, take_turns
 from torchring.bench.models import Batch, Workload
+from torchring.default_world import default_world
 from torchring.gradients.plan import Compression
 from torchring.optimizer import DistributedOptimizer
-from torchring.world import default_world
 
 Row = dict[str, Any]
 BUCKET_MB: Final = 25.0

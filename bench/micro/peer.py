@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import torchring
 from torchring.allreduce.select import open_mover
-from torchring.world import default_world
+from torchring.default_world import default_world
 
 RIVALS = ("direct", "tensor", "gloo")
 SIZE = 2

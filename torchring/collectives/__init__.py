@@ -25,8 +25,8 @@ from torchring.collectives import operations
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import collectives_of
 from torchring.collectives.signature import Op, signature_of
+from torchring.default_world import default_world
 from torchring.errors import PeerLostError
-from torchring.world import default_world
 
 _T = TypeVar("_T")
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable, is_movable
 from torchring.collectives.service import collectives_of
-from torchring.world import default_world
+from torchring.default_world import default_world
 
 _ADVICE_AT_START: Final = (
     "Set it after torchring.wrap, or pass sync_initial_state=False to torchring.wrap if all ranks start alike"

@@ -38,6 +38,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Final
 
+from torchring.default_world import BACKENDS
 from torchring.doctor.checks import examine
 from torchring.doctor.facts import gather
 from torchring.doctor.rank import take_part
@@ -48,7 +49,6 @@ from torchring.launch.arguments import duration, hosts_of, positive, setting
 from torchring.launch.launcher import LaunchError, start
 from torchring.launch.output import STDERR, STDOUT
 from torchring.rendezvous.environment import CHOICE, JOB, read_environment
-from torchring.world import BACKENDS
 
 _DEFAULT_RANKS: Final = 2
 _DEFAULT_TIMEOUT_SECONDS: Final = 30.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import math
 import mmap
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torchring.doctor.report import RankFacts
 from torchring.linux import boot_id, create_memory
 from torchring.memory.handover import describe_handover
+from torchring.releases import installed_version
 from torchring.rendezvous.addresses import gloo_address, list_interfaces, resolve
 
 _PACKAGES: Final = ("torchring", "torch", "triton", "numpy", "mpi4py")
@@ -57,7 +57,7 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
         uid=os.getuid(),
         boot=boot_id(),
         network_namespace=_link("/proc/self/ns/net"),
-        versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        versions={"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}},
         platform=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         cores=sorted(os.sched_getaffinity(0)),
         core_limit=core_limit(),
@@ -186,13 +186,6 @@ def _control_groups() -> list[Path]:
     folder = _CONTROL_GROUPS / path.lstrip("/")
     # In a container, the path may exist on the host only. The container's own group is then at the top.
     return [part for part in (folder, *folder.parents) if part.is_relative_to(_CONTROL_GROUPS) and part.is_dir()]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _read(file: str | Path) -> str:

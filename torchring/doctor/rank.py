@@ -17,8 +17,9 @@ from typing import Any, Final
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from torchring import world as worlds
+from torchring import default_world as worlds
 from torchring.allreduce.select import choose
+from torchring.default_world import Backend
 from torchring.doctor import probe
 from torchring.doctor.checks import name_ranks
 from torchring.doctor.facts import gather, listening_addresses
@@ -28,7 +29,7 @@ from torchring.rendezvous.addresses import resolve
 from torchring.rendezvous.environment import LaunchEnvironment
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport.open import open_transport
-from torchring.world import Backend, World
+from torchring.world import World
 
 BUCKETS: Final = tuple(
     (num_bytes, dtype) for dtype in (torch.float32, torch.bfloat16) for num_bytes in (64 << 10, 1 << 20, 25 << 20)

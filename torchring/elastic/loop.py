@@ -16,12 +16,12 @@ from types import FrameType
 from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from torchring.collectives.service import collectives_of
+from torchring.default_world import default_world
 from torchring.elastic.membership import JobOverError, Member, member_of_process
 from torchring.elastic.state import MembershipChange, State
 from torchring.errors import GradientError, PlanMismatchError, RingError, TopologyError
 from torchring.rendezvous.environment import CHOICE
 from torchring.rendezvous.protocol import VARIABLE
-from torchring.world import default_world
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

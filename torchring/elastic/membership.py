@@ -17,12 +17,13 @@ from typing import Final, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
+from torchring.default_world import leave_generation, open_generation
 from torchring.errors import PeerLostError, TopologyError
 from torchring.rendezvous import protocol
 from torchring.rendezvous.environment import CHOICE, ELASTIC
 from torchring.rendezvous.protocol import Beat, Broken, Card, Invitation, Plan, invitation
 from torchring.rendezvous.store import try_all
-from torchring.world import World, leave_generation, open_generation
+from torchring.world import World
 
 _T = TypeVar("_T")
 _CONNECT_SECONDS: Final = 30.0

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from torchring.gradients.plan_cache import own_version
 from torchring.gradients.recording import parameter_records
 from torchring.gradients.reduction import Reduction
 from torchring.linux import process_began_ns
+from torchring.releases import installed_version
 from torchring.tracing.records import About, ParameterRecord
 from torchring.world import World
 
@@ -45,7 +45,7 @@ def about(
         options=dict(options),
         parameters=tuple(_records(names.items())),
         versions={
-            "torchring": own_version() or "unknown",
+            "torchring": installed_version("torchring") or "unknown",
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

@@ -120,9 +120,8 @@ class DevicePacking:
         wire: the wire buffer, on the accelerator's device.
         found: int32[1]; the kernel writes the first chunk with a NaN or an infinity here, see `kernels.pack`.
         stream: where buckets are packed.
-        reduction_stream: where the bucket is reduced, if not in `stream`.
-        unread: keeps the gradients of all buckets that are packed in `stream`. Default: each bucket keeps its own until
-            it is packed again or reduced.
+        reduction_stream: where the bucket is reduced. Waits for the copies.
+        unread: keeps the gradients of all buckets that are packed in `stream`.
     """
 
     is_asynchronous = True
@@ -136,8 +135,8 @@ class DevicePacking:
         stream: Stream,
         accelerator: Accelerator,
         *,
-        reduction_stream: Stream | None = None,
-        unread: UnreadGradients | None = None,
+        reduction_stream: Stream,
+        unread: UnreadGradients,
     ) -> None:
         self._plan = plan
         self._wire = wire
@@ -149,7 +148,7 @@ class DevicePacking:
         self._producers: set[object] = set()  # streams that computed gradients
         self._has_followed = False
         self._mark: Mark | None = None  # after the last copy of this round
-        self._unread = unread or UnreadGradients(accelerator)
+        self._unread = unread
         self._held: list[dict[int, torch.Tensor]] = []  # by slot, for each copy: see `UnreadGradients`
         self._tables: dict[tuple[int, ...], _Part] = {}  # the one that was used last at the end
         self._packed: list[tuple[Sequence[int], ChunkTable]] = []
@@ -197,9 +196,8 @@ class DevicePacking:
         if self._producers or not self._has_followed:  # the last gradients were accumulated in place, or zeroed
             self._follow()
         self._has_followed = False
-        if self._reduction_stream is not None:
-            mark = self._mark or self._stream.mark()
-            self._reduction_stream.run(mark.hold_current)
+        mark = self._mark or self._stream.mark()
+        self._reduction_stream.run(mark.hold_current)
         self._mark = None
 
     def unpack(self, slots: Sequence[int], views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:

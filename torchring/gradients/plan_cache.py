@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -17,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from torchring.releases import installed_version
 
 _logger: Final = logging.getLogger("torchring")
 _FORMAT: Final = 2
@@ -65,16 +66,8 @@ def folder_of_plans() -> Path:
 
 def file_for(lines: Sequence[str]) -> Path:
     """Where the buckets are kept that were found for what `lines` describe. Raises RuntimeError if there is no home."""
-    digest = hashlib.sha256(json.dumps([own_version(), *lines]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([installed_version("torchring") or "", *lines]).encode()).hexdigest()
     return folder_of_plans() / f"{digest[:32]}.json"
-
-
-def own_version() -> str:
-    """Of torchring; empty if it is run from its source."""
-    try:
-        return importlib.metadata.version("torchring")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def read(lines: Sequence[str]) -> bytes:

@@ -14,8 +14,10 @@ import torch
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce import Mover
+from torchring.allreduce.choice import Choice
+from torchring.allreduce.device.select import FEWEST_MEASURED, open_on_device
 from torchring.allreduce.device.stream import DeviceWire, OnStream
-from torchring.allreduce.select import FEWEST_MEASURED, Choice, open_chosen, open_mover, open_on_device
+from torchring.allreduce.select import open_chosen, open_mover
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.bucket import Bucket

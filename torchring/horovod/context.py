@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from torchring import world as worlds
+from torchring import default_world as worlds
 from torchring.errors import RingError, TopologyError
 from torchring.horovod import drivers
 from torchring.horovod.engine import Engine, Operation
@@ -22,6 +22,7 @@ from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.negotiation import ADD_SET, REMOVE_SET, Request
 from torchring.horovod.settings import DYNAMIC_TIMELINE, Settings, apply_log_level, read_settings
 from torchring.horovod.timeline import Timeline
+from torchring.world import World
 
 _MOST_TRIES: Final = 20  # to meet, in an elastic job whose workers are lost meanwhile
 _NOT_INITIALISED: Final = "Horovod has not been initialized; call hvd.init() first"
@@ -84,7 +85,7 @@ class Context:
         handles: operations that were started, and not waited for yet.
     """
 
-    def __init__(self, world: worlds.World, settings: Settings) -> None:
+    def __init__(self, world: World, settings: Settings) -> None:
         self.world = world
         self.settings = settings
         self.engine = Engine(world, settings, self._first_timeline(world))
@@ -92,7 +93,7 @@ class Context:
         self.handles: dict[int, tuple[Operation, Callable[[Any], Any]]] = {}
         self._next_handle = itertools.count()
 
-    def _first_timeline(self, world: worlds.World) -> Timeline | None:
+    def _first_timeline(self, world: World) -> Timeline | None:
         """The one that HOROVOD_TIMELINE names. It begins before other ranks ask for anything."""
         path = self.settings.timeline
         if world.rank or path is None or path == DYNAMIC_TIMELINE:
@@ -274,7 +275,7 @@ def cross_size() -> int:
     return len(_hosts_with_local_rank(context().world))
 
 
-def _hosts_with_local_rank(world: worlds.World) -> list[int]:
+def _hosts_with_local_rank(world: World) -> list[int]:
     return [number for number, members in enumerate(world.hosts) if len(members) > world.local_rank]
 
 

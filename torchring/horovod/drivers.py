@@ -28,7 +28,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 import torch
 
-from torchring import world as worlds
+from torchring import default_world as worlds
 from torchring.collectives.service import collectives_of
 from torchring.elastic.loop import Signals
 from torchring.elastic.membership import JobOverError, Member, member_of_process

@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from torchring import optimizer as wrapping
+from torchring.default_world import default_world
 from torchring.errors import GradientError
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.replicas import ReplicaCheck
@@ -31,7 +32,7 @@ from torchring.gradients.validation import parameters_of, sparse_parameters
 from torchring.horovod import drivers, mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
 from torchring.horovod.context import ProcessSet, context, global_process_set, rocm_built
-from torchring.world import World, default_world
+from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
 _COMPRESSION: Final[dict[Any, Any]] = {

@@ -1,0 +1,76 @@
+"""The choice of an algorithm, and the measurement that decides it.
+
+`select.py` chooses for gradients on the CPU, `device/select.py` for gradients on GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchring.allreduce.contract import Mover
+from torchring.allreduce.cost import seconds_together
+from torchring.errors import TopologyError, in_step
+from torchring.world import World
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What "auto" stands for in a world, for certain wires.
+
+    Attributes:
+        algorithm: "direct", "ring", "hierarchical", "native" or "nvls".
+        reason: why, in a sentence.
+        seconds: what each candidate took for the sample; empty if there was one candidate.
+    """
+
+    algorithm: str
+    reason: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def measure_in_turns(
+    world: World,
+    movers: Mapping[str, Mover[Any]],
+    wires: Mapping[str, Sequence[Any]],
+    *,
+    num_warm_ups: int,
+    num_turns: int,
+    patience_seconds: float = math.inf,
+    synchronize: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Collective: seconds that each mover takes to reduce its wires, which are all started at once.
+
+    Movers take turns. The time of a turn is that of the slowest rank, and the result is the median of turns: the same
+    numbers on all ranks, so that all ranks decide alike.
+
+    Args:
+        wires: for each mover, wires that it has opened.
+        num_warm_ups: number of turns at the beginning whose times do not count.
+        num_turns: number of turns whose times count.
+        patience_seconds: once the times that count add up to more, and every mover has such a time, no turn follows. A
+            warm-up that takes more than a quarter of this counts, too.
+        synchronize: waits until results are there.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in movers}
+    for turn in range(num_warm_ups + num_turns):
+        for name, mover in movers.items():
+            slowest = seconds_together(world, mover, wires[name], synchronize)
+            if turn >= num_warm_ups or slowest > patience_seconds / 4:
+                seconds[name].append(slowest)
+        if sum(map(sum, seconds.values())) > patience_seconds and all(seconds.values()):
+            break
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def in_words(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {taken * 1e3:.3g} ms" for name, taken in seconds.items())
+
+
+def check_one_host(world: World, problem: str, also: str = "'hierarchical'") -> None:
+    if len(world.hosts) > 1:
+        text = f"{problem}, but ranks share memory only within {list(world.hosts)}; use algorithm='auto' or {also}"
+        raise in_step(TopologyError(text, rank=world.rank))
