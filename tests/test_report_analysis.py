@@ -314,8 +314,18 @@ def test_steps_of_another_layout_of_buckets_are_left_out() -> None:
     ]
     analysis = analyse(merge(mixed))
     assert analysis.num_steps == 30
-    assert "17 of 50 steps" in analysis.problems[0]
+    assert "The layout of buckets changed during the trace: 17 of 50 steps" in analysis.problems[0]
     assert [bucket.num_bytes for bucket in analysis.buckets] == [1_000_000, 25_000_000, 25_000_000]
+    in_turns = [
+        dataclasses.replace(
+            new, steps=tuple((a, b)[i % 2] for i, (a, b) in enumerate(zip(old.steps, new.steps[:20], strict=True)))
+        )
+        for old, new in zip(before, after, strict=True)
+    ]
+    assert analyse(merge(in_turns)).problems[0] == (
+        "Steps have different buckets, as those of several optimizers do. The statistics are those of 9 of 20 steps, "
+        "which have the same buckets."
+    )
 
 
 @pytest.mark.parametrize("all_steps", [False, True])

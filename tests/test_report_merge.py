@@ -134,7 +134,7 @@ def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (None, r"there is no folder .*gone.*`torchring run --trace .*` writes one"),
-        ([], r"no file is named like rank-00000\.npz.*`torchring run --trace .*` writes one"),
+        ([], r"no file is named like rank-00000\.npz.*`torchring run --trace .*` writes one, if .*wrap\(\) and makes"),
         ([b"torn"], r"no file of the trace in .*gone can be read\. A file cannot be read: .*rank-00000\.npz is torn"),
         ([RankTrace(About())], r"the trace has no step"),
     ],

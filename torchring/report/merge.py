@@ -46,7 +46,10 @@ def load(folder: Path) -> Job:
     except OSError as error:
         raise TraceError(f"cannot read {folder}, the folder of a trace: {error.strerror}") from error
     if not paths and not live_paths:
-        raise TraceError(f"{folder} has no trace: no file is named like rank-00000.npz. {how}")
+        raise TraceError(
+            f"{folder} has no trace: no file is named like rank-00000.npz. {how}, if the script calls torchring.wrap() "
+            "and makes a step"
+        )
     problems: list[str] = []
     whole, live = _read_all(paths, problems), _read_all(live_paths, [])  # a live file may vanish meanwhile
     # A rank that ends well removes its live file. One that is killed leaves it, and maybe a file of an earlier run.
