@@ -153,6 +153,21 @@ def test_one_accident_is_not_the_verdict() -> None:
     assert analyse(merge(traces)).verdict.kind == "compute"
 
 
+@pytest.mark.parametrize("late", [1, None])
+def test_pauses_of_a_few_steps_do_not_hide_what_the_others_do(late: int | None) -> None:
+    """Rank 1, or each rank, evaluates for 4 s before steps 25, 50 and 75."""
+    traces = simulate(4, 80, noise=0.01, **QUICK)
+    delays = {"by_ns": 4_000 * MS, "each": 25, "part": Part.INPUT}
+    analysis = analyse(merge([delayed_rank(trace, late in (trace.about.rank, None), **delays) for trace in traces]))
+    assert (analysis.verdict.kind, analysis.verdict.rank, analysis.verdict.detail) == ("input", late, "pauses")
+    assert analysis.verdict.share == pytest.approx(12 / (12 + 77 * 0.1024), abs=0.01)
+    who = "each rank" if late is None else "rank 1"
+    assert f"3 of 77 steps, in which {who} takes 4,000 ms" in analysis.verdict.sentence
+    assert analysis.step.median == pytest.approx(102.4, rel=0.02)
+    assert "steps 25, 50, 75" in analysis.advice[0].what
+    assert analysis.predictions[-1].waiting_ms < 20, "pauses are not multiplied by the number of ranks"
+
+
 def delayed(traces: list[RankTrace], late: int, by_ms: int, each: int, part: Part = Part.INPUT) -> list[RankTrace]:
     """The same job, but that one rank takes longer in each n-th step, and so the others wait for the rank."""
     return [delayed_rank(trace, trace.about.rank == late, by_ms * MS, each, part) for trace in traces]
@@ -299,8 +314,18 @@ def test_steps_of_another_layout_of_buckets_are_left_out() -> None:
     ]
     analysis = analyse(merge(mixed))
     assert analysis.num_steps == 30
-    assert "17 of 50 steps" in analysis.problems[0]
+    assert "The layout of buckets changed during the trace: 17 of 50 steps" in analysis.problems[0]
     assert [bucket.num_bytes for bucket in analysis.buckets] == [1_000_000, 25_000_000, 25_000_000]
+    in_turns = [
+        dataclasses.replace(
+            new, steps=tuple((a, b)[i % 2] for i, (a, b) in enumerate(zip(old.steps, new.steps[:20], strict=True)))
+        )
+        for old, new in zip(before, after, strict=True)
+    ]
+    assert analyse(merge(in_turns)).problems[0] == (
+        "Steps have different buckets, as those of several optimizers do. The statistics are those of 9 of 20 steps, "
+        "which have the same buckets."
+    )
 
 
 @pytest.mark.parametrize("all_steps", [False, True])

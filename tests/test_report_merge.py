@@ -10,8 +10,8 @@ from traces import MS, shifted, simulate
 
 from torchring.report.analysis import analyse
 from torchring.report.merge import Job, load, merge, name_ranks
-from torchring.tracing.files import TraceError, path_of, write
-from torchring.tracing.records import About, ClockOffset, RankTrace
+from torchring.tracing.files import TraceError, live_path_of, path_of, write, write_encoded
+from torchring.tracing.records import About, ClockOffset, RankTrace, encode
 
 
 def write_all(folder: Path, traces: list[RankTrace]) -> Path:
@@ -103,11 +103,38 @@ def test_files_of_an_earlier_job_are_left_out() -> None:
     assert merge(one_each).size == 2
 
 
+def test_a_file_of_an_earlier_run_of_the_same_size_is_left_out() -> None:
+    """Rank 1 of the second run was killed. Its file is that of the first run, a minute before."""
+    earlier, now = simulate(3, 20), simulate(3, 20, skew_ms=[60_000] * 3)
+    first, _, third = (about(dataclasses.replace(trace, clock=()), written_at=70.0) for trace in now)
+    job = merge([first, about(earlier[1], written_at=10.0), third])
+    assert [trace.about.rank for trace in job.traces] == [0, 2]
+    assert job.problems == (
+        "The file of rank 1 is left over from another run: rank 0 made the same steps at another time.",
+        "Rank 1 of 3 has no trace that can be used. Waiting for it counts as communication.",
+    )
+
+
+def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
+    first, second, third = (about(trace, written_at=10.0) for trace in simulate(3, 60))
+    for trace in (first, about(second, ended_by="SIGUSR1"), third):
+        write(tmp_path, trace)
+    for trace in (second, third):  # that of rank 1 has fewer steps than its trace, that of rank 2 is newer
+        newest = about(dataclasses.replace(trace, steps=trace.steps[40:]), ended_by="", written_at=11.0)
+        write_encoded(live_path_of(tmp_path, trace.about.rank), newest, list(map(encode, newest.steps)))
+    job = load(tmp_path)
+    assert [len(trace.steps) for trace in job.traces] == [60, 60, 20]
+    assert job.problems == ("Rank 2 was killed, or still runs. Of its steps, only 20 are known.",)
+    for rank in range(3):
+        path_of(tmp_path, rank).unlink()
+    assert "Ranks 1 and 2 were killed, or still run." in load(tmp_path).problems[0]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (None, r"there is no folder .*gone.*`torchring run --trace .*` writes one"),
-        ([], r"no file is named like rank-00000\.npz.*`torchring run --trace .*` writes one"),
+        ([], r"no file is named like rank-00000\.npz.*`torchring run --trace .*` writes one, if .*wrap\(\) and makes"),
         ([b"torn"], r"no file of the trace in .*gone can be read\. A file cannot be read: .*rank-00000\.npz is torn"),
         ([RankTrace(About())], r"the trace has no step"),
     ],

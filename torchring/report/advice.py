@@ -12,6 +12,7 @@ import numpy as np
 from torchring.report.findings import Advice, Phase
 from torchring.report.layout import laid_out
 from torchring.report.merge import Job
+from torchring.report.pauses import Pauses
 from torchring.report.scaling import Links, Workload, exposed_ms
 from torchring.report.timing import Array, typical
 from torchring.report.verdict import Costs
@@ -24,6 +25,7 @@ _SIZES_MB: Final = (1, 2, 5, 12, 25, 50, 100, 200)
 _INPUT_TELLING: Final = 0.05  # share of a step: it is never nothing
 _OPTIMIZER_TELLING: Final = 0.10
 _COMMUNICATION_TELLING: Final = 0.10  # before a larger batch is worth considering
+_FEW: Final = 4  # numbers of steps, before the rest is left out
 _FUSED_SAVES: Final = 0.5  # of the optimizer's step; an assumption, and said to be one
 
 
@@ -37,6 +39,7 @@ class Situation:
         backward_ms: median, on the slowest rank.
         workload: as it is.
         links: None if the network is unknown.
+        pauses: steps that are not part of `cycle`.
     """
 
     job: Job
@@ -46,6 +49,7 @@ class Situation:
     backward_ms: float
     workload: Workload
     links: Links | None
+    pauses: Pauses | None
 
     @property
     def about(self) -> About:
@@ -57,6 +61,7 @@ def advise(situation: Situation) -> tuple[Advice, ...]:
     if situation.step_ms <= 0:
         return ()
     found = [
+        *_about_pauses(situation),
         *_about_input(situation),
         *_about_ranks(situation),
         *_about_communication(situation),
@@ -90,6 +95,26 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
         f"{where[0].upper()}{where[1:]} waits {longest:.1f} ms for the next batch. Workers would load it "
         "meanwhile; this assumes that cores are left for them.",
         "DataLoader(..., num_workers=4, persistent_workers=True, prefetch_factor=2)",
+    )
+
+
+def _about_pauses(situation: Situation) -> Iterator[Advice]:
+    """What a few steps begin with. Their share is that of all steps, so a step takes as long as the others do now."""
+    pauses = situation.pauses
+    if pauses is None:
+        return
+    first = ", ".join(f"{number:,}" for number in pauses.numbers[:_FEW])
+    more = ", ..." if len(pauses.numbers) > _FEW else ""
+    steps = "step" if len(pauses.numbers) == 1 else "steps"
+    shared = "" if pauses.is_common else " or on all ranks"
+    mean_ms = situation.step_ms / (1.0 - pauses.share)
+    yield Advice(
+        f"Shorten what {pauses.who} does right before forward of {steps} {first}{more}",
+        situation.step_ms,
+        pauses.share,
+        f"With it, a step takes {mean_ms:.4g} ms on average. Evaluate less often{shared}, write checkpoints in the "
+        "background, and keep the workers of a DataLoader from one epoch to the next.",
+        "DataLoader(..., num_workers=4, persistent_workers=True)",
     )
 
 

@@ -27,6 +27,7 @@ from torchring.report.findings import (
     StartUp,
 )
 from torchring.report.merge import Job
+from torchring.report.pauses import Pauses, find_pauses, without
 from torchring.report.scaling import SIZES, Links, hiding_gigabytes_per_s, predict
 from torchring.report.timing import Timing, groups, spread, spread_of_steps, tabulate, typical
 from torchring.report.verdict import find_costs, judge
@@ -57,6 +58,9 @@ def analyse(
     has_model = about.options.get("model") == "given"
     timing = tabulate(job)
     critical = find_critical(timing, about)
+    all_counting = timing
+    pauses = find_pauses(timing, critical)
+    timing = without(timing, pauses)
     path = critical.path[timing.counts]
     step = spread_of_steps(path.sum(1))
     backward_ms = typical(path[:, column(Phase.BACKWARD)])
@@ -79,7 +83,9 @@ def analyse(
         predicted = between_hosts(workload) if given and about.local_size == about.size else workload
         predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
         hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
-    situation = Situation(job, critical.cycle[timing.counts], costs, step.median, backward_ms, workload, own_links)
+    situation = Situation(
+        job, critical.cycle[timing.counts], costs, step.median, backward_ms, workload, own_links, pauses
+    )
     return Analysis(
         about=about,
         size=job.size,
@@ -89,13 +95,13 @@ def analyse(
         problems=(
             *job.problems,
             *timing.problems,
-            *_remarks(timing, is_forward_known=costs.is_forward_known, has_model=has_model),
+            *_remarks(timing, pauses, is_forward_known=costs.is_forward_known, has_model=has_model),
         ),
-        verdict=judge(timing, costs, job.size, buckets, late, network, start_up, efficiency),
+        verdict=judge(timing, costs, job.size, buckets, late, network, start_up, pauses, efficiency),
         advice=advise(situation),
         step=step,
         path=waits.spread_by_phase(path),
-        samples_per_s=_samples_per_s(timing, critical),
+        samples_per_s=_samples_per_s(all_counting, critical),
         efficiency=efficiency,
         ranks=_ranks(job, timing, critical),
         waits=waits.list_waits(timing, critical),
@@ -113,7 +119,7 @@ def analyse(
     )
 
 
-def _remarks(timing: Timing, *, is_forward_known: bool, has_model: bool) -> list[str]:
+def _remarks(timing: Timing, pauses: Pauses | None, *, is_forward_known: bool, has_model: bool) -> list[str]:
     remarks = []
     if not is_forward_known:
         why = (
@@ -122,6 +128,11 @@ def _remarks(timing: Timing, *, is_forward_known: bool, has_model: bool) -> list
             else "because `wrap` was given no model: torchring.wrap(optimizer, model)"
         )
         remarks.append(f"Forward is not told apart from waiting for data, {why}.")
+    if pauses is not None:
+        these = "This step is" if len(pauses.numbers) == 1 else "These steps are"
+        remarks.append(
+            f"{pauses.sentence} {these} left out of all other numbers but samples/s; the figure over time shows them."
+        )
     number = int(timing.counts.sum())
     if number < _FEW:
         count = "1 step counts" if number == 1 else f"{number} steps count"

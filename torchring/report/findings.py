@@ -66,7 +66,9 @@ class Verdict:
         cost: how long that takes, of each step; for "start-up" in seconds of the run.
         sentence: one sentence for people, with share, duration and spread.
         detail: "" or more exactly what it is: "small buckets", "late parameter" or "slow link" for "communication";
-            "jitter" for a "straggler" without a rank; "between" for an "optimizer" that waits for clipping or logging.
+            "pauses" for an "input" that is long in a few steps only: `share` is that of the time of all steps, and
+            `cost` that of each such step; "jitter" for a "straggler" without a rank; "between" for an "optimizer" that
+            waits for clipping or logging.
     """
 
     kind: Kind

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from torchring.tracing.files import TraceError, find, read
+from torchring.tracing.files import TraceError, find, find_live, read
 from torchring.tracing.records import ENDED_WELL, ClockOffset, RankTrace, StepRecord
 
 
@@ -40,28 +40,56 @@ def load(folder: Path) -> Job:
     """Read a folder of traces. Raises TraceError if nothing in it can be read."""
     how = f"`torchring run --trace {folder} ...` writes one"
     try:
-        paths = find(folder)
+        paths, live_paths = find(folder), find_live(folder)
     except FileNotFoundError as error:
         raise TraceError(f"there is no folder {folder}. A trace is a folder; {how}") from error
     except OSError as error:
         raise TraceError(f"cannot read {folder}, the folder of a trace: {error.strerror}") from error
-    if not paths:
-        raise TraceError(f"{folder} has no trace: no file is named like rank-00000.npz. {how}")
-    problems, traces = [], []
-    for path in paths.values():
-        try:
-            traces.append(read(path))
-        except TraceError as error:
-            problems.append(f"A file cannot be read: {error}.")
+    if not paths and not live_paths:
+        raise TraceError(
+            f"{folder} has no trace: no file is named like rank-00000.npz. {how}, if the script calls torchring.wrap() "
+            "and makes a step"
+        )
+    problems: list[str] = []
+    whole, live = _read_all(paths, problems), _read_all(live_paths, [])  # a live file may vanish meanwhile
+    # A rank that ends well removes its live file. One that is killed leaves it, and maybe a file of an earlier run.
+    used = {rank: trace for rank, trace in live.items() if _is_newer(trace, whole.get(rank))}
+    traces = {**whole, **used}
     if not traces:
         raise TraceError(f"no file of the trace in {folder} can be read. {' '.join(problems)}")
-    return merge(traces, problems)
+    if used:
+        was, its = ("were", "their") if len(used) > 1 else ("was", "its")
+        names = name_ranks(sorted(used))
+        problems.append(
+            f"{names[0].upper()}{names[1:]} {was} killed, or still run{'' if len(used) > 1 else 's'}. Of {its} steps, "
+            f"only {max(len(trace.steps) for trace in used.values())} are known."
+        )
+    return merge(traces.values(), problems)
+
+
+def _read_all(paths: Mapping[int, Path], problems: list[str]) -> dict[int, RankTrace]:
+    """The files that can be read, by rank."""
+    found = {}
+    for rank, path in paths.items():
+        try:
+            found[rank] = read(path)
+        except TraceError as error:
+            problems.append(f"A file cannot be read: {error}.")
+    return found
+
+
+def _is_newer(live: RankTrace, whole: RankTrace | None) -> bool:
+    """Whether to use a live file. A whole file that was written on SIGUSR1 has more steps of the same run."""
+    if whole is None:
+        return True
+    return whole.about.ended_by != "SIGUSR1" and live.about.written_at > whole.about.written_at
 
 
 def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
     """Put traces together. Raises TraceError if no rank has written down a step."""
     found = list(problems)
     kept = _of_one_size(sorted(traces, key=lambda trace: trace.about.rank), found)
+    kept = _of_one_run(kept, found)
     missing = sorted(set(range(kept[0].about.size)) - {trace.about.rank for trace in kept})
     if missing:
         have, it = ("have", "them") if len(missing) > 1 else ("has", "it")
@@ -107,6 +135,39 @@ def _of_one_size(traces: list[RankTrace], problems: list[str]) -> list[RankTrace
         f"Only files of a world of {kept[0].about.size} are shown."
     )
     return kept
+
+
+def _of_one_run(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
+    """Those that made their steps while the rank that was the last to write its file made the same steps."""
+    newest = max(traces, key=lambda trace: (trace.about.written_at, -trace.about.rank))
+    earlier = [trace.about.rank for trace in traces if _are_of_two_runs(trace, newest)]
+    if earlier:
+        files = "file of" if len(earlier) == 1 else "files of"
+        problems.append(
+            f"The {files} {name_ranks(earlier)} {'is' if len(earlier) == 1 else 'are'} left over from another run: "
+            f"rank {newest.about.rank} made the same steps at another time."
+        )
+    return [trace for trace in traces if trace.about.rank not in earlier]
+
+
+def _are_of_two_runs(one: RankTrace, other: RankTrace) -> bool:
+    common = {step.number for step in one.steps} & {step.number for step in other.steps}
+    is_one_clock = one.about.node_rank == other.about.node_rank
+    if not common or not (is_one_clock or all(each.clock or not each.about.node_rank for each in (one, other))):
+        return False
+    begins, ends = [], []
+    for trace in (one, other):
+        steps = [step for step in trace.steps if step.number in common]
+        offset_ns, error_ns = (0, 0) if is_one_clock or not trace.clock else _offset_of(trace)
+        begins.append(steps[0].begin - offset_ns - error_ns)
+        ends.append(steps[-1].end - offset_ns + error_ns)
+    return max(begins) > min(ends)
+
+
+def _offset_of(trace: RankTrace) -> tuple[int, int]:
+    """Offset of a clock in nanoseconds as it was last measured, and the largest error."""
+    last = max(trace.clock, key=lambda offset: offset.at)
+    return last.offset_ns, max(offset.error_ns for offset in trace.clock)
 
 
 def _with_common_steps(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:

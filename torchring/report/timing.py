@@ -17,6 +17,7 @@ Array = NDArray[Any]
 
 _NUM_FIRST: Final = 3  # buckets are laid out anew after the first reduction, and memory is touched for the first time
 _ENOUGH: Final = 10  # steps, to leave some out
+_MANY_CHANGES: Final = 8  # of buckets, which a job with one optimizer does not have
 _QUANTILES: Final = (0.5, 0.2, 0.8)
 _NUM_GROUPS: Final = 5  # of neighbouring steps, at least
 _MAX_GROUP: Final = 32  # steps
@@ -76,7 +77,12 @@ def tabulate(job: Job) -> Timing:
         counts = has_plan
     others = sum(not has for has, number in zip(has_plan, numbers, strict=True) if number >= _NUM_FIRST)
     problems = []
-    if others:
+    if others and np.count_nonzero(np.diff(has_plan[numbers >= _NUM_FIRST])) >= _MANY_CHANGES:
+        problems.append(
+            "Steps have different buckets, as those of several optimizers do. The statistics are those of "
+            f"{int(counts.sum())} of {len(rows)} steps, which have the same buckets."
+        )
+    elif others:
         problems.append(
             f"The layout of buckets changed during the trace: {others} of {len(rows)} steps have another one than the "
             f"other {len(rows) - others}, and are left out of the statistics."

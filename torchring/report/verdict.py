@@ -15,6 +15,7 @@ import numpy as np
 
 from torchring.report.buckets import bus_bytes
 from torchring.report.findings import BucketSummary, Kind, LateParameter, Network, Phase, Spread, StartUp, Verdict
+from torchring.report.pauses import Pauses
 from torchring.report.timing import Array, Timing, groups, spread_of_steps, typical
 from torchring.report.waits import COMPUTING, PHASES, Critical, column
 
@@ -115,6 +116,7 @@ def judge(
     late: Sequence[LateParameter],
     network: Network | None,
     start_up: StartUp | None,
+    pauses: Pauses | None,
     efficiency: float,
 ) -> Verdict:
     """The largest of the costs that are worth telling."""
@@ -139,6 +141,8 @@ def judge(
     }
     if start_up and start_up.share >= (_START_UP_ANYWAY if telling else _START_UP_TELLING):
         return _start_up(start_up)
+    if pauses is not None and pauses.share >= (1.0 - pauses.share) * max(telling.values(), default=0.0) / step:
+        return Verdict("input", pauses.rank, pauses.share, pauses.length, pauses.sentence, "pauses")
     if not telling:
         return _compute(costs, size, efficiency)
     kind, detail = max(telling, key=lambda key: telling[key])
