@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from traces import simulate
 
 from torchring import cli
-from torchring.report import top
+from torchring.rendezvous.environment import TRACE
+from torchring.report import progress, top
+from torchring.report.top import Picture
 from torchring.tracing.files import live_path_of, path_of, write, write_encoded
 from torchring.tracing.records import RankTrace, encode
 
@@ -31,6 +34,7 @@ def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert first.endswith("2 ranks, the last 47 steps.")
     assert "waits for data on rank 1" in verdict
     assert any(line.split()[:2] == ["0", "1"] for line in rest), "rank 0 waits for rank 1"
+    assert top.look(tmp_path).headline == f"{first} {verdict}"
     write_live(tmp_path, simulate(2, 50), age=60)
     assert "No rank has made a step for 60 s." in top.look(tmp_path).text
 
@@ -79,3 +83,40 @@ def test_it_ends_with_the_job(
     assert out.count("Step 50: ") == 2
     assert "The job has ended: rank 1 is gone." in out
     assert path_of(tmp_path, 0).exists()
+
+
+def test_a_line_each_time_that_steps_were_made(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen, is_over = [Picture("nothing yet"), *[Picture("", "A")] * 2, Picture("", "B")], threading.Event()
+    left = iter(seen)
+
+    def look(_: Path) -> Picture:
+        if (picture := next(left, None)) is None:
+            is_over.set()
+        return picture or Picture("", "the end", is_over=True)
+
+    monkeypatch.setattr(progress, "look", look)
+    with progress.shown(Path(), seconds=0.001):
+        assert is_over.wait(40)
+    assert capfd.readouterr().err == "torchring run: A\ntorchring run: B\n"
+
+
+def test_progress_needs_no_trace_on_one_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders: list[Path] = []
+
+    def start(_: object, num_proc: int, hosts: object, env: dict[str, str], *__: object, **___: object) -> int:
+        folders.append(Path(env[TRACE]))
+        assert folders[-1].is_dir()
+        return 0
+
+    monkeypatch.setattr(cli, "start", start)
+    for where in (["-np", "2"], ["-H", "localhost:2"]):
+        assert cli.main(["run", *where, "--progress", __file__]) == 0
+    assert len(folders) == 2
+    assert not any(folder.exists() for folder in folders)
+    for options in ([], ["--elastic", "--min-np", "1"]):
+        assert cli.main(["run", "-H", "other.invalid:2", *options, "--progress", __file__]) == 2
+        assert "--progress on several hosts needs --trace DIR" in capsys.readouterr().err

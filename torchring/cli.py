@@ -13,8 +13,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +23,7 @@ from torchring.launch import horovodrun
 from torchring.launch.arguments import hosts_of, positive, setting
 from torchring.launch.elastic import options as elastic
 from torchring.launch.elastic.driver import start_elastic
-from torchring.launch.launcher import LAUNCHERS, LaunchError, start
+from torchring.launch.launcher import LAUNCHERS, LaunchError, is_here, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import Stopped, signals_raise
 from torchring.rendezvous.environment import STACKS, TRACE
@@ -82,6 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="write where the time of each process's last 1,000 steps went to DIR, for `torchring report DIR`; files "
         "of an earlier trace in DIR are removed",
+    )
+    run.add_argument(
+        "--progress",
+        action="store_true",
+        help="every 10 seconds, say how fast the job is and what bounds it; with several hosts, --trace has to name a "
+        "folder that they share",
     )
     elastic.add_options(run, where)
     horovodrun.add_options(run)
@@ -153,8 +160,6 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             command = [*_program(options.script, options.module), *options.arguments]
         output = OutputOptions(options.tag_output, options.log_dir, options.quiet)
         env = horovodrun.settings_of(options) | ({STACKS: "1"} if options.stacks_on_stall else {})
-        if options.trace is not None:
-            env |= {TRACE: _empty_trace(options.trace)}
         ssh_options = horovodrun.ssh_options_of(options)
         if is_elastic:
             limits = elastic.limits_of(options)
@@ -162,15 +167,42 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             horovodrun.warn_of_ignored(options)
             if options.verbose:
                 print(horovodrun.describe(command, options.num_proc, sources.known), file=sys.stderr)
-            return start_elastic(command, limits, sources, env, output, ssh_options)
+            is_apart = sources.may_change or any(not is_here(host.name) for host in sources.known or ())
+            with _tracing(options, is_apart=is_apart) as traced:
+                return start_elastic(command, limits, sources, env | traced, output, ssh_options)
         hosts, launcher = hosts_of(options), horovodrun.launcher_of(options)
         horovodrun.warn_of_ignored(options)
         if options.verbose:
             print(horovodrun.describe(command, options.num_proc, hosts), file=sys.stderr)
-        return start(command, options.num_proc, hosts, env, launcher, output, ssh_options=ssh_options)
+        with _tracing(options, is_apart=any(not is_here(host.name) for host in hosts or ())) as traced:
+            return start(command, options.num_proc, hosts, env | traced, launcher, output, ssh_options=ssh_options)
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
     return 2
+
+
+@contextlib.contextmanager
+def _tracing(options: argparse.Namespace, *, is_apart: bool) -> Iterator[dict[str, str]]:
+    """For --trace and --progress: gives variables for the processes, and says how the job goes. Raises LaunchError.
+
+    Args:
+        is_apart: whether processes run on other hosts.
+    """
+    if options.trace is None and not options.progress:
+        yield {}
+        return
+    if options.trace is None and is_apart:
+        raise LaunchError("--progress on several hosts needs --trace DIR, with a folder that all hosts share")
+    with contextlib.ExitStack() as stack:
+        if options.trace is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchring-trace-"))
+        else:
+            folder = _empty_trace(options.trace)
+        if options.progress:
+            from torchring.report import progress
+
+            stack.enter_context(progress.shown(Path(folder)))
+        yield {TRACE: folder}
 
 
 def _empty_trace(folder: str) -> str:

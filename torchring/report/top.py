@@ -34,11 +34,13 @@ class Picture:
 
     Attributes:
         text: for people.
+        headline: the text in a line; empty if no rank has written anything.
         is_over: the job has ended.
         is_empty: no rank has written anything.
     """
 
     text: str
+    headline: str = ""
     is_over: bool = False
     is_empty: bool = False
 
@@ -87,6 +89,7 @@ def look(folder: Path) -> Picture:
     speed = f"{1e3 / step.median:.3g} steps/s" if step.median else ""
     samples = f", {analysis.samples_per_s.median:,.0f} samples/s" if analysis.samples_per_s else ""
     lines = [f"Step {last + 1:,}: {speed}{samples}, {analysis.size} ranks, the last {analysis.num_steps} steps."]
+    headline = f"{lines[0]} {analysis.verdict.sentence}"
     still = time.time() - max(trace.about.written_at for trace in job.traces)
     if not live:
         reasons = sorted({trace.about.ended_by for trace in job.traces} - {*ENDED_WELL})
@@ -95,7 +98,8 @@ def look(folder: Path) -> Picture:
         lines.append(f"No rank has made a step for {still:.0f} s.")
     lines += [analysis.verdict.sentence, *analysis.problems, ""]
     tables = (table_of_phases(analysis), table_of_waits(analysis))
-    return Picture("\n".join([*lines, *(text_of(table) for table in tables if table.rows)]), is_over=not live)
+    text = "\n".join([*lines, *(text_of(table) for table in tables if table.rows)])
+    return Picture(text, headline, is_over=not live)
 
 
 def _traces(find_them: Callable[[Path], dict[int, Path]], folder: Path) -> list[RankTrace]:
