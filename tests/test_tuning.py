@@ -413,3 +413,11 @@ def test_reductions_take_longer_beside_a_backward() -> None:
         cost = slowed(alone, slowdown(alone, plan, busy))
         assert cost.seconds == seconds
         assert not math.isnan(cost.launch_seconds)
+
+
+def test_a_small_model_where_larger_reductions_took_much_longer() -> None:
+    """A line through what was measured would have small buckets take no time at all."""
+    plan = build_plan(_specs(torch.float32), bucket_bytes=0)
+    alone = cost_alone([(64 << 10, 1e-3), (512 << 10, 20e-3)], in_background=True)
+    assert slowdown(alone, plan, 1e-6) == 1.0
+    assert slowdown(alone, plan, 1.0) == 4.0
