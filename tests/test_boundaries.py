@@ -110,8 +110,8 @@ def test_cost_between_and_beyond_what_was_measured(num_bytes: float, seconds: fl
     assert ReductionCost((10.0, 20.0, 40.0, 50.0), (6.0, 7.0, 6.5, 9.0)).of(num_bytes) == seconds
 
 
-def test_cost_of_small_buckets_is_not_negative() -> None:
-    assert ReductionCost((10.0, 20.0), (1.0, 9.0)).of([0.0, 8.0, 10.0]).tolist() == [0.0, 0.0, 1.0]
+def test_only_empty_buckets_may_cost_nothing() -> None:
+    assert ReductionCost((10.0, 20.0), (1.0, 9.0)).of([0.0, 8.0, 10.0]).tolist() == [0.0, 0.8, 1.0]
 
 
 def test_one_measured_size() -> None:

@@ -382,7 +382,8 @@ def _groups(plan: Plan) -> list[list[int]]:
     return [[slot.parameter for slot in bucket.slots] for bucket in plan.buckets]
 
 
-def test_other_dtypes_keep_their_default_buckets() -> None:
+def test_other_dtypes_keep_their_default_buckets_and_the_first_bucket_its_dtype() -> None:
+    """The first bucket carries the sum of weights, whose rounding depends on the dtype."""
     fp32, fp64 = torch.float32, torch.float64
     specs = _specs(fp32, fp64, fp32, fp32, fp64, fp32, fp32)
     current = build_plan(specs, bucket_bytes=1000)
@@ -390,9 +391,9 @@ def test_other_dtypes_keep_their_default_buckets() -> None:
     cost = ReductionCost((0.0, 32.0), (0.1, 1.1))  # a gradient of fp32 takes 1.1 s
     ready = [9.0, 8.0, 5.0, 2.0, 3.0, 1.0, 0.0]
     groups = find_groups(specs, current, ready, cost, 1000, None)
-    assert groups == [[6, 5, 3], [2], [4, 1], [0]]
-    assert find_groups(specs, current, ready, cost, 64, None) == [[6, 5], [3, 2], [4, 1], [0]]
-    assert find_groups(specs, current, ready, cost, 64, "fp16") == [[6, 5], [3, 2], [4, 1], [0]]  # of half the bytes
+    assert groups == [[4, 1], [6, 5, 3], [2], [0]]
+    assert find_groups(specs, current, ready, cost, 64, None) == [[4, 1], [6, 5], [3, 2], [0]]
+    assert find_groups(specs, current, ready, cost, 64, "fp16") == [[4, 1], [6, 5], [3, 2], [0]]  # of half the bytes
 
 
 def test_prediction_counts_what_travels() -> None:
@@ -413,3 +414,11 @@ def test_reductions_take_longer_beside_a_backward() -> None:
         cost = slowed(alone, slowdown(alone, plan, busy))
         assert cost.seconds == seconds
         assert not math.isnan(cost.launch_seconds)
+
+
+def test_a_small_model_where_larger_reductions_took_much_longer() -> None:
+    """A line through what was measured would have small buckets take no time at all."""
+    plan = build_plan(_specs(torch.float32), bucket_bytes=0)
+    alone = cost_alone([(64 << 10, 1e-3), (512 << 10, 20e-3)], in_background=True)
+    assert slowdown(alone, plan, 1e-6) == 1.0
+    assert slowdown(alone, plan, 1.0) == 4.0

@@ -89,6 +89,14 @@ def test_weights_of_any_size_in_16_bits(options: dict[str, Any], unit: float) ->
     _check(results, _as_one(2, 2, torch.float32), 0.02)
 
 
+def test_a_weight_fits_every_bucket_that_may_come_to_be_the_first() -> None:
+    """As where the first backward shows another order of gradients than that of registration."""
+    ours = weights.Weights()
+    ours.expect([torch.float32, torch.bfloat16])
+    sent = ours.representable(1 / 3)
+    assert weights.decode(weights.encode(sent, torch.bfloat16), torch.bfloat16) == sent != 1 / 3
+
+
 @pytest.mark.parametrize(
     "options",
     [{"algorithm": "ring"}, {"algorithm": "native"}, {"overlap": "thread"}, {"bucket_mb": 25.0}],

@@ -49,7 +49,8 @@ def find_groups(
     """The parameters of each bucket, in the order of reductions.
 
     A bucket holds one dtype. The cut is exact for the dtype with the most bytes; parameters of other dtypes share
-    buckets as they do by default.
+    buckets as they do by default. The first bucket has the dtype that it has by default: it carries the sum of weights,
+    which is rounded to that dtype, and no bit of a result may depend on the buckets.
 
     Args:
         current: default buckets. Gradients that become ready at the same time stay in their order.
@@ -70,7 +71,9 @@ def find_groups(
         if kind_of(specs[group[0]]) != kind:
             groups.append(group)
     groups.sort(key=lambda group: max(ready[index] for index in group))
-    return groups
+    kind_of_first = kind_of(specs[current.buckets[0].slots[0].parameter])
+    first = next(i for i, group in enumerate(groups) if kind_of(specs[group[0]]) == kind_of_first)
+    return [groups.pop(first), *groups]
 
 
 def predict(plan: Plan, ready: Sequence[float], cost: ReductionCost) -> float:

@@ -35,6 +35,8 @@ MOST_GRADIENTS: Final = 400
 class ReductionCost:
     """What the reduction of one bucket takes, by its size: linear between measured sizes, and beyond them.
 
+    Below the smallest size no bucket but an empty one takes 0 seconds, however steep the line is.
+
     Attributes:
         num_bytes: sizes that were measured, ascending. At least one.
         seconds: what each took.
@@ -56,7 +58,8 @@ class ReductionCost:
         if len(known) == 1:
             return np.asarray(seconds[0] * np.maximum(1.0, sizes / known[0]))
         slopes = np.diff(seconds) / np.diff(known)
-        below = np.maximum(0.0, seconds[0] - (known[0] - sizes) * slopes[0])
+        of_nothing = max(0.0, seconds[0] - known[0] * slopes[0])
+        below = of_nothing + (seconds[0] - of_nothing) * sizes / max(known[0], 1.0)
         above = seconds[-1] + (sizes - known[-1]) * slopes[-1]
         between = np.interp(sizes, known, seconds)
         cost: Floats = np.where(sizes < known[0], below, np.where(sizes > known[-1], above, between))

@@ -71,8 +71,8 @@ class Weights:
         return self._total is not None
 
     def expect(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Gradients travel in these dtypes, the weight in the first."""
-        self._is_narrow = self._is_narrow or dtypes[0].itemsize == 2
+        """Gradients travel in these dtypes, the weight in any of them: another bucket may come to be the first one."""
+        self._is_narrow = self._is_narrow or any(dtype.itemsize == 2 for dtype in dtypes)
         # In fp16, a weight in the thousands may overflow before a round has shown the mean.
         if torch.float16 in dtypes and self.reference == 1.0:
             self.reference = _REFERENCE_OF_FP16
