@@ -9,15 +9,15 @@ import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 from checks import assert_bitwise
 from harness import run_ranks
-from torch._dynamo.backends import distributed
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._inductor.utils import get_donated_idxs
 
 import torchring
 from torchring import dynamo
@@ -267,13 +267,80 @@ def test_a_model_that_cannot_be_cut_is_compiled_as_a_whole(monkeypatch: pytest.M
         assert _events(lambda model, backend: torchring.compile(model, backend=backend, bucket_mb=1e-5))[0] == "part"
 
 
-def test_where_pytorch_mixes_parts_up_no_backward_reuses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in PyTorch 2.8, which knows only of the last part when it compiles a backward."""
+def test_an_error_of_the_backend_is_raised() -> None:
+    """It is no reason to compile the graph again as a whole."""
+    num_calls = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        raise NotImplementedError("this operator")
+
+    with pytest.raises(Exception, match="this operator"):
+        torchring.compile(torch.nn.Linear(2, 2), backend=backend)(torch.ones(1, 2))
+    assert num_calls == 1
+
+
+class _Writes(torch.nn.Module):
+    """Changes the parameter of a later part. No value leads from the write to the read."""
+
+    def forward(self, layers: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            layers[2].weight.mul_(0.5)
+        return cast(torch.Tensor, layers(x))
+
+
+class _MapsAndPullsBack(torch.nn.Module):
+    """torch.func with two layers inside. `pull_back` takes values from where the gradient's level is over."""
+
+    def forward(self, layers: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        x = torch.vmap(layers[:2])(x)
+        y, pull_back = torch.func.vjp(layers[1:], x)
+        (gradient,) = pull_back(torch.ones_like(y))
+        return layers[2](y + gradient)  # type: ignore[no-any-return]
+
+
+class _Infers(torch.nn.Module):
+    """torch.inference_mode with two layers inside."""
+
+    def forward(self, layers: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            scale = layers(x).detach().max()
+        return cast(torch.Tensor, layers(x + scale.clone()))
+
+
+@pytest.mark.parametrize("use", [_Writes(), _MapsAndPullsBack(), _Infers()], ids=lambda use: type(use).__name__)
+def test_what_belongs_together_is_not_cut(use: torch.nn.Module) -> None:
+    """Small parts give the same bits as no parts."""
+
+    def gradients(compile: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+        compile(use)(layers, torch.linspace(-1, 1, 8).view(2, 4)).square().sum().backward()
+        return [parameter.grad for parameter in layers.parameters() if parameter.grad is not None]
+
+    for expected, gradient in zip(gradients(lambda use: use), gradients(_in_parts), strict=True):
+        assert_bitwise(gradient, expected)
+
+
+def test_no_backward_of_a_part_reuses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch takes one part for another when it compiles a backward, if the loss leaves out the last part."""
     monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
-    torchring.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
-    assert torch._functorch.config.donated_buffer
-    torch._dynamo.reset()  # type: ignore[no-untyped-call]
-    monkeypatch.delattr(distributed, "DDPOptimizerContext")
-    monkeypatch.setattr(DDPOptimizer, "compile_fn", lambda self, graph, inputs: graph)
-    torchring.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
-    assert not torch._functorch.config.donated_buffer
+    asked: list[Any] = []
+
+    def compile_backward(graph: Any, inputs: Any) -> Any:
+        asked.append(get_donated_idxs())
+        return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
+
+    def compile_forward(graph: Any, inputs: Any) -> Any:
+        return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
+
+    first, last = (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Tanh()) for _ in range(2))
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = first(x)
+        return x, last(x)
+
+    backend = aot_autograd(fw_compiler=compile_forward, bw_compiler=compile_backward)
+    torchring.compile(forward, backend=backend, bucket_mb=1e-5)(torch.ones(2, 4))[0].sum().backward()
+    assert asked == [None]

@@ -11,10 +11,12 @@ compiled.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast, overload
 
@@ -24,6 +26,16 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _MIB: Final = 1 << 20
 _has_cut = False  # whether `compile` was called
 _FIRST_BYTES: Final = 1 << 20  # the size of torchring's first bucket, and of DistributedDataParallel's
+# What stands between these functions in a graph is inside torch.func or torch.inference_mode, and stays in one part.
+_BEGIN: Final = (
+    "_grad_increment_nesting", "_jvp_increment_nesting", "_vmap_increment_nesting", "_enter_dual_level",
+    "_enter_inference_mode",
+)  # fmt: skip
+_END: Final = (
+    "_grad_decrement_nesting", "_jvp_decrement_nesting", "_vmap_decrement_nesting", "_exit_dual_level",
+    "_exit_inference_mode",
+)  # fmt: skip
+_GRAD: Final = ("_autograd_grad", "grad")  # stay in one part with the graph through which they go back
 
 
 @overload
@@ -88,18 +100,73 @@ class _InParts:
         """Compile a graph. `arguments`: mode and options of torch.compile, for other backends than Inductor."""
         from torch._dynamo.backends import distributed
 
-        if not hasattr(distributed, "DDPOptimizerContext"):
-            # PyTorch 2.8 compiles the backward of each part with what it knows of the last part, so a backward could
-            # reuse memory that is still needed (pytorch/pytorch#160745). Whether memory may be reused is asked again in
-            # each backward: the setting holds for good.
-            torch._functorch.config.donated_buffer = False
-        compile_part = functools.partial(torch._dynamo.lookup_backend(self.backend), **arguments)
+        # PyTorch compiles the backwards of the parts as if they ran from the last part to the first, and none was left
+        # out, as the backward of an output that the loss does not use. Otherwise a backward is compiled with what is
+        # known of another part, and could reuse memory that is still needed. PyTorch 2.8 always takes the last part for
+        # the current one (pytorch/pytorch#160745). Whether memory may be reused is asked again in each backward: the
+        # setting holds for good.
+        torch._functorch.config.donated_buffer = False
+        lookup = functools.partial(torch._dynamo.lookup_backend(self.backend), **arguments)
+        has_begun = False
+
+        def compile_part(part: Any, inputs: Any) -> Callable[..., Any]:
+            nonlocal has_begun
+            has_begun = True
+            return cast(Callable[..., Any], lookup(part, inputs))
+
         optimizer = distributed.DDPOptimizer(self.num_bytes, compile_part, min(_FIRST_BYTES, self.num_bytes))
         try:
-            return cast(Callable[..., Any], optimizer.compile_fn(graph, inputs))
+            with _cut_in_order():
+                return cast(Callable[..., Any], optimizer.compile_fn(graph, inputs))
         except NotImplementedError as error:  # some releases of PyTorch cannot cut a graph with higher-order operators
+            if has_begun:  # this is an error of the backend
+                raise
             warnings.warn(f"torchring.compile compiles this graph as a whole: {error}", RuntimeWarning, stacklevel=2)
-            return cast(Callable[..., Any], compile_part(graph, inputs))
+            return compile_part(graph, inputs)
+
+
+@contextlib.contextmanager
+def _cut_in_order() -> Iterator[None]:
+    """Inside, PyTorch's DDPOptimizer cuts a graph as `_cut` does. Dynamo compiles in one thread at a time."""
+    passes = importlib.import_module("torch.fx.passes.split_module")
+    split = passes.split_module
+    passes.split_module = functools.partial(_cut, split)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        passes.split_module = split  # type: ignore[attr-defined]
+
+
+def _cut(split: Callable[..., Any], graph: Any, root: Any, part_of: Callable[[Any], int], **options: Any) -> Any:
+    """Cut a graph into parts that run in the order of the graph, and hold each call of torch.func as a whole.
+
+    `split` alone knows no order between a part that writes to a parameter or a buffer, and one that reads the value.
+
+    Args:
+        split: PyTorch's split_module.
+        graph: a GraphModule.
+        root: passed to `split`.
+        part_of: the part of a node; does not decrease from node to node.
+        **options: passed to `split`.
+    """
+    position = {node: i for i, node in enumerate(graph.graph.nodes)}
+    parts: dict[Any, int] = {}
+    depth = part = 0
+    last = -1  # the node to which the part has to reach
+    for node, i in position.items():
+        if node.op in ("placeholder", "output"):
+            continue
+        is_item = _name(node) == "getitem" and parts.get(node.args[0]) == part  # of a tuple; a part returns tensors
+        if depth == 0 and i > last and not is_item:
+            part = part_of(node)
+        depth += (_name(node) in _BEGIN) - (_name(node) in _END)
+        last = max([last, *(position[user] for user in node.users if _name(user) in _GRAD)])
+        parts[node] = part
+    return split(graph, root, parts.__getitem__, **{**options, "keep_original_order": True})
+
+
+def _name(node: Any) -> str:
+    return getattr(node.target, "__name__", "")
 
 
 def run_eagerly(function: _F) -> _F:
