@@ -109,9 +109,9 @@ def worth_trying(
         if is_worth_it:
             candidates.insert(0, candidate)
         else:
-            what = f"{compression} should not do" if is_rounded else "no buckets should do"
-            expected = f"{milliseconds(exposed)} exposed instead of {milliseconds(default)}, by prediction"
-            reasons.append(f"{what} much better: {expected}")
+            what = f"{compression} is" if is_rounded else "other buckets are"
+            expected = f"{milliseconds(exposed)} exposed instead of {milliseconds(default)}"
+            reasons.append(f"{what} not expected to do much better: {expected}")
     return candidates, reasons
 
 

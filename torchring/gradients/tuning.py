@@ -249,7 +249,7 @@ class Tuner:
         self._candidates = [Candidate(**fields) for fields in found]
         self._lost = reasons
         if not found:
-            self._keep(None, f"{self._default}: {'; '.join(reasons)}")
+            self._keep(None, f"{self._default}, as {'; '.join(reasons)}")
 
     def _measure_costs(self, current: Plan, specs: Sequence[ParameterSpec], busy: float) -> list[ReductionCost]:
         """Collective: what reductions take in a backward, with each compression."""
