@@ -16,6 +16,7 @@ from torchring.tracing.records import (
     About,
     Arrivals,
     BucketRecord,
+    OptimizerRecord,
     ParameterRecord,
     Part,
     PartRecord,
@@ -316,16 +317,39 @@ def test_steps_of_another_layout_of_buckets_are_left_out() -> None:
     assert analysis.num_steps == 30
     assert "The layout of buckets changed during the trace: 17 of 50 steps" in analysis.problems[0]
     assert [bucket.num_bytes for bucket in analysis.buckets] == [1_000_000, 25_000_000, 25_000_000]
-    in_turns = [
-        dataclasses.replace(
-            new, steps=tuple((a, b)[i % 2] for i, (a, b) in enumerate(zip(old.steps, new.steps[:20], strict=True)))
-        )
-        for old, new in zip(before, after, strict=True)
-    ]
-    assert analyse(merge(in_turns)).problems[0] == (
-        "Steps have different buckets, as those of several optimizers do. The statistics are those of 9 of 20 steps, "
-        "which have the same buckets."
-    )
+
+
+def of_gan(num_steps: int = 60, **of_generator: Any) -> list[RankTrace]:
+    """In each third step the generator, which was wrapped first; its backward goes through the discriminator."""
+    discriminator, generator = simulate(2, num_steps, **QUICK), simulate(2, num_steps, **{**QUICK, **of_generator})
+    traces = []
+    for d, g in zip(discriminator, generator, strict=True):
+        others = (OptimizerRecord(g.about.bucket_bytes[:1], (ParameterRecord("generator.weight", 120_000_000, 0),)),)
+        of_d = d.about.bucket_bytes
+        steps = []
+        for number, step in enumerate(d.steps):
+            if number % 3 == 2:
+                step = g.steps[number]
+                first = [dataclasses.replace(step.buckets[0], index=i, num_bytes=size) for i, size in enumerate(of_d)]
+                step = dataclasses.replace(step, buckets=(*first, step.buckets[0]))
+            steps.append(step)
+        traces.append(dataclasses.replace(d, about=dataclasses.replace(d.about, others=others), steps=tuple(steps)))
+    return traces
+
+
+def test_the_steps_of_all_optimizers_count() -> None:
+    analysis = analyse(merge(of_gan(bucket_mb=[120], input_ms=[2, 152])))
+    assert analysis.num_steps == 57
+    assert (analysis.verdict.kind, analysis.verdict.rank) == ("input", 1)
+    assert analysis.verdict.cost.median == pytest.approx((2 + 2 + 152) / 3, rel=0.1)
+    assert [bucket.index for bucket in analysis.buckets] == [0, 1, 2, 3]
+    assert analysis.buckets[0].names == ("layer2.weight",)
+    assert analysis.buckets[3].names == ("generator.weight",)
+    assert "the steps that send 171 MB, layer2.weight and 3 more parameters" in analysis.problems[0]
+    assert "requires_grad_(False)" in analysis.problems[0]
+    (now, *_) = analysis.predictions
+    assert now.step_ms == pytest.approx(analysis.step.median)
+    assert now.exposed_ms < 0.2 * analysis.step.median
 
 
 @pytest.mark.parametrize("all_steps", [False, True])

@@ -172,7 +172,7 @@ def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
     seen = durations * rng.normal(1, 0.01, (40, 8))
     seen[:8] *= 5
     seen[:, 4] *= 3  # one bucket is always interrupted
-    network = fit(sizes, seen, 4)
+    network = fit(sizes, np.median(seen, axis=0), 4)
     assert network is not None
     assert network.alpha_ms == pytest.approx(0.2, rel=0.05)
     assert network.gigabytes_per_s == pytest.approx(2, rel=0.05)
@@ -180,10 +180,10 @@ def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
 
 
 def test_buckets_of_one_size_do_not_tell_latency_from_bandwidth() -> None:
-    network = fit(np.full(5, 10.0 * MB), np.full((4, 5), 20.0), 2)
+    network = fit(np.full(5, 10.0 * MB), np.full(5, 20.0), 2)
     assert network == Network(0.0, pytest.approx(0.5), is_alpha_known=False)
-    assert fit(np.array([]), np.zeros((4, 0)), 2) is None
-    falling = fit(np.array([1.0, 10.0]) * MB, np.array([[5.0, 1.0]]), 2)
+    assert fit(np.array([]), np.array([]), 2) is None
+    falling = fit(np.array([1.0, 10.0]) * MB, np.array([5.0, 1.0]), 2)
     assert falling is not None
     assert falling.gigabytes_per_s > 0
     assert falling.alpha_ms > 0

@@ -19,7 +19,7 @@ _MAX_PAIRS: Final = 400  # buckets; of more, every n-th is taken
 _NO_FASTER: Final = 0.01  # of the mean time per byte: bytes are never free
 
 
-def fit(bucket_bytes: Array, durations_ms: Array, num_ranks: int) -> Network | None:
+def fit(bucket_bytes: Array, medians: Array, num_ranks: int) -> Network | None:
     """The network of a ring of `num_ranks`.
 
     A line through the medians of buckets, whose slope is the median of the slopes between pairs (Theil 1950, Sen 1968),
@@ -27,14 +27,13 @@ def fit(bucket_bytes: Array, durations_ms: Array, num_ranks: int) -> Network | N
 
     Args:
         bucket_bytes: [B].
-        durations_ms: [S, B], from when the last rank has launched the bucket until it is reduced.
+        medians: [B], milliseconds from when the last rank has launched the bucket until it is reduced.
 
     Returns:
         None if nothing was reduced.
     """
-    if num_ranks < 2 or not durations_ms.size:
+    if num_ranks < 2:
         return None
-    medians = np.median(durations_ms, axis=0)
     sizes = bus_bytes(1.0, num_ranks) * np.asarray(bucket_bytes, float)
     seen = (medians > 0) & (sizes > 0)
     medians, sizes = medians[seen], sizes[seen]

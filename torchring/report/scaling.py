@@ -10,6 +10,7 @@ A step takes as long as the slowest of N ranks computes, and then as long as com
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class Workload:
         ready_ms: when each bucket is launched, before the end of backward on the slowest rank: mostly negative.
         is_overlapped: whether backward goes on while buckets are reduced.
         num_lanes: how many buckets cross the network at a time.
+        share: of the steps that are like this, from 0 to 1. The rest are `others`: steps of other optimizers.
         unexplained_ms: added to each prediction, so that it is right where it can be compared with the measurement.
     """
 
@@ -46,6 +48,8 @@ class Workload:
     is_overlapped: bool = True
     num_lanes: int = 1
     unexplained_ms: float = 0.0
+    share: float = 1.0
+    others: tuple[Workload, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,12 @@ def exposed_ms(workload: Workload, num_ranks: int, links: Links) -> float:
     """How long ranks stand still for communication, when all of them compute equally fast.
 
     Example: buckets ready at -40 and 0 ms, of 30 ms each. The first is reduced from -40 to -10, the second from 0 to
-    30, so 30 ms are exposed. If they take 50 ms each: from -40 to 10, from 10 to 60, so 60 ms are.
+    30, so 30 ms are exposed. If they take 50 ms each: from -40 to 10, from 10 to 60, so 60 ms are. With several
+    optimizers, this is the mean over the steps of all of them.
     """
+    if workload.others:
+        alone = dataclasses.replace(workload, others=())
+        return sum(each.share * exposed_ms(each, num_ranks, links) for each in (alone, *workload.others))
     costs = [split_ms(num_bytes, num_ranks, links) for num_bytes in workload.bucket_bytes]
     if not workload.is_overlapped:
         return sum(map(sum, costs))

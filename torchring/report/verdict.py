@@ -118,8 +118,13 @@ def judge(
     start_up: StartUp | None,
     pauses: Pauses | None,
     efficiency: float,
+    exposed_ms: float,
 ) -> Verdict:
-    """The largest of the costs that are worth telling."""
+    """The largest of the costs that are worth telling.
+
+    Args:
+        exposed_ms: communication that backward does not hide, in a step that has these buckets.
+    """
     step = typical(costs.whole)
     found: dict[tuple[Kind, str], Array] = {
         ("input", ""): costs.input,
@@ -160,7 +165,7 @@ def judge(
         what = "waits for the slowest rank, and the ranks take turns at that" if detail else what
     elif kind == "communication":
         rank = None
-        detail, why = _explain_communication(size, buckets, late, network, cost.median)
+        detail, why = _explain_communication(size, buckets, late, network, exposed_ms)
         what = f"is communication that {why}"
     else:
         rank = None
