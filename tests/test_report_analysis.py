@@ -70,6 +70,20 @@ def test_the_verdict_finds_the_fault(name: str) -> None:
     assert sum(spread.median for spread in analysis.path.values()) == pytest.approx(analysis.step.median, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("per_host", "said"), [(4, "most of it latency of 40"), (1, "because of latency or a slow link")]
+)
+def test_tiny_buckets_of_one_size(per_host: int, said: str) -> None:
+    """Equal sizes do not tell latency from bandwidth. Within a host, no link is as slow as that."""
+    traces = simulate(4, 20, noise=0, bucket_mb=[0.004] * 40, latency_ms=3.0, ranks_per_host=per_host)
+    ring = [dataclasses.replace(each, about=dataclasses.replace(each.about, algorithm="ring")) for each in traces]
+    analysis = analyse(merge(ring))
+    assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "small buckets")
+    assert said in analysis.verdict.sentence
+    assert "40 small buckets of 0.004 MB" in analysis.verdict.sentence
+    assert ("Use buckets of" in analysis.advice[0].what) == (per_host == 4)
+
+
 def test_the_sentences() -> None:
     said = {
         name: analysis_of(noise=0, num_steps=5, start_up_s=0.01, **FAULTS[name][0]).verdict.sentence for name in FAULTS

@@ -217,7 +217,7 @@ def _about_bucket_size(situation: Situation, saved_ms: Callable[[Workload], floa
             changed = with_layout(situation.workload, layout, situation.backward_ms)
             found.append((saved_ms(changed), size_mb, len(changed.bucket_bytes)))
     if found:
-        best, size_mb, then = max(found)
+        best, size_mb, then = max(found, key=lambda each: (each[0], -each[1]))
         why = "each bucket costs latency" if then < now else "the first buckets could leave earlier"
         yield _advice(
             situation,

@@ -15,6 +15,7 @@ import numpy as np
 
 from torchring.report.buckets import bus_bytes
 from torchring.report.findings import BucketSummary, Kind, LateParameter, Network, Phase, Spread, StartUp, Verdict
+from torchring.report.network import SMALL_BYTES
 from torchring.report.pauses import Pauses
 from torchring.report.timing import Array, Timing, groups, spread_of_steps, typical
 from torchring.report.waits import COMPUTING, PHASES, Critical, column
@@ -193,14 +194,18 @@ def _explain_communication(
             f"{held.name} alone"
         )
     total = sum(bucket.reducing.median for bucket in buckets)
-    if network and network.is_alpha_known and len(buckets) >= _MANY and size > 1 and total > 0:
-        latency = 2 * (size - 1) * network.alpha_ms * len(buckets)
-        if latency > _MOST * total:
-            mean_mb = sum(bucket.num_bytes for bucket in buckets) / len(buckets) / 1e6
-            return "small buckets", (
-                f"backward does not hide, most of it latency of {len(buckets)} small buckets of {mean_mb:.2g} MB"
-            )
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
+    if network and len(buckets) >= _MANY and size > 1 and total > 0:
+        latency = 2 * (size - 1) * network.alpha_ms * len(buckets)
+        mean_bytes = num_bytes / len(buckets)
+        those = f"{len(buckets)} small buckets of {mean_bytes / 1e6:.2g} MB"
+        if network.is_alpha_known and latency > _MOST * total:
+            return "small buckets", f"backward does not hide, most of it latency of {those}"
+        if not network.is_alpha_known and mean_bytes < SMALL_BYTES:
+            return "small buckets", (
+                f"backward does not hide: {those} take {total / len(buckets):.2g} ms each, because of latency or a "
+                "slow link"
+            )
     speed = bus_bytes(num_bytes, size) / 1e6 / total if total > 0 else 0.0
     return "slow link", f"backward does not hide: {num_bytes / 1e6:.3g} MB at {speed:.2g} GB/s"
 

@@ -83,6 +83,10 @@ def fit_network(examined: Sequence[tuple[Timing, Critical]], about: About, num_r
     durations = [(its.reduction_ends - its.reduction_begins)[each.reduces] for each, its in reducing]
     medians = [np.median(of_buckets, axis=0) for of_buckets in durations]
     found = network.fit(np.concatenate(bucket_bytes), np.concatenate(medians), num_ranks)
+    is_within_host = about.local_size == about.size and about.algorithm != "direct"
+    are_small = float(timing.bucket_bytes.mean()) < network.SMALL_BYTES
+    if found is not None and not found.is_alpha_known and is_within_host and are_small:
+        found = network.latency_within_host(timing.bucket_bytes, typical(durations[0].sum(1)), num_ranks)
     if found is None or is_overlapped(timing, about):
         return found
     # How long ranks stood still says how much work a reduction was.
