@@ -81,7 +81,7 @@ def test_tiny_buckets_of_one_size(per_host: int, said: str) -> None:
     assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "small buckets")
     assert said in analysis.verdict.sentence
     assert "40 small buckets of 0.004 MB" in analysis.verdict.sentence
-    assert ("Use buckets of" in analysis.advice[0].what) == (per_host == 4)
+    assert (analysis.advice[0].what == "Use buckets of 1 MiB") == (per_host == 4)
 
 
 def test_the_sentences() -> None:
