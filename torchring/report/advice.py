@@ -92,8 +92,9 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
         situation,
         "Load data in the background" if rank is None else f"Load data in the background, or faster, on {where}",
         typical(saved),
-        f"{where[0].upper()}{where[1:]} waits {longest:.1f} ms for the next batch. Workers would load it "
-        "meanwhile; this assumes that cores are left for them.",
+        f"{where[0].upper()}{where[1:]} spends {longest:.1f} ms between step() and forward. If that is loading data, "
+        "workers would do it meanwhile; this assumes that cores are left for them. If it is logging or other code, do "
+        "it less often.",
         "DataLoader(..., num_workers=4, persistent_workers=True, prefetch_factor=2)",
     )
 

@@ -158,7 +158,8 @@ def judge(
     if kind == "input":
         rank = rank if costs.is_input_of_blamed else None
         at_least = "" if costs.is_forward_known else "At least "
-        what = f"waits for data on {'all ranks' if rank is None else f'rank {rank}'}"
+        who = "all ranks" if rank is None else f"rank {rank}"
+        what = f"waits for data on {who}, or for other code between step() and forward"  # which is not told apart
     elif kind == "straggler":
         rank = None if detail else rank
         slower = _SLOWER.get(costs.slower_in, "which computes more slowly than the others")

@@ -84,7 +84,7 @@ def fit_network(examined: Sequence[tuple[Timing, Critical]], about: About, num_r
     medians = [np.median(of_buckets, axis=0) for of_buckets in durations]
     found = network.fit(np.concatenate(bucket_bytes), np.concatenate(medians), num_ranks)
     is_within_host = about.local_size == about.size and about.algorithm != "direct"
-    are_small = float(timing.bucket_bytes.mean()) < network.SMALL_BYTES
+    are_small = float(timing.bucket_bytes.sum()) < network.SMALL_BYTES * len(timing.bucket_bytes)
     if found is not None and not found.is_alpha_known and is_within_host and are_small:
         found = network.latency_within_host(timing.bucket_bytes, typical(durations[0].sum(1)), num_ranks)
     if found is None or is_overlapped(timing, about):
