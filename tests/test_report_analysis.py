@@ -84,6 +84,34 @@ def test_tiny_buckets_of_one_size(per_host: int, said: str) -> None:
     assert (analysis.advice[0].what == "Use buckets of 1 MiB") == (per_host == 4)
 
 
+@pytest.mark.parametrize(
+    ("options", "what", "why"),
+    [
+        ({"optimizer_ms": [8, 68]}, "Find out what step() does on rank 1 only", "step() takes 60.0 ms longer"),
+        ({"between_ms": [1, 61]}, "Find out what rank 1 does between backward and step()", "60.0 ms longer"),
+        (
+            {"forward_ms": [30, 90]},
+            "Find out what slows rank 1 on host0 down",
+            "60.0 ms longer than the others in f",
+        ),
+    ],
+)
+def test_advice_for_a_slow_rank_names_the_phase(options: dict[str, Any], what: str, why: str) -> None:
+    (advice, *_) = analysis_of(2, noise=0, **QUICK, **options).advice
+    assert advice.what == what
+    assert why in advice.why
+
+
+def test_a_rank_with_longer_batches_is_told_so() -> None:
+    one, two = simulate(2, 20, noise=0, forward_ms=[30, 120], backward_ms=[60, 240], **QUICK)
+    longer = tuple(dataclasses.replace(step, num_samples=4 * step.num_samples) for step in two.steps)
+    crowded = dataclasses.replace(two.about, num_threads=8)
+    analysis = analyse(merge([one, dataclasses.replace(two, about=crowded, steps=longer)]))
+    assert "rank 1, whose batches have 4 times as many samples as those of the others" in analysis.verdict.sentence
+    assert analysis.advice[0].what == "Give each rank as many samples"
+    assert not any("thread" in advice.what for advice in analysis.advice)
+
+
 def test_the_sentences() -> None:
     said = {
         name: analysis_of(noise=0, num_steps=5, start_up_s=0.01, **FAULTS[name][0]).verdict.sentence for name in FAULTS

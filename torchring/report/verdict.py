@@ -29,6 +29,7 @@ _START_UP_TELLING: Final = 0.5  # of the run, if nothing else is wrong
 _START_UP_ANYWAY: Final = 0.9
 _BLAMED: Final = 0.75  # of the time for which the others wait, they wait for that rank
 _MOST: Final = 0.5
+_LONGER: Final = 1.1  # times as many samples
 _MANY: Final = 4  # buckets, before they can be too many
 _SLOWER: Final[dict[Phase | None, str]] = {
     Phase.BETWEEN: "which does more between backward and step() than the others",
@@ -50,6 +51,7 @@ class Costs:
         between, optimizer: as the phases, without what is part of `straggler`.
         whole: the step.
         is_input_of_blamed: whether most of `input` is more than the other ranks have.
+        batch_ratio: samples of the blamed rank, divided by the median of the others; 1 if unknown, or none is blamed.
         slower_in: the phase in which most of `straggler` is; None if it is spread over several.
         is_forward_known: whether INPUT was told apart from FORWARD. If not, `input` is the least that it can be.
     """
@@ -63,8 +65,14 @@ class Costs:
     optimizer: Array
     whole: Array
     is_input_of_blamed: bool
+    batch_ratio: float
     slower_in: Phase | None
     is_forward_known: bool
+
+    @property
+    def has_longer_batches(self) -> bool:
+        """Whether the blamed rank computes for longer because it has more samples."""
+        return self.batch_ratio >= _LONGER and self.slower_in not in (Phase.BETWEEN, Phase.OPTIMIZER)
 
 
 def find_costs(timing: Timing, critical: Critical) -> Costs:
@@ -104,6 +112,7 @@ def find_costs(timing: Timing, critical: Critical) -> Costs:
         path_without[:, column(Phase.OPTIMIZER)],
         path.sum(1),
         is_input_of_blamed,
+        _batch_ratio(timing, candidate) if is_blamed else 1.0,
         slower_in,
         is_forward_known,
     )
@@ -163,6 +172,8 @@ def judge(
     elif kind == "straggler":
         rank = None if detail else rank
         slower = _SLOWER.get(costs.slower_in, "which computes more slowly than the others")
+        if costs.has_longer_batches:
+            slower = f"whose batches have {costs.batch_ratio:.2g} times as many samples as those of the others"
         what = f"waits for rank {rank}, {slower}"
         what = "waits for the slowest rank, and the ranks take turns at that" if detail else what
     elif kind == "communication":
@@ -248,6 +259,12 @@ def _find_blamed(slowest: Array, late: Array, num_ranks: int) -> tuple[int, bool
     shares = (of_rank / np.where(total > 0, total, 1.0)).mean(0)
     candidate = int(shares.argmax())
     return candidate, bool(num_ranks > 1 and shares[candidate] >= _BLAMED)
+
+
+def _batch_ratio(timing: Timing, position: int) -> float:
+    samples = np.mean(timing.num_samples[timing.counts], axis=0)
+    others = float(np.median(np.delete(samples, position)))
+    return float(samples[position]) / others if others > 0 and samples[position] > 0 else 1.0
 
 
 def _median_of_others(cycle: Array) -> Array:
