@@ -165,6 +165,17 @@ def test_what_all_ranks_have_in_common_makes_nobody_wait() -> None:
     assert slowest_ms(uneven, 1024) == pytest.approx(130)
 
 
+def test_one_slow_rank_stays_one() -> None:
+    """Of 4 ranks of 100 ms, one has 60 ms more. Among 1,024 ranks, it is still the only one."""
+    analysis = analyse(merge(simulate(4, input_ms=[2, 2, 2, 62], noise=0.02, **{"gigabytes_per_s": 20.0})))
+    four, many = (next(each for each in analysis.predictions if each.num_ranks == n) for n in (4, 1024))
+    assert four.step_ms == pytest.approx(analysis.step.median, rel=0.01)
+    assert four.waiting_ms == pytest.approx(45, rel=0.05)  # 60 ms, less what this rank adds to the mean
+    assert many.waiting_ms == pytest.approx(60, rel=0.05)
+    assert many.efficiency < four.efficiency
+    assert "as slow as rank 3 is now" in analysis.predictions_note
+
+
 def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
     rng = np.random.default_rng(1)
     sizes = np.array([0.1, 0.5, 1, 5, 12, 12, 25, 25]) * MB

@@ -78,7 +78,7 @@ def analyse(
     if given and not given.is_alpha_known and network and network.is_alpha_known and about.local_size < about.size:
         given = dataclasses.replace(given, alpha_ms=network.alpha_ms, is_alpha_known=True)
     own_links, links = links_of(about, network, None), links_of(about, network, given)
-    workload = describe(job, examined)
+    workload = dataclasses.replace(describe(job, examined), slow_rank=costs.blamed)
     if own_links is not None:
         workload = calibrated(workload, own_links, job.size, step.median)
     predictions: list[Prediction] = []
@@ -88,6 +88,7 @@ def analyse(
         predicted = between_hosts(workload) if given and about.local_size == about.size else workload
         predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
         hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
+    slow = None if costs.blamed is None else timing.ranks[costs.blamed]
     situation = Situation(
         job, critical.cycle[timing.counts], costs, step.median, backward_ms, workload, own_links, pauses
     )
@@ -117,7 +118,7 @@ def analyse(
         network=given or network,
         is_network_given=given is not None,
         predictions=tuple(predictions),
-        predictions_note=_note(predictions, links, about, given is not None),
+        predictions_note=_note(predictions, links, about, given is not None, slow),
         hiding_gigabytes_per_s=hiding,
         start_up=start_up,
         median_step=lanes.median_step(job, timing, critical),
@@ -216,7 +217,9 @@ def _start_up(job: Job) -> StartUp | None:
     return max(found, key=lambda each: each.share, default=None)
 
 
-def _note(predictions: list[Prediction], links: Links | None, about: About, is_given: bool) -> str:
+def _note(
+    predictions: list[Prediction], links: Links | None, about: About, is_given: bool, slow_rank: int | None
+) -> str:
     if not predictions or links is None:
         return ""
     alpha = f"{links.network.alpha_ms:.2g} ms a message" if links.network.alpha_ms else "latency unknown"
@@ -225,6 +228,8 @@ def _note(predictions: list[Prediction], links: Links | None, about: About, is_g
     ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
     hosts = f", hosts of {about.local_size} {'rank' if about.local_size == 1 else 'ranks'}"
     assumed = f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."
+    if slow_rank is not None:
+        assumed += f" One of the ranks is as slow as rank {slow_rank} is now, and all others are like the others now."
     if is_given or about.local_size < about.size:
         return assumed
     return f"{assumed} Hosts are connected more slowly than ranks of one host: --bandwidth predicts for several hosts."

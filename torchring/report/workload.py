@@ -71,7 +71,7 @@ def links_of(about: About, found: Network | None, given: Network | None) -> Link
 
 def calibrated(workload: Workload, links: Links, num_ranks: int, measured_ms: float) -> Workload:
     """The same workload, with what the model cannot explain of the measured duration of a step."""
-    modelled = slowest_ms(workload.computing_ms, num_ranks) + exposed_ms(workload, num_ranks, links)
+    modelled = slowest_ms(workload.computing_ms, num_ranks, workload.slow_rank) + exposed_ms(workload, num_ranks, links)
     return dataclasses.replace(workload, unexplained_ms=measured_ms - modelled)
 
 
