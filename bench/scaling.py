@@ -290,7 +290,9 @@ def report(measured: dict[str, Measured], losses: Losses, turns: Sequence[Losses
         [name, _with_range(value, losses, turns), f"{value(losses) / losses.step_ms:.0%}", meaning]
         for name, (value, meaning) in parts.items()
     ]
-    turns_named = f", in brackets the least and the most of {len(turns)} turns" if len(turns) > 1 else ""
+    turns_named = (
+        f", in brackets the least and the most of all runs, and of each of {len(turns)} turns" if len(turns) > 1 else ""
+    )
     title = f"A step of {losses.num_ranks} ranks{turns_named}"
     measure.print_table(title, ["part", "ms", "share", "what it is"], cells)
     print("", *in_words(losses, turns), sep="\n")
@@ -301,8 +303,9 @@ def _lost_to(reason: str) -> Callable[[Losses], float]:
 
 
 def _with_range(value: Callable[[Losses], float], losses: Losses, turns: Sequence[Losses]) -> str:
-    of_turns = list(map(value, turns))
-    spread = f" ({min(of_turns):.1f} to {max(of_turns):.1f})" if len(turns) > 1 else ""
+    # A difference of medians of all runs may lie outside those of the turns.
+    found = list(map(value, [losses, *turns]))
+    spread = f" ({min(found):.1f} to {max(found):.1f})" if len(turns) > 1 else ""
     return f"{value(losses):.1f}{spread}"
 
 

@@ -426,6 +426,14 @@ def test_what_differs_between_turns_is_not_certain() -> None:
     assert "not certain" not in in_words(turns[1], turns)[-1]
 
 
+def test_the_range_of_a_loss_contains_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    """The medians of all runs say 2.5 ms of input; both turns say less."""
+    turns = [losses_of(measured(**EXAMPLE | {"given": 12, "synthetic": each})) for each in (11, 12)]
+    about = {"command": [], "commit": "0", "processor": "", "date": ""}
+    scaling.report(measured(**EXAMPLE), losses_of(measured(**EXAMPLE)), turns, about)
+    assert "| input         | 2.5 (1.0 to 2.5)" in capsys.readouterr().out
+
+
 def test_batches_count_as_equal_if_samples_are_unknown() -> None:
     unknown = {
         name: Measured(each.num_ranks, each.step, each.typical_ms, each.in_step_ms, 0, 50)

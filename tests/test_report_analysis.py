@@ -16,6 +16,7 @@ from torchring.tracing.records import (
     About,
     Arrivals,
     BucketRecord,
+    OptimizerRecord,
     ParameterRecord,
     Part,
     PartRecord,
@@ -69,11 +70,56 @@ def test_the_verdict_finds_the_fault(name: str) -> None:
     assert sum(spread.median for spread in analysis.path.values()) == pytest.approx(analysis.step.median, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("per_host", "said"), [(4, "most of it latency of 40"), (1, "because of latency or a slow link")]
+)
+def test_tiny_buckets_of_one_size(per_host: int, said: str) -> None:
+    """Equal sizes do not tell latency from bandwidth. Within a host, no link is as slow as that."""
+    traces = simulate(4, 20, noise=0, bucket_mb=[0.004] * 40, latency_ms=3.0, ranks_per_host=per_host)
+    ring = [dataclasses.replace(each, about=dataclasses.replace(each.about, algorithm="ring")) for each in traces]
+    analysis = analyse(merge(ring))
+    assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "small buckets")
+    assert said in analysis.verdict.sentence
+    assert "40 small buckets of 0.004 MB" in analysis.verdict.sentence
+    assert (analysis.advice[0].what == "Use buckets of 1 MiB") == (per_host == 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "why"),
+    [
+        ({"optimizer_ms": [8, 68]}, "Find out what step() does on rank 1 only", "step() takes 60.0 ms longer"),
+        ({"between_ms": [1, 61]}, "Find out what rank 1 does between backward and step()", "60.0 ms longer"),
+        (
+            {"forward_ms": [30, 90]},
+            "Find out what slows rank 1 on host0 down",
+            "60.0 ms longer than the others in f",
+        ),
+    ],
+)
+def test_advice_for_a_slow_rank_names_the_phase(options: dict[str, Any], what: str, why: str) -> None:
+    (advice, *_) = analysis_of(2, noise=0, **QUICK, **options).advice
+    assert advice.what == what
+    assert why in advice.why
+
+
+def test_a_rank_with_longer_batches_is_told_so() -> None:
+    one, two = simulate(2, 20, noise=0, forward_ms=[30, 120], backward_ms=[60, 240], **QUICK)
+    longer = tuple(dataclasses.replace(step, num_samples=4 * step.num_samples) for step in two.steps)
+    crowded = dataclasses.replace(two.about, num_threads=8)
+    analysis = analyse(merge([one, dataclasses.replace(two, about=crowded, steps=longer)]))
+    assert "rank 1, whose batches have 4 times as many samples as those of the others" in analysis.verdict.sentence
+    assert analysis.advice[0].what == "Give each rank as many samples"
+    assert not any("thread" in advice.what for advice in analysis.advice)
+
+
 def test_the_sentences() -> None:
     said = {
         name: analysis_of(noise=0, num_steps=5, start_up_s=0.01, **FAULTS[name][0]).verdict.sentence for name in FAULTS
     }
-    assert said["slow loader"] == "39 % of each step waits for data on rank 3 (63 ms of 163 ms, between 63 and 63)."
+    assert said["slow loader"] == (
+        "39 % of each step waits for data on rank 3, or for other code between step() and forward (63 ms of 163 ms, "
+        "between 63 and 63)."
+    )
     assert "waits for data on all ranks" in said["slow loaders"]
     assert "waits for rank 2, which computes more slowly than the others" in said["slow rank"]
     assert "communication that backward does not hide: 51 MB at 0.5 GB/s" in said["slow link"]
@@ -316,16 +362,39 @@ def test_steps_of_another_layout_of_buckets_are_left_out() -> None:
     assert analysis.num_steps == 30
     assert "The layout of buckets changed during the trace: 17 of 50 steps" in analysis.problems[0]
     assert [bucket.num_bytes for bucket in analysis.buckets] == [1_000_000, 25_000_000, 25_000_000]
-    in_turns = [
-        dataclasses.replace(
-            new, steps=tuple((a, b)[i % 2] for i, (a, b) in enumerate(zip(old.steps, new.steps[:20], strict=True)))
-        )
-        for old, new in zip(before, after, strict=True)
-    ]
-    assert analyse(merge(in_turns)).problems[0] == (
-        "Steps have different buckets, as those of several optimizers do. The statistics are those of 9 of 20 steps, "
-        "which have the same buckets."
-    )
+
+
+def of_gan(num_steps: int = 60, **of_generator: Any) -> list[RankTrace]:
+    """In each third step the generator, which was wrapped first; its backward goes through the discriminator."""
+    discriminator, generator = simulate(2, num_steps, **QUICK), simulate(2, num_steps, **{**QUICK, **of_generator})
+    traces = []
+    for d, g in zip(discriminator, generator, strict=True):
+        others = (OptimizerRecord(g.about.bucket_bytes[:1], (ParameterRecord("generator.weight", 120_000_000, 0),)),)
+        of_d = d.about.bucket_bytes
+        steps = []
+        for number, step in enumerate(d.steps):
+            if number % 3 == 2:
+                step = g.steps[number]
+                first = [dataclasses.replace(step.buckets[0], index=i, num_bytes=size) for i, size in enumerate(of_d)]
+                step = dataclasses.replace(step, buckets=(*first, step.buckets[0]))
+            steps.append(step)
+        traces.append(dataclasses.replace(d, about=dataclasses.replace(d.about, others=others), steps=tuple(steps)))
+    return traces
+
+
+def test_the_steps_of_all_optimizers_count() -> None:
+    analysis = analyse(merge(of_gan(bucket_mb=[120], input_ms=[2, 152])))
+    assert analysis.num_steps == 57
+    assert (analysis.verdict.kind, analysis.verdict.rank) == ("input", 1)
+    assert analysis.verdict.cost.median == pytest.approx((2 + 2 + 152) / 3, rel=0.1)
+    assert [bucket.index for bucket in analysis.buckets] == [0, 1, 2, 3]
+    assert analysis.buckets[0].names == ("layer2.weight",)
+    assert analysis.buckets[3].names == ("generator.weight",)
+    assert "the steps that send 171 MB, layer2.weight and 3 more parameters" in analysis.problems[0]
+    assert "requires_grad_(False)" in analysis.problems[0]
+    (now, *_) = analysis.predictions
+    assert now.step_ms == pytest.approx(analysis.step.median)
+    assert now.exposed_ms < 0.2 * analysis.step.median
 
 
 @pytest.mark.parametrize("all_steps", [False, True])

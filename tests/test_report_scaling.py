@@ -165,6 +165,17 @@ def test_what_all_ranks_have_in_common_makes_nobody_wait() -> None:
     assert slowest_ms(uneven, 1024) == pytest.approx(130)
 
 
+def test_one_slow_rank_stays_one() -> None:
+    """Of 4 ranks of 100 ms, one has 60 ms more. Among 1,024 ranks, it is still the only one."""
+    analysis = analyse(merge(simulate(4, input_ms=[2, 2, 2, 62], noise=0.02, **{"gigabytes_per_s": 20.0})))
+    four, many = (next(each for each in analysis.predictions if each.num_ranks == n) for n in (4, 1024))
+    assert four.step_ms == pytest.approx(analysis.step.median, rel=0.01)
+    assert four.waiting_ms == pytest.approx(45, rel=0.05)  # 60 ms, less what this rank adds to the mean
+    assert many.waiting_ms == pytest.approx(60, rel=0.05)
+    assert many.efficiency < four.efficiency
+    assert "as slow as rank 3 is now" in analysis.predictions_note
+
+
 def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
     rng = np.random.default_rng(1)
     sizes = np.array([0.1, 0.5, 1, 5, 12, 12, 25, 25]) * MB
@@ -172,7 +183,7 @@ def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
     seen = durations * rng.normal(1, 0.01, (40, 8))
     seen[:8] *= 5
     seen[:, 4] *= 3  # one bucket is always interrupted
-    network = fit(sizes, seen, 4)
+    network = fit(sizes, np.median(seen, axis=0), 4)
     assert network is not None
     assert network.alpha_ms == pytest.approx(0.2, rel=0.05)
     assert network.gigabytes_per_s == pytest.approx(2, rel=0.05)
@@ -180,10 +191,10 @@ def test_latency_and_bandwidth_are_fitted_despite_outliers() -> None:
 
 
 def test_buckets_of_one_size_do_not_tell_latency_from_bandwidth() -> None:
-    network = fit(np.full(5, 10.0 * MB), np.full((4, 5), 20.0), 2)
+    network = fit(np.full(5, 10.0 * MB), np.full(5, 20.0), 2)
     assert network == Network(0.0, pytest.approx(0.5), is_alpha_known=False)
-    assert fit(np.array([]), np.zeros((4, 0)), 2) is None
-    falling = fit(np.array([1.0, 10.0]) * MB, np.array([[5.0, 1.0]]), 2)
+    assert fit(np.array([]), np.array([]), 2) is None
+    falling = fit(np.array([1.0, 10.0]) * MB, np.array([5.0, 1.0]), 2)
     assert falling is not None
     assert falling.gigabytes_per_s > 0
     assert falling.alpha_ms > 0

@@ -303,6 +303,27 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
     ]
 
 
+def _wraps_two(rank: int, size: int, folder: Path) -> tuple[About, tuple[int, ...]]:
+    models = _model(), nn.Linear(4, 4)
+    first, second = (torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model) for model in models)
+    for model, optimizer in zip(models, (first, second), strict=True):
+        for _ in range(2):  # after the first backward, buckets are laid out anew
+            model(torch.ones(5, next(model.parameters()).shape[1])).sum().backward()
+            optimizer.step()
+    trace = decoded(*world_module.default_world().recorder.trace())
+    return read(write(folder, trace)).about, tuple(bucket.num_bytes for bucket in trace.steps[1].buckets)
+
+
+def test_the_trace_knows_all_optimizers(tmp_path: Path) -> None:
+    for about, sent in run_pooled(_wraps_two, 2, tmp_path):
+        assert [parameter.name for parameter in about.parameters] == ["weight", "bias"]
+        (other,) = about.others
+        assert [parameter.name for parameter in other.parameters] == [
+            f"{i}.{k}" for i in range(3) for k in ("weight", "bias")
+        ]
+        assert other.bucket_bytes == sent
+
+
 def test_arrivals_of_fewer_parameters_are_left_out(tmp_path: Path) -> None:
     parameters = (ParameterRecord("a", 4, 0), ParameterRecord("b", 4, 0))
     trace = RankTrace(About(parameters=parameters), arrivals=(Arrivals(2, 9, (5,)), Arrivals(3, 9, (5, 6))))

@@ -24,7 +24,7 @@ _HELP: Final = {
     "rank": "Number of this rank.",
     "world_size": "Number of ranks.",
     "steps_total": "Optimizer steps of this rank.",
-    "samples_total": "Samples that forward was given on this rank.",
+    "samples_total": "Samples that forward was given on this rank, from the second step on.",
     "reduced_bytes_total": "Bytes that this rank has contributed to reductions of gradients.",
     "steps_per_second": "Optimizer steps a second.",
     "samples_per_second": "Samples a second of this rank.",
@@ -43,7 +43,8 @@ def metrics() -> dict[str, float]:
 
     Names are those of Prometheus, with the unit at the end. Seconds are means over the last 100 steps at most, and
     those of the parts add up to `torchring_step_seconds`. Names that end in _total count since `init()`; in an elastic
-    job, since ranks have changed. Before the first step there are no seconds.
+    job, since ranks have changed. Samples of the first step are not counted, because the model is watched from the
+    second step on. Before the first step there are no seconds.
 
         torchring_rank  torchring_world_size
         torchring_steps_total  torchring_samples_total  torchring_reduced_bytes_total

@@ -32,6 +32,7 @@ from torchring.gradients.alone import Alone
 from torchring.gradients.buffers import SyncBuffers, buffer_specs
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import Compression
+from torchring.gradients.recording import with_others
 from torchring.gradients.reduction import Options, Reduction
 from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.stats import Stats, stats_alone, stats_of
@@ -665,7 +666,8 @@ class DistributedOptimizer(Optimizer):
         options["optimizer"] = type(self.optimizer).__name__
         options["fused"] = str(bool(self.optimizer.defaults.get("fused")))
         reduction = None if self._sync is None else self._sync.reduction
-        world.recorder.about = about(world, self._names, options, reduction, self._wrapped_at)
+        found = about(world, self._names, options, reduction, self._wrapped_at)
+        world.recorder.about = with_others(found, world.recorder.about)
 
     def _drop_early_hooks(self) -> None:
         for handle in self._early_handles:

@@ -14,10 +14,11 @@ from torchring.gradients.rounds import Rounds
 from torchring.gradients.scheduler import Scheduler
 from torchring.tracing import clocks
 from torchring.tracing.recorder import EXPOSED
-from torchring.tracing.records import Arrivals, ParameterRecord
+from torchring.tracing.records import About, Arrivals, OptimizerRecord, ParameterRecord
 from torchring.world import World
 
 _MOST_EXPOSED: Final = 0.9  # of communication, where backward hides some
+_MOST_OPTIMIZERS: Final = 16  # that are kept in mind: a script may wrap one again and again
 _ROUNDS_BETWEEN_CLOCKS: Final = 500  # clocks drift by some microseconds a second
 
 
@@ -71,10 +72,33 @@ class RoundRecording:
     def note_plan(self, buckets: Sequence[Bucket], specs: Sequence[ParameterSpec], reason: str) -> None:
         """The buckets are laid out like this from now on, for that reason: see `Stats.reason`."""
         about = self._recorder.about
-        if about is not None and {each.name for each in about.parameters} <= {spec.name for spec in specs}:
-            sizes = tuple(bucket.plan.num_bytes for bucket in buckets)
-            records = tuple(parameter_records(buckets, specs))
+        if about is None:
+            return
+        sizes = tuple(bucket.plan.num_bytes for bucket in buckets)
+        records = tuple(parameter_records(buckets, specs))
+        now = _sizes_by_name(records)
+        if _sizes_by_name(about.parameters) <= now:  # parameters may have been added
             self._recorder.about = replace(about, reason=reason, bucket_bytes=sizes, parameters=records)
+            return
+        others = tuple(
+            OptimizerRecord(sizes, records) if _sizes_by_name(other.parameters) <= now else other
+            for other in about.others
+        )
+        self._recorder.about = replace(about, others=others)
+
+
+def with_others(about: About, before: About | None) -> About:
+    """`about` of an optimizer that is wrapped now, and the optimizers that were wrapped before, the last one first."""
+    if before is None:
+        return about
+    found = (OptimizerRecord(before.bucket_bytes, before.parameters), *before.others)
+    names = _sizes_by_name(about.parameters)
+    kept = [other for other in found if other.parameters and _sizes_by_name(other.parameters) != names]
+    return replace(about, others=tuple(kept[: _MOST_OPTIMIZERS - 1]))
+
+
+def _sizes_by_name(parameters: Sequence[ParameterRecord]) -> set[tuple[str, int]]:
+    return {(parameter.name, parameter.num_bytes) for parameter in parameters}
 
 
 def parameter_records(buckets: Sequence[Bucket], specs: Sequence[ParameterSpec]) -> list[ParameterRecord]:

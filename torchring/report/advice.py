@@ -92,8 +92,9 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
         situation,
         "Load data in the background" if rank is None else f"Load data in the background, or faster, on {where}",
         typical(saved),
-        f"{where[0].upper()}{where[1:]} waits {longest:.1f} ms for the next batch. Workers would load it "
-        "meanwhile; this assumes that cores are left for them.",
+        f"{where[0].upper()}{where[1:]} spends {longest:.1f} ms between step() and forward. If that is loading data, "
+        "workers would do it meanwhile; this assumes that cores are left for them. If it is logging or other code, do "
+        "it less often.",
         "DataLoader(..., num_workers=4, persistent_workers=True, prefetch_factor=2)",
     )
 
@@ -123,9 +124,13 @@ def _about_ranks(situation: Situation) -> Iterator[Advice]:
     costs = situation.costs
     position = costs.blamed or 0
     about = situation.job.traces[position].about
-    lost = typical(costs.straggler + costs.jitter)
+    cause = _cause(costs, about, typical(costs.straggler))
+    lost = typical(costs.jitter) if cause else typical(costs.straggler + costs.jitter)
     fitting = max(1, about.num_cores // max(1, about.local_size))
     crowded = about.device == "cpu" and about.local_size * about.num_threads > about.num_cores
+    if cause:
+        what, why, how = cause
+        yield _advice(situation, what, typical(costs.straggler), why, how)
     if crowded and about.num_threads > fitting:
         yield _advice(
             situation,
@@ -146,15 +151,45 @@ def _about_ranks(situation: Situation) -> Iterator[Advice]:
             if about.local_size == about.size
             else f"torchring run -H {about.host}:{about.local_size - 1},...",
         )
-    elif costs.blamed is not None:
+    elif costs.blamed is not None and not cause:
+        where = f" in {costs.slower_in.value}" if costs.slower_in else ""
         yield _advice(
             situation,
             f"Find out what slows rank {about.rank} on {about.host} down",
             typical(costs.straggler),
-            f"Rank {about.rank} computes for longer than the others with batches of its own size: another program on "
-            "its cores, a slower machine, or longer samples.",
+            f"Rank {about.rank} computes for {typical(costs.straggler):.1f} ms longer than the others{where}: another "
+            "program on its cores, other threads of its process, a slower machine, or samples that take longer.",
             f"top -H, on {about.host}, while the job runs",
         )
+
+
+def _cause(costs: Costs, about: About, longer_ms: float) -> tuple[str, str, str] | None:
+    """What to do, why and how, if the trace shows why one rank computes for longer. Fewer ranks would not help then."""
+    rank = f"rank {about.rank}"
+    if costs.blamed is None:
+        return None
+    if costs.has_longer_batches:
+        return (
+            "Give each rank as many samples",
+            f"The batches of {rank} have {costs.batch_ratio:.2g} times as many samples as those of the others, and "
+            f"{rank} computes for {longer_ms:.1f} ms longer.",
+            "DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset))    # one batch_size for all ranks",
+        )
+    if costs.slower_in is Phase.OPTIMIZER:
+        return (
+            f"Find out what step() does on {rank} only",
+            f"step() takes {longer_ms:.1f} ms longer there than on the others, hooks of the optimizer included. "
+            "Look for what one rank does for all, such as a checkpoint, and do it less often.",
+            f"py-spy dump --pid {about.pid}, on {about.host}, while the job runs",
+        )
+    if costs.slower_in is Phase.BETWEEN:
+        return (
+            f"Find out what {rank} does between backward and step()",
+            f"This takes {longer_ms:.1f} ms longer than on the others. Look for what one rank does for all, such as "
+            "logging, printing or a checkpoint, and do it less often.",
+            'if step % 100 == 0: writer.add_scalar("loss", loss.item(), step)',
+        )
+    return None
 
 
 def _about_communication(situation: Situation) -> Iterator[Advice]:
@@ -217,7 +252,7 @@ def _about_bucket_size(situation: Situation, saved_ms: Callable[[Workload], floa
             changed = with_layout(situation.workload, layout, situation.backward_ms)
             found.append((saved_ms(changed), size_mb, len(changed.bucket_bytes)))
     if found:
-        best, size_mb, then = max(found)
+        best, size_mb, then = max(found, key=lambda each: (each[0], -each[1]))
         why = "each bucket costs latency" if then < now else "the first buckets could leave earlier"
         yield _advice(
             situation,

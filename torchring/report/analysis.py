@@ -27,11 +27,12 @@ from torchring.report.findings import (
     StartUp,
 )
 from torchring.report.merge import Job
+from torchring.report.optimizers import of_optimizer
 from torchring.report.pauses import Pauses, find_pauses, without
 from torchring.report.scaling import SIZES, Links, hiding_gigabytes_per_s, predict
-from torchring.report.timing import Timing, groups, spread, spread_of_steps, tabulate, typical
+from torchring.report.timing import Timing, groups, spread, spread_of_steps, typical
 from torchring.report.verdict import find_costs, judge
-from torchring.report.waits import Critical, column, find_critical
+from torchring.report.waits import Critical, column, examine
 from torchring.report.workload import between_hosts, calibrated, computing, describe, fit_network, links_of
 from torchring.tracing.records import About
 
@@ -56,24 +57,28 @@ def analyse(
     """
     about = job.traces[0].about
     has_model = about.options.get("model") == "given"
-    timing = tabulate(job)
-    critical = find_critical(timing, about)
+    examined = examine(job)
+    timing, critical = examined[0]
     all_counting = timing
     pauses = find_pauses(timing, critical)
-    timing = without(timing, pauses)
-    path = critical.path[timing.counts]
+    examined = [(without(each, pauses), its_critical) for each, its_critical in examined]
+    timing = examined[0][0]
+    if len(examined) > 1 or len(timing.rounds) > 1:
+        job = of_optimizer(job, timing)
+    path, reducing_path = critical.path[timing.counts], critical.path[timing.reduces]
     step = spread_of_steps(path.sum(1))
-    backward_ms = typical(path[:, column(Phase.BACKWARD)])
+    backward_ms = typical(reducing_path[:, column(Phase.BACKWARD)])
     efficiency = _efficiency(critical, timing, step.median, job.size)
     costs = find_costs(timing, critical)
     start_up = _start_up(job)
     buckets = of_buckets.summarise(job, timing, critical)
-    late = of_buckets.late_parameters(job, buckets, backward_ms, step.median)
-    network = fit_network(timing, critical, about, job.size)
+    late = of_buckets.late_parameters(job, buckets, backward_ms, typical(reducing_path.sum(1)))
+    exposed = reducing_path[:, column(Phase.COMMUNICATION)]
+    network = fit_network(examined, about, job.size)
     if given and not given.is_alpha_known and network and network.is_alpha_known and about.local_size < about.size:
         given = dataclasses.replace(given, alpha_ms=network.alpha_ms, is_alpha_known=True)
     own_links, links = links_of(about, network, None), links_of(about, network, given)
-    workload = describe(job, timing, critical)
+    workload = dataclasses.replace(describe(job, examined), slow_rank=costs.blamed)
     if own_links is not None:
         workload = calibrated(workload, own_links, job.size, step.median)
     predictions: list[Prediction] = []
@@ -83,6 +88,7 @@ def analyse(
         predicted = between_hosts(workload) if given and about.local_size == about.size else workload
         predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
         hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
+    slow = None if costs.blamed is None else timing.ranks[costs.blamed]
     situation = Situation(
         job, critical.cycle[timing.counts], costs, step.median, backward_ms, workload, own_links, pauses
     )
@@ -95,9 +101,10 @@ def analyse(
         problems=(
             *job.problems,
             *timing.problems,
+            *_about_optimizers(job, timing, critical, len(examined)),
             *_remarks(timing, pauses, is_forward_known=costs.is_forward_known, has_model=has_model),
         ),
-        verdict=judge(timing, costs, job.size, buckets, late, network, start_up, pauses, efficiency),
+        verdict=judge(timing, costs, job.size, buckets, late, network, start_up, pauses, efficiency, typical(exposed)),
         advice=advise(situation),
         step=step,
         path=waits.spread_by_phase(path),
@@ -107,11 +114,11 @@ def analyse(
         waits=waits.list_waits(timing, critical),
         buckets=buckets,
         late_parameters=late,
-        bandwidths=of_buckets.bandwidths(job, timing, critical, path[:, column(Phase.COMMUNICATION)], doctor),
+        bandwidths=of_buckets.bandwidths(job, timing, critical, exposed, doctor),
         network=given or network,
         is_network_given=given is not None,
         predictions=tuple(predictions),
-        predictions_note=_note(predictions, links, about, given is not None),
+        predictions_note=_note(predictions, links, about, given is not None, slow),
         hiding_gigabytes_per_s=hiding,
         start_up=start_up,
         median_step=lanes.median_step(job, timing, critical),
@@ -138,6 +145,28 @@ def _remarks(timing: Timing, pauses: Pauses | None, *, is_forward_known: bool, h
         count = "1 step counts" if number == 1 else f"{number} steps count"
         remarks.append(f"Only {count}. Numbers are more reliable with 50 or more.")
     return remarks
+
+
+def _about_optimizers(job: Job, timing: Timing, critical: Critical, count: int) -> list[str]:
+    """What numbers mean if there are several optimizers."""
+    if count == 1:
+        return []
+    share = critical.path[timing.reduces].sum() / critical.path[timing.counts].sum()
+    percent = f"{share:.0%}".replace("%", " %")
+    parameters = job.traces[0].about.parameters
+    names = f", {parameters[0].name} and {len(parameters) - 1} more parameters" if len(parameters) > 1 else ""
+    remark = (
+        f"Steps have {count} different sets of buckets, as those of several optimizers. The step of each optimizer "
+        "counts as a step, and times are means over all of them. Buckets are those of the steps that send "
+        f"{timing.bucket_bytes.sum() / 1e6:.3g} MB{names}: these steps take {percent} of the time."
+    )
+    if len(timing.rounds) > 1:
+        remark += (
+            f" Their backward computes gradients for {len(timing.rounds)} optimizers, and all of them are reduced. If "
+            "only one of the optimizers steps then, call requires_grad_(False) on the parameters of the others before "
+            "forward, and requires_grad_(True) after backward."
+        )
+    return [remark]
 
 
 def _ranks(job: Job, timing: Timing, critical: Critical) -> tuple[RankSummary, ...]:
@@ -188,7 +217,9 @@ def _start_up(job: Job) -> StartUp | None:
     return max(found, key=lambda each: each.share, default=None)
 
 
-def _note(predictions: list[Prediction], links: Links | None, about: About, is_given: bool) -> str:
+def _note(
+    predictions: list[Prediction], links: Links | None, about: About, is_given: bool, slow_rank: int | None
+) -> str:
     if not predictions or links is None:
         return ""
     alpha = f"{links.network.alpha_ms:.2g} ms a message" if links.network.alpha_ms else "latency unknown"
@@ -197,6 +228,8 @@ def _note(predictions: list[Prediction], links: Links | None, about: About, is_g
     ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
     hosts = f", hosts of {about.local_size} {'rank' if about.local_size == 1 else 'ranks'}"
     assumed = f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."
+    if slow_rank is not None:
+        assumed += f" One of the ranks is as slow as rank {slow_rank} is now, and all others are like the others now."
     if is_given or about.local_size < about.size:
         return assumed
     return f"{assumed} Hosts are connected more slowly than ranks of one host: --bandwidth predicts for several hosts."

@@ -36,7 +36,7 @@ def names_in(about: About, index: int) -> tuple[str, ...]:
 
 def summarise(job: Job, timing: Timing, critical: Critical) -> tuple[BucketSummary, ...]:
     """The buckets, in the order of the plan."""
-    counts, about = timing.counts, job.traces[0].about
+    counts, about = timing.reduces, job.traces[0].about
     begins, ends = critical.reduction_begins[counts], critical.reduction_ends[counts]
     ready = (timing.ready - timing.backward_begin[..., None])[counts].max(1)
     exposed = exposed_of_buckets(timing, critical)[counts]
@@ -74,11 +74,11 @@ def bandwidths(
     """What the algorithm of the job achieved.
 
     Args:
-        exposed: [steps that count], how long the slowest rank stood still. Within a host, where ranks look after their
-            buckets between gradients, that is what a reduction takes.
+        exposed: [steps of `Timing.reduces`], how long the slowest rank stood still. Within a host, where ranks look
+            after their buckets between gradients, that is what a reduction takes.
         doctor: see `doctor.bus_bandwidths`.
     """
-    about, counts = job.traces[0].about, timing.counts
+    about, counts = job.traces[0].about, timing.reduces
     durations = (critical.reduction_ends - critical.reduction_begins)[counts]
     if job.size == 1 or not durations.size or not (durations > 0).any():
         return ()

@@ -13,9 +13,8 @@ from typing import Any, Final
 
 from torchring.report.lanes import spans_of
 from torchring.report.merge import Job
-from torchring.report.timing import tabulate
-from torchring.report.waits import PHASES, column, find_critical
-from torchring.tracing.records import BucketRecord, StepRecord
+from torchring.report.waits import PHASES, column, examine
+from torchring.tracing.records import StepRecord
 
 _COMPUTE: Final = 0  # number of the lane; those of buckets follow
 
@@ -31,8 +30,7 @@ def write_trace_json(job: Job, path: Path) -> None:
 
 def write_csv(job: Job, path: Path) -> None:
     """One row for each step and rank. Raises OSError."""
-    timing = tabulate(job)
-    critical = find_critical(timing, job.traces[0].about)
+    timing, critical = examine(job)[0]
     phases = [f"{phase.value.replace(' ', '_')}_ms" for phase in PHASES]
     head = ["step", "rank", "host", "is_in_statistics", "begin_ms", "step_ms", *phases, "waits_for_rank"]
     with open(path, "w", newline="") as file:
@@ -60,8 +58,7 @@ def _rounded(*milliseconds: float) -> list[str]:
 def _events(job: Job) -> Iterator[dict[str, Any]]:
     base = min(step.begin for step in job.steps[0])
     num_lanes = [0] * len(job.traces)
-    timing = tabulate(job)
-    critical = find_critical(timing, job.traces[0].about)
+    _, critical = examine(job)[0]
     for i, row in enumerate(job.steps):
         last = _last_launches(job, row)
         for j, (trace, step) in enumerate(zip(job.traces, row, strict=True)):
@@ -71,8 +68,8 @@ def _events(job: Job) -> Iterator[dict[str, Any]]:
                 yield _span(phase.value, rank, _COMPUTE, begin - base, end - base)
             lanes = _in_lanes(step)
             num_lanes[j] = max([num_lanes[j], *lanes.values()])
-            for bucket in step.buckets:
-                lane, (at, culprit) = lanes[bucket.index], last[bucket.index]
+            for k, bucket in enumerate(step.buckets):
+                lane, (at, culprit) = lanes[k], last[k]
                 facts = {"step": step.number, "bytes": bucket.num_bytes}
                 begin, end = bucket.launched - base, bucket.reduced - base
                 yield _span(f"bucket {bucket.index}", rank, lane, begin, end, facts)
@@ -88,27 +85,24 @@ def _events(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _last_launches(job: Job, row: tuple[StepRecord, ...]) -> dict[int, tuple[int, int]]:
-    """For each bucket of a step: when the last rank launched it, and which rank that was."""
+    """For each bucket of a step, by position: when the last rank launched it, and which rank that was."""
     last: dict[int, tuple[int, int]] = {}
     for trace, step in zip(job.traces, row, strict=True):
-        for bucket in step.buckets:
-            last[bucket.index] = max(last.get(bucket.index, (-1, -1)), (bucket.launched, trace.about.rank))
+        for k, bucket in enumerate(step.buckets):
+            last[k] = max(last.get(k, (-1, -1)), (bucket.launched, trace.about.rank))
     return last
 
 
 def _in_lanes(step: StepRecord) -> dict[int, int]:
-    """The lane of each bucket, by index: spans of one lane do not overlap."""
+    """The lane of each bucket, by position: spans of one lane do not overlap."""
     ends: list[int] = []
     lanes = {}
-    for bucket in sorted(step.buckets, key=_launched):
+    for k in sorted(range(len(step.buckets)), key=lambda k: step.buckets[k].launched):
+        bucket = step.buckets[k]
         free = next((lane for lane, end in enumerate(ends) if end <= bucket.launched), len(ends))
         ends[free : free + 1] = [max(bucket.reduced, bucket.launched)]
-        lanes[bucket.index] = free + 1
+        lanes[k] = free + 1
     return lanes
-
-
-def _launched(bucket: BucketRecord) -> int:
-    return bucket.launched
 
 
 def _span(

@@ -26,7 +26,7 @@ _PHASE_OF: Final = {
 def median_step(job: Job, timing: Timing, critical: Critical) -> MedianStep:
     """The step, of those that count, whose duration is nearest to the median."""
     durations = (timing.end - timing.begin).max(1)
-    off = np.where(timing.counts, np.abs(durations - np.median(durations[timing.counts])), np.inf)
+    off = np.where(timing.reduces, np.abs(durations - np.median(durations[timing.reduces])), np.inf)
     i = int(off.argmin())
     base = float(timing.begin[i].min())
     spans = []

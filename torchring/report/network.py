@@ -14,12 +14,14 @@ from torchring.report.buckets import bus_bytes
 from torchring.report.findings import Network
 from torchring.report.timing import Array
 
+SMALL_BYTES: Final = 1 << 16  # less than that is mostly latency, unless the link is very slow
+LEAST_WITHIN_HOST: Final = 1.0  # GB/s. TCP between processes of one host is at least as fast
 _APART: Final = 0.2  # two sizes tell latency from bandwidth if they differ by this share of the largest
 _MAX_PAIRS: Final = 400  # buckets; of more, every n-th is taken
 _NO_FASTER: Final = 0.01  # of the mean time per byte: bytes are never free
 
 
-def fit(bucket_bytes: Array, durations_ms: Array, num_ranks: int) -> Network | None:
+def fit(bucket_bytes: Array, medians: Array, num_ranks: int) -> Network | None:
     """The network of a ring of `num_ranks`.
 
     A line through the medians of buckets, whose slope is the median of the slopes between pairs (Theil 1950, Sen 1968),
@@ -27,14 +29,13 @@ def fit(bucket_bytes: Array, durations_ms: Array, num_ranks: int) -> Network | N
 
     Args:
         bucket_bytes: [B].
-        durations_ms: [S, B], from when the last rank has launched the bucket until it is reduced.
+        medians: [B], milliseconds from when the last rank has launched the bucket until it is reduced.
 
     Returns:
         None if nothing was reduced.
     """
-    if num_ranks < 2 or not durations_ms.size:
+    if num_ranks < 2:
         return None
-    medians = np.median(durations_ms, axis=0)
     sizes = bus_bytes(1.0, num_ranks) * np.asarray(bucket_bytes, float)
     seen = (medians > 0) & (sizes > 0)
     medians, sizes = medians[seen], sizes[seen]
@@ -48,6 +49,18 @@ def fit(bucket_bytes: Array, durations_ms: Array, num_ranks: int) -> Network | N
         slope, constant = mean_slope, 0.0
     slope = max(slope, _NO_FASTER * mean_slope)
     return Network(constant / (2 * (num_ranks - 1)), 1e-6 / slope)
+
+
+def latency_within_host(bucket_bytes: Array, total_ms: float, num_ranks: int) -> Network:
+    """The network of buckets that are too small, and too much alike, to show the bandwidth: their time is latency.
+
+    Args:
+        bucket_bytes: [B].
+        total_ms: how long all of them take to be reduced.
+    """
+    transfer_ms = bus_bytes(float(bucket_bytes.sum()), num_ranks) / (LEAST_WITHIN_HOST * 1e6)
+    alpha_ms = max(0.0, total_ms - transfer_ms) / (2 * (num_ranks - 1) * len(bucket_bytes))
+    return Network(alpha_ms, LEAST_WITHIN_HOST)
 
 
 def _line(x: Array, y: Array) -> tuple[float | None, float]:

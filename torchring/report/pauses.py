@@ -77,6 +77,8 @@ def find_pauses(timing: Timing, critical: Critical) -> Pauses | None:
     share = float(longer[has_pause].sum() / whole[counts].sum()) if num_pauses else 0.0
     if num_pauses > _SELDOM * num_steps or share < _TELLING or num_pauses < (1 if num_steps >= _MANY else 2):
         return None
+    if not (timing.reduces & ~has_pause).any():  # all steps of an optimizer that makes few of them
+        return None
     of_rank = np.clip(inputs - np.median(inputs[counts], axis=0), 0, None)[has_pause].sum(0)  # [R]
     most = int(of_rank.argmax())
     is_common = bool(of_rank.min() > _MOST * of_rank[most])

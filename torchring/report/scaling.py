@@ -10,6 +10,7 @@ A step takes as long as the slowest of N ranks computes, and then as long as com
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class Workload:
         ready_ms: when each bucket is launched, before the end of backward on the slowest rank: mostly negative.
         is_overlapped: whether backward goes on while buckets are reduced.
         num_lanes: how many buckets cross the network at a time.
+        slow_rank: position of the one rank that is always slower than the others; None if there is none.
+        share: of the steps that are like this, from 0 to 1. The rest are `others`: steps of other optimizers.
         unexplained_ms: added to each prediction, so that it is right where it can be compared with the measurement.
     """
 
@@ -46,6 +49,9 @@ class Workload:
     is_overlapped: bool = True
     num_lanes: int = 1
     unexplained_ms: float = 0.0
+    slow_rank: int | None = None
+    share: float = 1.0
+    others: tuple[Workload, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,12 @@ def exposed_ms(workload: Workload, num_ranks: int, links: Links) -> float:
     """How long ranks stand still for communication, when all of them compute equally fast.
 
     Example: buckets ready at -40 and 0 ms, of 30 ms each. The first is reduced from -40 to -10, the second from 0 to
-    30, so 30 ms are exposed. If they take 50 ms each: from -40 to 10, from 10 to 60, so 60 ms are.
+    30, so 30 ms are exposed. If they take 50 ms each: from -40 to 10, from 10 to 60, so 60 ms are. With several
+    optimizers, this is the mean over the steps of all of them.
     """
+    if workload.others:
+        alone = dataclasses.replace(workload, others=())
+        return sum(each.share * exposed_ms(each, num_ranks, links) for each in (alone, *workload.others))
     costs = [split_ms(num_bytes, num_ranks, links) for num_bytes in workload.bucket_bytes]
     if not workload.is_overlapped:
         return sum(map(sum, costs))
@@ -104,11 +114,14 @@ def exposed_ms(workload: Workload, num_ranks: int, links: Links) -> float:
     return end
 
 
-def slowest_ms(computing_ms: Array, num_ranks: int) -> float:
+def slowest_ms(computing_ms: Array, num_ranks: int, slow_rank: int | None = None) -> float:
     """How long the slowest of `num_ranks` computes in a step, on average.
 
     What all ranks have in common in a step, such as a longer batch, does not make them wait for each other. The rest is
     drawn for each rank from what was measured.
+
+    Args:
+        slow_rank: of any number of ranks, exactly one is like the one at that position.
     """
     num_measured = computing_ms.shape[1]
     mean = float(computing_ms.mean())
@@ -117,7 +130,11 @@ def slowest_ms(computing_ms: Array, num_ranks: int) -> float:
     of_rank = computing_ms.mean(0, keepdims=True) - mean
     chance = computing_ms - computing_ms.mean(1, keepdims=True) - of_rank
     # The mean of a step follows each of its R ranks by 1 / R, which hides a part of the differences.
-    return mean + expected_maximum(of_rank + chance * (num_measured / (num_measured - 1)) ** 0.5, num_ranks)
+    draws = of_rank + chance * (num_measured / (num_measured - 1)) ** 0.5
+    if slow_rank is None:
+        return mean + expected_maximum(draws, num_ranks)
+    others = np.delete(draws, slow_rank, axis=1)
+    return mean + _expected_maximum_with(draws[:, slow_rank], others, num_ranks - 1)
 
 
 def expected_maximum(values: Array, num_draws: int) -> float:
@@ -130,20 +147,38 @@ def expected_maximum(values: Array, num_draws: int) -> float:
     return float(np.sum(ordered * np.diff(below)))
 
 
+def _expected_maximum_with(one: Array, values: Array, num_draws: int) -> float:
+    """Of a draw from `one`, and so many independent draws from `values`."""
+    found = np.unique(np.concatenate([np.ravel(one), np.ravel(values)]))
+    shares = [np.searchsorted(np.sort(np.ravel(each)), found, side="right") / each.size for each in (one, values)]
+    below = np.concatenate([[0.0], shares[0] * shares[1] ** num_draws])
+    return float(np.sum(found * np.diff(below)))
+
+
+def _mean_rank(of_rank: Array, num_ranks: int, slow_rank: int | None) -> float:
+    """Mean over `num_ranks` of what the ranks that were measured have."""
+    if slow_rank is None:
+        return float(of_rank.mean())
+    others = float(np.delete(of_rank, slow_rank).mean())
+    return others + (float(of_rank[slow_rank]) - others) / num_ranks
+
+
 def step_ms(workload: Workload, num_ranks: int, links: Links) -> float:
     """How long a step takes, on average."""
-    slowest = slowest_ms(workload.computing_ms, num_ranks)
+    slowest = slowest_ms(workload.computing_ms, num_ranks, workload.slow_rank)
     return slowest + exposed_ms(workload, num_ranks, links) + workload.unexplained_ms
 
 
 def predict(workload: Workload, links: Links, sizes: Sequence[int] = SIZES) -> list[Prediction]:
     """A step at each number of ranks, each rank with the batch that it has now."""
-    mean = float(workload.computing_ms.mean())
-    alone = typical(workload.computing_ms.mean(1))  # accidents do not count, as in the measured step
+    computing_ms, slow_rank = workload.computing_ms, workload.slow_rank
     found = []
     for num_ranks in sizes:
+        mean = _mean_rank(computing_ms.mean(0), num_ranks, slow_rank)
+        # Accidents do not count, as in the measured step.
+        alone = typical(np.array([_mean_rank(of_step, num_ranks, slow_rank) for of_step in computing_ms]))
         total = max(alone, step_ms(workload, num_ranks, links))
-        waiting = slowest_ms(workload.computing_ms, num_ranks) - mean
+        waiting = slowest_ms(computing_ms, num_ranks, slow_rank) - mean
         exposed = exposed_ms(workload, num_ranks, links)
         found.append(Prediction(num_ranks, total, exposed, waiting, min(1.0, alone / total)))
     return found

@@ -1,4 +1,4 @@
-"""The summary in the terminal: the verdict first, then advice, then tables."""
+"""The summary in the terminal: the verdict first, what qualifies it, then advice, then tables."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def _wrap(text: str, first: str = "", others: str = "") -> list[str]:
 def sections(analysis: Analysis) -> list[Section]:
     """What the summary shows below the verdict. A section without content is left out."""
     found = [
+        Section("What is missing or strange", sentences=analysis.problems),
         Section("What would help", sentences=tuple(map(_advice, analysis.advice)) or ("Nothing that is known.",)),
         table_of_phases(analysis),
         table_of_waits(analysis),
         _buckets(analysis),
         _scaling(analysis),
-        Section("What is missing or strange", sentences=analysis.problems),
     ]
     return [section for section in found if section.rows or section.sentences]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -11,13 +13,16 @@ from numpy.typing import NDArray
 
 from torchring.report.findings import Spread
 from torchring.report.merge import Job
-from torchring.tracing.records import Part, PartRecord, StepRecord
+from torchring.tracing.records import BucketRecord, Part, PartRecord, StepRecord
 
 Array = NDArray[Any]
+Plan = tuple[tuple[int, int], ...]
+"""Number and bytes of each bucket."""
 
 _NUM_FIRST: Final = 3  # buckets are laid out anew after the first reduction, and memory is touched for the first time
 _ENOUGH: Final = 10  # steps, to leave some out
 _MANY_CHANGES: Final = 8  # of buckets, which a job with one optimizer does not have
+_TIMES: Final = ("ready", "packed", "launched", "started", "reduced")
 _QUANTILES: Final = (0.5, 0.2, 0.8)
 _NUM_GROUPS: Final = 5  # of neighbouring steps, at least
 _MAX_GROUP: Final = 32  # steps
@@ -30,13 +35,16 @@ class Timing:
     Attributes:
         ranks: numbers of the ranks.
         numbers: numbers of the steps.
-        counts: [S], which steps are part of the statistics.
+        counts: [S], which steps are part of the statistics. With several optimizers, the steps of all of them.
+        has_buckets: [S], which steps have the buckets below. With several optimizers, the steps of one of them.
         begin, end: [S, R], of the step.
         parts: [S, R, 6], durations by `Part`.
         stall, packing: [S, R], durations.
         backward_begin, backward_end: [S, R], of the last backward of the step.
         num_samples: [S, R].
-        bucket_indices: [B], numbers of the buckets, of the plan that most steps have.
+        bucket_indices: [B], numbers of the buckets of one optimizer. If a step has several rounds, as the backward of a
+            GAN's generator through its discriminator does, from 0 on over all rounds.
+        rounds: where each round begins in [B].
         bucket_bytes: [B].
         ready, packed, launched, started, reduced: [S, R, B]; NaN in steps that have another plan.
         problems: sentences.
@@ -45,6 +53,7 @@ class Timing:
     ranks: tuple[int, ...]
     numbers: Array
     counts: Array
+    has_buckets: Array
     begin: Array
     end: Array
     parts: Array
@@ -54,6 +63,7 @@ class Timing:
     backward_end: Array
     num_samples: Array
     bucket_indices: tuple[int, ...]
+    rounds: tuple[int, ...]
     bucket_bytes: Array
     ready: Array
     packed: Array
@@ -62,48 +72,36 @@ class Timing:
     reduced: Array
     problems: tuple[str, ...]
 
+    @property
+    def reduces(self) -> Array:
+        """[S], which steps are part of the statistics of buckets."""
+        return np.asarray(self.counts & self.has_buckets)
 
-def tabulate(job: Job) -> Timing:
-    """The arrays of a job's steps."""
+
+def tabulate(job: Job) -> tuple[Timing, ...]:
+    """The arrays of a job's steps, once for the buckets of each optimizer: the one with most steps first."""
     rows = job.steps
     base = min(step.begin for step in rows[0])
     plans = [_plan_of(row) for row in rows]
-    known = [plan for plan in reversed(plans) if plan is not None]
-    plan = collections.Counter(known).most_common(1)[0][0] if known else ()  # of two, the later one
     numbers = np.array([row[0].number for row in rows])
-    has_plan = np.array([each == plan or not known for each in plans])
+    of_optimizers = _plans_of_optimizers(plans, numbers)
+    has_plan = np.array([each in of_optimizers for each in plans])
     counts = has_plan & (numbers >= _NUM_FIRST) if len(rows) > _ENOUGH else has_plan
     if not counts.any():
         counts = has_plan
     others = sum(not has for has, number in zip(has_plan, numbers, strict=True) if number >= _NUM_FIRST)
     problems = []
-    if others and np.count_nonzero(np.diff(has_plan[numbers >= _NUM_FIRST])) >= _MANY_CHANGES:
-        problems.append(
-            "Steps have different buckets, as those of several optimizers do. The statistics are those of "
-            f"{int(counts.sum())} of {len(rows)} steps, which have the same buckets."
-        )
-    elif others:
+    if others:
         problems.append(
             f"The layout of buckets changed during the trace: {others} of {len(rows)} steps have another one than the "
             f"other {len(rows) - others}, and are left out of the statistics."
         )
-    nothing = [[np.nan] * 5] * len(plan)
-    times = [
-        [
-            [[at - base for at in (b.ready, b.packed, b.launched, b.started, b.reduced)] for b in _sorted(step)]
-            if has and plan
-            else nothing
-            for step in row
-        ]
-        for row, has in zip(rows, has_plan, strict=True)
-    ]
-    shape = (len(rows), len(job.traces), len(plan), 5)
-    bucket_times = np.array(times, float).reshape(shape) / 1e6
     backwards = [[_last_backward(step) for step in row] for row in rows]
-    return Timing(
+    without_buckets = Timing(
         ranks=tuple(trace.about.rank for trace in job.traces),
         numbers=numbers,
         counts=counts,
+        has_buckets=np.zeros(len(rows), bool),
         begin=_ms([[step.begin - base for step in row] for row in rows]),
         end=_ms([[step.end - base for step in row] for row in rows]),
         parts=_ms([[[step.ns_in(part) for part in Part] for step in row] for row in rows]),
@@ -112,14 +110,38 @@ def tabulate(job: Job) -> Timing:
         backward_begin=_ms([[part.begin - base for part in row] for row in backwards]),
         backward_end=_ms([[part.end - base for part in row] for row in backwards]),
         num_samples=np.array([[step.num_samples for step in row] for row in rows]),
-        bucket_indices=tuple(index for index, _ in plan),
-        bucket_bytes=np.array([num_bytes for _, num_bytes in plan], float),
-        ready=bucket_times[..., 0],
-        packed=bucket_times[..., 1],
-        launched=bucket_times[..., 2],
-        started=bucket_times[..., 3],
-        reduced=bucket_times[..., 4],
+        bucket_indices=(),
+        rounds=(),
+        bucket_bytes=np.zeros(0),
+        **{name: np.zeros((len(rows), len(job.traces), 0)) for name in _TIMES},
         problems=tuple(problems),
+    )
+    return tuple(_with_buckets(without_buckets, job, plan, plans, base) for plan in of_optimizers)
+
+
+def _with_buckets(timing: Timing, job: Job, plan: Plan | None, plans: Sequence[Plan | None], base: int) -> Timing:
+    """The same steps, with the buckets of one plan."""
+    has_plan = [each == plan for each in plans]
+    indices_and_bytes = plan or ()
+    rounds = _first_of_rounds([index for index, _ in indices_and_bytes])
+    nothing = [[np.nan] * len(_TIMES)] * len(indices_and_bytes)
+    times = [
+        [
+            [[getattr(bucket, name) - base for name in _TIMES] for bucket in _sorted(step)] if has and plan else nothing
+            for step in row
+        ]
+        for row, has in zip(job.steps, has_plan, strict=True)
+    ]
+    shape = (len(job.steps), len(job.traces), len(indices_and_bytes), len(_TIMES))
+    bucket_times = np.array(times, float).reshape(shape) / 1e6
+    fields: dict[str, Any] = {name: bucket_times[..., i] for i, name in enumerate(_TIMES)}
+    return replace(
+        timing,
+        has_buckets=np.array(has_plan),
+        bucket_indices=tuple(i if len(rounds) > 1 else index for i, (index, _) in enumerate(indices_and_bytes)),
+        rounds=tuple(rounds),
+        bucket_bytes=np.array([num_bytes for _, num_bytes in indices_and_bytes], float),
+        **fields,
     )
 
 
@@ -151,12 +173,40 @@ def spread_of_steps(values: Any, unit: str = "ms") -> Spread:
     return Spread(median, min(single.low, median), max(single.high, median), unit)
 
 
-def _sorted(step: StepRecord) -> list[Any]:
-    return sorted(step.buckets, key=lambda bucket: bucket.index)
+def _sorted(step: StepRecord) -> list[BucketRecord]:
+    """One round after the other, each in the order of its plan."""
+    firsts = _first_of_rounds([bucket.index for bucket in step.buckets])
+    rounds = [step.buckets[a:b] for a, b in itertools.pairwise([*firsts, len(step.buckets)])]
+    return [bucket for each in rounds for bucket in sorted(each, key=lambda bucket: bucket.index)]
 
 
-def _plan_of(row: tuple[StepRecord, ...]) -> tuple[tuple[int, int], ...] | None:
-    """Number and bytes of each bucket; None if ranks have different buckets, as in a step that was broken off."""
+def _first_of_rounds(indices: Sequence[int]) -> list[int]:
+    """Where rounds begin: a round has no bucket twice."""
+    firsts: list[int] = []
+    seen: set[int] = set()
+    for position, index in enumerate(indices):
+        if not seen or index in seen:
+            firsts.append(position)
+            seen = set()
+        seen.add(index)
+    return firsts
+
+
+def _plans_of_optimizers(plans: Sequence[Plan | None], numbers: Array) -> list[Plan | None]:
+    """The plan that most steps have; of two, the later one. Of a job with several optimizers, the plan of each."""
+    known = [plan for plan in reversed(plans) if plan is not None]
+    if not known:
+        return [None]
+    first = collections.Counter(known).most_common(1)[0][0]
+    has_first = np.array([each == first for each in plans])
+    if np.count_nonzero(np.diff(has_first[numbers >= _NUM_FIRST])) < _MANY_CHANGES:
+        return [first]
+    newer = collections.Counter(known[: max(1, len(known) // 2)])  # than plans before buckets were laid out anew
+    return [first, *(plan for plan, count in newer.most_common() if plan != first and count > 1)]
+
+
+def _plan_of(row: tuple[StepRecord, ...]) -> Plan | None:
+    """None if ranks have different buckets, as in a step that was broken off."""
     first, *others = ([(bucket.index, bucket.num_bytes) for bucket in _sorted(step)] for step in row)
     indices = [index for index, _ in first]
     is_shared = all([index for index, _ in other] == indices for other in others)

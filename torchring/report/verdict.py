@@ -15,6 +15,7 @@ import numpy as np
 
 from torchring.report.buckets import bus_bytes
 from torchring.report.findings import BucketSummary, Kind, LateParameter, Network, Phase, Spread, StartUp, Verdict
+from torchring.report.network import SMALL_BYTES
 from torchring.report.pauses import Pauses
 from torchring.report.timing import Array, Timing, groups, spread_of_steps, typical
 from torchring.report.waits import COMPUTING, PHASES, Critical, column
@@ -28,6 +29,7 @@ _START_UP_TELLING: Final = 0.5  # of the run, if nothing else is wrong
 _START_UP_ANYWAY: Final = 0.9
 _BLAMED: Final = 0.75  # of the time for which the others wait, they wait for that rank
 _MOST: Final = 0.5
+_LONGER: Final = 1.1  # times as many samples
 _MANY: Final = 4  # buckets, before they can be too many
 _SLOWER: Final[dict[Phase | None, str]] = {
     Phase.BETWEEN: "which does more between backward and step() than the others",
@@ -49,6 +51,7 @@ class Costs:
         between, optimizer: as the phases, without what is part of `straggler`.
         whole: the step.
         is_input_of_blamed: whether most of `input` is more than the other ranks have.
+        batch_ratio: samples of the blamed rank, divided by the median of the others; 1 if unknown, or none is blamed.
         slower_in: the phase in which most of `straggler` is; None if it is spread over several.
         is_forward_known: whether INPUT was told apart from FORWARD. If not, `input` is the least that it can be.
     """
@@ -62,8 +65,14 @@ class Costs:
     optimizer: Array
     whole: Array
     is_input_of_blamed: bool
+    batch_ratio: float
     slower_in: Phase | None
     is_forward_known: bool
+
+    @property
+    def has_longer_batches(self) -> bool:
+        """Whether the blamed rank computes for longer because it has more samples."""
+        return self.batch_ratio >= _LONGER and self.slower_in not in (Phase.BETWEEN, Phase.OPTIMIZER)
 
 
 def find_costs(timing: Timing, critical: Critical) -> Costs:
@@ -103,6 +112,7 @@ def find_costs(timing: Timing, critical: Critical) -> Costs:
         path_without[:, column(Phase.OPTIMIZER)],
         path.sum(1),
         is_input_of_blamed,
+        _batch_ratio(timing, candidate) if is_blamed else 1.0,
         slower_in,
         is_forward_known,
     )
@@ -118,8 +128,13 @@ def judge(
     start_up: StartUp | None,
     pauses: Pauses | None,
     efficiency: float,
+    exposed_ms: float,
 ) -> Verdict:
-    """The largest of the costs that are worth telling."""
+    """The largest of the costs that are worth telling.
+
+    Args:
+        exposed_ms: communication that backward does not hide, in a step that has these buckets.
+    """
     step = typical(costs.whole)
     found: dict[tuple[Kind, str], Array] = {
         ("input", ""): costs.input,
@@ -152,15 +167,18 @@ def judge(
     if kind == "input":
         rank = rank if costs.is_input_of_blamed else None
         at_least = "" if costs.is_forward_known else "At least "
-        what = f"waits for data on {'all ranks' if rank is None else f'rank {rank}'}"
+        who = "all ranks" if rank is None else f"rank {rank}"
+        what = f"waits for data on {who}, or for other code between step() and forward"  # which is not told apart
     elif kind == "straggler":
         rank = None if detail else rank
         slower = _SLOWER.get(costs.slower_in, "which computes more slowly than the others")
+        if costs.has_longer_batches:
+            slower = f"whose batches have {costs.batch_ratio:.2g} times as many samples as those of the others"
         what = f"waits for rank {rank}, {slower}"
         what = "waits for the slowest rank, and the ranks take turns at that" if detail else what
     elif kind == "communication":
         rank = None
-        detail, why = _explain_communication(size, buckets, late, network, cost.median)
+        detail, why = _explain_communication(size, buckets, late, network, exposed_ms)
         what = f"is communication that {why}"
     else:
         rank = None
@@ -188,14 +206,18 @@ def _explain_communication(
             f"{held.name} alone"
         )
     total = sum(bucket.reducing.median for bucket in buckets)
-    if network and network.is_alpha_known and len(buckets) >= _MANY and size > 1 and total > 0:
-        latency = 2 * (size - 1) * network.alpha_ms * len(buckets)
-        if latency > _MOST * total:
-            mean_mb = sum(bucket.num_bytes for bucket in buckets) / len(buckets) / 1e6
-            return "small buckets", (
-                f"backward does not hide, most of it latency of {len(buckets)} small buckets of {mean_mb:.2g} MB"
-            )
     num_bytes = sum(bucket.num_bytes for bucket in buckets)
+    if network and len(buckets) >= _MANY and size > 1 and total > 0:
+        latency = 2 * (size - 1) * network.alpha_ms * len(buckets)
+        mean_bytes = num_bytes / len(buckets)
+        those = f"{len(buckets)} small buckets of {mean_bytes / 1e6:.2g} MB"
+        if network.is_alpha_known and latency > _MOST * total:
+            return "small buckets", f"backward does not hide, most of it latency of {those}"
+        if not network.is_alpha_known and mean_bytes < SMALL_BYTES:
+            return "small buckets", (
+                f"backward does not hide: {those} take {total / len(buckets):.2g} ms each, because of latency or a "
+                "slow link"
+            )
     speed = bus_bytes(num_bytes, size) / 1e6 / total if total > 0 else 0.0
     return "slow link", f"backward does not hide: {num_bytes / 1e6:.3g} MB at {speed:.2g} GB/s"
 
@@ -237,6 +259,12 @@ def _find_blamed(slowest: Array, late: Array, num_ranks: int) -> tuple[int, bool
     shares = (of_rank / np.where(total > 0, total, 1.0)).mean(0)
     candidate = int(shares.argmax())
     return candidate, bool(num_ranks > 1 and shares[candidate] >= _BLAMED)
+
+
+def _batch_ratio(timing: Timing, position: int) -> float:
+    samples = np.mean(timing.num_samples[timing.counts], axis=0)
+    others = float(np.median(np.delete(samples, position)))
+    return float(samples[position]) / others if others > 0 and samples[position] > 0 else 1.0
 
 
 def _median_of_others(cycle: Array) -> Array:

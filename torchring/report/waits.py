@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from torchring.report.findings import Phase, Spread, Wait
-from torchring.report.timing import Array, Timing, spread, spread_of_steps
+from torchring.report.merge import Job
+from torchring.report.timing import Array, Timing, spread, spread_of_steps, tabulate
 from torchring.tracing.records import About, Part
 
 PHASES: Final = tuple(Phase)
@@ -23,7 +26,7 @@ def column(phase: Phase) -> int:
 
 @dataclass(frozen=True)
 class Critical:
-    """S steps of R ranks with B buckets.
+    """S steps of R ranks with B buckets. Of buckets, only steps of `Timing.has_buckets` mean anything.
 
     Attributes:
         all_launched: [S, B], when the last rank launched the bucket.
@@ -50,11 +53,41 @@ class Critical:
     path: Array
 
 
-def find_critical(timing: Timing, about: About) -> Critical:
+def examine(job: Job) -> list[tuple[Timing, Critical]]:
+    """The arrays of a job's steps, with the buckets of each optimizer: the one that communicates for longest first."""
+    about = job.traces[0].about
+    timings = tabulate(job)
+    found = [_find_meetings(timing, about) for timing in timings]
+    if _agree_first(job, timings):
+        waiting, awaited = _waits_to_agree(job)
+        found = [dataclasses.replace(each, waiting=waiting, awaited=awaited) for each in found]
+    criticals = [_find_critical(timings[0], each) for each in found]
+    path = criticals[0].path
+    communication = [path[timing.reduces, column(Phase.COMMUNICATION)].sum() for timing in timings]
+    order = np.argsort(communication, kind="stable")[::-1] if len(timings) > 1 else [0]
+    return [(timings[i], criticals[i]) for i in order]
+
+
+@dataclass(frozen=True)
+class _Meetings:
+    """When ranks come together to reduce the buckets of one optimizer. Attributes: as in `Critical`."""
+
+    all_launched: Array
+    last: Array
+    reduction_begins: Array
+    reduction_ends: Array
+    waiting: Array
+    awaited: Array
+
+
+def _standstill(timing: Timing) -> Array:
+    return np.asarray(timing.parts[..., Part.EXPOSED] + timing.stall)
+
+
+def _find_meetings(timing: Timing, about: About) -> _Meetings:
     """Cut the time in which ranks stand still into waiting for a rank, and communication."""
     num_steps, num_ranks = timing.begin.shape
     num_buckets = len(timing.bucket_indices)
-    standstill = timing.parts[..., Part.EXPOSED] + timing.stall
     waiting = np.zeros((num_steps, num_ranks))
     awaited = np.zeros((num_steps, num_ranks), int)
     launched = np.nan_to_num(timing.launched, nan=-np.inf)
@@ -79,19 +112,35 @@ def find_critical(timing: Timing, about: About) -> Critical:
             head = _heads(all_launched, earlier, about)
             waiting = np.take_along_axis(lateness, head[:, None, None], axis=2)[..., 0]
             awaited = np.repeat(np.take_along_axis(last, head[:, None], axis=1), num_ranks, axis=1)
-        waiting = np.clip(np.minimum(waiting, standstill), 0, None)
+        waiting = np.clip(np.minimum(waiting, _standstill(timing)), 0, None)
     else:
         all_launched = begins = ends = np.zeros((num_steps, num_buckets))
         last = np.zeros((num_steps, num_buckets), int)
-    phases = _phases(timing, waiting, standstill)
+    return _Meetings(all_launched, last, begins, ends, waiting, awaited)
+
+
+def _find_critical(timing: Timing, found: _Meetings) -> Critical:
+    """Which rank determines how long a step takes."""
+    phases = _phases(timing, found.waiting, _standstill(timing))
     cycle = phases.copy()
     for phase in (Phase.BETWEEN, Phase.OPTIMIZER):
         cycle[1:, :, column(phase)] = phases[:-1, :, column(phase)]
     busy = cycle[..., [column(phase) for phase in COMPUTING]].sum(2)
     # Where nobody waits, the rank that computes for longest determines the step.
-    slowest = np.lexsort((-busy, waiting), axis=1)[:, 0]
+    slowest = np.lexsort((-busy, found.waiting), axis=1)[:, 0]
     path = np.take_along_axis(cycle, slowest[:, None, None], axis=1)[:, 0]
-    return Critical(all_launched, last, begins, ends, waiting, awaited, slowest, phases, cycle, path)
+    return Critical(
+        found.all_launched,
+        found.last,
+        found.reduction_begins,
+        found.reduction_ends,
+        found.waiting,
+        found.awaited,
+        slowest,
+        phases,
+        cycle,
+        path,
+    )
 
 
 def list_waits(timing: Timing, critical: Critical) -> tuple[Wait, ...]:
@@ -130,6 +179,34 @@ def _heads(all_launched: Array, earlier: Array, about: About) -> Array:
         return np.full(len(all_launched), num_buckets - 1)
     found_idle = all_launched >= earlier
     return np.asarray(num_buckets - 1 - np.argmax(found_idle[:, ::-1], axis=1))
+
+
+def _agree_first(job: Job, timings: Sequence[Timing]) -> bool:
+    """Whether buckets wait for the end of backward: ranks first agree on which of several optimizers take part."""
+    if len(timings) > 1 or not job.traces[0].about.others:
+        return len(timings) > 1
+    return all(
+        step.buckets[0].launched >= next((part.begin for part in step.parts if part.part is Part.EXPOSED), step.end)
+        for row in job.steps
+        for step in row
+        if step.buckets
+    )
+
+
+def _waits_to_agree(job: Job) -> tuple[Array, Array]:
+    """[S, R] each: how long each rank waits where ranks meet, and for whom most. They meet where EXPOSED begins."""
+    shape = len(job.steps), len(job.traces)
+    waiting, awaited = np.zeros(shape), np.zeros(shape, int)
+    for i, row in enumerate(job.steps):
+        meetings = [[part for part in step.parts if part.part is Part.EXPOSED] for step in row]
+        most = -1
+        for parts in zip(*meetings, strict=False):  # a step that was broken off on a rank has fewer
+            begins = [part.begin for part in parts]
+            late = [min(max(begins), part.end) - part.begin for part in parts]
+            waiting[i] += np.array(late) / 1e6
+            if max(late) > most:
+                most, awaited[i] = max(late), begins.index(max(begins))
+    return waiting, awaited
 
 
 def _phases(timing: Timing, waiting: Array, standstill: Array) -> Array:

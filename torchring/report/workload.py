@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -30,12 +31,23 @@ def is_overlapped(timing: Timing, about: About) -> bool:
     return about.algorithm != "direct" and (about.overlap != "inline" or not timing.stall.any())
 
 
-def describe(job: Job, timing: Timing, critical: Critical) -> Workload:
-    """The workload of a job as it is, without `unexplained_ms`."""
-    about, counts = job.traces[0].about, timing.counts
+def describe(job: Job, examined: Sequence[tuple[Timing, Critical]]) -> Workload:
+    """The workload of a job as it is, without `unexplained_ms`; `examined` as `waits.examine` returns it."""
+    if len(examined) == 1:
+        return _describe(job, *examined[0])
+    first, *others = (
+        dataclasses.replace(_describe(job, timing, critical), share=float(timing.reduces.sum() / timing.counts.sum()))
+        for timing, critical in examined
+        if timing.reduces.any()
+    )
+    return dataclasses.replace(first, others=tuple(others))
+
+
+def _describe(job: Job, timing: Timing, critical: Critical) -> Workload:
+    about, counts = job.traces[0].about, timing.reduces
     overlapped = is_overlapped(timing, about)
     lanes = _NUM_LANES if about.overlap == "thread" and about.local_size != about.size else 1
-    draws = computing(critical)[counts]
+    draws = computing(critical)[timing.counts]
     if timing.bucket_indices:
         backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
         ready = np.median((critical.all_launched - backward_end)[counts], axis=0)
@@ -59,24 +71,33 @@ def links_of(about: About, found: Network | None, given: Network | None) -> Link
 
 def calibrated(workload: Workload, links: Links, num_ranks: int, measured_ms: float) -> Workload:
     """The same workload, with what the model cannot explain of the measured duration of a step."""
-    modelled = slowest_ms(workload.computing_ms, num_ranks) + exposed_ms(workload, num_ranks, links)
+    modelled = slowest_ms(workload.computing_ms, num_ranks, workload.slow_rank) + exposed_ms(workload, num_ranks, links)
     return dataclasses.replace(workload, unexplained_ms=measured_ms - modelled)
 
 
-def fit_network(timing: Timing, critical: Critical, about: About, num_ranks: int) -> Network | None:
-    """The network that the trace shows; None if nothing was reduced."""
-    counts = timing.counts
-    durations = (critical.reduction_ends - critical.reduction_begins)[counts]
-    found = network.fit(timing.bucket_bytes, durations, num_ranks)
+def fit_network(examined: Sequence[tuple[Timing, Critical]], about: About, num_ranks: int) -> Network | None:
+    """The network that the buckets of all optimizers show; None if nothing was reduced."""
+    timing, critical = examined[0]
+    reducing = [(each, its) for each, its in examined if each.reduces.any()]
+    bucket_bytes = [each.bucket_bytes for each, _ in reducing]
+    durations = [(its.reduction_ends - its.reduction_begins)[each.reduces] for each, its in reducing]
+    medians = [np.median(of_buckets, axis=0) for of_buckets in durations]
+    found = network.fit(np.concatenate(bucket_bytes), np.concatenate(medians), num_ranks)
+    is_within_host = about.local_size == about.size and about.algorithm != "direct"
+    are_small = float(timing.bucket_bytes.sum()) < network.SMALL_BYTES * len(timing.bucket_bytes)
+    if found is not None and not found.is_alpha_known and is_within_host and are_small:
+        found = network.latency_within_host(timing.bucket_bytes, typical(durations[0].sum(1)), num_ranks)
     if found is None or is_overlapped(timing, about):
         return found
     # How long ranks stood still says how much work a reduction was.
-    cost = typical(critical.path[counts][:, column(Phase.COMMUNICATION)])
+    cost = typical(critical.path[timing.counts][:, column(Phase.COMMUNICATION)])
+    shares = [float(each.reduces.sum() / timing.counts.sum()) for each, _ in reducing]
     if about.algorithm == "direct":
         # A rank looks after its buckets between gradients: that a bucket is reduced may be noticed much later.
-        sent = bus_bytes(float(timing.bucket_bytes.sum()), num_ranks)
+        num_bytes = sum(share * float(each.sum()) for share, each in zip(shares, bucket_bytes, strict=True))
+        sent = bus_bytes(num_bytes, num_ranks)
         return Network(0.0, sent / 1e6 / cost, is_alpha_known=False) if cost > 0 else None
-    shown = typical(durations.sum(1))
+    shown = sum(share * typical(each.sum(1)) for share, each in zip(shares, durations, strict=True))
     ratio = cost / shown if cost > 0 and shown > 0 else 1.0
     return Network(found.alpha_ms * ratio, found.gigabytes_per_s / ratio, found.is_alpha_known)
 

@@ -14,7 +14,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from torchring.tracing.records import About, Arrivals, ClockOffset, ParameterRecord, RankTrace, decode, encode
+from torchring.tracing.records import (
+    About,
+    Arrivals,
+    ClockOffset,
+    OptimizerRecord,
+    ParameterRecord,
+    RankTrace,
+    decode,
+    encode,
+)
 
 FORMAT: Final = 1
 _NAME: Final = re.compile(r"rank-(\d+)\.npz")
@@ -100,8 +109,8 @@ def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
     if len(steps) != (ends[-1] if len(ends) else 0):
         raise ValueError("steps are missing")
     num_dropped = about.pop("num_dropped")
-    about["parameters"] = tuple(ParameterRecord(**each) for each in about["parameters"])
-    about["bucket_bytes"] = tuple(about["bucket_bytes"])
+    about.update(vars(_parse_optimizer(about)))
+    about["others"] = tuple(map(_parse_optimizer, about.get("others", ())))
     return RankTrace(
         About(**about),
         tuple(decode(part.tolist()) for part in np.split(steps, ends[:-1]) if len(part)),
@@ -109,3 +118,8 @@ def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
         tuple(Arrivals(step, length, tuple(ready)) for step, length, *ready in arrays["arrivals"].tolist()),
         tuple(ClockOffset(*each) for each in arrays["clock"].tolist()),
     )
+
+
+def _parse_optimizer(fields: Mapping[str, Any]) -> OptimizerRecord:
+    parameters = tuple(ParameterRecord(**each) for each in fields["parameters"])
+    return OptimizerRecord(tuple(fields["bucket_bytes"]), parameters)

@@ -162,6 +162,14 @@ class ParameterRecord:
 
 
 @dataclass(frozen=True)
+class OptimizerRecord:
+    """An optimizer of a job that has several. Attributes: as in `About`."""
+
+    bucket_bytes: tuple[int, ...]
+    parameters: tuple[ParameterRecord, ...]
+
+
+@dataclass(frozen=True)
 class About:
     """What a rank's steps are steps of.
 
@@ -179,6 +187,7 @@ class About:
         options: other arguments of `wrap`, by name, as text.
         bucket_bytes: bytes of each bucket of the last plan.
         parameters: in the order of registration.
+        others: the other optimizers of the job. What is above is of the one that was wrapped last.
         versions: "torchring", "torch", "python".
         ended_by: why the trace was written: "end", "SIGUSR1", or the text of an error. "" while the job runs.
         written_at: seconds since 1970.
@@ -202,6 +211,7 @@ class About:
     options: dict[str, str] = field(default_factory=dict)
     bucket_bytes: tuple[int, ...] = ()
     parameters: tuple[ParameterRecord, ...] = ()
+    others: tuple[OptimizerRecord, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     ended_by: str = "end"
     written_at: float = 0.0
