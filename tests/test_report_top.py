@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -120,3 +122,12 @@ def test_progress_needs_no_trace_on_one_host(
     for options in ([], ["--elastic", "--min-np", "1"]):
         assert cli.main(["run", "-H", "other.invalid:2", *options, "--progress", __file__]) == 2
         assert "--progress on several hosts needs --trace DIR" in capsys.readouterr().err
+
+
+def test_the_reader_may_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `torchring top DIR | head`: no traceback, also not from Python's exit, which flushes once more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert cli.main(["top", str(tmp_path), "--once"]) == 128 + signal.SIGPIPE

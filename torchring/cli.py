@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -117,15 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["doctor"]:  # the command has a parser of its own
         from torchring.doctor import main as doctor_main
 
-        return int(doctor_main(arguments[1:]))
+        return _while_it_is_read(doctor_main, arguments[1:])
     if arguments[:1] == ["top"]:
         from torchring.report.top import main as top_main
 
-        return int(top_main(arguments[1:]))
+        return _while_it_is_read(top_main, arguments[1:])
     if arguments[:1] == ["report"]:
         from torchring.report.command import main as report_main
 
-        return int(report_main(arguments[1:]))
+        return _while_it_is_read(report_main, arguments[1:])
     if arguments[:1] == ["run"]:  # errors of its own parser show its own usage
         options = run.parse_args(arguments[1:], argparse.Namespace(command="run"))
     else:
@@ -143,6 +143,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quiet and options.log_dir is None:
         run.error("--quiet drops what processes print, unless --log-dir says where to write it")
     return _run(options, is_elastic)
+
+
+def _while_it_is_read(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """Run a command whose reader may end first, as in `torchring report DIR | head`. Returns the exit code."""
+    try:
+        code = command(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes once more at exit
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def _is_elastic(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
