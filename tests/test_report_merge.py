@@ -125,6 +125,15 @@ def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
     job = load(tmp_path)
     assert [len(trace.steps) for trace in job.traces] == [60, 60, 20]
     assert job.problems == ("Rank 2 was killed, or still runs. Of its steps, only 20 are known.",)
+    nameless = about(third, ended_by="", written_at=11.0, parameters=(), rank=0)
+    write_encoded(live_path_of(tmp_path, 0), nameless, list(map(encode, nameless.steps)))
+    job = load(tmp_path)
+    assert job.traces[0].about.parameters == first.about.parameters != ()  # which another rank has, too
+    assert job.problems == ("Ranks 0 and 2 were killed, or still run. Of their steps, only 60 are known.",)
+    live_path_of(tmp_path, 0).unlink()
+    next_run = about(second, ended_by="", written_at=12.0, pid=second.about.pid + 1)
+    write_encoded(live_path_of(tmp_path, 1), next_run, list(map(encode, next_run.steps)))
+    assert load(tmp_path).traces[1].about.pid == second.about.pid + 1, "that of SIGUSR1 is of an earlier run"
     for rank in range(3):
         path_of(tmp_path, rank).unlink()
     assert "Ranks 1 and 2 were killed, or still run." in load(tmp_path).problems[0]

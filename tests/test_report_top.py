@@ -90,28 +90,35 @@ def test_it_ends_with_the_job(
 def test_a_line_each_time_that_steps_were_made(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    seen, is_over = [Picture("nothing yet"), *[Picture("", "A")] * 2, Picture("", "B")], threading.Event()
+    seen = [Picture("nothing yet"), *[Picture("", "A")] * 2, ValueError("odd"), Picture("", "B")]
+    is_over = threading.Event()
     left = iter(seen)
 
     def look(_: Path) -> Picture:
         if (picture := next(left, None)) is None:
             is_over.set()
+        if isinstance(picture, Exception):
+            raise picture
         return picture or Picture("", "the end", is_over=True)
 
     monkeypatch.setattr(progress, "look", look)
     with progress.shown(Path(), seconds=0.001):
         assert is_over.wait(40)
-    assert capfd.readouterr().err == "torchring run: A\ntorchring run: B\n"
+    lines = ["A", "there is no progress to show: ValueError: odd", "B"]
+    assert capfd.readouterr().err == "".join(f"torchring run: {line}\n" for line in lines)
 
 
 def test_progress_needs_no_trace_on_one_host(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders: list[Path] = []
+    monkeypatch.delenv(TRACE, raising=False)
 
     def start(_: object, num_proc: int, hosts: object, env: dict[str, str], *__: object, **___: object) -> int:
-        folders.append(Path(env[TRACE]))
+        (folder,) = env.values()
+        folders.append(Path(folder))
         assert folders[-1].is_dir()
+        assert (TRACE in env) == (folder == str(tmp_path))
         return 0
 
     monkeypatch.setattr(cli, "start", start)
@@ -122,6 +129,10 @@ def test_progress_needs_no_trace_on_one_host(
     for options in ([], ["--elastic", "--min-np", "1"]):
         assert cli.main(["run", "-H", "other.invalid:2", *options, "--progress", __file__]) == 2
         assert "--progress on several hosts needs --trace DIR" in capsys.readouterr().err
+    monkeypatch.setenv(TRACE, str(tmp_path))
+    assert cli.main(["run", "-np", "2", "--progress", __file__]) == 0
+    assert folders[-1] == tmp_path
+    assert tmp_path.is_dir()
 
 
 def test_the_reader_may_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

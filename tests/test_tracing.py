@@ -20,6 +20,7 @@ from torch import nn
 
 import torchring
 from torchring import default_world as world_module
+from torchring.rendezvous.environment import PROGRESS
 from torchring.tracing import recorder as recorder_module
 from torchring.tracing import writer
 from torchring.tracing.clocks import estimate, measure
@@ -250,6 +251,8 @@ def _writes(rank: int, size: int, folder: Path) -> None:
         optimizer.step()
 
     step()
+    assert writer._writer.is_for_progress
+    writer._writer._write_live()
     with torchring.trace(folder / "block"):
         step()
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -269,10 +272,12 @@ def _writes(rank: int, size: int, folder: Path) -> None:
         world_module.default_world().fail(error)
         assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).about.ended_by
     assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).about.ended_by
+    assert live_path_of(folder / "progress", rank).exists()
 
 
 def test_when_a_trace_is_written(tmp_path: Path) -> None:
-    run_ranks(_writes, 2, tmp_path)
+    """`torchring run --progress` is in nobody's way."""
+    run_ranks(_writes, 2, tmp_path, env={PROGRESS: str(tmp_path / "progress")})
     assert list(find(tmp_path / "block")) == [0, 1]
 
 

@@ -26,7 +26,7 @@ from torchring.launch.elastic.driver import start_elastic
 from torchring.launch.launcher import LAUNCHERS, LaunchError, is_here, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import Stopped, signals_raise
-from torchring.rendezvous.environment import STACKS, TRACE
+from torchring.rendezvous.environment import PROGRESS, STACKS, TRACE
 
 _BENCH: Final = Path(__file__).with_name("bench")
 _PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have to remove a network
@@ -203,18 +203,21 @@ def _tracing(options: argparse.Namespace, *, is_apart: bool) -> Iterator[dict[st
     if options.trace is None and not options.progress:
         yield {}
         return
-    if options.trace is None and is_apart:
+    is_asked_for = options.trace is not None or os.environ.get(TRACE)
+    if not is_asked_for and is_apart:
         raise LaunchError("--progress on several hosts needs --trace DIR, with a folder that all hosts share")
     with contextlib.ExitStack() as stack:
-        if options.trace is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchring-trace-"))
-        else:
+        if options.trace is not None:
             folder = _empty_trace(options.trace)
+        elif is_asked_for:
+            folder = str(Path(os.environ[TRACE]).absolute())
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchring-progress-"))
         if options.progress:
             from torchring.report import progress
 
             stack.enter_context(progress.shown(Path(folder)))
-        yield {TRACE: folder}
+        yield {TRACE if is_asked_for else PROGRESS: folder}
 
 
 def _empty_trace(folder: str) -> str:

@@ -86,7 +86,7 @@ def wrap(
             more that reduce in each other's memory. The first bucket is at most 1 MiB. "auto" measures the first
             backwards and finds buckets for this model that leave less communication exposed. These are tried for a few
             steps, and kept if they are faster, for later runs, too, in `~/.cache/torchring`. See `Stats.reason`. For
-            gradients on the CPU. None is "auto" between two hosts, where no bit of a result depends on the buckets.
+            gradients on the CPU. None is "auto" between two hosts, where that changes no bit of a result.
         accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),
             "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce), "nvls"

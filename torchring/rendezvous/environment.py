@@ -36,6 +36,7 @@ ELASTIC: Final = "torchring run --elastic"
 _KEY_VALUES: Final = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 STACKS: Final = "TORCHRING_STACKS_ON_STALL"  # from `torchring run --stacks-on-stall`
 TRACE: Final = "TORCHRING_TRACE"  # a folder; from `torchring run --trace`
+PROGRESS: Final = "TORCHRING_PROGRESS"  # a folder for the last steps only; from `torchring run --progress`
 _PART: Final = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")  # of a host list; commas inside brackets stay
 _FIRST_PORT: Final = 15_000  # below those that Linux hands out to clients, 32768 and up
 _NUM_PORTS: Final = 15_000

@@ -110,7 +110,7 @@ def _about_pauses(situation: Situation) -> Iterator[Advice]:
     shared = "" if pauses.is_common else " or on all ranks"
     mean_ms = situation.step_ms / (1.0 - pauses.share)
     yield Advice(
-        f"Shorten what {pauses.who} does right before forward of {steps} {first}{more}",
+        f"Shorten what {pauses.who} does right before {pauses.before} of {steps} {first}{more}",
         situation.step_ms,
         pauses.share,
         f"With it, a step takes {mean_ms:.4g} ms on average. Evaluate less often{shared}, write checkpoints in the "

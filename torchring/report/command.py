@@ -7,6 +7,7 @@ package that is missing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -45,8 +46,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"torchring report: {error}", file=sys.stderr)
         return 1
     analysis = analyse(job, given, doctor=doctor)
-    show(analysis)
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):  # as in `torchring report DIR | head`: files are written all the same
+        show(analysis)
+        sys.stdout.flush()
     codes = [0]
     if options.csv is not None:
         codes.append(_write(options.csv, lambda path: write_csv(job, path)))
@@ -113,7 +115,8 @@ def _write(path: Path, write: Callable[[Path], None]) -> int:
     except ImportError as error:
         print(f"torchring report: {error}", file=sys.stderr)
         return 2
-    print(f"Written: {path}")
+    with contextlib.suppress(BrokenPipeError):
+        print(f"Written: {path}", flush=True)
     return 0
 
 

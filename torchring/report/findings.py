@@ -209,11 +209,13 @@ class Network:
         alpha_ms: latency of one message. A ring of N ranks sends 2 (N - 1) messages one after the other.
         gigabytes_per_s: of 10**9 bytes.
         is_alpha_known: False if all buckets have about the same size, so that latency cannot be told from bandwidth.
+        is_least: whether the bandwidth was not measured, and is known to be at least that.
     """
 
     alpha_ms: float
     gigabytes_per_s: float
     is_alpha_known: bool = True
+    is_least: bool = False
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,15 @@ def load(folder: Path) -> Job:
     if used:
         was, its = ("were", "their") if len(used) > 1 else ("was", "its")
         names = name_ranks(sorted(used))
-        problems.append(
-            f"{names[0].upper()}{names[1:]} {was} killed, or still run{'' if len(used) > 1 else 's'}. Of {its} steps, "
-            f"only {max(len(trace.steps) for trace in used.values())} are known."
-        )
+        remark = f"{names[0].upper()}{names[1:]} {was} killed, or still run{'' if len(used) > 1 else 's'}."
+        if any(trace.steps and trace.steps[0].number > 0 for trace in used.values()):
+            remark += f" Of {its} steps, only {max(len(trace.steps) for trace in used.values())} are known."
+        problems.append(remark)
+    named = next((trace.about for trace in traces.values() if trace.about.parameters), None)
+    for rank, trace in used.items():
+        if named is not None:  # live files name no parameters
+            about = dataclasses.replace(trace.about, parameters=named.parameters, others=named.others)
+            traces[rank] = dataclasses.replace(trace, about=about)
     return merge(traces.values(), problems)
 
 
@@ -82,7 +87,10 @@ def _is_newer(live: RankTrace, whole: RankTrace | None) -> bool:
     """Whether to use a live file. A whole file that was written on SIGUSR1 has more steps of the same run."""
     if whole is None:
         return True
-    return whole.about.ended_by != "SIGUSR1" and live.about.written_at > whole.about.written_at
+    is_of_one_process = (live.about.host, live.about.pid) == (whole.about.host, whole.about.pid)
+    if is_of_one_process and whole.about.ended_by == "SIGUSR1":
+        return False
+    return live.about.written_at > whole.about.written_at
 
 
 def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:

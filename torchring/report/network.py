@@ -60,7 +60,7 @@ def latency_within_host(bucket_bytes: Array, total_ms: float, num_ranks: int) ->
     """
     transfer_ms = bus_bytes(float(bucket_bytes.sum()), num_ranks) / (LEAST_WITHIN_HOST * 1e6)
     alpha_ms = max(0.0, total_ms - transfer_ms) / (2 * (num_ranks - 1) * len(bucket_bytes))
-    return Network(alpha_ms, LEAST_WITHIN_HOST)
+    return Network(alpha_ms, LEAST_WITHIN_HOST, is_least=True)
 
 
 def _line(x: Array, y: Array) -> tuple[float | None, float]:

@@ -35,6 +35,7 @@ class Pauses:
         length: how much longer INPUT is than in other steps.
         share: of the time of all steps, from 0 to 1.
         numbers: of the steps.
+        before: what comes after the pause: "forward", or "backward" if forward is not told apart from INPUT.
     """
 
     has_pause: Array
@@ -44,6 +45,7 @@ class Pauses:
     length: Spread
     share: float
     numbers: tuple[int, ...]
+    before: str
 
     @property
     def who(self) -> str:
@@ -61,7 +63,7 @@ class Pauses:
         spread_of = f" (between {low} and {high})" if len(self.numbers) > 1 else ""
         return (
             f"{percent} of the time goes to {len(self.numbers)} of {self.num_steps:,} steps, in which {self.who} takes "
-            f"{median} ms{spread_of} longer from step() to forward: for data, evaluation or a checkpoint."
+            f"{median} ms{spread_of} longer from step() to {self.before}: for data, evaluation or a checkpoint."
         )
 
 
@@ -82,7 +84,8 @@ def find_pauses(timing: Timing, critical: Critical) -> Pauses | None:
     of_rank = np.clip(inputs - np.median(inputs[counts], axis=0), 0, None)[has_pause].sum(0)  # [R]
     most = int(of_rank.argmax())
     is_common = bool(of_rank.min() > _MOST * of_rank[most])
-    is_one = len(of_rank) > 1 and of_rank[most] > _MOST * of_rank.sum()
+    is_one = of_rank[most] > _MOST * of_rank.sum()
+    is_forward_known = bool((critical.cycle[counts][..., column(Phase.FORWARD)] > 0).any())
     return Pauses(
         has_pause,
         num_steps,
@@ -91,6 +94,7 @@ def find_pauses(timing: Timing, critical: Critical) -> Pauses | None:
         spread(longer[has_pause]),
         share,
         tuple(timing.numbers[has_pause].tolist()),
+        "forward" if is_forward_known else "backward",
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from torchring.report.top import look
+from torchring.report.top import Picture, look
 
 _SECONDS: Final = 10.0  # between two lines
 
@@ -23,7 +23,10 @@ def shown(folder: Path, seconds: float = _SECONDS) -> Iterator[None]:
     def run() -> None:
         last = ""
         while not is_over.wait(seconds):
-            picture = look(folder)
+            try:
+                picture = look(folder)
+            except Exception as error:  # the job goes on, and the next files may be better
+                picture = Picture("", f"there is no progress to show: {type(error).__name__}: {error}")
             if picture.is_over or picture.headline in ("", last):
                 continue
             last = picture.headline

@@ -51,7 +51,8 @@ class Costs:
         between, optimizer: as the phases, without what is part of `straggler`.
         whole: the step.
         is_input_of_blamed: whether most of `input` is more than the other ranks have.
-        batch_ratio: samples of the blamed rank, divided by the median of the others; 1 if unknown, or none is blamed.
+        batch_ratio: samples of the blamed rank, divided by the median of the others; 1 if unknown, if none is blamed,
+            or if that explains less than half of `straggler`.
         slower_in: the phase in which most of `straggler` is; None if it is spread over several.
         is_forward_known: whether INPUT was told apart from FORWARD. If not, `input` is the least that it can be.
     """
@@ -102,6 +103,10 @@ def find_costs(timing: Timing, critical: Critical) -> Costs:
     is_input_of_blamed = is_blamed and typical(own_input) > _MOST * typical(path[:, _INPUT])
     explained = straggler + (own_input if is_input_of_blamed else 0.0)
     jitter = np.clip(late - explained, 0, None) + path[:, column(Phase.WAITING)]
+    batch_ratio = _batch_ratio(timing, candidate) if is_blamed else 1.0
+    of_others = typical(path_without[:, _FORWARD] + path_without[:, _BACKWARD])
+    if (batch_ratio - 1.0) * of_others < _MOST * typical(straggler):
+        batch_ratio = 1.0
     return Costs(
         candidate if is_blamed else None,
         path[:, _INPUT],
@@ -112,7 +117,7 @@ def find_costs(timing: Timing, critical: Critical) -> Costs:
         path_without[:, column(Phase.OPTIMIZER)],
         path.sum(1),
         is_input_of_blamed,
-        _batch_ratio(timing, candidate) if is_blamed else 1.0,
+        batch_ratio,
         slower_in,
         is_forward_known,
     )

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Final
 
 from torchring.linux import is_caught
-from torchring.rendezvous.environment import TRACE
+from torchring.rendezvous.environment import PROGRESS, TRACE
 from torchring.threads import PeriodicThread, at_last
 from torchring.tracing import files
 from torchring.tracing.recorder import Recorder
@@ -37,17 +37,19 @@ class TraceWriter:
 
     Args:
         folder: is made when something is written.
+        is_for_progress: nobody has asked for a trace, but for `torchring run --progress`, which reads the last steps.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_for_progress: bool = False) -> None:
         self.folder = folder
+        self.is_for_progress = is_for_progress
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may write while the main thread writes
         self._has_warned = False
         self._is_closed = False
         self._broken: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._num_live: weakref.WeakKeyDictionary[Recorder, int] = weakref.WeakKeyDictionary()
-        self._signals = _takes_signal()
+        self._signals = not is_for_progress and _takes_signal()
         if self._signals:
             signal.signal(signal.SIGUSR1, self._handle)
         self._thread = PeriodicThread("torchring-trace", self._write_live, _LIVE_SECONDS)
@@ -83,7 +85,7 @@ class TraceWriter:
                     return
                 trace, steps = recorder.trace("", _LIVE_STEPS)
                 # The names of all parameters would take most of the time.
-                trace = replace(trace, about=replace(trace.about, parameters=()), arrivals=())
+                trace = replace(trace, about=replace(trace.about, parameters=(), others=()), arrivals=())
                 files.write_encoded(files.live_path_of(self.folder, trace.about.rank), trace, steps)
 
     @contextlib.contextmanager
@@ -109,8 +111,13 @@ def _takes_signal() -> bool:
 def add(recorder: Recorder) -> None:
     """A world has been opened, whose steps `recorder` writes down."""
     _recorders.add(recorder)
-    if _writer is None and os.environ.get(TRACE):
+    global _writer
+    if _writer is not None:
+        return
+    if os.environ.get(TRACE):
         start(os.environ[TRACE])
+    elif os.environ.get(PROGRESS):
+        _writer = TraceWriter(Path(os.environ[PROGRESS]), is_for_progress=True)
 
 
 def note_end(recorder: Recorder, ended_by: str = "end") -> None:
@@ -125,7 +132,7 @@ def start(folder: str | os.PathLike[str]) -> TraceWriter:
     """Write traces from now on. Raises ValueError if they are written somewhere else already."""
     global _writer
     path = Path(folder).absolute()
-    if _writer is not None:
+    if _writer is not None and not _writer.is_for_progress:
         raise ValueError(f"traces are written to {_writer.folder} already, and cannot be written to {path} as well")
     _writer = TraceWriter(path)
     return _writer
@@ -163,6 +170,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
     if _writer is not None and _writer.folder == Path(folder).absolute():  # the environment asks for the same
         yield
         return
+    before = _writer  # whose thread goes on
     writer = start(folder)
     ended_by = "end"
     try:
@@ -171,5 +179,5 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
         ended_by = f"{type(error).__name__}: {error}"
         raise
     finally:
-        _writer = None
+        _writer = before
         writer.close(ended_by)
