@@ -25,8 +25,10 @@ def column(phase: Phase) -> int:
 
 
 @dataclass(frozen=True)
-class Critical:
-    """S steps of R ranks with B buckets. Of buckets, only steps of `Timing.has_buckets` mean anything.
+class _Meetings:
+    """When R ranks come together, in each of S steps, to reduce the B buckets of one optimizer.
+
+    Of buckets, only steps of `Timing.has_buckets` mean anything.
 
     Attributes:
         all_launched: [S, B], when the last rank launched the bucket.
@@ -34,11 +36,6 @@ class Critical:
         reduction_begins, reduction_ends: [S, B]. One bucket is reduced after the other.
         waiting: [S, R], how long a rank stood still for a rank that was late.
         awaited: [S, R], the position of that rank.
-        slowest: [S], position of the rank that the others wait for.
-        phases: [S, R, 7], durations by `Phase`, which add up to the step.
-        cycle: [S, R, 7], the same from the end of a backward to the end of the next, so that BETWEEN and OPTIMIZER are
-            those of the step before: a rank that is late there is awaited in the next step.
-        path: [S, 7], of `cycle`, the rank that the others wait for. How long a step takes is the sum.
     """
 
     all_launched: Array
@@ -47,6 +44,20 @@ class Critical:
     reduction_ends: Array
     waiting: Array
     awaited: Array
+
+
+@dataclass(frozen=True)
+class Critical(_Meetings):
+    """Also, which rank the others wait for.
+
+    Attributes:
+        slowest: [S], position of the rank that the others wait for.
+        phases: [S, R, 7], durations by `Phase`, which add up to the step.
+        cycle: [S, R, 7], the same from the end of a backward to the end of the next, so that BETWEEN and OPTIMIZER are
+            those of the step before: a rank that is late there is awaited in the next step.
+        path: [S, 7], of `cycle`, the rank that the others wait for. How long a step takes is the sum.
+    """
+
     slowest: Array
     phases: Array
     cycle: Array
@@ -66,18 +77,6 @@ def examine(job: Job) -> list[tuple[Timing, Critical]]:
     communication = [path[timing.reduces, column(Phase.COMMUNICATION)].sum() for timing in timings]
     order = np.argsort(communication, kind="stable")[::-1] if len(timings) > 1 else [0]
     return [(timings[i], criticals[i]) for i in order]
-
-
-@dataclass(frozen=True)
-class _Meetings:
-    """When ranks come together to reduce the buckets of one optimizer. Attributes: as in `Critical`."""
-
-    all_launched: Array
-    last: Array
-    reduction_begins: Array
-    reduction_ends: Array
-    waiting: Array
-    awaited: Array
 
 
 def _standstill(timing: Timing) -> Array:
@@ -129,18 +128,7 @@ def _find_critical(timing: Timing, found: _Meetings) -> Critical:
     # Where nobody waits, the rank that computes for longest determines the step.
     slowest = np.lexsort((-busy, found.waiting), axis=1)[:, 0]
     path = np.take_along_axis(cycle, slowest[:, None, None], axis=1)[:, 0]
-    return Critical(
-        found.all_launched,
-        found.last,
-        found.reduction_begins,
-        found.reduction_ends,
-        found.waiting,
-        found.awaited,
-        slowest,
-        phases,
-        cycle,
-        path,
-    )
+    return Critical(**vars(found), slowest=slowest, phases=phases, cycle=cycle, path=path)
 
 
 def list_waits(timing: Timing, critical: Critical) -> tuple[Wait, ...]:
