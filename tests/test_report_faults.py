@@ -43,11 +43,11 @@ def _compute_for(seconds: float) -> None:
 
 @contextmanager
 def _busy_neighbours() -> Iterator[None]:
-    """This rank shares a core with three processes that compute: more than what else may keep the machine busy."""
+    """This rank shares a core with two processes that compute: more than what else may keep the machine busy."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     neighbours = []
-    for _ in range(3):
+    for _ in range(2):
         neighbours.append(os.fork())
         if not neighbours[-1]:
             _compute_for(30)

@@ -85,9 +85,13 @@ def fit_network(examined: Sequence[tuple[Timing, Critical]], about: About, num_r
     found = network.fit(np.concatenate(bucket_bytes), np.concatenate(medians), num_ranks)
     is_within_host = about.local_size == about.size and about.algorithm != "direct"
     are_small = float(timing.bucket_bytes.sum()) < network.SMALL_BYTES * len(timing.bucket_bytes)
-    if found is not None and not found.is_alpha_known and is_within_host and are_small:
+    if found is None:
+        return None
+    # Small buckets of two sizes show a bandwidth, but within a host one below the least is noise.
+    is_shown = found.is_alpha_known and found.gigabytes_per_s >= network.LEAST_WITHIN_HOST
+    if is_within_host and are_small and not is_shown:
         found = network.latency_within_host(timing.bucket_bytes, typical(durations[0].sum(1)), num_ranks)
-    if found is None or is_overlapped(timing, about):
+    if is_overlapped(timing, about):
         return found
     # How long ranks stood still says how much work a reduction was.
     cost = typical(critical.path[timing.counts][:, column(Phase.COMMUNICATION)])
@@ -99,7 +103,7 @@ def fit_network(examined: Sequence[tuple[Timing, Critical]], about: About, num_r
         return Network(0.0, sent / 1e6 / cost, is_alpha_known=False) if cost > 0 else None
     shown = sum(share * typical(each.sum(1)) for share, each in zip(shares, durations, strict=True))
     ratio = cost / shown if cost > 0 and shown > 0 else 1.0
-    return Network(found.alpha_ms * ratio, found.gigabytes_per_s / ratio, found.is_alpha_known)
+    return dataclasses.replace(found, alpha_ms=found.alpha_ms * ratio, gigabytes_per_s=found.gigabytes_per_s / ratio)
 
 
 def between_hosts(workload: Workload) -> Workload:
