@@ -179,14 +179,16 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
             horovodrun.warn_of_ignored(options)
             if options.verbose:
                 print(horovodrun.describe(command, options.num_proc, sources.known), file=sys.stderr)
-            is_apart = sources.may_change or any(not is_here(host.name) for host in sources.known or ())
-            with _tracing(options, is_apart=is_apart) as traced:
+            known = sources.known or ()
+            with _tracing(
+                options, lambda: sources.may_change or not all(is_here(host.name) for host in known)
+            ) as traced:
                 return start_elastic(command, limits, sources, env | traced, output, ssh_options)
         hosts, launcher = hosts_of(options), horovodrun.launcher_of(options)
         horovodrun.warn_of_ignored(options)
         if options.verbose:
             print(horovodrun.describe(command, options.num_proc, hosts), file=sys.stderr)
-        with _tracing(options, is_apart=any(not is_here(host.name) for host in hosts or ())) as traced:
+        with _tracing(options, lambda: not all(is_here(host.name) for host in hosts or ())) as traced:
             return start(command, options.num_proc, hosts, env | traced, launcher, output, ssh_options=ssh_options)
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
@@ -194,17 +196,17 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
 
 
 @contextlib.contextmanager
-def _tracing(options: argparse.Namespace, *, is_apart: bool) -> Iterator[dict[str, str]]:
+def _tracing(options: argparse.Namespace, is_apart: Callable[[], bool]) -> Iterator[dict[str, str]]:
     """For --trace and --progress: gives variables for the processes, and says how the job goes. Raises LaunchError.
 
     Args:
-        is_apart: whether processes run on other hosts.
+        is_apart: says whether processes run on other hosts. Looks names up, so it is asked only if that matters.
     """
     if options.trace is None and not options.progress:
         yield {}
         return
     is_asked_for = options.trace is not None or os.environ.get(TRACE)
-    if not is_asked_for and is_apart:
+    if not is_asked_for and is_apart():
         raise LaunchError("--progress on several hosts needs --trace DIR, with a folder that all hosts share")
     with contextlib.ExitStack() as stack:
         if options.trace is not None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from torchring.report.findings import Phase, Spread
 from torchring.report.timing import Array, Timing, spread
-from torchring.report.waits import Critical, column
+from torchring.report.waits import Critical, column, knows_forward
 
 _SELDOM: Final = 0.05  # of the steps: workers of a DataLoader give their batches in bursts that are more frequent
 _LONG: Final = 2.0  # steps
@@ -85,7 +85,6 @@ def find_pauses(timing: Timing, critical: Critical) -> Pauses | None:
     most = int(of_rank.argmax())
     is_common = bool(of_rank.min() > _MOST * of_rank[most])
     is_one = of_rank[most] > _MOST * of_rank.sum()
-    is_forward_known = bool((critical.cycle[counts][..., column(Phase.FORWARD)] > 0).any())
     return Pauses(
         has_pause,
         num_steps,
@@ -94,7 +93,7 @@ def find_pauses(timing: Timing, critical: Critical) -> Pauses | None:
         spread(longer[has_pause]),
         share,
         tuple(timing.numbers[has_pause].tolist()),
-        "forward" if is_forward_known else "backward",
+        "forward" if knows_forward(critical.cycle[counts]) else "backward",
     )
 
 

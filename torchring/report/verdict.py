@@ -18,7 +18,7 @@ from torchring.report.findings import BucketSummary, Kind, LateParameter, Networ
 from torchring.report.network import SMALL_BYTES
 from torchring.report.pauses import Pauses
 from torchring.report.timing import Array, Timing, groups, spread_of_steps, typical
-from torchring.report.waits import COMPUTING, PHASES, Critical, column
+from torchring.report.waits import COMPUTING, PHASES, Critical, column, knows_forward
 
 _TELLING: Final = 0.10  # share of a step
 _OPTIMIZER_TELLING: Final = 0.25
@@ -81,7 +81,7 @@ def find_costs(timing: Timing, critical: Critical) -> Costs:
     cycle, path = critical.cycle[timing.counts].copy(), critical.path[timing.counts].copy()
     slowest = critical.slowest[timing.counts]
     rows = np.arange(len(cycle))
-    is_forward_known = bool((cycle[..., _FORWARD] > 0).any())
+    is_forward_known = knows_forward(cycle)
     if not is_forward_known:
         _guess_forward(cycle)
         path = cycle[rows, slowest]

@@ -79,6 +79,11 @@ def examine(job: Job) -> list[tuple[Timing, Critical]]:
     return [(timings[i], criticals[i]) for i in order]
 
 
+def knows_forward(cycle: Array) -> bool:
+    """Whether FORWARD is told apart from INPUT, in rows of `Critical.cycle`."""
+    return bool((cycle[..., column(Phase.FORWARD)] > 0).any())
+
+
 def _standstill(timing: Timing) -> Array:
     return np.asarray(timing.parts[..., Part.EXPOSED] + timing.stall)
 
