@@ -26,6 +26,7 @@ from torchring.report.findings import (
     Spread,
     StartUp,
 )
+from torchring.report.formats import share_in_words
 from torchring.report.merge import Job
 from torchring.report.optimizers import of_optimizer
 from torchring.report.pauses import Pauses, find_pauses, without
@@ -152,13 +153,12 @@ def _about_optimizers(job: Job, timing: Timing, critical: Critical, count: int) 
     if count == 1:
         return []
     share = critical.path[timing.reduces].sum() / critical.path[timing.counts].sum()
-    percent = f"{share:.0%}".replace("%", " %")
     parameters = job.traces[0].about.parameters
     names = f", {parameters[0].name} and {len(parameters) - 1} more parameters" if len(parameters) > 1 else ""
     remark = (
         f"Steps have {count} different sets of buckets, as those of several optimizers. The step of each optimizer "
         "counts as a step, and times are means over all of them. Buckets are those of the steps that send "
-        f"{timing.bucket_bytes.sum() / 1e6:.3g} MB{names}: these steps take {percent} of the time."
+        f"{timing.bucket_bytes.sum() / 1e6:.3g} MB{names}: these steps take {share_in_words(share)} of the time."
     )
     if len(timing.rounds) > 1:
         remark += (

@@ -36,6 +36,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%" if 0 < share < 0.0995 else f"{100 * share:.0f}%"
 
 
+def share_in_words(share: float) -> str:
+    """A share, from 0 to 1, in a sentence: "42 %"."""
+    return f"{100 * share:.0f} %"
+
+
 def megabytes(num_bytes: float) -> str:
     """Bytes in units of 10**6 bytes."""
     return f"{number(num_bytes / 1e6)}{_SPACE}MB"

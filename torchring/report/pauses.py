@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from torchring.report.findings import Phase, Spread
+from torchring.report.formats import share_in_words
 from torchring.report.timing import Array, Timing, spread
 from torchring.report.waits import Critical, column, knows_forward
 
@@ -59,10 +60,10 @@ class Pauses:
         """What bounds a job that pauses for most of the time."""
         digits = 0 if self.length.median >= 10 else 1
         low, median, high = (f"{each:,.{digits}f}" for each in (self.length.low, self.length.median, self.length.high))
-        percent = f"{self.share:.0%}".replace("%", " %")
         spread_of = f" (between {low} and {high})" if len(self.numbers) > 1 else ""
         return (
-            f"{percent} of the time goes to {len(self.numbers)} of {self.num_steps:,} steps, in which {self.who} takes "
+            f"{share_in_words(self.share)} of the time goes to {len(self.numbers)} of {self.num_steps:,} steps, "
+            f"in which {self.who} takes "
             f"{median} ms{spread_of} longer from step() to {self.before}: for data, evaluation or a checkpoint."
         )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import IO, Final
 
 from torchring.report.findings import Advice, Analysis, BucketSummary, Phase, Spread
+from torchring.report.formats import share_in_words
 from torchring.report.merge import name_ranks
 
 _WIDTH: Final = 110
@@ -103,7 +104,7 @@ def _title(analysis: Analysis) -> str:
 
 
 def _advice(advice: Advice) -> str:
-    gain = f"{advice.saves_share:.0%}".replace("%", " %")
+    gain = share_in_words(advice.saves_share)
     return f"- {advice.what}: {gain} less, {advice.predicted_ms:.4g} ms a step. {advice.why}\n{advice.how}"
 
 

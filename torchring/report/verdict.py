@@ -15,6 +15,7 @@ import numpy as np
 
 from torchring.report.buckets import bus_bytes
 from torchring.report.findings import BucketSummary, Kind, LateParameter, Network, Phase, Spread, StartUp, Verdict
+from torchring.report.formats import share_in_words
 from torchring.report.network import SMALL_BYTES
 from torchring.report.pauses import Pauses
 from torchring.report.timing import Array, Timing, groups, spread_of_steps, typical
@@ -189,7 +190,7 @@ def judge(
         rank = None
         what = "passes between backward and step(), in clipping or logging" if detail else "is the optimizer's step()"
     share = cost.median / step
-    percent = f"{share:.0%} of each step".replace("%", " %")
+    percent = f"{share_in_words(share)} of each step"
     numbers = _span(cost, spread_of_steps(costs.whole))
     return Verdict(kind, rank, share, cost, f"{at_least}{percent} {what} ({numbers}).", detail)
 
@@ -233,14 +234,14 @@ def _compute(costs: Costs, size: int, efficiency: float) -> Verdict:
     step = spread_of_steps(costs.whole)
     share = cost.median / step.median if step.median else 1.0
     what = "Nothing holds" if share >= _WELL else "No single cause holds"
-    begin = f"{what} this job back: {share:.0%} of each step is computing".replace("%", " %")
+    begin = f"{what} this job back: {share_in_words(share)} of each step is computing"
     ends = f"{size} ranks do the work of {size * efficiency:.3g}" if size > 1 else "it has one rank"
     return Verdict("compute", None, share, cost, f"{begin} ({_span(cost, step)}), and {ends}.")
 
 
 def _start_up(start_up: StartUp) -> Verdict:
     seconds = start_up.share * start_up.run_s
-    text = f"{start_up.share:.0%} of the run is start-up".replace("%", " %")
+    text = f"{share_in_words(start_up.share)} of the run is start-up"
     cost = Spread(seconds, seconds, seconds, "s")
     return Verdict("start-up", None, start_up.share, cost, f"{text} ({seconds:.3g} s of {start_up.run_s:.3g} s).")
 

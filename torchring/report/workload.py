@@ -83,10 +83,10 @@ def fit_network(examined: Sequence[tuple[Timing, Critical]], about: About, num_r
     durations = [(its.reduction_ends - its.reduction_begins)[each.reduces] for each, its in reducing]
     medians = [np.median(of_buckets, axis=0) for of_buckets in durations]
     found = network.fit(np.concatenate(bucket_bytes), np.concatenate(medians), num_ranks)
-    is_within_host = about.local_size == about.size and about.algorithm != "direct"
-    are_small = float(timing.bucket_bytes.sum()) < network.SMALL_BYTES * len(timing.bucket_bytes)
     if found is None:
         return None
+    is_within_host = about.local_size == about.size and about.algorithm != "direct"
+    are_small = float(timing.bucket_bytes.sum()) < network.SMALL_BYTES * len(timing.bucket_bytes)
     # Small buckets of two sizes show a bandwidth, but within a host one below the least is noise.
     is_shown = found.is_alpha_known and found.gigabytes_per_s >= network.LEAST_WITHIN_HOST
     if is_within_host and are_small and not is_shown:
