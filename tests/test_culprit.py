@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import threading
 import time
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -74,3 +78,52 @@ def test_a_process_that_did_not_run_while_it_waited_says_so(monkeypatch: pytest.
     error, _ = run_threads(body, 2)
     assert "this process did not run for 30 s" in error.message
     assert error.peers == (0,)
+
+
+@contextlib.contextmanager
+def _ending_as_the_waiter_gives_up() -> Iterator[threading.Event]:
+    """A function that waits for the event ends after the timeout of whoever waits for it, and before the next look."""
+    gate = threading.Event()
+
+    def late(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(future: concurrent.futures.Future[Any], timeout: float | None = None) -> Any:
+            try:
+                return method(future, timeout)
+            except TimeoutError:
+                gate.set()
+                concurrent.futures.wait([future])
+                raise
+
+        return wait
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("result", "exception"):
+            patch.setattr(concurrent.futures.Future, name, late(getattr(concurrent.futures.Future, name)))
+        yield gate
+
+
+def test_a_wait_that_ends_in_the_moment_of_a_look_is_over() -> None:
+    def body(rank: int, size: int, store: dist.Store) -> None:
+        rendezvous = Rendezvous(store, rank, size, 20.0)
+        transport = C10dTransport(rendezvous, "stream")
+        rendezvous.all_gather("open", b"")
+        if rank == 0:
+            with _ending_as_the_waiter_gives_up() as gate:
+                transport.interruptible(gate.wait, 1)
+
+            def break_link() -> None:
+                gate.wait()
+                raise RuntimeError("Connection closed by peer")
+
+            with _ending_as_the_waiter_gives_up() as gate, pytest.raises(RuntimeError, match="Connection closed"):
+                transport.interruptible(break_link, 1)
+        rendezvous.all_gather("over", b"")
+        transport.close()
+
+    run_threads(body, 2)
+
+
+def test_an_answer_of_the_store_in_the_last_moment_counts() -> None:
+    rendezvous = Rendezvous(dist.HashStore(), 0, 2, 0.05)
+    with _ending_as_the_waiter_gives_up() as gate:
+        assert rendezvous._call(gate.wait)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError, TopologyError, decode_error, encode_error
-from torchring.threads import SerialThread
+from torchring.threads import SerialThread, is_done_within
 
 _T = TypeVar("_T")
 _LONGEST_PAUSE_SECONDS: Final = 0.02  # between two checks for a key
@@ -271,11 +271,11 @@ class _CallsWithDeadline:
             if self._unanswered is not None and not self._unanswered.done():
                 raise FutureTimeout
             future = self._worker.submit(operation)
-        try:
-            return future.result(seconds)
-        except FutureTimeout:
+        if not is_done_within(future, seconds):
             self._unanswered = future
-            raise
+            raise FutureTimeout
+        try:
+            return future.result()
         except dist.DistNetworkError as error:
             self._broken = error
             raise

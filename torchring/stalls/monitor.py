@@ -33,7 +33,7 @@ from torchring.stalls.page import (
 )
 from torchring.stalls.places import place_of
 from torchring.stalls.report import Peer, describe_ranks, describe_wait, duration, is_silent, missing_ranks
-from torchring.threads import PeriodicThread
+from torchring.threads import PeriodicThread, is_done_within
 
 WARNING_SECONDS: Final = 30.0
 _SHORTEST_TICK_SECONDS: Final = 0.02
@@ -221,14 +221,11 @@ class StallMonitor:
 
     def _take_in(self, seconds: float) -> None:
         reading = self._reading
-        if reading is None:
+        if reading is None or not is_done_within(reading, seconds):  # the store has not answered yet
             return
-        try:
-            messages = reading.result(seconds)
-        except Exception:
-            if not reading.done():  # the store has not answered yet
-                return
-            messages = [None] * len(self._others)  # the store is gone
+        messages: list[bytes | None] = [None] * len(self._others)
+        with contextlib.suppress(Exception):  # the store is gone
+            messages = reading.result()
         self._reading = None
         for rank, data in zip(self._others, messages, strict=True):
             if data is not None:
