@@ -6,6 +6,7 @@ import ctypes
 import encodings.idna  # noqa: F401  # for the rank that becomes another user, who may not read Python's files
 import fcntl
 import gc
+import io
 import json
 import os
 import random
@@ -169,6 +170,52 @@ def test_another_user_gets_no_memory(other: int) -> None:
         assert result in ((3.0, "ring"), (3.0, "native"))
 
 
+@needs_root
+def test_the_effective_user_counts() -> None:
+    os.seteuid(_NOBODY)
+    try:
+        assert run_groups(2, lambda group: group.ranks) == [(0, 1)] * 2
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    ("user", "uid_map", "looks_alike"),
+    [
+        (65534, "65534 100000 1", True),
+        (65534, "0 100000 65536", True),
+        (65534, "0 0 4294967295", False),
+        (65534, None, True),
+        (1000, "1000 1000 1", False),
+    ],
+)
+def test_nobody_of_a_user_namespace_is_given_no_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, user: int, uid_map: str | None, looks_alike: bool
+) -> None:
+    """The kernel would show rank 1 every user outside of the namespace as nobody, too."""
+
+    def fake_open(name: str) -> Any:
+        if uid_map is None:
+            raise FileNotFoundError(name)
+        return io.StringIO(uid_map if name.endswith("uid_map") else "65534")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_module, "open", fake_open, raising=False)
+        patch.setattr(os, "geteuid", lambda: user)
+        trouble = host_module._why_users_look_alike()
+    assert ("another user of its container" in trouble) == looks_alike
+    monkeypatch.setattr(
+        host_module, "_why_users_look_alike", lambda: trouble if "1" in threading.current_thread().name else ""
+    )
+    groups = run_groups(3, lambda group: group.ranks)
+    assert groups == ([(0, 2), (1,), (0, 2)] if looks_alike else [(0, 1, 2)] * 3)
+    texts = [record.message for record in caplog.records]
+    assert len(texts) == looks_alike
+    if looks_alike:
+        assert "ranks 0, 2 and rank 1 run on one machine, in one network namespace, but cannot share memory" in texts[0]
+        assert f"rank 1 runs as user {user} (nobody)" in texts[0]
+
+
 def _in_another_network(rank: int, size: int, other: int) -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net") as home:
@@ -273,7 +320,7 @@ def test_the_right_token_would_be_admitted() -> None:
                 connect(Rendezvous(store, 0, 2, 1.0))
             return None
         rendezvous = Rendezvous(store, 1, 2, 5.0)
-        card = {"address": "none", "token": "none", "host": host_module._host_identity()}
+        card = {"address": "none", "token": "none", "host": host_module._host_identity(), "trouble": ""}
         rendezvous.all_gather("host", json.dumps(card).encode())
         target = card_of(store, 0)
         said.append(_try_hello(target, json.dumps({"rank": 1, "token": target["token"]}).encode()))

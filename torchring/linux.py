@@ -75,8 +75,9 @@ def boot_id() -> str:
 
 def network_id() -> str:
     """Equal for all processes that share a loopback interface; "" where /proc is not mounted."""
+    boot = boot_id()  # two kernels may give a namespace the same number
     try:
-        return f"{boot_id()} {os.stat('/proc/self/ns/net').st_ino}"
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}" if boot else ""
     except OSError:
         return ""
 
