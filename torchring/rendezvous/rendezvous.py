@@ -10,7 +10,6 @@ import atexit
 import copy
 import os
 import secrets
-import socket
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError, TopologyError, decode_error, encode_error
+from torchring.linux import host_name
 from torchring.threads import SerialThread, is_done_within
 
 _T = TypeVar("_T")
@@ -108,7 +108,7 @@ class Rendezvous:
 
     def claim_rank(self) -> None:
         """Raise TopologyError if another process has this rank already."""
-        mine = f"pid {os.getpid()} on {socket.gethostname()}"
+        mine = f"pid {os.getpid()} on {host_name()}"
         token = secrets.token_hex(8)  # `mine` may be the same text in two containers
         claimed = self._call(lambda: self.store.compare_set(f"claimed/{self.rank}", "", f"{token} {mine}")).decode()
         token_of_first, _, first = claimed.partition(" ")
