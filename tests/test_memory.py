@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import encodings.idna  # noqa: F401  # for the rank that becomes another user, who may not read Python's files
+import errno
 import fcntl
 import gc
 import io
@@ -35,7 +36,7 @@ from torchring.collectives.service import Collectives
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError
 from torchring.memory import host as host_module
 from torchring.memory.channel import Channel
-from torchring.memory.host import HostGroup, connect, partition
+from torchring.memory.host import ErrorPages, HostGroup, SharedBlock, connect, partition
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World
 
@@ -522,6 +523,31 @@ def test_a_limit_on_file_sizes_is_named() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
+def test_a_refused_system_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    expected = "cannot create memory to share .*: Operation not permitted; allow the system call memfd_create"
+    with pytest.raises(PermissionError, match=expected):
+        linux.create_memory("torchring-test", 4096)
+
+
+def test_memory_is_reserved_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal each 10 ms keeps no call from ending."""
+    reserve, pieces = os.posix_fallocate, []
+
+    def note(descriptor: int, start: int, length: int) -> None:
+        pieces.append((start, length))
+        reserve(descriptor, start, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", note)
+    descriptor = linux.create_memory("torchring-test", (16 << 20) + 5)
+    assert pieces == [(0, 8 << 20), (8 << 20, 8 << 20), (16 << 20, 5)]
+    assert os.fstat(descriptor).st_blocks * 512 >= os.fstat(descriptor).st_size == (16 << 20) + 5
+    os.close(descriptor)
+
+
 @pytest.mark.parametrize("is_declared", [True, False], ids=["", "python built against an old glibc"])
 def test_the_end_of_a_process_shows_in_its_descriptor(monkeypatch: pytest.MonkeyPatch, is_declared: bool) -> None:
     if not is_declared:
@@ -804,6 +830,19 @@ def test_last_words_of_any_length_and_alphabet(text: str) -> None:
         return Channel(group, poll_seconds=0.0) and None
 
     assert run_groups(2, body)[0] == (1,)
+
+
+def test_last_words_that_are_seen_in_part_are_not_read_yet() -> None:
+    """A CPU that orders memory weakly may show the stores of another core in any order."""
+    written, seen = (torch.zeros(ErrorPages.NUM_BYTES, dtype=torch.uint8) for _ in range(2))
+    ErrorPages(SharedBlock((written,), 0), (0,)).write(0, b"the last words of rank 0")
+    pages = ErrorPages(SharedBlock((seen,), 0), (0,))
+    assert pages.read(0) is None
+    for part in (slice(0, 4), slice(4, 8), slice(8, 20)):
+        seen[part] = written[part]
+        assert pages.read(0) is None
+    seen.copy_(written)
+    assert pages.read(0) == b"the last words of rank 0"
 
 
 def test_a_rank_of_a_closed_group_is_lost() -> None:

@@ -22,6 +22,7 @@ import socket
 import struct
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn
@@ -43,6 +44,7 @@ from torchring.rendezvous.rendezvous import Rendezvous
 
 _POLL_SECONDS: Final = 0.05  # between two looks of a waiting rank at whether its peers are alive
 _GRANT: Final = struct.Struct("=qq")  # serial number of the block, bytes
+_WORDS: Final = struct.Struct("=2I")  # checksum and length of last words
 _NOBODY: Final = 65534  # the kernel's default for users that a namespace does not map
 _ALL_USERS: Final = 2**32 - 1
 _logger: Final = logging.getLogger("torchring")
@@ -300,19 +302,18 @@ class ErrorPages:
 
     def write(self, index: int, text: bytes) -> None:
         page = self._pages[self._ranks[index]]
-        if page[0]:  # later errors are consequences of the first
+        if page[: _WORDS.size].any():  # later errors are consequences of the first
             return
-        text = text[: len(page) - 8]
-        page[8 : 8 + len(text)] = list(text)
-        page[4:8] = list(struct.pack("=I", len(text)))
-        page[0] = 1
+        text = text[: len(page) - _WORDS.size]
+        page[_WORDS.size : _WORDS.size + len(text)] = list(text)
+        page[: _WORDS.size] = list(_WORDS.pack(zlib.crc32(text), len(text)))
 
     def read(self, rank: int) -> bytes | None:
+        """None if the rank has not failed, or if its error is on the way: another core may see it in any order."""
         page = self._pages[rank]
-        if not page[0]:
-            return None
-        (length,) = struct.unpack("=I", page[4:8].tobytes())
-        return page[8 : 8 + length].tobytes()
+        checksum, length = _WORDS.unpack(page[: _WORDS.size].tobytes())
+        text = page[_WORDS.size : _WORDS.size + length].tobytes()
+        return text if length and zlib.crc32(text) == checksum else None
 
 
 def connect(rendezvous: Rendezvous) -> HostGroup:
