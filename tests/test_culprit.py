@@ -52,6 +52,19 @@ def test_who_waited_too_long_as_well_does_not_name_itself() -> None:
     assert third.explain(0, 7.0, timed_out=True).peers == (1,)
 
 
+def test_ranks_that_all_wait_are_sent_to_look_at_the_network() -> None:
+    """Large packets may not get through. The store's are small."""
+    ranks = culprits_of(3)
+    for rank, peer in zip(ranks, (1, 0, None), strict=True):
+        rank.suspect(peer, timed_out=True)
+    errors = [ranks[0].explain(1, 7.0, timed_out=True), ranks[2].explain(None, 7.0, timed_out=True)]
+    for error, who in zip(errors, ("rank 1", "some rank"), strict=True):
+        assert error.message.startswith(f"{who} did not answer within 7 s; ranks wait for each other although")
+        assert "MTU" in error.message
+    late = culprits_of(2)[0].explain(1, 7.0, timed_out=True)
+    assert late.message == "rank 1 did not answer within 7 s", "it computes"
+
+
 def test_a_process_that_did_not_run_while_it_waited_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     jump = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + jump[0], sleep=time.sleep)
