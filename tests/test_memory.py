@@ -217,6 +217,18 @@ def test_nobody_of_a_user_namespace_is_given_no_memory(
         assert f"rank 1 runs as user {user} (nobody)" in texts[0]
 
 
+def test_ranks_of_two_c_libraries_are_told_that_they_share_no_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        host_module, "_host_identity", lambda: f"kernel 1, libc {threading.current_thread().name.split()[1]}"
+    )
+    assert run_groups(2, lambda group: group.ranks) == [(0,), (1,)]
+    (text,) = [record.message for record in caplog.records]
+    assert text.startswith("rank 0 and rank 1 run on one machine, in one network namespace, but cannot share memory: ")
+    assert "their C libraries differ (libc 0 and libc 1)" in text
+
+
 def _in_another_network(rank: int, size: int, other: int) -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net") as home:

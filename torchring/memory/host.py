@@ -328,9 +328,12 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
         host, trouble = _host_identity(), _why_users_look_alike()
         card = {"address": listener.address, "token": listener.token, "host": host, "trouble": trouble}
         cards = [json.loads(text) for text in rendezvous.all_gather("host", json.dumps(card).encode())]
-        neighbours = [r for r, other in enumerate(cards) if other["host"] == host]
+        # The same kernel and the same network.
+        neighbours = [r for r, other in enumerate(cards) if other["host"].split(",")[0] == host.split(",")[0]]
         troubles = {r: f"rank {r} {cards[r]['trouble']}" for r in neighbours if cards[r]["trouble"]}
-        candidates = set() if rank in troubles else set(neighbours) - troubles.keys() - {rank}
+        candidates = {
+            r for r in neighbours if r != rank and cards[r]["host"] == host and not troubles.keys() & {r, rank}
+        }
         links, why = meet(rendezvous, listener, cards, candidates)
         rendezvous.watch = None
     mine = {"links": sorted(links), "why": [troubles[rank]] if rank in troubles else list(why.values())}
@@ -339,6 +342,8 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
     members = next(group for group in groups if rank in group)
     if rank == neighbours[0] and len(members) < len(neighbours) and network_id():
         reasons = [reason for r in neighbours for reason in said[r]["why"]]
+        if len(kinds := sorted({cards[r]["host"].partition(", ")[2] for r in neighbours})) > 1:
+            reasons.append(f"their C libraries differ ({' and '.join(kinds)})")
         _warn_of_neighbours([group for group in groups if group[0] in neighbours], reasons)
     for r in links.keys() - set(members):
         links[r].close()
@@ -350,7 +355,8 @@ def _warn_of_neighbours(groups: Sequence[Sequence[int]], reasons: Sequence[str])
     names = " and ".join(f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}" for group in groups)
     _logger.warning(
         f"{names} run on one machine, in one network namespace, but cannot share memory: {'; '.join(reasons[:4])}. "
-        "Between them gradients go through the network, which is slower; start all ranks of a machine as one user"
+        "Between them gradients go through the network, which is slower; start all ranks of a machine as one user, and "
+        "with one C library"
     )
 
 
@@ -379,7 +385,7 @@ def _host_identity() -> str:
     Without /proc, the host's name stands for the kernel. If two hosts have the same name, the hand-over fails, which
     does no harm.
     """
-    return f"{network_id() or boot_id() or platform.node()} {platform.machine()} {' '.join(platform.libc_ver())}"
+    return f"{network_id() or boot_id() or platform.node()}, {platform.machine()} {' '.join(platform.libc_ver())}"
 
 
 def _why_users_look_alike() -> str:
