@@ -211,6 +211,7 @@ class Reduction:
             buffers_changed=int(self.buffers is not None and self.buffers.has_changed()),
             buffers_missing=int(self.buffers is not None and self.buffers.lacks_some()),
             weight=share.weight or 0.0,
+            has_left_out=int(share.left_out > 0),
         )
         if self.buffers is not None:
             self.buffers.begin(is_absent=is_absent)
@@ -286,7 +287,11 @@ class Reduction:
             )
         if self._options.op == "sum":
             return 1.0
-        return self.weights.result_scale(size, sums.is_weighted, sums.is_absent, sums.weight)
+        left_out = 0.0
+        if sums.has_left_out:
+            mine = torch.tensor([self._share.left_out], dtype=torch.float64, device="cpu")
+            left_out = float(internal_collectives_of(self.world).all_reduce(mine, "sum"))
+        return self.weights.result_scale(size, sums.is_weighted, sums.is_absent, sums.weight, left_out)
 
     def has_local(self) -> bool:
         """Whether a gradient is there that no other rank has seen."""

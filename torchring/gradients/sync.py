@@ -24,7 +24,7 @@ from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
 from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.sparse import NonFiniteGradient
-from torchring.gradients.weights import ON_RESULTS
+from torchring.gradients.weights import ON_RESULTS, OTHER_BATCH
 from torchring.stalls.page import Phase
 from torchring.tracing import recorder
 
@@ -32,11 +32,16 @@ from torchring.tracing import recorder
 class Batches(Protocol):
     """What an elastic job wants to know of the backwards, and knows of the batches."""
 
-    def begin_backward(self) -> None:
-        """A backward is about to begin, or its first gradient has come. May raise what ends the training function."""
+    def begin_backward(self, *, is_weighed: bool, is_skipped: bool = False) -> None:
+        """A backward is about to begin, or its first gradient has come. May raise what ends the training function.
 
-    def next_weight(self) -> tuple[float, float] | None:
-        """The weight of this rank's next batch, and the sum of the weights that all ranks have for it.
+        Args:
+            is_weighed: the script has given a weight. Otherwise, raises GradientError if the weight is not known.
+            is_skipped: this rank takes part without a backward of its own.
+        """
+
+    def current_weight(self) -> tuple[float, float] | None:
+        """The weight of this rank's batch that is trained on, and the sum of the weights that all ranks have for it.
 
         None if no batch has a weight, on any rank.
         """
@@ -112,6 +117,11 @@ class GradientSync:
         self._attach()
 
     @property
+    def is_weighed_by_script(self) -> bool:
+        """Whether the script has weighed the backward under way, or the next one."""
+        return self._weights.is_by_script
+
+    @property
     def wants_reduction(self) -> bool:
         """Whether a backward is under way that reduces."""
         return self.in_backward and self._reduces
@@ -143,7 +153,7 @@ class GradientSync:
         """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
         if not self.in_backward:
             if self.batches is not None:
-                self.batches.begin_backward()
+                self._begin_batch(self.batches)
             self._enter(Phase.BACKWARD, recorder.BACKWARD)
             self._begin(reduces=self._next_reduces())
         self.watch.arm()
@@ -168,7 +178,7 @@ class GradientSync:
             self._replicas.after_round(is_alarmed, self.num_steps, is_apart=sums.has_ended > 0)
             if self.batches is not None and (sums.wants_change or sums.leaves):
                 self.batches.change_is_agreed(all_leave=sums.leaves == self.reduction.world.size)
-        self.weigh_next_batch()
+        self.weigh_batch()
 
     def abandon_backward(self) -> None:
         """The backward under way has raised (out of memory, an error in a custom function): drop its round."""
@@ -179,6 +189,7 @@ class GradientSync:
             self._end_zero_weight()
             if self._reduces:
                 self.reduction.scheduler.abandon()
+            self.weigh_batch()
 
     def gradient_failed(self, error: BaseException) -> None:
         """A hook has raised. With no bucket sent yet, backward drops the round as after any other error."""
@@ -195,16 +206,24 @@ class GradientSync:
             self._refuse_results()
         self._weigh(weight)
 
-    def weigh_next_batch(self) -> None:
-        """In an elastic job: give the next backward the weight of its batch, unless the script gives another."""
-        if self.batches is None or (given := self.batches.next_weight()) is None:
+    def weigh_batch(self) -> None:
+        """In an elastic job: give the next backward the weight of its batch, unless the script has given another."""
+        if self.batches is None or self._weights.is_given or (current := self.batches.current_weight()) is None:
             return
-        weight, whole = given
-        if not self.reduction.is_sum:
-            self._weigh(weight, whole)
-        elif not weight:
+        weight, whole = current
+        if self.reduction.is_sum:
             self._end_zero_weight()
-            self._zero_next_backward()
+            if not weight:
+                self._zero_next_backward()
+        elif not self._weights.expects(weight, whole):
+            self._weigh(weight, whole)
+
+    def _begin_batch(self, batches: Batches) -> None:
+        """In an elastic job, a backward begins. Raises GradientError if it has the weight of another batch."""
+        batches.begin_backward(is_weighed=self._weights.is_given)
+        current = None if self._weights.is_given or self.reduction.is_sum else batches.current_weight()
+        if current is not None and not self._weights.expects(*current):
+            raise GradientError(OTHER_BATCH)
 
     def _weigh(self, weight: float, whole: float | None = None) -> None:
         reduction, weights = self.reduction, self._weights
@@ -231,6 +250,9 @@ class GradientSync:
         """Collective: take part in the reduction of the others' next backward. See `DistributedOptimizer.skip`."""
         if self.in_backward:
             raise GradientError("skip() was called inside backward(); call it in place of backward()")
+        if self.batches is not None:
+            self.batches.begin_backward(is_weighed=self._weights.is_given, is_skipped=True)
+            self.weigh_batch()
         self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate)
 
     def _take_part(self, *, reduces: bool) -> None:
