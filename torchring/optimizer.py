@@ -23,7 +23,12 @@ from torch.optim import Optimizer
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce.select import Algorithm, Overlap
-from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters, check_broadcastable
+from torchring.collectives.initial_state import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    check_broadcastable,
+    is_sharded,
+)
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
@@ -202,7 +207,8 @@ class DistributedOptimizer(Optimizer):
         self._record(world)
         if sync_initial_state:
             broadcast_parameters(model if model is not None else {name: p.data for p, name in names.items()})
-            broadcast_optimizer_state(optimizer)
+            if not is_sharded(optimizer):  # or else each rank has loaded its part
+                broadcast_optimizer_state(optimizer)
         if world.size > 1:
             self._connect(world)
         elif world.is_provisional:
@@ -515,6 +521,10 @@ class DistributedOptimizer(Optimizer):
         sync = self._live_sync()
         if sync is not None and not sync.can_skip_alone():
             raise ValueError('torchring.join() does not work with on_nonfinite="skip" on a GPU')
+        if is_sharded(self.optimizer):
+            raise ValueError(
+                "torchring.join() does not work with a ZeroRedundancyOptimizer, whose step() needs all ranks"
+            )
 
     def _take_over(self, src: int) -> None:
         """Become what rank `src` has. Collective, outside backward. Gradients are dropped. For `torchring.join`."""
