@@ -229,7 +229,7 @@ class DistributedOptimizer(Optimizer):
         return sparse_parameters(model.modules() if model is not None else ())
 
     def _watch_replicas(self, world: World) -> ReplicaCheck:
-        return ReplicaCheck(world, self._names)
+        return ReplicaCheck(world, self._names, self.optimizer, self._model() if self._model is not None else None)
 
     def _prepare_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Called when a step begins. Returns the closure to use."""
