@@ -40,6 +40,7 @@ from torchring.gradients.plan import Compression
 from torchring.gradients.recording import with_others
 from torchring.gradients.reduction import Options, Reduction
 from torchring.gradients.replicas import ReplicaCheck
+from torchring.gradients.snapshot import Snapshot
 from torchring.gradients.stats import Stats, stats_alone, stats_of
 from torchring.gradients.sync import Batches, GradientSync
 from torchring.gradients.validation import (
@@ -298,18 +299,27 @@ class DistributedOptimizer(Optimizer):
         if sync is None:
             return self._step_alone(closure, *args, **kwargs)
         sync.before_step()
+        before = None
         if closure is not None:
             sync.reduction.world.refuse_in_join("step(closure)")
             closure = functools.partial(self._evaluate, closure, sync)
+            before = self._snapshot()
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
         try:
             result = self._step_wrapped(closure, *args, **kwargs)
         except _StepSkipped:
+            if before is not None:
+                before.restore()
+                sync.accept_parameters()
             return None
         sync.has_stepped()
         self._forward_watch.start()
         return result
+
+    def _snapshot(self) -> Snapshot | None:
+        """What to go back to if a step with a closure is left out."""
+        return Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
 
     def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """A step in a world of one."""
@@ -340,9 +350,12 @@ class DistributedOptimizer(Optimizer):
                 raise _StepSkipped
             return loss
 
+        before = self._snapshot()
         try:
             return self._step_wrapped(evaluate, *args, **kwargs)
         except _StepSkipped:
+            if before is not None:
+                before.restore()
             return None
 
     def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
