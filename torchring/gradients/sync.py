@@ -116,6 +116,11 @@ class GradientSync:
         """Whether a backward is under way that reduces."""
         return self.in_backward and self._reduces
 
+    @property
+    def is_in_no_sync(self) -> bool:
+        """Whether a backward is under way inside `no_sync()`."""
+        return self.in_backward and not self._reduces and self._no_sync_depth > 0
+
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective: more parameters, some of which may be frozen for now."""
         self._frozen += parameters
