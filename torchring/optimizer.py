@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -32,9 +32,10 @@ from torchring.collectives.initial_state import (
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
+from torchring.errors import GradientError
 from torchring.gradients.about import about
 from torchring.gradients.alone import Alone
-from torchring.gradients.buffers import SyncBuffers, buffer_specs
+from torchring.gradients.buffers import SyncBuffers, buffer_specs, check_choices
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import Compression
 from torchring.gradients.recording import with_others
@@ -75,7 +76,7 @@ def wrap(
     algorithm: Algorithm = "auto",
     overlap: Overlap = "auto",
     on_nonfinite: OnNonfinite = "raise",
-    sync_buffers: SyncBuffers | None = "mean",
+    sync_buffers: SyncBuffers = "mean",
     sync_initial_state: bool = True,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
@@ -105,11 +106,14 @@ def wrap(
             leaves the step out on all ranks, and counts it in `stats()`; on a GPU, the host then waits in each step for
             the device. "ignore" makes the step. With "raise" and "ignore" a GPU is not waited for, so the error of
             "raise" may come a step or two late. In a world of one rank only "skip" looks, and reads all gradients.
-        sync_buffers: what `step()` does with the model's buffers, such as the running statistics of BatchNorm, which
-            each rank's forward changes in its own way. "mean" gives all ranks the mean over those that have data.
-            Integers and booleans follow rank 0. With "rank0" all buffers follow rank 0. None leaves buffers alone. The
-            buffers are those that `model` has now. They travel with the gradients of each `backward()` that reduces.
-            Other buffers than running statistics take a message in addition when they change for the first time.
+        sync_buffers: what `step()` does with the model's buffers, which each rank's forward changes in its own way.
+            "mean" gives all ranks the mean of running statistics, such as those of BatchNorm, over the ranks that have
+            data. Each rank keeps its other buffers, and a warning names those that differ between ranks. A dict chooses
+            for these, by the name of a buffer or module: `{"queue": None, "codebook": "mean"}`. Integers and booleans
+            have no mean, and follow the lowest rank that has data. With "rank0" all buffers follow rank 0, or the
+            lowest rank that has data. None leaves buffers alone. The buffers are those that `model` has now. They
+            travel with the gradients of each `backward()` that reduces. Other buffers than running statistics take a
+            message in addition when they change for the first time.
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
 
     Returns:
@@ -164,7 +168,7 @@ class DistributedOptimizer(Optimizer):
         algorithm: Algorithm = "auto",
         overlap: Overlap = "auto",
         on_nonfinite: OnNonfinite = "raise",
-        sync_buffers: SyncBuffers | None = "mean",
+        sync_buffers: SyncBuffers = "mean",
         sync_initial_state: bool = True,
     ) -> None:
         world = self._find_world()
@@ -189,6 +193,7 @@ class DistributedOptimizer(Optimizer):
         problem: Exception | None = None
         try:
             check_options(options)
+            check_choices(options.sync_buffers, model)
             if isinstance(optimizer, DistributedOptimizer):
                 raise ValueError("this optimizer is distributed already; wrap the plain one, once")
             names = self._name_parameters(optimizer, model)
@@ -306,6 +311,7 @@ class DistributedOptimizer(Optimizer):
             before = self._snapshot()
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
+        self._is_stepping = True
         try:
             result = self._step_wrapped(closure, *args, **kwargs)
         except _StepSkipped:
@@ -313,6 +319,8 @@ class DistributedOptimizer(Optimizer):
                 before.restore()
                 sync.accept_parameters()
             return None
+        finally:
+            self._is_stepping = False
         sync.has_stepped()
         self._forward_watch.start()
         return result
@@ -320,6 +328,42 @@ class DistributedOptimizer(Optimizer):
     def _snapshot(self) -> Snapshot | None:
         """What to go back to if a step with a closure is left out."""
         return Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
+
+    def _watch_wrapped(self) -> None:
+        """See the steps of the wrapped optimizer: the model's buffers are equal before its hooks run.
+
+        A script, or a framework, may also step the wrapped optimizer itself. This does then what `step()` does.
+        """
+        own = weakref.ref(self)
+
+        @run_eagerly
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            optimizer = own()
+            sync = None if optimizer is None else optimizer._sync
+            if optimizer is None or sync is None or sync.is_closed:
+                return None
+            if optimizer._is_stepping:
+                sync.write_buffers()
+                return None
+            sync.before_step()
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is not None:
+                kwargs = {key: value for key, value in kwargs.items() if key != "closure"}
+                return (args[0], functools.partial(optimizer._evaluate, closure, sync), *args[2:]), kwargs
+            if not optimizer._only_creates_state() and not optimizer._check_before_step(sync):
+                raise GradientError(_STEPPED_PAST)
+            sync.write_buffers()
+            return None
+
+        @run_eagerly
+        def after(*_: Any) -> None:
+            optimizer = own()
+            sync = None if optimizer is None else optimizer._sync
+            if optimizer is not None and sync is not None and not sync.is_closed and not optimizer._is_stepping:
+                sync.has_stepped()
+
+        handles = (self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after))
+        self._step_handles += handles
 
     def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """A step in a world of one."""
@@ -621,6 +665,8 @@ class DistributedOptimizer(Optimizer):
         self._model = weakref.ref(model) if model is not None else None
         self._sync: GradientSync | None = None
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._step_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the wrapped optimizer
+        self._is_stepping = False  # by `step()` of this class
         self._is_closed = False
         self._needs_state = False  # of torchring.elastic
         self._alone: Alone = Alone(names.keys(), options.accumulate)
@@ -637,10 +683,7 @@ class DistributedOptimizer(Optimizer):
         trainable = [p for p in parameters if p.requires_grad]
         specs = [spec_of(self._names, self._sparse, p) for p in trainable]
         model = self._model() if self._model is not None else None
-        buffers = []
-        if model is not None and self._options.sync_buffers is not None:
-            taken = world.shared(OptimizerGroup).synced_buffers()  # by an optimizer of the same model
-            buffers = [spec for spec in buffer_specs(model) if (spec.module, spec.key) not in taken]
+        buffers = [] if model is None else buffer_specs(model, self._options.sync_buffers)
         reduction = Reduction(world, specs, trainable, self._options, buffers)
         self._sync = GradientSync(
             reduction,
@@ -651,6 +694,7 @@ class DistributedOptimizer(Optimizer):
             spec_of=functools.partial(spec_of, self._names, self._sparse),
             owner=self,
         )
+        self._watch_wrapped()
         self._record(world)
         return self._sync
 
@@ -699,6 +743,8 @@ class DistributedOptimizer(Optimizer):
 
     def _disconnect(self) -> None:
         self._drop_early_hooks()
+        while self._step_handles:
+            self._step_handles.pop().remove()
         if self._sync is not None:
             self._sync.close()
             self._sync = None
@@ -764,7 +810,8 @@ class DistributedOptimizer(Optimizer):
         with torch.enable_grad():
             loss = closure()
         if not self._check_before_step(sync):
-            raise _StepSkipped
+            raise _StepSkipped if self._is_stepping else GradientError(_STEPPED_PAST)
+        sync.write_buffers()
         sync.reduction.world.recorder.enter(OPTIMIZER)
         if loss is None:
             return None
@@ -783,6 +830,12 @@ class DistributedOptimizer(Optimizer):
             check_same_parameters(self.optimizer, self._names, rank)
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order
         return sync.check_gradients()
+
+
+_STEPPED_PAST: Final = (
+    "a gradient is not finite, and on_nonfinite='skip' cannot leave out a step of the wrapped optimizer itself; call "
+    "step() of the optimizer that torchring.wrap has returned"
+)
 
 
 class _StepSkipped(BaseException):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -14,6 +13,7 @@ import torch
 from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
+from torchring.gradients.buffers import Place
 from torchring.gradients.module_wrappers import ModuleWrappers
 from torchring.tracing.recorder import EXPOSED
 from torchring.world import World
@@ -79,11 +79,6 @@ class OptimizerGroup:
     def owners(self) -> list[object]:
         """The optimizers that are still there."""
         return [owner for member in self._members if (owner := member.owner()) is not None]
-
-    def synced_buffers(self) -> set[tuple[weakref.ref[torch.nn.Module], str]]:
-        """Module and key of the buffers that a member makes equal."""
-        syncs = [member.reduction.buffers for member in self._members]
-        return {(spec.module, spec.key) for sync in syncs if sync is not None for spec in sync.specs}
 
     def num_steps(self) -> int:
         """How many steps this rank has made, with all optimizers."""
@@ -153,9 +148,10 @@ class OptimizerGroup:
             wants, in_no_sync = both[: len(wants)], both[len(wants) :]
             if any(want == 2 and is_in for want, is_in in zip(wants, in_no_sync, strict=True)):
                 raise in_step(GradientError(_UNLIKE_NO_SYNC, rank=self._world.rank))
+            carried: set[Place] = set()
             for member, want in zip(list(self._members), wants, strict=True):
                 if want:
-                    member.finish_backward(reduces=want == 2)
+                    member.finish_backward(reduces=want == 2, carried=carried)
             return bool(some_have_data)
         except BaseException:
             for member in self._members:
