@@ -442,8 +442,9 @@ class DistributedOptimizer(Optimizer):
         `.grad` have the last weight as their unit.
 
         All ranks must give a weight, or none. A weight costs no message. With weight 0, gradients count as zero,
-        whatever they are: NaN, too. `GradScaler` and clipping need no change. The loss of a closure stays a plain mean
-        over ranks, so do not weigh under an optimizer that decides by the loss (LBFGS).
+        whatever they are: NaN, too, and this rank's buffers do not count. `GradScaler` and clipping need no change. The
+        loss of a closure stays a plain mean over ranks, so do not weigh under an optimizer that decides by the loss
+        (LBFGS).
 
         Args:
             weight: 0, or from 2**-10 to 2**28. An int, a float, or a tensor of one element.
@@ -513,7 +514,8 @@ class DistributedOptimizer(Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """A context manager: inside, `backward()` accumulates gradients on this rank and sends nothing.
 
-        What counts is where `backward()` runs, not where the loss was computed.
+        What counts is where `backward()` runs, not where the loss was computed. With several optimizers, enter that of
+        all whose parameters the backward may reach: the others reduce.
         """
         sync = self._live_sync()
         return sync.no_sync() if sync is not None else self._alone.no_sync()

@@ -154,7 +154,8 @@ class ReplicaCheck:
                 mine = parameters[i].data  # whose version counter stays: a graph may be kept for another backward
                 norm, distance = (float((x.abs().double()).norm()) for x in (first, mine - first))
                 scale = max(norm, _LEAST_SCALE * math.sqrt(first.numel()))
-                if distance <= math.sqrt(torch.finfo(first.dtype).eps) / 4 * scale:
+                has_rounding = first.is_floating_point() or first.is_complex()
+                if has_rounding and distance <= math.sqrt(torch.finfo(first.dtype).eps) / 4 * scale:
                     mine.copy_(first)
                 else:
                     is_apart[i] = 1
@@ -172,11 +173,11 @@ class ReplicaCheck:
             )
         first, *rest = map(json.loads, texts)
         for rank, theirs in enumerate(rest, start=1):
-            for place in first.keys() & theirs.keys():
-                if first[place] != theirs[place]:
+            for place, value in first.items():
+                if theirs.get(place, value) != value:
                     return (
-                        f"{place} is {theirs[place]} on rank {rank}, {first[place]} on rank 0. A scheduler that "
-                        "decides by a loss, such as ReduceLROnPlateau, must be given the same loss on all ranks: "
+                        f"{place} is {theirs[place]} on rank {rank}, {value} on rank 0. A scheduler that decides by a "
+                        "loss, such as ReduceLROnPlateau, must be given the same loss on all ranks: "
                         "scheduler.step(torchring.all_reduce(loss))"
                     )
         model = None if self._model is None else self._model()
