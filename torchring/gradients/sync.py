@@ -17,6 +17,7 @@ from torchring.collectives.service import internal_collectives_of
 from torchring.dynamo import is_compiled_backward
 from torchring.errors import GradientError, in_step, with_way_out
 from torchring.gradients.backward import BackwardWatch
+from torchring.gradients.buffers import Place
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.hooks import attach_hooks, make_hook
 from torchring.gradients.module_wrappers import explain
@@ -126,6 +127,11 @@ class GradientSync:
         """Whether a backward is under way that reduces."""
         return self.in_backward and self._reduces
 
+    @property
+    def is_in_no_sync(self) -> bool:
+        """Whether a backward is under way inside `no_sync()`."""
+        return self.in_backward and not self._reduces and self._no_sync_depth > 0
+
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective: more parameters, some of which may be frozen for now."""
         self._frozen += parameters
@@ -158,12 +164,16 @@ class GradientSync:
             self._begin(reduces=self._next_reduces())
         self.watch.arm()
 
-    def finish_backward(self, *, reduces: bool) -> None:
-        """A backward that reached these parameters on some rank is over. It reduces if any rank's was to reduce."""
+    def finish_backward(self, *, reduces: bool, carried: set[Place] | None = None) -> None:
+        """A backward that reached these parameters on some rank is over. It reduces if any rank's was to reduce.
+
+        Args:
+            carried: see `Reduction.finish`.
+        """
         if reduces:
             if not self.wants_reduction:  # only other ranks got as far as to begin
                 self._begin(reduces=True)
-            self._or_fail(self._finish_round)
+            self._or_fail(lambda: self._finish_round(carried))
             self._num_backwards = 0
             self._weights.reset()
         elif self._no_sync_depth == 0:
@@ -315,7 +325,7 @@ class GradientSync:
     def has_stepped(self) -> None:
         """The optimizer has made a step."""
         self._replicas.accept()
-        self._write_buffers()
+        self.write_buffers()
         self.num_steps += 1
         self._end_step()
 
@@ -330,7 +340,8 @@ class GradientSync:
         self._weights.reset()
         self._replicas.accept_all()
 
-    def _write_buffers(self) -> None:
+    def write_buffers(self) -> None:
+        """All ranks make a step, or all leave one out: the model's buffers get what the last round has found."""
         if self.reduction.buffers is not None:
             self.reduction.buffers.write()
 
@@ -380,7 +391,7 @@ class GradientSync:
             return True
         if skips:
             self.num_skipped_steps += 1
-            self._write_buffers()
+            self.write_buffers()
             self._end_step()
             return False
         rank, name, _ = non_finite
@@ -469,8 +480,8 @@ class GradientSync:
         is_absent = self._group.is_skipping and not self._weights.num_backwards
         self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits, is_absent=is_absent, is_again=is_again)
 
-    def _finish_round(self) -> None:
-        self.reduction.finish()
+    def _finish_round(self, carried: set[Place] | None) -> None:
+        self.reduction.finish(carried)
         if self.reduction.control_sums.has_thawed:
             self._adopt_thawed()
             self._reduce_now()
