@@ -13,6 +13,7 @@ import torch
 
 from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.errors import GradientError
 from torchring.gradients.module_wrappers import ModuleWrappers
 from torchring.tracing.recorder import EXPOSED
 from torchring.world import World
@@ -47,6 +48,21 @@ class OptimizerGroup:
     @property
     def are_several(self) -> bool:
         return len(self._members) > 1
+
+    def refuse_other_thread(self, thread: int) -> None:
+        """Raise GradientError if a backward begins in `thread` while one of another thread is under way.
+
+        Breaks the world, where that other thread may be waiting. A device runs all hooks in one thread.
+        """
+        if not any(member.in_backward and member.thread not in (0, thread) for member in self._members):
+            return
+        error = GradientError(
+            "two threads run backward() at the same time, each with an optimizer of its own; ranks could not tell the "
+            "backwards apart. Let one thread train all models, or take turns, in the same order on all ranks",
+            rank=self._world.rank,
+        )
+        self._world.break_off("backward()", error)
+        raise error
 
     def add(self, member: GradientSync) -> None:
         self._members.append(member)
