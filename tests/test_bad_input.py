@@ -55,6 +55,12 @@ def _taken() -> Callable[[], Any]:
     return lambda: (torchring.wrap(_sgd(model), model), optimizer)
 
 
+def _grad_dtype() -> Callable[[], Any]:
+    model = _model().bfloat16()
+    model[2].bias.grad_dtype = torch.float32
+    return lambda: torchring.wrap(_sgd(model), model)
+
+
 def _lazy() -> Callable[[], Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -127,6 +133,7 @@ _BAD: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]] = 
     "no module": (_no_module, "TypeError", ("Module", "OrderedDict|dict")),
     "closed": (_closed, "ValueError", ()),
     "taken": (_taken, "ValueError", ("0.weight", "close")),
+    "grad_dtype": (_grad_dtype, "ValueError", ("2.bias", "grad_dtype=torch.float32")),
     "other model": (_other_model, "ValueError", ("model", "(5, 4)")),
     "half foreign": (_half_foreign, "ValueError", ("group1.param0", "(7, 3)")),
     "foreign tensor": (lambda: _with_member(lambda _: nn.Parameter(torch.zeros(3, 9))), "ValueError", ("(3, 9)",)),

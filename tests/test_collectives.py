@@ -296,6 +296,18 @@ def _inputs_with_strides(rank: int, size: int) -> None:
         return values(r, (6, 8), torch.float32)
 
     total = torch.stack([part(r) for r in range(size)]).sum(0)
+    for inside in (True, False):  # the first collectives of this world: nothing that they leave may be hard to write
+        with torch.inference_mode():
+            tensors = [part(rank), part(rank).bfloat16(), part(rank).repeat_interleave(2, 1)[:, ::2], part(rank)]
+        with torch.inference_mode(inside):
+            torchring.all_reduce(tensors[0])
+            torchring.all_reduce(tensors[1], "sum")
+            assert torchring.all_reduce(tensors[2], "sum", async_op=True).wait() is tensors[2]
+            torchring.broadcast(tensors[3].t(), src=size - 1)
+        assert_bitwise(tensors[0].clone(), total * (1 / size))
+        assert_bitwise(tensors[1].clone(), total.bfloat16())
+        assert_bitwise(tensors[2].clone(), total)
+        assert_bitwise(tensors[3].clone(), part(size - 1))
     base = torch.full((6, 16), -5.0)
     for name, view in [
         ("transposed", part(rank).clone().t().contiguous().t()),

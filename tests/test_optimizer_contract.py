@@ -636,17 +636,26 @@ def test_groups_added_after_wrapping_are_reduced_too(world_size: int) -> None:
     assert_as_one_process(_grown, world_size=world_size)
 
 
-def _bad_group(rank: int, world_size: int) -> tuple[str, str]:
-    model = small_model()
+def _bad_group(rank: int, world_size: int) -> tuple[list[str], str]:
+    model, other = small_model(), small_model()
     optimizer = torchring.wrap(_momentum(model), model)
-    twice = attempt(lambda: optimizer.add_param_group({"params": [model[0].weight]}))
+    of_other = torchring.wrap(_momentum(other), other)
+    problems = [
+        attempt(lambda: optimizer.add_param_group({"params": [model[0].weight]})),
+        attempt(lambda: optimizer.add_param_group({"params": of_other.param_groups[0]["params"]})),
+        attempt(lambda: copy.copy(optimizer)),
+    ]
     _train(Side((rank,), True), model, optimizer, range(2))
-    return twice, digest(model.parameters())
+    return problems, digest(model.parameters())
 
 
-def test_a_parameter_cannot_be_added_twice() -> None:
+def test_a_parameter_has_one_optimizer() -> None:
     results = run_pooled(_bad_group, 2)
-    assert all(twice.startswith("ValueError") for twice, _ in results)
+    for (twice, of_another, copied), _ in results:
+        assert twice.startswith("ValueError")
+        assert of_another.startswith("ValueError: group1.param0 belongs to another DistributedOptimizer")
+        assert copied.startswith("TypeError: copy.copy()")
+        assert "copy.deepcopy(" in copied
     assert_same_on_all_ranks([trained for _, trained in results])
 
 

@@ -93,6 +93,106 @@ def test_unused_parameters_contribute_zero_or_stay_untouched(
         assert_bitwise(first[-1], dict(Branches().named_parameters())["heads.2.bias"].detach())
 
 
+class _Failing(torch.autograd.Function):
+    """Fails in backward, when the gradients of later layers have come."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> Tensor:
+        raise KeyError("as a failing backward does")
+
+
+def _owned(side: Side, how: str, usage: str, options: dict[str, Any]) -> Sequence[Any]:
+    """The script zeroes and reads gradients through tensors of its own. `.grad` is None in the first step at most."""
+    model = Branches()
+    model.heads[2].requires_grad_(usage != "unfrozen")
+    optimizer = side.wrap(momentum(model), model, **options)
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    owned = [piece.view_as(p) for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)]
+    for p, piece in zip(parameters, owned, strict=True):
+        if how == "slices of one tensor":
+            p.grad = piece
+        elif how == "other memory":
+            p.grad = torch.zeros_like(p)
+            p.grad.data = piece
+    uses = _USAGE.get(usage, lambda rank, step: [0, 1, 2] if rank or step else [2, 1, 0])
+    seen: list[Any] = []
+    for step in range(8):
+
+        def loss(rank: int, step: int = step) -> Tensor:
+            x, y = batch(rank, step)
+            return nn.functional.mse_loss(model(x, uses(rank, step)), y)
+
+        if step == 4:
+            model.heads[2].requires_grad_(usage != "frozen")
+        if usage == "failing" and step in (0, 2, 5):
+            with pytest.raises(KeyError):
+                _Failing.apply(model.heads[step % 3](torch.ones(6).double())).sum().backward()
+        if how != "cached" or step:
+            torch._foreach_zero_(owned)
+        ranks = [rank for rank in side.mine if usage != "skipped" or step < 5 or (step == 5 and rank == 0)]
+        if ranks:
+            torch.stack([loss(rank) for rank in ranks]).mean().backward()
+        elif side.is_wrapped:
+            optimizer.skip()
+        if how == "cached" and not step:
+            owned = [p.grad for p in parameters if p.grad is not None]
+        optimizer.synchronize() if side.is_wrapped else None
+        seen += [grad.clone() for grad in owned]
+        optimizer.step()
+    return [*seen, *values(model)]
+
+
+@grid(
+    "how, usage, options",
+    ["slices of one tensor", "other memory", "cached"],
+    ["all", "until the third step", "skipped", "frozen", "unfrozen", "failing", "alternating"],
+    [{}, {"bucket_mb": 25.0}, {"compression": "bf16"}, {"algorithm": "ring", "overlap": "thread"}],
+    keep=lambda how, usage, options: (
+        not options if usage == {"cached": "failing"}.get(how, "skipped") else (how[0], usage) == ("s", "all")
+    ),
+)
+def test_gradients_that_the_script_has_get_the_results(how: str, usage: str, options: dict[str, Any]) -> None:
+    """Those that were in `.grad` before backward, and those that torchring has put there, also with other buckets."""
+    if how == "cached" and usage in ("unfrozen", "alternating"):
+        return  # some have no gradient yet
+    assert_as_one_process(_owned, how, usage, options, tolerance=0.02 if "compression" in options else 1e-9)
+
+
+def _restrided(side: Side) -> Sequence[Any]:
+    """Fused optimizers pair the elements of a parameter and its gradient by their addresses."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 2)).double()
+    images, square = model[0], model[2]
+    assert isinstance(images, nn.Conv2d)
+    assert isinstance(square, nn.Linear)
+    optimizer = side.wrap(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), model)
+    for step in range(5):
+        if step == 1:
+            square.weight.data = square.weight.data.t().contiguous().t()
+        elif step == 2:
+            model.to(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+
+        def loss(rank: int, step: int = step) -> Tensor:
+            x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+            hidden = x.flatten(1)[:, :64] if rank and step > 2 else images(x).flatten(1)  # a rank does without
+            return model[3](square(hidden)).square().mean()
+
+        side.mean(loss).backward()
+        optimizer.step()
+        assert all(p.grad is not None and p.grad.stride() == p.stride() for p in model.parameters())
+    return values(model)
+
+
+def test_gradients_have_the_strides_that_their_parameters_have_now() -> None:
+    assert_as_one_process(_restrided)
+
+
 def _stale(rank: int, world_size: int) -> list[Any]:
     """Not zeroed: the gradient of a parameter that nobody uses any more stays as it was, on all ranks."""
     model = Branches()
@@ -124,9 +224,12 @@ def _accumulating(side: Side, how: str) -> Sequence[Any]:
     is_wrapped = isinstance(optimizer, torchring.DistributedOptimizer)
     seen: list[Any] = []
     for step in range(3):
+        if how == "accumulate, two are dropped":
+            for micro_step in range(2):
+                side.mean(lambda rank, at=10 * step + 5 + micro_step: loss_on(model, rank, at)).backward()
         optimizer.zero_grad(set_to_none=how != "two backwards, zeroed in place")
-        for micro_step in range(2 if "two" in how else 3):
-            last = micro_step == (1 if "two" in how else 2)
+        for micro_step in range(2 if "two backwards" in how or "left" in how else 3):
+            last = micro_step == (1 if "two backwards" in how else 2)
             loss = side.mean(lambda rank, at=10 * step + micro_step: loss_on(model, rank, at))
             if is_wrapped and ((how == "no_sync" and not last) or how in ("synchronize", "accumulate in no_sync")):
                 with optimizer.no_sync():
@@ -146,7 +249,7 @@ def _accumulating(side: Side, how: str) -> Sequence[Any]:
 @pytest.mark.parametrize(
     "how",
     ["two backwards", "two backwards, zeroed in place", "no_sync", "synchronize", "accumulate",
-     "accumulate, two are left", "accumulate in no_sync"],
+     "accumulate, two are left", "accumulate, two are dropped", "accumulate in no_sync"],
 )  # fmt: skip
 def test_gradients_add_up_over_backwards(how: str) -> None:
     assert_as_one_process(_accumulating, how)

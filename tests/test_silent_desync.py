@@ -11,6 +11,7 @@ Each either gives what one process would compute, or a GradientError that names 
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -412,6 +413,46 @@ def _converted_with_gradients(rank: int, size: int) -> str:
     with pytest.raises(torchring.GradientError) as error:
         model(x.double()).square().mean().backward()
     return str(error.value)
+
+
+def _in_another_way(rank: int, size: int, way: str) -> str:
+    """What the error says."""
+    models = [small_model() for _ in range(2 if way == "threads" else 1)]
+    optimizers = [torchring.wrap(_momentum(model), model) for model in models]
+    weight = models[0][0].weight
+    said: list[str] = []
+    if way == "a hook replaces a gradient":
+        weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 2))
+        said.append(attempt(loss_on(models[0], rank, 0).backward))
+    elif way == "parameters are exchanged":
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        models[0].load_state_dict(small_model(seed=9).state_dict())
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        loss_on(models[0], rank, 0).backward()
+        said.append(attempt(optimizers[0].step))
+        optimizers[0].close()
+        optimizers = [torchring.wrap(_momentum(models[0]), models[0])]
+        loss_on(models[0], rank, 0).backward()
+        optimizers[0].step()
+    else:  # the second backward runs while the first one has not ended
+        late = threading.Thread(target=lambda: said.append(attempt(loss_on(models[1], rank, 0).backward)))
+        weight.register_hook(lambda grad: (late.start(), late.join(), grad)[2])
+        attempt(loss_on(models[0], rank, 0).backward)
+    torchring.shutdown()
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("a hook replaces a gradient", "0.weight was changed between its accumulation and its reduction; a hook that"),
+        ("parameters are exchanged", "set_swap_module_params_on_conversion(True). close() this optimizer and call"),
+        ("threads", "GradientError: two threads run backward() at the same time"),
+    ],
+)
+def test_what_cannot_be_trained_on_says_why(way: str, text: str) -> None:
+    for said in run_pooled(_in_another_way, 2, way):
+        assert text in said
 
 
 def test_h_a_model_that_is_converted_with_its_gradients_is_refused() -> None:

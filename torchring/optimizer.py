@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -94,7 +94,8 @@ def wrap(
             backwards and finds buckets for this model that leave less communication exposed. These are tried for a few
             steps, and kept if they are faster, for later runs, too, in `~/.cache/torchring`. See `Stats.reason`. For
             gradients on the CPU. None is "auto" between two hosts, where that changes no bit of a result.
-        accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them.
+        accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them. On all
+            ranks alike, `zero_grad()` of the returned optimizer begins to count anew.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),
             "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce), "nvls"
             (direct, with sums made by the switch between GPUs) or "auto": "direct" on one host; between hosts, and
@@ -488,7 +489,7 @@ class DistributedOptimizer(Optimizer):
         """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
         self._alone.forget_gradients()
         if self._sync is not None:
-            self._sync.reduction.weights.reset()
+            self._sync.forget_gradients()
         if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
             self.optimizer.zero_grad()
             return
@@ -537,9 +538,14 @@ class DistributedOptimizer(Optimizer):
             sync.reduction.world.refuse_in_join("add_param_group()")
         self.optimizer.add_param_group(param_group)
         added: list[torch.nn.Parameter] = self.param_groups[-1]["params"]
+        try:
+            names = {parameter: f"group{len(self.param_groups) - 1}.param{i}" for i, parameter in enumerate(added)}
+            check_free(names, self._find_world())
+        except ValueError:
+            del self.param_groups[-1]
+            raise
         self._stepped += added
-        for i, parameter in enumerate(added):
-            self._names[parameter] = f"group{len(self.param_groups) - 1}.param{i}"
+        self._names.update(names)
         if sync is None:
             return
 
@@ -632,6 +638,12 @@ class DistributedOptimizer(Optimizer):
                 super().__delattr__(name)
             else:
                 delattr(self.optimizer, name)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "copy.copy() of a DistributedOptimizer would reduce the same parameters twice; use the optimizer itself, "
+            "or copy.deepcopy((model, optimizer))"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -63,7 +63,7 @@ def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
     backend.all_reduce((flat,), op, signature_of("all_reduce", (tensor,), _DETAILS[op]))
     if flat.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
-            tensor.copy_(flat.view(tensor.shape))
+            writable(tensor).copy_(flat.view(tensor.shape))
     return tensor
 
 
@@ -79,7 +79,7 @@ def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: s
     backend.all_reduce(flat, op, signature_of("all_reduce", tensors, _DETAILS[op]))
     for tensor, part in zip(tensors, flat, strict=True):
         if part.data_ptr() != tensor.data_ptr():
-            tensor.copy_(part.view(tensor.shape))
+            writable(tensor).copy_(part.view(tensor.shape))
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def broadcast(backend: Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
     data = plain(tensor)
     backend.broadcast(bytes_of(data), src, signature_of("broadcast", [tensor], f"src={src}"))
     if data.data_ptr() != tensor.data_ptr():
-        tensor.copy_(data)
+        writable(tensor).copy_(data)
     return tensor
 
 
@@ -117,7 +117,7 @@ def hand_out(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
         fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         bytes_of(fresh).copy_(part)
-        tensor.detach().copy_(fresh)
+        writable(tensor.detach()).copy_(fresh)
 
 
 @torch.no_grad()
@@ -170,9 +170,21 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     Returns a view of `tensor` if possible. Copies a tensor on a GPU, after the current stream has computed it.
     """
+    tensor = writable(tensor)
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor.detach()
     return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor. If it was made under torch.inference_mode(): an alias that can be written outside, too."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        alias = alias.conj() if tensor.is_conj() else alias
+        return torch._neg_view(alias) if tensor.is_neg() else alias
 
 
 def is_movable(device: torch.device) -> bool:

@@ -83,6 +83,9 @@ class Collectives:
         self.world.refuse_before_generation(what)
 
     def _operate(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
+        if torch.is_inference_mode_enabled():  # what the backend keeps has to be written outside, too
+            with torch.inference_mode(False):
+                return self._operate(what, operation, arguments)
         if self._track is None:  # a world of one
             return self._call(operation, arguments)
         result: _T = self._track.run(what, self._call, operation, arguments)
@@ -187,7 +190,8 @@ class _Sequences:
 
 def _open(world: World) -> _Sequences:
     def open_both() -> _Sequences:
-        return _Sequences(Collectives(world), Collectives(world, "internal", is_scripts=False))
+        with torch.inference_mode(False):
+            return _Sequences(Collectives(world), Collectives(world, "internal", is_scripts=False))
 
     return InterruptionGuard(world).run("the first collective", open_both)
 

@@ -121,7 +121,7 @@ class Alone:
             self._is_next_local = self._no_sync_depth > 0
             for parameter in self._parameters:
                 if before and weight and parameter.grad is not None:
-                    parameter.grad = parameter.grad * (1.0 - share)
+                    parameter.grad.detach().mul_(1.0 - share)
         if not weight:
             return torch.zeros_like(gradient)
         return gradient * share if before else gradient

@@ -2,7 +2,8 @@
 
 Where the wire has the gradients' own dtype, gradients live in the wire buffer: packing makes `p.grad` a view of the
 buffer, and `p.grad` holds the mean as soon as the buffer does. Otherwise packing scales and casts the gradients, and
-the results are copied back.
+the results are copied back. They are also copied back to a tensor that was in `.grad` before this backward, and that
+somebody else has, too: a script may zero, clip or read its gradients through a tensor of its own.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import enum
 import math
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Final
 
 import torch
 
 from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
-from torchring.gradients.ledger import LOCAL, GradientLedger
+from torchring.gradients.ledger import LOCAL, GradientLedger, grad_of
 from torchring.gradients.packing import HostPacking, Packing
 from torchring.gradients.plan import BucketPlan, ControlBits, ParameterSpec, Slot
-from torchring.gradients.views import as_real, gradient_view, held, leave, storage_of
+from torchring.gradients.views import as_real, gradient_view, held, held_beside_grad, leave, storage_of
 from torchring.gradients.weights import Share
 
 # A gradient of this size or more is copied the moment it arrives: it is still in cache, and its memory goes straight
@@ -98,6 +99,8 @@ class Bucket:
         self._views = [make_view(wire.tensor, slot, spec) for slot, spec in zip(plan.slots, self._specs, strict=True)]
         self._addresses = [view.data_ptr() for view in self._views]
         self._storages = [storage_of(view) for view in self._views]
+        self._matrices = [p for p, spec in zip(self.parameters, self._specs, strict=True) if len(spec.shape) > 1]
+        self._strides = [spec.stride for spec in self._specs if len(spec.shape) > 1]
         self.ledger = GradientLedger(
             plan.index, self.names, self.parameters, self._views, live_in_wire=self._live_in_wire, is_sum=is_sum
         )
@@ -128,9 +131,26 @@ class Bucket:
         self._num_missing = len(plan.slots)
         self._missing: list[int] = []  # slots that had not arrived when backward ended
         self._kept: dict[int, torch.Tensor] = {}  # copies of settled gradients, which the reduction overwrites
-        # Of gradients that are copied to the wire: the tensor that was packed, and its version.
+        # Of gradients that do not become views of the wire: the tensor that was packed, and its version.
         self._packed: dict[int, tuple[torch.Tensor, int]] = {}
+        self._earlier: set[int] = set()  # slots with another tensor than the view in `.grad` before this backward
+        self._restrided: set[int] = set()  # slots whose parameter has other strides than when it was wrapped
         self._is_abandoned = False
+
+    def begin(self, share: Share) -> None:
+        """A round begins. The first gradient of its backward may be there already."""
+        self.share = share
+        if not self._live_in_wire:
+            return
+        self._earlier = set()
+        grads = list(map(grad_of, self.parameters))
+        if not all(map(operator.is_, grads, self._views)):
+            others = ((slot, grad) for slot, grad in enumerate(grads) if grad is not None)
+            self._earlier = {slot for slot, grad in others if grad is not self._views[slot]}
+        self._restrided = set()
+        if list(map(torch.Tensor.stride, self._matrices)) != self._strides:
+            pairs = enumerate(zip(self.parameters, self._specs, strict=True))
+            self._restrided = {slot for slot, (parameter, spec) in pairs if parameter.stride() != spec.stride}
 
     def mark_ready(self, slot: int) -> bool:
         """A gradient was accumulated, in a backward that reduces. True if it was the last one: the bucket is PACKED."""
@@ -167,6 +187,7 @@ class Bucket:
             self._move(BucketState.FILLING)
         self.flags.fill_(1)
         self._missing = [slot for slot, arrived in enumerate(self._has_arrived) if not arrived]
+        self._take_back_moved(self._missing)
         present: list[int] = []
         absent: list[int] = []
         for slot in self._missing:
@@ -174,24 +195,15 @@ class Bucket:
             (absent if grad is None or self.share.is_absent else present).append(slot)
             if grad is None:
                 self.flags[slot] = 0
-            elif self.share.is_absent:
+            elif self.share.is_absent or self.ledger.is_settled(slot, grad):
                 self.flags[slot] = 0
-                is_view = grad is self._views[slot]
-                if is_view or (self._live_in_wire and self.ledger.is_settled(slot, grad)):
-                    self._kept[slot] = grad.clone()
-                if is_view:
-                    self.parameters[slot].grad = None  # or it would count as one that the script holds
-                del grad
-            elif self.ledger.is_settled(slot, grad):
-                self.flags[slot] = 0
-                if self._live_in_wire:
+                if grad is self._views[slot]:
                     self._kept[slot] = grad.clone()
         if absent:
-            self._take_back_moved(absent)
-            views = [self._views[slot] for slot in absent]
-            self._leave_held(absent, views)
-            torch._foreach_zero_(views)
-            del views
+            self._keep_apart(absent)
+            left = [slot for slot in absent if self.parameters[slot].grad is not self._views[slot]]
+            self._leave_held(left, [self._views[slot] for slot in left])
+            torch._foreach_zero_([self._views[slot] for slot in absent])
         self._pack(present)
         self._pack_rest()
         self._note_packed()
@@ -220,7 +232,12 @@ class Bucket:
             scale: another factor of the result.
         """
         self._require(BucketState.IDLE)
-        self.ledger.refuse_touched(self._has_arrived)
+        copies_back = self._live_in_wire and bool(self._packed)
+        self.ledger.refuse_touched(
+            [here and slot not in self._packed for slot, here in enumerate(self._has_arrived)]
+            if copies_back
+            else self._has_arrived
+        )
         if scale != 1.0 and self._live_in_wire:
             self.wire.tensor[: self.plan.flags_offset].mul_(scale)
         unused: set[int] = set()
@@ -231,13 +248,16 @@ class Bucket:
             for slot in unused & self._kept.keys():
                 self._views[slot].copy_(self._kept[slot])
                 self.parameters[slot].grad = self._views[slot]
+        owned = self._give_back(unused) if self._live_in_wire and self._packed else {}
         if scale != 1.0 and not self._live_in_wire:
             for slot in set(range(len(self.names))) - unused:
                 grad = self.parameters[slot].grad
                 assert grad is not None
                 self.ledger.settle(slot, grad.mul_(scale))
         self.ledger.mark_reduced(unused)
-        if self._kept or scale != 1.0:
+        for slot, grad in owned.items():
+            self.ledger.settle(slot, grad)
+        if self._kept or self._packed or scale != 1.0:
             self.ledger.note_versions()
         self.reset()
 
@@ -251,10 +271,12 @@ class Bucket:
         self._is_abandoned = True
         for slot, parameter in enumerate(self.parameters):
             grad = parameter.grad
-            if grad is not None and (grad is self._views[slot] or slot in self._packed):
+            if grad is not None and grad is self._views[slot]:
                 parameter.grad = self._apart(slot, grad)
                 if self._scales_in_wire and self.share.factor:
                     parameter.grad.div_(self.share.factor)
+                self.ledger.status[slot] = LOCAL
+            elif slot in self._packed:
                 self.ledger.status[slot] = LOCAL
 
     def reset(self) -> None:
@@ -327,6 +349,7 @@ class Bucket:
             if (parameter.shape, parameter.dtype, parameter.device) != (spec.shape, spec.dtype, spec.device):
                 moved = f"its gradient, now {self._views[slot].dtype}, was moved out of torchring's buffer"
                 raise self._misfit(slot, moved)
+            self._earlier.add(slot)
             self._replace_view(slot, _gradient(self.wire.tensor, self.plan.slots[slot], spec))
 
     def _replace_view(self, slot: int, view: torch.Tensor) -> None:
@@ -349,8 +372,8 @@ class Bucket:
     def _apart(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient, outside of the wire buffer."""
         if not self._is_asynchronous:
-            return grad.clone()
-        if grad is not self._views[slot]:
+            if grad.numel():  # `grad` itself moves, as somebody else may have it
+                self._replace_view(slot, leave(grad, self.wire.tensor))
             return grad
         # A copy could meet a reduction that is under way. So a gradient is lost if it was accumulated in the buffer, or
         # if its memory was given back after packing. NaN makes the loss visible.
@@ -401,28 +424,68 @@ class Bucket:
             self.packing.pack(slots, self._reals(packed), views, self.share.factor)
             self._packed |= {slot: (grad, grad._version) for slot, grad in zip(slots, packed, strict=True)}
             return
+        self._keep_apart(slots)
         self._leave_held(slots, views)
         try:
             factor = self.share.factor if self._is_asynchronous else 1.0
             self.packing.pack(slots, self._reals(packed), self._reals(views), factor)
             for slot, view in zip(slots, views, strict=True):
-                self.parameters[slot].grad = view
+                if slot not in self._packed:
+                    self.parameters[slot].grad = view
         except (RuntimeError, TypeError, ValueError) as error:
             misfit = self._first_misfit(slots)
             if misfit is None:
                 raise
             raise self._misfit(misfit, str(error)) from error
 
+    def _keep_apart(self, slots: Sequence[int]) -> None:
+        """Find the gradients that stay in `.grad` for now, and that the results may have to be copied back to."""
+        for slot in (self._earlier | self._restrided).intersection(slots):
+            parameter, spec = self.parameters[slot], self._specs[slot]
+            grad = parameter.grad
+            if grad is None or grad is self._views[slot] or grad.is_inference():
+                continue
+            # The first gradient of a backward comes before `begin`. If it is new, nobody has added to it.
+            is_new = self._has_arrived[slot] and grad._version == 0
+            if is_new and slot not in self._restrided:
+                continue
+            if (parameter.shape, parameter.dtype, parameter.device) != (spec.shape, spec.dtype, spec.device):
+                raise self._misfit(slot, f"{tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}")
+            self._packed[slot] = grad, grad._version
+
+    def _give_back(self, unused: Container[int]) -> dict[int, torch.Tensor]:
+        """Copy results to the tensors that were packed and that somebody else has. Views replace the other tensors.
+
+        Returns the tensors that stay in `.grad`.
+        """
+        slots = list(self._packed)
+        grads = [self._packed_gradient(slot) for slot in slots]
+        owned = {slots[i] for i in held_beside_grad(grads)} | (self._restrided & self._packed.keys())
+        for slot, grad in zip(slots, grads, strict=True):
+            if slot not in owned:
+                if slot in unused:
+                    self._views[slot].copy_(grad)
+                self.parameters[slot].grad = self._views[slot]
+        self._unpack([slot for slot in slots if slot in owned and slot not in unused])
+        return {slot: grad for slot, grad in zip(slots, grads, strict=True) if slot in owned}
+
+    def _packed_gradient(self, slot: int) -> torch.Tensor:
+        """The gradient that the result is to be copied to. Raises GradientError if the script has changed it since."""
+        grad = self.parameters[slot].grad
+        packed, version = self._packed.get(slot, (grad, -1))
+        if grad is None or grad is not packed:
+            raise self.ledger.taken(slot)
+        # Slices of one tensor have one version, which each of them changes.
+        if version >= 0 and grad._version != version and not grad._is_view():
+            raise self.ledger.taken(slot)
+        return grad
+
     def _unpack(self, slots: Sequence[int]) -> None:
-        grads: list[torch.Tensor] = []
-        for slot in slots:
-            grad = self.parameters[slot].grad
-            packed, version = self._packed.get(slot, (grad, -1))
-            if grad is None or grad is not packed or (version >= 0 and grad._version != version):
-                raise self.ledger.taken(slot)
-            grads.append(grad)
+        if not slots:
+            return
+        grads = [self._packed_gradient(slot) for slot in slots]
         reals = self._reals(grads)
-        self.packing.unpack(slots, [self._views[slot] for slot in slots], reals)
+        self.packing.unpack(slots, self._reals([self._views[slot] for slot in slots]), reals)
         if self._are_complex or self._is_asynchronous:
             for grad, real in zip(grads, reals, strict=True):
                 if grad.is_conj() or grad.is_neg():  # `real` is a copy of such a gradient
@@ -440,7 +503,12 @@ class Bucket:
         """Give these parameters the gradients that other ranks computed, and this rank did not."""
         for slot in slots:
             parameter = self.parameters[slot]
-            if self._live_in_wire:
+            if slot in self._packed:
+                continue
+            if slot in self._restrided:
+                parameter.grad = grad = torch.empty_like(parameter)
+                self._packed[slot] = grad, grad._version
+            elif self._live_in_wire:
                 parameter.grad = self._views[slot]
             elif parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)

@@ -55,6 +55,21 @@ class OptimizerGroup:
     def are_several(self) -> bool:
         return len(self._members) > 1
 
+    def refuse_other_thread(self, thread: int) -> None:
+        """Raise GradientError if a backward begins in `thread` while one of another thread is under way.
+
+        Breaks the world, where that other thread may be waiting. A device runs all hooks in one thread.
+        """
+        if not any(member.in_backward and member.thread not in (0, thread) for member in self._members):
+            return
+        error = GradientError(
+            "two threads run backward() at the same time, each with an optimizer of its own; ranks could not tell the "
+            "backwards apart. Let one thread train all models, or take turns, in the same order on all ranks",
+            rank=self._world.rank,
+        )
+        self._world.break_off("backward()", error)
+        raise error
+
     def add(self, member: GradientSync) -> None:
         self._members.append(member)
 

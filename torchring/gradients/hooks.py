@@ -37,6 +37,9 @@ def attach_hooks(
     listener: Listener, parameters: Sequence[torch.nn.Parameter], first: int
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Hook the parameters from index `first` on."""
+    for parameter in parameters[first:]:
+        if (earlier := parameter._post_accumulate_grad_hooks) is not None:
+            parameter._post_accumulate_grad_hooks = earlier  # torch.utils.swap_tensors may have left only the list
     return [
         parameters[index].register_post_accumulate_grad_hook(make_hook(listener, index))  # type: ignore[no-untyped-call]
         for index in range(first, len(parameters))

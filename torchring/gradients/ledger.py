@@ -63,6 +63,7 @@ class GradientLedger:
         self._view_refs = [weakref.ref(view) for view in views]
         self._settled: list[weakref.ref[torch.Tensor] | None] = [None] * len(names)  # the tensors that held results
         self._settled_versions = [0] * len(names)
+        self._slices: set[int] = set()  # slots that were settled with a slice of a tensor: slices share one version
         # A view's version counts torchring's writes and the script's writes through `.grad`, but not the mover's.
         self._versions = list(map(version_of, views))
 
@@ -111,6 +112,16 @@ class GradientLedger:
         """Remember `grad` as the tensor that holds the result."""
         self._settled[slot] = weakref.ref(grad)
         self._settled_versions[slot] = grad._version
+        if grad._is_view():
+            self._slices.add(slot)
+
+    def settle_slices(self) -> None:
+        """The results of all buckets are written, which has changed the versions of slices of one tensor."""
+        for slot in self._slices:
+            settled = self._settled[slot]
+            if settled is not None and (grad := settled()) is not None:
+                self._settled_versions[slot] = grad._version
+        self._slices.clear()
 
     def is_settled(self, slot: int, grad: torch.Tensor) -> bool:
         """Whether `grad` is known to be the same on all ranks."""
@@ -206,11 +217,14 @@ class GradientLedger:
         self._views.clear()
 
     def taken(self, slot: int) -> GradientError:
-        """The error for a gradient that the script took away during backward."""
+        """The error for a gradient that the script took away or changed during backward."""
+        what = "was changed between its accumulation and its reduction; a hook that changes gradients must be "
+        what += "registered before torchring.wrap, so that it runs before they leave"
+        if self._parameters[slot].grad is None:
+            what = "was taken away between its accumulation and its reduction; a hook that steps an optimizer during "
+            what += "backward would train on this rank's gradient alone. Step after backward() has returned"
         return GradientError(
-            f"the gradient of {self._names[slot]} was taken away or replaced between its accumulation and its "
-            "reduction; a hook that steps an optimizer during backward would train on this rank's gradient alone. Step "
-            "after backward() has returned",
+            f"the gradient of {self._names[slot]} {what}",
             bucket=self._bucket,
             parameters=(self._names[slot],),
         )

@@ -217,7 +217,7 @@ class Reduction:
             self.buffers.begin(is_absent=counts_no_buffers)
             scheduler.last = self.buffers if self.buffers.travels else None
         for bucket in self.buckets:
-            bucket.share = share
+            bucket.begin(share)
         self.rounds.begin(self.buckets, control_bits)
         number = scheduler.round.next_number
         arrivals = [-1] * len(self.specs) if has_arrivals(number) else None

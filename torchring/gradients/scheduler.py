@@ -235,6 +235,8 @@ class Scheduler:
         self.round.packing_ns = sum(bucket.packing_ns for bucket in self.buckets)
         for bucket in self.buckets:
             bucket.close_round(scale)
+        for bucket in self.buckets:
+            bucket.ledger.settle_slices()
         self.round.is_over = True
         self._track.finish(self.round.next_number * TAGS_PER_ROUND - 1)
         self._keep_order()

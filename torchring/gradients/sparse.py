@@ -95,7 +95,7 @@ class SparseReduction:
         """Multiply the gradients that no other rank has seen."""
         for index in self._local:
             if (grad := self._parameters[index].grad) is not None:
-                self._parameters[index].grad = grad * factor
+                grad.mul_(factor)
 
     def reduce(self, share: Share, scale: float) -> NonFiniteGradient | None:
         """Collective: reduce every sparse parameter that any rank used. Other parameters keep their `.grad`.
@@ -141,7 +141,11 @@ class SparseReduction:
         total = torch.sparse_coo_tensor(
             torch.cat(indices).t(), torch.cat(values) * (self._scale * scale), spec.shape, check_invariants=False
         )
-        parameter.grad = self._reduced[index] = total.coalesce()
+        if parameter.grad is None:
+            parameter.grad = total.coalesce()
+        else:  # somebody else may have this tensor, too
+            parameter.grad.data = total.coalesce()
+        self._reduced[index] = parameter.grad
         self._zeroed.discard(index)
         for rank, part in enumerate(values):
             if not bool(torch.isfinite(part).all()):

@@ -6,6 +6,7 @@ A backward reduces or it does not, decided when its first gradient arrives: ever
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ class GradientSync:
         num_steps: how many optimizer steps this rank has made.
         num_skipped_steps: how many steps were left out, because a gradient was not finite.
         in_backward: whether a backward of these parameters is under way.
+        thread: which runs the hooks of that backward, if its parameters are on the CPU; else 0.
         batches: of an elastic job.
     """
 
@@ -106,12 +108,14 @@ class GradientSync:
 
         # The backward under way
         self.in_backward = False
+        self.thread = 0
         self._reduces = False
         self.mark_ready: Callable[[int], None] = reduction.scheduler.mark_local  # or `mark_ready`
 
         # Hooks and what else calls back
         self.watch = BackwardWatch(self._backward_ended, self.abandon_backward)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooked: list[int] = []  # what identifies the parameters, which torch.utils.swap_tensors changes
         self._num_wrappers_seen = -1  # ModuleWrappers.num_built when these parameters were checked last
         self._group = reduction.world.shared(OptimizerGroup)
         self._group.add(self)
@@ -161,6 +165,9 @@ class GradientSync:
             if self.batches is not None:
                 self._begin_batch(self.batches)
             self._enter(Phase.BACKWARD, recorder.BACKWARD)
+            if self._group.are_several and self.reduction.specs[0].device.type == "cpu":
+                self._group.refuse_other_thread(thread := threading.get_ident())
+                self.thread = thread
             self._begin(reduces=self._next_reduces())
         self.watch.arm()
 
@@ -178,7 +185,7 @@ class GradientSync:
             self._weights.reset()
         elif self._no_sync_depth == 0:
             self._num_backwards += 1
-        self.in_backward = False
+        self.in_backward, self.thread = False, 0
         self._enter(Phase.OUTSIDE, recorder.BETWEEN if reduces else recorder.INPUT)
         self._end_zero_weight()
         if reduces:
@@ -205,6 +212,11 @@ class GradientSync:
         """A hook has raised. With no bucket sent yet, backward drops the round as after any other error."""
         if self._reduces and self.reduction.scheduler.has_launched:
             self._fail(error)
+
+    def forget_gradients(self) -> None:
+        """The optimizer has dropped or zeroed all gradients, so the next backward begins a group of `accumulate`."""
+        self._num_backwards = 0
+        self._weights.reset()
 
     def weigh(self, weight: float) -> None:
         """The loss of the next backward is a mean over `weight` samples. See `DistributedOptimizer.weigh`."""
@@ -376,9 +388,16 @@ class GradientSync:
                 )
         if found := self.reduction.first_unsettled():
             name, state = found
+            advice = "Call optimizer.synchronize() before step() to reduce what is local"
+            if self._hooked != [parameter._cdata for parameter in self.reduction.parameters]:
+                state = "is this rank's own"
+                advice = (
+                    "torchring's hooks are gone: parameters were exchanged, as load_state_dict() does after "
+                    "torch.__future__.set_swap_module_params_on_conversion(True). close() this optimizer and call "
+                    "torchring.wrap() again, on all ranks"
+                )
             raise GradientError(
-                f"the gradient of {name} {state}; stepping on it would let the ranks drift apart. Call "
-                "optimizer.synchronize() before step() to reduce what is local",
+                f"the gradient of {name} {state}; stepping on it would let the ranks drift apart. {advice}",
                 rank=world.rank,
                 parameters=(name,),
                 step=self.num_steps,
@@ -547,6 +566,7 @@ class GradientSync:
         """Hook the parameters that the reduction has and that have no hook yet."""
         self._num_wrappers_seen = -1
         self._handles += attach_hooks(self, self.reduction.parameters, len(self._handles))
+        self._hooked = [parameter._cdata for parameter in self.reduction.parameters]
 
     def _or_fail(self, operation: Callable[[], None]) -> None:
         try:

@@ -67,6 +67,11 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
                 raise ValueError(f"{name} {how}; torchring reduces the gradients of whole parameters. {WAY_OUT}")
             if not parameter.is_leaf:
                 raise ValueError(f"{name} is the result of a computation (non-leaf), so it gets no gradient to reduce")
+            if (grad_dtype := getattr(parameter, "grad_dtype", parameter.dtype)) != parameter.dtype:
+                raise ValueError(
+                    f"{name} is {parameter.dtype} and has grad_dtype={grad_dtype}; torchring reduces gradients in the "
+                    "dtype of their parameter. Set grad_dtype to that"
+                )
             if parameter in names:
                 raise ValueError(f"{name} is in the optimizer twice (again at {place}); it would be stepped twice")
             if model is not None and parameter not in of_model:

@@ -345,10 +345,16 @@ def _all_reduce(
                 f"Adasum takes all ranks, and a power of two of them; got {len(members)} of {here.world.size}"
             )
     arguments = {"op": label, "prescale_factor": float(before), "postscale_factor": float(after)}
-    sources = [tensor.detach() for tensor in tensors]
-    targets = [tensor.clone(memory_format=torch.contiguous_format) for tensor in sources] if copies else sources
+    sources = [operations.writable(tensor.detach()) for tensor in tensors]
+    targets = _copies(sources) if copies else sources
     is_small = sum(tensor.nbytes for tensor in tensors) <= _INLINE_BYTES
     return _operation(here, ALLREDUCE, targets, name, process_set, arguments, is_inline=is_small)
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous copies, which another thread may write to."""
+    with torch.inference_mode(False), torch.no_grad():
+        return [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
 def sparse_allreduce_async(
@@ -490,10 +496,10 @@ def _broadcast(
     members = here.members(process_set)
     if root_rank not in members:
         raise ValueError(f"root_rank is a global rank, one of {list(members)}, got {root_rank!r}")
-    sources = [tensor.detach() for tensor in tensors]
+    sources = [operations.writable(tensor.detach()) for tensor in tensors]
     for tensor in () if copies else sources:
         operations.check_writable(tensor)
-    targets = [tensor.clone(memory_format=torch.contiguous_format) for tensor in sources] if copies else sources
+    targets = _copies(sources) if copies else sources
     return _operation(here, "broadcast", targets, name, process_set, {"root rank": int(root_rank)})
 
 

@@ -216,10 +216,10 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
             reduced = mpi_ops.grouped_allreduce(
                 [grad for grad, _ in pairs], name=f"gradients.{self._label}", op=self._op, process_set=self._set
             )
-            for parameter, grad, result, (_, sent) in zip(parameters, grads, reduced, pairs, strict=True):
+            for grad, result, (_, sent) in zip(grads, reduced, pairs, strict=True):
                 result = self._compression.decompress(result, sent)
                 if grad.is_sparse:
-                    parameter.grad = result.to_sparse(grad.sparse_dim())
+                    grad.data = result.to_sparse(grad.sparse_dim())
                 else:
                     grad.copy_(result)
 
