@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from elastic_job import ElasticJob, Slots, is_last, note
-from harness import count_open_fds, patient, run_ranks
+from harness import count_open_fds, patient, run_ranks, run_script
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, Dataset
 
@@ -294,6 +294,32 @@ def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpo
         enters = [each["enters"] for each in job.notes("enters")]
         assert 20 in enters  # the other one went on where they were
         assert reached - 3 * 7 <= enters[-1] <= reached  # and the new ones from a checkpoint
+
+
+ENDS_EARLY = """
+import sys
+from torch.distributed import TCPStore
+from torchring.elastic import membership
+from torchring.elastic.checkpoint import CheckpointWriter
+from torchring.rendezvous import protocol as p
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+for key, value in {p.TOKEN: "", p.CALL: "0", p.BROKEN: p.Broken().encode(), p.LATEST: "0", p.END: ""}.items():
+    store.set(p.PREFIX + key, value)
+p.LOOK_SECONDS = 0  # so the worker's thread is nearly always in the store's code
+member = membership.Member(p.Invitation(0, 0, 1, ("127.0.0.1",), store.port, "", "localhost"))
+writer = CheckpointWriter(sys.argv[1])
+writer.write(1, {"list": list(range(200_000))})
+sys.exit(5)
+"""
+
+
+def test_a_worker_that_ends_early_keeps_its_exit_code_and_its_last_checkpoint(tmp_path: Path) -> None:
+    """No thread of it is in C++ code when the interpreter is taken down, which would end the process with SIGABRT."""
+    (tmp_path / "ends_early.py").write_text(ENDS_EARLY)
+    result = run_script([tmp_path / "ends_early.py", tmp_path / "checkpoints"])
+    assert (result.returncode, result.stderr) == (5, "")
+    assert newest_step(tmp_path / "checkpoints") == 1
 
 
 _NUM_STEPS = 24
