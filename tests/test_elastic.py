@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from elastic_job import ElasticJob, Slots, is_last, note
-from harness import count_open_fds, patient, run_ranks
+from harness import count_open_fds, patient, run_ranks, run_script
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, Dataset
 
@@ -59,6 +59,7 @@ def train_worker(
     commits: bool = False,
     trouble: Callable[[int, Any], object] = lambda step, loss: None,
     make: Callable[[], torch.nn.Module] = make_model,
+    scaled_trouble: Callable[[int], object] | None = None,
     **options: Any,
 ) -> None:
     """The script of a worker.
@@ -66,16 +67,19 @@ def train_worker(
     Args:
         commits: commit after each step.
         trouble: called with the number of the step, and its loss, before backward.
+        scaled_trouble: train with a GradScaler, and call this between its `unscale_()` and `step()`.
     """
     model = make()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), model)
     sampler = torchring.elastic.Sampler(Digits(), seed=5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled_trouble is not None)
     state = torchring.elastic.State(
         model=model,
         optimizer=optimizer,
         sampler=sampler,
         scheduler=scheduler,
+        scaler=scaler,
         step=0,
         **{"global_batch": GLOBAL_BATCH, **options},
     )
@@ -93,16 +97,24 @@ def train_worker(
                 optimizer.zero_grad()
                 loss = torch.nn.functional.cross_entropy(model(pixels), labels)
                 loss = trouble(state.step, loss) or loss
-                loss.backward()
-                optimizer.step()
+                scale = scaler.get_scale()
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                if scaled_trouble is not None:
+                    scaled_trouble(state.step)
+                scaler.step(optimizer)
+                scaler.update()
                 scheduler.step()
+                if scaler.get_scale() < scale:  # the step was left out
+                    continue
                 state.step += 1
                 where = {
                     "rank": torchring.rank(),
                     "size": torchring.size(),
                     "generation": membership._the_member.generation,
                 }
-                note(step=state.step, crc=crc(model), indices=indices.tolist(), **where)
+                is_like = f"{crc(model)} {scheduler.get_last_lr()} {scaler.get_scale()}"
+                note(step=state.step, crc=is_like, indices=indices.tolist(), **where)
                 if commits:
                     state.commit()
 
@@ -219,11 +231,30 @@ def check_result(job: ElasticJob, num_steps: int) -> None:
             torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-9, atol=1e-11)
 
 
+def _is_infinite(step: int) -> bool:
+    return step == 15 and membership._the_member.generation == 1
+
+
+def _overflow_once(step: int, loss: torch.Tensor) -> torch.Tensor | None:
+    return loss * float("inf") if _is_infinite(step) else None
+
+
+def _lose_two(step: int) -> None:
+    """A rank is lost in a step that GradScaler leaves out: rank 1 does so, rank 0 does not come to it. Later, a rank is
+    lost between `unscale_()` and `step()`."""
+    if step == 30 and torchring.rank() == 0 and _once("lost after unscale_"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 30 or (_is_infinite(step) and torchring.rank() == 0):
+        torchring.all_reduce(torch.ones(1))
+    if _is_infinite(step) and torchring.rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_losses_joins_and_polite_ends_change_nothing() -> None:
-    with ElasticJob(train_worker, 3) as job:
-        job.run_until(lambda: job.last_step() > 30, "30 steps")
+    script = functools.partial(train_worker, trouble=_overflow_once, scaled_trouble=_lose_two)
+    with ElasticJob(script, 3) as job:
+        job.run_until(lambda: job.members, "a generation")
         lost = job.members[0]
-        job.send(lost)
         # On a busy machine, the replacement may come before the others have met.
         job.run_until(lambda: lost not in job.members and len(job.members) == 3, "a replacement")
         leaving = job.members[1]
@@ -294,6 +325,91 @@ def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpo
         enters = [each["enters"] for each in job.notes("enters")]
         assert 20 in enters  # the other one went on where they were
         assert reached - 3 * 7 <= enters[-1] <= reached  # and the new ones from a checkpoint
+
+
+ENDS_EARLY = """
+import sys
+from torch.distributed import TCPStore
+from torchring.elastic import membership
+from torchring.elastic.checkpoint import CheckpointWriter
+from torchring.rendezvous import protocol as p
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+for key, value in {p.TOKEN: "", p.CALL: "0", p.BROKEN: p.Broken().encode(), p.LATEST: "0", p.END: ""}.items():
+    store.set(p.PREFIX + key, value)
+p.LOOK_SECONDS = 0  # so the worker's thread is nearly always in the store's code
+member = membership.Member(p.Invitation(0, 0, 1, ("127.0.0.1",), store.port, "", "localhost"))
+writer = CheckpointWriter(sys.argv[1])
+writer.write(1, {"list": list(range(200_000))})
+sys.exit(5)
+"""
+
+
+def test_a_worker_that_ends_early_keeps_its_exit_code_and_its_last_checkpoint(tmp_path: Path) -> None:
+    """No thread of it is in C++ code when the interpreter is taken down, which would end the process with SIGABRT."""
+    (tmp_path / "ends_early.py").write_text(ENDS_EARLY)
+    result = run_script([tmp_path / "ends_early.py", tmp_path / "checkpoints"])
+    assert (result.returncode, result.stderr) == (5, "")
+    assert newest_step(tmp_path / "checkpoints") == 1
+
+
+def _train_growing(folder: Path | None, num_steps: int = 0) -> list[torch.Tensor]:
+    """A layer is unfrozen at step 5, and another one added to the optimizer at step 10. Alone if there is no folder.
+
+    Worker 2 does not fit the others.
+    """
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 10)).double()
+    model[0].requires_grad_(False)
+    parameters = [*model[0].parameters(), *model[2].parameters()]
+    optimizer: Any = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
+
+    def make_step(step: int) -> None:
+        model[0].requires_grad_(step >= 5)
+        if step >= 10 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[1].parameters()), "lr": LR / 2})
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(PIXELS[:50]), LABELS[:50]).backward()
+        optimizer.step()
+
+    if folder is None:
+        for step in range(num_steps):
+            make_step(step)
+        return [parameter.detach() for parameter in model.parameters()]
+    number = membership.member_of_process().worker
+    optimizer = torchring.wrap(optimizer, compression="bf16" if number == 2 else None)
+    state = torchring.elastic.State(model=model, optimizer=optimizer, step=0, checkpoint=folder, every=5)
+
+    @torchring.elastic.run
+    def train(state: Any) -> None:
+        note(enters=state.step)
+        while not is_last(state.step):
+            make_step(state.step)
+            state.step += 1
+            note(step=state.step, worker=number)
+
+    train(state)
+    note(result=[parameter.tolist() for parameter in model.parameters()])
+    return []
+
+
+def test_new_workers_and_checkpoints_take_over_what_was_unfrozen_and_added(tmp_path: Path) -> None:
+    with ElasticJob(functools.partial(_train_growing, tmp_path), 2) as job:
+        job.run_until(lambda: job.last_step() > 15, "15 steps")
+        job.send(1)
+        job.run_until(lambda: any(each.get("worker") == 3 for each in job.notes("step")), "a worker that fits")
+        survivors = job.members
+        assert survivors == (0, 3)
+        for worker in survivors:
+            job.send(worker)
+        job.run_until(lambda: job.members and not set(survivors) & set(job.members), "new workers")
+        num_steps = job.stop()
+        assert job.run() == 0
+        assert job.notes("enters")[-1]["enters"] >= 10  # from a checkpoint
+        assert "PlanMismatchError: ranks disagree" in (job.folder / "worker2.log").read_text()
+        for result in job.notes("result"):
+            for found, wanted in zip(result["result"], _train_growing(None, num_steps), strict=True):
+                torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-9, atol=1e-11)
 
 
 _NUM_STEPS = 24

@@ -602,6 +602,33 @@ def test_a_signal_is_passed_on_once_and_the_second_kills() -> None:
     assert job.code == 128 + signal.SIGINT
 
 
+def test_a_lost_connection_ends_the_workers_as_sigterm_does() -> None:
+    """They note SIGTERM, and write a checkpoint."""
+    job = running(num=2)
+    job.membership.note_signal(signal.SIGHUP)
+    job.tick()
+    assert job.sent == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
+    job.say("leaving", 0, 1)
+    job.end(0, 143)
+    job.end(1, 143)
+    assert job.code == 128 + signal.SIGHUP
+
+
+def test_a_script_that_exits_with_0_on_all_ranks_has_ended_well() -> None:
+    job = running(num=2)
+    job.end(0, 0)
+    assert len(job.started) == 3
+    job.say("meeting", 1, 2)  # as if rank 0 alone had left
+    assert job.plans[-1].workers == (1, 2)
+    job.say("running", 1, 2)
+    for worker in (1, 2):
+        job.end(worker, 0)
+    assert job.said[-1].startswith("the script has ended with exit code 0 on all ranks")
+    for worker, *_ in job.started[3:]:  # came too late
+        job.end(worker, 143)
+    assert job.code == 0
+
+
 def test_workers_that_do_not_end_by_themselves_are_told_once() -> None:
     job = running("a:2", num=2, reset_limit=0)
     job.end(1)
@@ -630,14 +657,21 @@ def test_a_discovery_script(tmp_path: Path) -> None:
     hosts.ask()
     assert hosts.known == (Host("a", 2), Host("b", 5), Host("127.0.0.1", 4))
     assert (hosts.is_here("127.0.0.1"), hosts.is_here("a")) == (True, False)
+    script(tmp_path, "echo '# two machines'; echo 'a:0  # leaves'; echo b:1")
+    hosts.ask()
+    assert hosts.known == (Host("b", 1),)
+    script(tmp_path, "echo b:0")
+    hosts.ask()
+    assert (hosts.known, hosts.problem) == ((), "")
 
 
 @pytest.mark.parametrize(
     ("code", "trouble"),
     [
         ("echo is gone >&2; exit 3", "failed with exit code 3: is gone"),
+        ("echo a:2; echo 'a b:0'", "printed 'a b:0'; expected `host:slots` or `host` on each line"),
         ("echo a:2; echo 'a b c'", "printed 'a b c'; expected `host:slots` or `host` on each line"),
-        ("true", "printed no host; expected lines `host:slots`"),
+        ("echo '# a:2'", "printed no host; expected lines `host:slots`"),
         ("echo a:1; sleep 60", "did not end within 0.3 s, and was killed"),
         ("echo a:1; sleep 60 & exit 0", "did not end within 0.3 s, and was killed"),
         ("yes a:1", "printed more than 1048576 bytes"),

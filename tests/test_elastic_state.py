@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
+import re
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,6 +17,8 @@ import pytest
 import torch
 
 import torchring
+from torchring.elastic.state import MembershipChange
+from torchring.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +72,70 @@ def test_a_model_of_a_state_can_be_copied_and_pickled() -> None:
         assert "torchring" not in repr(hook)
 
 
+def entered(state: Any) -> World:
+    """A world of one, in which the state trains."""
+    world = torchring.init()
+    state._enter(world, None, has_failed=False)
+    return world
+
+
+def test_a_world_of_one_is_left_where_a_forward_or_a_closure_begins() -> None:
+    state = torchring.elastic.State(**parts())
+    model, optimizer, world = state.model, state.optimizer, entered(state)
+    loss = model(torch.ones(1, 2)).sum()
+    world.wants_change = True
+    loss.backward()
+    optimizer.step()  # whoever has unscaled the gradients may go on
+    with pytest.raises(MembershipChange):
+        model(torch.ones(1, 2))
+    model.weight.sum().backward()
+    with pytest.raises(MembershipChange):  # no forward was seen
+        optimizer.step()
+    entered(state).wants_change = False
+
+    def closure() -> torch.Tensor:
+        world.wants_change = True
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(MembershipChange):
+        optimizer.step(closure)
+
+
+def test_a_step_that_was_left_half_way_is_undone() -> None:
+    model = torch.nn.Linear(2, 3)
+    lbfgs = torchring.wrap(torch.optim.LBFGS(model.parameters(), lr=0.1), model)
+    scaler = torch.amp.GradScaler("cpu")
+    adam = torchring.wrap(torch.optim.Adam(model.parameters()), model)
+    state = torchring.elastic.State(model=model, optimizer=lbfgs, scaler=scaler, adam=adam)
+    entered(state)
+    before = copy.deepcopy(model.state_dict())
+    num_evaluations = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal num_evaluations
+        num_evaluations += 1
+        if num_evaluations == 3:
+            raise torchring.PeerLostError("injected")
+        lbfgs.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(torchring.PeerLostError):
+        lbfgs.step(closure)
+    assert not torch.equal(model.weight, before["weight"])
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(adam)
+    entered(state)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert not lbfgs.state
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(adam)
+
+
 def test_run_takes_a_state() -> None:
     with pytest.raises(TypeError, match=r"must be a torchring\.elastic\.State, got dict"):
         torchring.elastic.run(lambda state: None)({})
@@ -80,7 +149,9 @@ def test_a_worker_with_another_module_is_refused_by_name() -> None:
         torchring.elastic.State(**parts(4))._check_layout(theirs)
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> None:
+def test_a_checkpoint_is_named_and_one_of_another_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def train(width: int, num_steps: int) -> int:
         @torchring.elastic.run
         def body(state: Any) -> int:
@@ -93,8 +164,16 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> No
         return body(torchring.elastic.State(**parts(width), step=0, checkpoint=tmp_path, every=1))
 
     assert train(3, 5) == 0
+    assert not caplog.records
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"is of another model or State: it has model.weight"):
         train(4, 5)
     assert sorted(tmp_path.iterdir()) == before
     assert train(3, 9) == 4
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--seed=2"])
+    assert train(3, 9) == 8
+    told, doubted = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert re.fullmatch(
+        rf"training goes on from the checkpoint of step 5 in {tmp_path}, which is 0:\d\d:\d\d old", told
+    )
+    assert "a job with another command line has written it" in doubted

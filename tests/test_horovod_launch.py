@@ -205,6 +205,7 @@ def test_gloo_and_mpi_choose_what_starts(started: list[dict[str, Any]], line: st
         ("--cycle-time-ms -1", "needs a number, 0 or more, got '-1'"),
         ("--fusion-threshold-mb 1.5", "needs a whole number of megabytes"),
         ("--network-interface eth0,", "needs names of network interfaces"),
+        ("--config-file a.yaml", "a.yaml is not read, so its settings would be lost: pass them as options"),
     ],
 )
 def test_options_that_are_wrong(line: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,6 +213,13 @@ def test_options_that_are_wrong(line: str, complaint: str, capsys: pytest.Captur
         cli.main(["run", "-np", "1", *line.split(), __file__])
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_check_build(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "--check-build"])
+    assert caught.value.code == 0
+    assert "PyTorch; Gloo between hosts" in capsys.readouterr().out
 
 
 def test_ssh_gets_its_options_and_is_preferred_with_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import functools
 import inspect
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, overload
 
@@ -554,6 +554,26 @@ class DistributedOptimizer(Optimizer):
             sync.extend(added)
 
         sync.reduction.world.shared(OptimizerGroup).guard.run("add_param_group()", share)
+
+    def _take_groups(self, groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+        """Have these groups and options, and these names for the parameters. Not collective, outside of generations.
+
+        Groups that are there stay the objects that they are, for schedulers.
+        """
+        own = self.param_groups
+        of_both = zip(own, groups, strict=False)
+        alike = [[*map(id, mine["params"])] == [*map(id, its["params"])] for mine, its in of_both]
+        num_alike = [*alike, False].index(False)
+        if num_alike < max(len(own), len(groups)):
+            for parameter in [parameter for group in own[num_alike:] for parameter in group["params"]]:
+                self.state.pop(parameter, None)
+            del own[num_alike:]
+            for group in groups[num_alike:]:
+                self.optimizer.add_param_group(dict(group))
+            self._stepped = list(parameters_of(self.optimizer))
+            self._names = dict(zip(self._stepped, names, strict=True))
+        for mine, its in zip(own, groups, strict=True):
+            mine.update({key: value for key, value in its.items() if key != "params"})
 
     # Hooks on checkpoints belong to the wrapped optimizer, whose state they see.
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 _T = TypeVar("_T")
 _logger: Final = logging.getLogger("torchring")
@@ -56,8 +56,7 @@ class SerialThread:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
-                _open_threads.add(self)
-                _threads.add(self._thread)
+                end_at_exit(self, self._thread)
             self._tasks.put((future, function))
         return future
 
@@ -115,8 +114,7 @@ class PeriodicThread:
         self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
-        _open_threads.add(self)
-        _threads.add(self._thread)
+        end_at_exit(self, self._thread)
 
     def close(self) -> None:
         """The thread ends when a call that is under way returns."""
@@ -142,11 +140,24 @@ class PeriodicThread:
             del method
 
 
-_open_threads: weakref.WeakSet[SerialThread | PeriodicThread] = weakref.WeakSet()
+class _Closable(Protocol):
+    def close(self) -> object: ...
+
+
+_open_threads: weakref.WeakSet[_Closable] = weakref.WeakSet()
 # A SerialThread may be garbage while its thread still runs, so threads are kept apart.
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _JOIN_SECONDS: Final = 1.0  # for threads that are not stuck
 _at_last: list[Callable[[], None]] = []
+
+
+def end_at_exit(owner: _Closable, thread: threading.Thread) -> None:
+    """Have the interpreter call `owner.close()` and join `thread` when it exits.
+
+    Every thread needs that which calls C++ code, or the process may end with SIGABRT: see `_outlive_stuck_threads`.
+    """
+    _open_threads.add(owner)
+    _threads.add(thread)
 
 
 def at_last(callback: Callable[[], None]) -> Callable[[], None]:

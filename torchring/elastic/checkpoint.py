@@ -28,12 +28,15 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchring.threads import end_at_exit
+
 _log: Final = logging.getLogger("torchring.elastic")
 _NAME: Final = re.compile(r"step-(\d{9,})\.pt")
 _TEMPORARY: Final = re.compile(r"step-\d{9,}\.\d+-[0-9a-f]{8}\.tmp")
 _LAST_LINE: Final = b"torchring crc32 %08x\n"
 _LAST_LINE_BYTES: Final = len(_LAST_LINE % 0)
 _BLOCK_BYTES: Final = 2**20
+_EXIT_SECONDS: Final = 10.0
 
 
 class CheckpointWriter:
@@ -97,11 +100,16 @@ class CheckpointWriter:
                 # A daemon: a disk that hangs must not keep the process from ending.
                 self._thread = threading.Thread(target=self._work, name="torchring-checkpoint", daemon=True)
                 self._thread.start()
+                end_at_exit(self, self._thread)
 
     def flush(self, seconds: float) -> bool:
         """Wait until nothing is left to write. Returns False if something is, after that many seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, seconds)
+
+    def close(self) -> None:
+        """The process ends: wait until nothing is left to write, but not long."""
+        self.flush(_EXIT_SECONDS)
 
     def write_now(self, step: int, state: Mapping[str, Any]) -> Path:
         """Write a checkpoint, after the one that is being written if there is one. Returns its path.

@@ -23,6 +23,7 @@ from torchring.rendezvous import protocol
 from torchring.rendezvous.environment import CHOICE, ELASTIC
 from torchring.rendezvous.protocol import Beat, Broken, Card, Invitation, Plan, invitation
 from torchring.rendezvous.store import try_all
+from torchring.threads import end_at_exit
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -77,6 +78,7 @@ class Member:
         self._is_closed = False
         self._thread = threading.Thread(target=self._watch, name="torchring-elastic", daemon=True)
         self._thread.start()
+        end_at_exit(self, self._thread)
 
     def meet(self, reason: str) -> World:
         """Leave the generation, wait for a new one that this worker belongs to, and open its world. Collective.
@@ -187,7 +189,7 @@ class Member:
         self._wake.set()
 
     def close(self) -> None:
-        """Say nothing more. Waits until the driver has heard the last card, 2 s at most."""
+        """Say nothing more. Waits until the driver has heard the last card, 2 s at most. Called at exit, too."""
         self._is_closed = True
         self._wake.set()
         self._thread.join(_GOODBYE_SECONDS)

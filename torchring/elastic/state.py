@@ -9,19 +9,22 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from torchring.collectives.initial_state import (
+    Stateful,
     broadcast_parameters,
     broadcast_state,
     check_broadcastable,
@@ -31,7 +34,8 @@ from torchring.collectives.service import collectives_of
 from torchring.elastic.checkpoint import CheckpointWriter, copy_of, newest, newest_step
 from torchring.elastic.membership import Member
 from torchring.elastic.sampler import Sampler, share_of
-from torchring.errors import GradientError, PlanMismatchError
+from torchring.errors import GradientError, PeerLostError, PlanMismatchError
+from torchring.gradients.validation import parameters_of
 from torchring.gradients.weights import OTHER_BATCH
 from torchring.optimizer import DistributedOptimizer
 from torchring.tracing.forward import TransientHook
@@ -66,9 +70,14 @@ class State:
     Modules and objects with `state_dict()` and `load_state_dict()` are changed in place. Other values are attributes:
     `state.epoch`. They hold numbers, strings, tensors, and lists, tuples and dicts of those.
 
-    A step is a `step()` of the first optimizer. Change values between this step and the next forward or backward, and
-    call collectives of your own before or after all of these changes, so that values and step belong together wherever
-    a rank is lost.
+    A step is a `step()` of the first optimizer. If there are several, the first is the one that steps first in an
+    iteration. Change values between this step and the next forward or backward, and call collectives of your own before
+    or after all of these changes, so that values and step belong together wherever a rank is lost.
+
+    New ranks, and jobs that start from a checkpoint, also take over which parameters require a gradient, and the
+    parameter groups of the optimizers. Parameters that are added to an optimizer later belong to a module of the State.
+
+    A GradScaler forgets `unscale_()` when ranks change. A step of LBFGS that was left half way is undone.
 
     Args:
         model: a module. Others may have other names.
@@ -133,6 +142,9 @@ class State:
         self._progress = 0  # steps of all optimizers: more is further
         self._size = 0  # of the world that trained last; 0 for none
         self._is_between = False  # a step has been made, and values may not have been changed yet
+        self._sees_forward = False  # since the last step
+        self._is_in_closure = False  # a step is under way that evaluates the model itself
+        self._before_closure: dict[str, Any] | None = None  # everything, if such a step changes it bit by bit
 
         # The generation
         self._member: Member | None = None
@@ -151,8 +163,8 @@ class State:
 
         for optimizer_ in self._optimizers:
             is_first = optimizer_ is self._optimizers[0]
-            optimizer_.register_step_pre_hook(lambda *_, is_first=is_first: self._before_step(is_first=is_first))
-            optimizer_.register_step_post_hook(lambda *_, is_first=is_first: self._after_step(is_first=is_first))
+            optimizer_.register_step_pre_hook(functools.partial(self._before_step, is_first))
+            optimizer_.register_step_post_hook(functools.partial(self._after_step, is_first))
         for module in self._modules.values():
             module.register_forward_pre_hook(_BeforeForward(self), with_kwargs=True)
             module.register_forward_hook(_AfterForward(self))
@@ -208,6 +220,7 @@ class State:
             # With several optimizers, this may be the forward for the second one, in the middle of an iteration.
             if len(self._optimizers) == 1 and (self._agreed is None or self._progress > self._agreed_at):
                 self._leave_if_agreed()
+                self._sees_forward = True
             for sampler in self._samplers:
                 sampler.see_forward(inputs)
             self._weigh_batch()
@@ -225,13 +238,23 @@ class State:
         if self._current_weight() not in (None, weight) and not by_script:
             raise GradientError(OTHER_BATCH)
 
-    def _before_step(self, *, is_first: bool) -> None:
+    def _before_step(
+        self, is_first: bool, optimizer: DistributedOptimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self._world is None:
             return
+        has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
         if is_first:
-            if self._world.size == 1:  # where no backward is noticed; nothing has changed since the last step
+            # A world of one notices no backward. Nothing has changed since the last step.
+            if has_closure or (self._world.size == 1 and not self._sees_forward):
                 self._leave_if_agreed()
             self._write_if_due()
+        self._is_in_closure = has_closure
+        self._before_closure = (
+            copy_of(self._everything(), self._before_closure)
+            if has_closure and isinstance(optimizer.optimizer, torch.optim.LBFGS)
+            else None
+        )
         committed = self._committed
         if committed is None or committed[0] != self._progress or (self._copied or (-1,))[0] == self._progress:
             return
@@ -241,9 +264,9 @@ class State:
             self._copied = (self._progress, copy_of(self._everything(values=committed[1]), spare))
             self._copying_seconds += time.monotonic() - now
 
-    def _after_step(self, *, is_first: bool) -> None:
+    def _after_step(self, is_first: bool, *_: object) -> None:
         self._progress += 1
-        self._is_between = True
+        self._is_between, self._sees_forward, self._is_in_closure = True, False, False
         if is_first:
             self._num_steps += 1
             if self._member is not None:
@@ -253,7 +276,9 @@ class State:
                 sampler.record_step(accumulate)
 
     def _leave_if_agreed(self) -> None:
-        """Raise MembershipChange if the ranks are to change now."""
+        """Raise MembershipChange if the ranks are to change now, and no step is half done."""
+        if self._is_in_closure:
+            return
         world = self._world
         if world is not None and world.size == 1 and world.wants_change:
             self._agreed = MembershipChange(all_leave=world.leaves)
@@ -282,22 +307,36 @@ class State:
 
         Raises:
             PlanMismatchError: ranks have states that differ in what they consist of, or a rank could not load.
-            RingError: a rank is lost.
+            RingError: a rank is lost, or a new one does not fit the others.
             ValueError: the checkpoint is of another model.
         """
-        self._world, self._member, self._agreed, self._is_between = world, member, None, False
+        self._world, self._member, self._agreed = world, member, None
         self._thread = threading.get_ident()
-        if world.size > 1:
-            collectives_of(world).check_equal(self._layout())
-        if member is not None and world.rank == 0:
-            member.publish_layout(json.dumps(self._layout()).encode())
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        uses_commits = self._share(world, has_failed=has_failed)
-        self._is_fresh = False
-        batches = [_Batches(self, is_first=i == 0) for i in range(len(self._optimizers))]
-        for optimizer, told in zip(self._optimizers, batches, strict=True):
-            optimizer._join_generation(world, told)
+        if self._is_in_closure and self._before_closure is not None:  # ranks were lost at different trial points
+            self._become(copy_of(self._before_closure))
+        self._is_in_closure = False
+        for each in self._stateful.values():
+            if isinstance(each, torch.amp.GradScaler):  # takes a step that was lost for one under way
+                getattr(each, "_per_optimizer_states", {}).clear()
+        rows = self._compare(world, has_failed=has_failed)
+        is_new = [row.progress < 0 for row in rows]
+        try:
+            if world.size > 1:
+                collectives_of(world).check_equal(self._layout())
+            if member is not None and world.rank == 0:
+                member.publish_layout(json.dumps(self._layout()).encode())
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+            uses_commits = self._share(world, rows)
+            batches = [_Batches(self, is_first=i == 0) for i in range(len(self._optimizers))]
+            for optimizer, told in zip(self._optimizers, batches, strict=True):
+                optimizer._join_generation(world, told)
+        except PlanMismatchError as error:
+            if is_new[world.rank] or not any(is_new):
+                raise
+            peers = [rank for rank, new in enumerate(is_new) if new]  # they end, and this rank goes on
+            raise PeerLostError(f"a new worker does not fit: {error.message}", rank=world.rank, peers=peers) from error
+        self._is_fresh = self._is_between = False
         for sampler in self._samplers:
             sampler.share_out(world.rank, world.size, self._global_batch)
         old, self._size = self._size, world.size
@@ -311,28 +350,31 @@ class State:
         if self._folder is not None and world.rank == 0 and self._writer is None:
             self._writer = CheckpointWriter(self._folder)
 
-    def _share(self, world: World, *, has_failed: bool) -> bool:
+    def _compare(self, world: World, *, has_failed: bool) -> list[_Row]:
+        """How far all ranks are. Collective."""
+        saved = newest_step(self._folder) if self._is_fresh and self._folder is not None else None
+        progress = -1 if self._is_fresh else self._progress
+        mine = _Row(
+            progress, not self._is_between, self._returns_to(), has_failed, -1 if saved is None else saved, self._size
+        )
+        if world.size == 1:
+            return [mine]
+        tensors = collectives_of(world).all_gather(torch.tensor([mine], dtype=torch.int64, device="cpu"))
+        return [_Row(*tensor.flatten().tolist()) for tensor in tensors]
+
+    def _share(self, world: World, rows: list[_Row]) -> bool:
         """Give all ranks what one of them has. Collective. Returns whether some rank has committed."""
-        returns_to = self._returns_to()
-        saved = -1
-        if self._is_fresh and self._folder is not None:
-            found = newest_step(self._folder)
-            saved = -1 if found is None else found
-        mine = [-1 if self._is_fresh else self._progress, -self._is_between, returns_to, has_failed, saved]
-        everybody = [mine]
-        if world.size > 1:
-            rows = collectives_of(world).all_gather(torch.tensor([mine], dtype=torch.int64, device="cpu"))
-            everybody = [row.flatten().tolist() for row in rows]
-        progress, commits, newest_saved = ([row[i] for row in everybody] for i in (0, 2, 4))
-        some_failed = any(row[3] for row in everybody)
+        commits = [row.returns_to for row in rows]
+        some_failed = any(row.has_failed for row in rows)
         if some_failed and max(commits) >= 0:
             src = commits.index(max(commits))
             change: Callable[[], object] = self._return_to_commit
-        elif max(progress) >= 0:
-            ends = [tuple(row[:2]) for row in everybody]  # of equals, one whose values are certain
+        elif any(row.progress >= 0 for row in rows):
+            ends = [row[:2] for row in rows]  # of equals, one whose values are certain
             src, change = ends.index(max(ends)), lambda: None
         else:
-            src, change = newest_saved.index(max(newest_saved)), self._load_newest
+            saved = [row.saved for row in rows]
+            src, change = saved.index(max(saved)), self._load_newest
         problem: Exception | None = None
         if world.rank == src:
             try:
@@ -342,14 +384,15 @@ class State:
         if world.size == 1:
             if problem is not None:
                 raise problem
-        else:
-            collectives_of(world).raise_together(problem, "could not give the others its state")
-            are_equal = len(set(progress)) == 1 and max(progress) >= 0 and not any(row[1] for row in everybody)
-            if some_failed or not are_equal:
-                self._receive(src, world.rank)
-            else:  # only what a forward changes may differ
-                for module in self._modules.values():
-                    broadcast_parameters(dict(module.named_buffers()), src)
+            return max(commits) >= 0
+        collectives_of(world).raise_together(problem, "could not give the others its state")
+        are_equal = len({(row.progress, row.size) for row in rows}) == 1 and rows[0].progress >= 0
+        if some_failed or not are_equal or not all(row.is_certain for row in rows):
+            self._receive(src, world.rank)
+        else:  # a step that GradScaler has left out changes more than a forward does, but no parameter
+            broadcast_state(_Rest(self), src)
+            for module in self._modules.values():
+                broadcast_parameters(dict(module.named_buffers()), src)
         return max(commits) >= 0
 
     def _receive(self, src: int, rank: int) -> None:
@@ -357,10 +400,11 @@ class State:
         # Rank `src` may be lost on the way. Then this rank may be the furthest, and has to have what it had.
         before = None if self._is_fresh or rank == src else copy_of(self._everything())
         try:
+            broadcast_state(_Rest(self), src)  # first: optimizers load into groups that are alike
             for module in self._modules.values():
                 broadcast_parameters(module, src)
-            for each in (*self._stateful.values(), _Values(self), _Counters(self)):
-                broadcast_state(each, src)
+            for optimizer in self._optimizers:
+                broadcast_state(optimizer, src)
         except BaseException:
             if before is not None:
                 self._become(before)
@@ -408,13 +452,18 @@ class State:
         return {
             "format": _FORMAT,
             "layout": self._layout(),
+            "command": _command(),
+            "time": time.time(),
             "modules": {name: module.state_dict() for name, module in self._modules.items()},
+            "parameters": _Parameters(self).state_dict(),
             "stateful": {name: each.state_dict() for name, each in self._stateful.items()},
             "values": _Values(self).state_dict() if values is None else values,
             "counters": _Counters(self).state_dict(),
         }
 
     def _become(self, everything: dict[str, Any]) -> None:
+        if "parameters" in everything:  # older checkpoints have none
+            _Parameters(self).load_state_dict(everything["parameters"])
         for name, module in self._modules.items():
             module.load_state_dict(everything["modules"][name])
         for name, each in self._stateful.items():
@@ -438,7 +487,16 @@ class State:
                 f"the script has {mine_has}; use another folder, or remove the checkpoints"
             )
         self._become(everything)
-        _log.info("training goes on from the checkpoint of step %d in %s", step, self._folder)
+        age = timedelta(seconds=round(time.time() - everything.get("time", 0)))
+        is_another = everything.get("command", _command()) != _command()
+        doubt = (
+            "; a job with another command line has written it: if that job has nothing to do with this one, end this "
+            "job, and give it another folder"
+        )
+        _log.warning(
+            "training goes on from the checkpoint of step %d in %s, which is %s old%s",
+            *(step, self._folder, age, doubt if is_another else ""),
+        )
 
     def _write_if_due(self) -> None:
         if self._writer is None or self._world is None or self._world.rank != 0:
@@ -471,9 +529,34 @@ class State:
         return str(self._writer.newest or "")
 
 
+def _command() -> int:
+    """A number for the command line of this job, which may hold secrets."""
+    return zlib.crc32("\0".join([Path(sys.argv[0]).name, *sys.argv[1:]]).encode(errors="replace"))
+
+
 def _difference(theirs: list[str], mine: list[str]) -> tuple[str, str]:
     """The first line that differs, in both."""
     return next(pair for pair in zip_longest(theirs, mine, fillvalue="nothing more") if pair[0] != pair[1])
+
+
+class _Row(NamedTuple):
+    """How far a rank is.
+
+    Attributes:
+        progress: -1 for a rank that has nothing yet.
+        is_certain: whether values belong to this progress.
+        returns_to: progress of its newest commit; -1 for none.
+        has_failed: whether it returns to its commit, and so all ranks do.
+        saved: step of the newest checkpoint; -1 for none, or if the rank needs none.
+        size: of the world that trained last.
+    """
+
+    progress: int
+    is_certain: bool
+    returns_to: int
+    has_failed: bool
+    saved: int
+    size: int
 
 
 class _BeforeForward(TransientHook):
@@ -520,6 +603,73 @@ class _Batches:
         if self._is_first:
             self._state._agreed = MembershipChange(all_leave=all_leave)
             self._state._agreed_at = self._state._progress
+
+
+class _Parameters:
+    """Which parameters a State's optimizers have, in which groups, and which parameters require a gradient."""
+
+    def __init__(self, state: State) -> None:
+        self._optimizers = {
+            name: each for name, each in state._stateful.items() if isinstance(each, DistributedOptimizer)
+        }
+        self._places = {
+            parameter: f"{each} of {name}"
+            for name, optimizer in self._optimizers.items()
+            for parameter, each in optimizer._names.items()
+        }
+        for name, module in state._modules.items():
+            self._places |= {parameter: f"{name}.{each}" for each, parameter in module.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "groups": {name: list(map(self._group, each.param_groups)) for name, each in self._optimizers.items()},
+            "names": {
+                name: [each._names.get(parameter, "") for parameter in parameters_of(each)]
+                for name, each in self._optimizers.items()
+            },
+            "requires_grad": {place: parameter.requires_grad for parameter, place in self._places.items()},
+        }
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        # A parameter that came past torchring has no place. The next step refuses it.
+        return {**group, "params": [self._places.get(parameter, "") for parameter in group["params"]]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        parameters = {place: parameter for parameter, place in self._places.items()}
+        for name, optimizer in self._optimizers.items():
+            groups = [{**group} for group in state_dict["groups"][name]]
+            for group in groups:
+                if unknown := [place for place in group["params"] if place not in parameters]:
+                    raise ValueError(
+                        f"{name} has {unknown[0]} where training goes on, which no module of this State has; build "
+                        "the same model, and keep all modules in the State whose parameters are added later"
+                    )
+                group["params"] = [parameters[place] for place in group["params"]]
+            optimizer._take_groups(groups, state_dict["names"][name])
+        for place, requires_grad in state_dict["requires_grad"].items():
+            if place in parameters and parameters[place].requires_grad != requires_grad:
+                parameters[place].requires_grad_(requires_grad)
+
+
+class _Rest:
+    """All that a State has but the tensors of its modules and optimizers."""
+
+    def __init__(self, state: State) -> None:
+        self._parts: dict[str, Stateful] = {
+            "parameters": _Parameters(state),
+            "values": _Values(state),
+            "counters": _Counters(state),
+        }
+        for name, each in state._stateful.items():
+            if not isinstance(each, DistributedOptimizer):
+                self._parts[f"stateful {name}"] = each
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in self._parts.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, each in self._parts.items():
+            each.load_state_dict(state_dict[name])
 
 
 class _Values:

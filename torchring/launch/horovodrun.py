@@ -29,7 +29,7 @@ _IGNORED: Final = {
         --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
         --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp --log-without-timestamp
         -prefix-timestamp --prefix-output-with-timestamp""",
-    1: """--config-file --start-timeout --cache-capacity --autotune-log-file --autotune-warmup-samples
+    1: """--start-timeout --cache-capacity --autotune-log-file --autotune-warmup-samples
         --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --mpi-args
         --binding-args --num-nccl-streams --thread-affinity""",
 }
@@ -41,6 +41,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--horovod", action="store_true", help="have `import horovod.torch` find torchring.horovod in the script"
     )
+    group.add_argument(
+        *("-cb", "--check-build"),
+        action="version",
+        version="torchring: PyTorch; Gloo between hosts, and MPI under mpirun with mpi4py; NCCL's place is taken by "
+        "torchring's own kernels. `torchring doctor` says what this machine offers.",
+        help="say what processes reduce with",
+    )
+    group.add_argument("--config-file", type=_no_file, metavar="FILE", help="refused: pass its settings as options")
     group.add_argument("--verbose", action="store_true", help="say what is started where")
     group.add_argument("-p", "--ssh-port", type=_port, metavar="PORT", help="of ssh on other hosts")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
@@ -169,6 +177,12 @@ class _Ignore(argparse.Action):
 
 def _timeline(text: str) -> str:
     return text if text.upper() == "DYNAMIC" else os.path.abspath(text)
+
+
+def _no_file(text: str) -> str:
+    raise argparse.ArgumentTypeError(
+        f"{text} is not read, so its settings would be lost: pass them as options, such as --fusion-threshold-mb"
+    )
 
 
 def _port(text: str) -> int:

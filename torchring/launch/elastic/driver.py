@@ -76,8 +76,8 @@ def start_elastic(
 ) -> int:
     """Run `python COMMAND...` in workers that come and go, until the training has finished.
 
-    Call this from the main thread: the first SIGINT, SIGTERM or SIGHUP is passed on to all workers, which finish their
-    step, save and end. A second signal kills them.
+    Call this from the main thread: after the first SIGINT, SIGTERM or SIGHUP all workers finish their step, save and
+    end. They get the same signal, but SIGTERM for SIGHUP. A second signal kills them.
 
     Args:
         command: the arguments of `python`: a script, or `-m` and a module, and their arguments.

@@ -133,6 +133,7 @@ def from_file(path: str) -> Hosts:
 def from_script(script: str, default_slots: int = 1) -> Hosts:
     """The hosts that a script prints: lines `host:slots`, or `host` for one with `default_slots`.
 
+    `host:0` is a host whose workers are to leave, as if the script did not name it. Text after # is a comment.
     `script` is the path of an executable, or a line for the shell, as for horovodrun. Raises LaunchError if it is
     neither.
     """
@@ -149,11 +150,12 @@ def from_script(script: str, default_slots: int = 1) -> Hosts:
 
 
 def _printed_hosts(script: str, text: str, default_slots: int) -> list[Host]:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for each in text.splitlines() if (line := each.partition("#")[0].strip())]
     if not lines:
         raise LaunchError(f"the discovery script {script!r} printed no host; expected lines `host:slots`")
     complaint = f"the discovery script {script!r} printed {{!r}}; expected `host:slots` or `host` on each line"
-    return [parse_host(line, complaint.format(line[:_QUOTED]), default_slots) for line in lines]
+    hosts = [parse_host(line.removesuffix(":0"), complaint.format(line[:_QUOTED]), default_slots) for line in lines]
+    return [host for host, line in zip(hosts, lines, strict=True) if not line.endswith(":0")]
 
 
 def _run(script: str, command: Sequence[str], is_closed: threading.Event) -> str:

@@ -312,10 +312,10 @@ class Membership:
         if self._signals == 1:
             name = signal.Signals(number).name
             if self._over_at is None:
-                self._over(f"torchring run was told to end by {name}", 128 + number, number)
+                self._over(f"torchring run was told to end by {name}", 128 + number, _for_workers(number))
             else:
                 self._code = 128 + number
-                self._send_all(number)
+                self._send_all(_for_workers(number))
         elif self._signals == 2:
             self._send_all(signal.SIGKILL)
 
@@ -438,6 +438,10 @@ class Membership:
             if not survivors:
                 self._over("the training has finished", None)
                 return
+        if members and all(worker.code == 0 and not worker.is_dismissed for worker in members):
+            reason = "the script has ended with exit code 0 on all ranks, without a return from the training function"
+            self._over(reason, 0)
+            return
         if self.generation and not self._may_change():
             self._over(f"the workers have changed more often than --reset-limit {self.limits.reset_limit} allows", 1)
             return
@@ -668,6 +672,11 @@ def _places(workers: Iterable[_Worker]) -> str:
     for worker in workers:
         by_host.setdefault(worker.host, []).append(str(worker.number))
     return "; ".join(f"{host}: {', '.join(numbers)}" for host, numbers in by_host.items())
+
+
+def _for_workers(number: int) -> int:
+    """The signal that workers get for one that the driver has got. A lost connection ends the job, with checkpoints."""
+    return signal.SIGTERM if number == signal.SIGHUP else number
 
 
 def _gone(worker: _Worker) -> str:
