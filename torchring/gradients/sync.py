@@ -126,6 +126,13 @@ class GradientSync:
         """Whether a backward is under way that reduces."""
         return self.in_backward and self._reduces
 
+    @property
+    def batch_weight(self) -> float | None:
+        """The weight of the backward under way, or else of the one that comes. None if it has none."""
+        if self._handles_of_zero_weight:
+            return 0.0
+        return self._weights.last if self.in_backward else self._weights.next
+
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective: more parameters, some of which may be frozen for now."""
         self._frozen += parameters

@@ -60,19 +60,21 @@ class Weights:
     Attributes:
         num_backwards: how many backwards have contributed since the last reduction, those inside `no_sync()` included.
         reference: see above.
+        next: the weight that was given for the backward that comes, if there is one.
+        last: the weight of the backward under way, or of the last one.
     """
 
     def __init__(self) -> None:
         self.num_backwards = 0
         self.reference = 1.0
         self._is_narrow = False
-        self._next: float | None = None  # for the backward that comes
+        self.next: float | None = None
         self._next_whole: float | None = None
         self._whole: float | None = None
         self._unit: float | None = None  # the weight that local gradients are divided by
         self._total: float | None = None
         self._left_out = 0.0  # of backwards that were skipped
-        self._last: float | None = None  # of the backward under way
+        self.last: float | None = None
 
     @property
     def is_weighted(self) -> bool:
@@ -82,16 +84,16 @@ class Weights:
     @property
     def is_given(self) -> bool:
         """Whether the script has given the next backward a weight."""
-        return self._next is not None and self._next_whole is None
+        return self.next is not None and self._next_whole is None
 
     @property
     def is_by_script(self) -> bool:
         """Whether the script has weighed the backward under way, or the next one."""
-        return self.is_given or (self._next is None and self._last is not None and self._whole is None)
+        return self.is_given or (self.next is None and self.last is not None and self._whole is None)
 
     def expects(self, weight: float, whole: float) -> bool:
         """Whether an elastic job has given the next backward this weight."""
-        return (self._next, self._next_whole) == (self.representable(weight), whole)
+        return (self.next, self._next_whole) == (self.representable(weight), whole)
 
     def expect(self, dtypes: Sequence[torch.dtype]) -> None:
         """Gradients travel in these dtypes, the weight in any of them: another bucket may come to be the first one."""
@@ -114,14 +116,14 @@ class Weights:
 
         Raises GradientError if a weight was given already, or an earlier backward had none.
         """
-        if self._next is not None and self._next_whole is None:
+        if self.next is not None and self._next_whole is None:
             raise GradientError("weigh() was called twice before one backward(); call it once before each")
         if self.num_backwards and self._total is None:
             raise GradientError(
                 "weigh() was called after a backward() without a weight whose gradients are not reduced yet; call "
                 "weigh() before each backward(), or zero_grad() first"
             )
-        self._next = weight
+        self.next = weight
         self._next_whole = whole
         if not weight:
             return 1.0
@@ -130,13 +132,13 @@ class Weights:
 
     def begin(self) -> None:
         """A backward begins. Raises GradientError if it has no weight, and an earlier one had one."""
-        weight, self._next = self._next, None
+        weight, self.next = self.next, None
         if weight is None and self._total is not None:
             raise GradientError(
                 "this backward() has no weight, but an earlier one had one whose gradients are not reduced yet; call "
                 "optimizer.weigh() before each backward()"
             )
-        self._last = weight
+        self.last = weight
         self._whole = self._next_whole
         if weight is not None:
             self._total = (self._total or 0.0) + weight
@@ -144,25 +146,25 @@ class Weights:
 
     def withdraw(self) -> None:
         """The backward under way was broken off."""
-        if self._last is not None and self._total is not None:
-            self._total -= self._last
+        if self.last is not None and self._total is not None:
+            self._total -= self.last
         self.num_backwards -= 1
         if not self.num_backwards:
             self.reset()
 
     def drop_next(self) -> None:
         """The backward that a weight was given for does not come."""
-        if self._next is not None and self._next_whole is not None:
-            self._left_out += self._next
+        if self.next is not None and self._next_whole is not None:
+            self._left_out += self.next
             self._whole = self._next_whole
-        self._next = None
+        self.next = None
 
     def reset(self) -> None:
         """Local gradients are reduced, or gone. A weight that was given for the next backward stays."""
         self.num_backwards = 0
         self._total = None
         self._left_out = 0.0
-        self._unit = self._next or None
+        self._unit = self.next or None
 
     def share(self, *, is_absent: bool) -> Share:
         """What this rank contributes to the round that begins."""
