@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -221,6 +222,12 @@ def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
     for _ in range(2):
         optimizer.skip()
     found.append(weight.grad.tolist() if weight.grad is not None else [])
+    if rank == 1:
+        optimizer.skip()
+    else:
+        (weight * 4).sum().backward()
+    optimizer.synchronize()  # ends an incomplete group
+    found.append(weight.grad.tolist() if weight.grad is not None else [])
     optimizer.close()
 
     parameters = [nn.Parameter(torch.zeros(2).double()) for _ in range(2)]
@@ -237,7 +244,7 @@ def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
 
 def test_skipping_with_micro_steps_and_with_several_optimizers() -> None:
     for found in run_pooled(_skipping_some_of_several, 2):
-        assert found == [[6.5, 6.5], [], [3.0, 3.0], [5.0, 5.0]]
+        assert found == [[6.5, 6.5], [], [4.0, 4.0], [3.0, 3.0], [5.0, 5.0]]
 
 
 def _skipped_while_buckets_are_laid_out_again(rank: int, size: int, skips: Sequence[int]) -> list[Any]:
@@ -283,6 +290,21 @@ def _refused(rank: int, size: int, how: str) -> list[str]:
             with optimizer.no_sync():
                 optimizer.weigh(1)
                 _loss(model, samples).backward()
+        elif how == "no backward":
+            with optimizer.no_sync():
+                optimizer.weigh(1)
+                _loss(model, samples).backward()
+                optimizer.weigh(1)
+            optimizer.synchronize()
+        elif how == "by hand on rank 1":
+            if rank == 1:
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+            else:
+                with optimizer.no_sync():
+                    optimizer.weigh(1)
+                    _loss(model, samples).backward()
+            optimizer.synchronize()
         elif how == "on results":
             _loss(model, samples).backward()
             with optimizer.no_sync():
@@ -306,6 +328,8 @@ def _refused(rank: int, size: int, how: str) -> list[str]:
         ("twice", "GradientError: weigh() was called twice before one backward()"),
         ("after an unweighted one", "GradientError: weigh() was called after a backward() without a weight"),
         ("then an unweighted one", "GradientError: this backward() has no weight, but an earlier one had one"),
+        ("no backward", "GradientError: weigh() was called before synchronize(), and no backward() came in between"),
+        ("by hand on rank 1", "GradientError: rank 1 did not call optimizer.weigh()"),
         ("on results", "GradientError: weights were given with gradients of an earlier step in .grad"),
         ("forgotten on rank 1", "GradientError: rank 1 did not call optimizer.weigh() before this backward()"),
     ],
@@ -403,6 +427,17 @@ def _odd_ways(rank: int, size: int) -> dict[str, Any]:
     found["thawed"] = _first(a, frozen)
     optimizer.close()
 
+    for inside, shares in ((False, (1.0, 3.0)), (True, (1.0, 3.0)), (False, (2.0, 0.0))):
+        (a, b), optimizer = _pair()
+        with torchring.join(optimizer) if inside else contextlib.nullcontext():
+            optimizer.weigh(shares[rank])
+            a.grad = torch.full_like(a, rank + 1.0 if shares[rank] else math.nan)  # as from torch.autograd.grad()
+            optimizer.synchronize()
+            found[f"by hand {inside} {shares}"] = _first(a, b)
+            (a * (rank + 1)).sum().backward()  # without a weight
+            found[f"by hand {inside} {shares}"] += _first(a)
+        optimizer.close()
+
     (a, b), optimizer = _pair()
     (a + b).sum().backward()
     optimizer.weigh(4)
@@ -419,6 +454,9 @@ def test_odd_ways() -> None:
         assert found["frozen"] == [2.0, None]
         assert found["kept in the wire"] == [2.0, 1.0, ""]
         assert found["thawed"] == [4.0, 4.0]
+        for case in ("False (1.0, 3.0)", "True (1.0, 3.0)"):
+            assert found[f"by hand {case}"] == [1.75, None, 1.75 + 1.5], case
+        assert found["by hand False (2.0, 0.0)"] == [1.0, None, 1.0 + 1.5]
         assert "weights were given with gradients of an earlier step" in found["on results"]
 
 

@@ -173,8 +173,9 @@ class GradientSync:
             self._or_fail(self._finish_round)
             self._num_backwards = 0
             self._weights.reset()
-        elif self._no_sync_depth == 0:
-            self._num_backwards += 1
+        else:
+            self._num_backwards += self._no_sync_depth == 0
+            self._weights.has_skipped |= self._group.is_skipping
         self.in_backward = False
         self._enter(Phase.OUTSIDE, recorder.BETWEEN if reduces else recorder.INPUT)
         self._end_zero_weight()
@@ -260,11 +261,11 @@ class GradientSync:
         if self.batches is not None:
             self.batches.begin_backward(is_weighed=self._weights.is_given, is_skipped=True)
             self.weigh_batch()
+        self.forget_next_backward()
         self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate)
 
     def _take_part(self, *, reduces: bool) -> None:
         """Collective: what a backward would do, with what is local already, or nothing."""
-        self.forget_next_backward()
         with torch.no_grad(), self._group.skipping():
             self._begin(reduces=reduces)
             self._group.finish_backward(self)
@@ -276,6 +277,9 @@ class GradientSync:
         """
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
+        if self._weights.has_skipped and self.reduction.first_unsettled() is None:
+            self._take_part(reduces=True)
+            return
         with torch.no_grad():
             self._begin(reduces=True)
             self._group.finish_backward(self)
@@ -300,6 +304,10 @@ class GradientSync:
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
         if self.reduction.world.is_joining:  # others may have ended, and meet this with a round
+            self._drop_stale_weights()
+            self._count_local(needs=self._needs_synchronize())
+            self._weights.drop_next()
+            self._end_zero_weight()
             self._take_part(reduces=True)
             return
         self._recorder.enter(recorder.EXPOSED)
@@ -473,7 +481,7 @@ class GradientSync:
             wants_change=int(self.reduction.world.wants_change),
             leaves=int(self.reduction.world.leaves),
         )
-        is_absent = self._group.is_skipping and not self._weights.num_backwards
+        is_absent = (self._group.is_skipping or self._weights.has_skipped) and not self._weights.num_backwards
         self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits, is_absent=is_absent, is_again=is_again)
 
     def _finish_round(self) -> None:
@@ -495,7 +503,7 @@ class GradientSync:
         problem: GradientError | None = None
         needs = False
         try:
-            needs = self.reduction.needs_synchronize()
+            needs = self._needs_synchronize()
         except GradientError as error:
             problem = error
         wants = collectives.all_reduce(
@@ -504,9 +512,30 @@ class GradientSync:
         if wants[1]:
             raise in_step(problem or GradientError("synchronize() was refused on another rank; its error says why"))
         if wants[0]:
+            self._count_local(needs=needs)
             self._or_fail(self._reduce_now)
             self._num_backwards = 0
             self._weights.reset()
+
+    def _needs_synchronize(self) -> bool:
+        """As `Reduction.needs_synchronize`. Raises GradientError if it is not clear what a weight was given for."""
+        if self._weights.is_given and self._weights.num_backwards:
+            raise GradientError(
+                "weigh() was called before synchronize(), and no backward() came in between; call skip() in place of a "
+                "backward() that is left out"
+            )
+        return self.reduction.needs_synchronize()
+
+    def _count_local(self, *, needs: bool) -> None:
+        """Gradients that the script has put into `.grad`, and a weight for them, count as those of a backward do."""
+        weights = self._weights
+        if weights.num_backwards or not (weights.is_given or (needs and weights.next is None)):
+            return
+        if weights.next == 0:
+            for parameter in self.reduction.parameters:  # counts as zero, whatever it holds
+                parameter.grad = None
+        self._end_zero_weight()
+        weights.begin()
 
     def _begin_weight(self, *, reduces: bool) -> None:
         self._weights.begin()

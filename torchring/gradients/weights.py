@@ -62,10 +62,12 @@ class Weights:
         reference: see above.
         next: the weight that was given for the backward that comes, if there is one.
         last: the weight of the backward under way, or of the last one.
+        has_skipped: whether this rank has left out a backward since the last reduction.
     """
 
     def __init__(self) -> None:
         self.num_backwards = 0
+        self.has_skipped = False
         self.reference = 1.0
         self._is_narrow = False
         self.next: float | None = None
@@ -116,7 +118,7 @@ class Weights:
 
         Raises GradientError if a weight was given already, or an earlier backward had none.
         """
-        if self.next is not None and self._next_whole is None:
+        if self.is_given:
             raise GradientError("weigh() was called twice before one backward(); call it once before each")
         if self.num_backwards and self._total is None:
             raise GradientError(
@@ -162,6 +164,7 @@ class Weights:
     def reset(self) -> None:
         """Local gradients are reduced, or gone. A weight that was given for the next backward stays."""
         self.num_backwards = 0
+        self.has_skipped = False
         self._total = None
         self._left_out = 0.0
         self._unit = self.next or None
