@@ -52,7 +52,7 @@ def _weighted(
     accumulate = micros if how == "accumulate" else 1
     optimizer = torchring.wrap(sgd, model, accumulate=accumulate, **{"bucket_mb": TINY_MB, **options})
     for step in range(_STEPS):
-        optimizer.zero_grad(set_to_none=step != 2)
+        (optimizer if step < 3 else model).zero_grad(set_to_none=step < 2)
         for micro in range(micros):
             samples = _samples(rank, step, micro).to(dtype)
             optimizer.weigh(len(samples) * unit)
@@ -367,6 +367,28 @@ def _first(*parameters: nn.Parameter) -> list[float | None]:
     return [None if p.grad is None else float(p.grad[0]) for p in parameters]
 
 
+def _dropped_after_weigh(rank: int, size: int) -> list[list[float | None]]:
+    """The script drops the gradients of a micro-step past the optimizer, when it has given the next weight already."""
+    found = []
+    for sets_to_none in (True, False):
+        (a, b), optimizer = _pair()
+        with optimizer.no_sync():
+            optimizer.weigh(2)
+            (a + b).sum().backward()
+        optimizer.weigh(1 + 2 * rank)
+        optimizer.optimizer.zero_grad(set_to_none=sets_to_none)
+        ((a + 2 * b) * (rank + 1)).sum().backward()
+        found.append(_first(a, b))
+        optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_weight_goes_with_its_gradients(size: int) -> None:
+    for found in run_pooled(_dropped_after_weigh, size):
+        assert found == ([[1.0, 2.0]] * 2 if size == 1 else [[1.75, 3.5]] * 2)
+
+
 def _odd_ways(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     (a, _), first = _pair(accumulate=2)
@@ -460,7 +482,7 @@ def test_odd_ways() -> None:
         assert "weights were given with gradients of an earlier step" in found["on results"]
 
 
-def _sparse_and_zeroed_in_place(rank: int, size: int) -> list[str]:
+def _sparse_and_zeroed_in_place(rank: int, size: int, past_it: bool) -> list[str]:
     """Rank 0 alone uses the embedding in the second step; the third finds its gradient neither dropped nor zeroed."""
     words = nn.Embedding(3, 2, sparse=True, dtype=torch.float64)
     with torch.no_grad():
@@ -481,13 +503,14 @@ def _sparse_and_zeroed_in_place(rank: int, size: int) -> list[str]:
     problems = []
     for step in range(1, 3):
         if step == 1:
-            optimizer.zero_grad(set_to_none=False)
+            (model if past_it else optimizer).zero_grad(set_to_none=False)
         problems.append(attempt(lambda step=step: train(step)))
     return [*problems, str(words.weight.tolist())]
 
 
-def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_step() -> None:
-    for second, third, trained in run_pooled(_sparse_and_zeroed_in_place, 2):
+@pytest.mark.parametrize("past_it", [False, True])
+def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_step(past_it: bool) -> None:
+    for second, third, trained in run_pooled(_sparse_and_zeroed_in_place, 2, past_it):
         assert second == ""
         assert "weights were given with gradients of an earlier step in .grad" in third
         assert trained == str([[0.5 - 0.125, 0.5 - 0.125], [0.5 - 0.125, 0.5 - 0.125], [1.0, 1.0]])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -23,7 +24,7 @@ from torchring.errors import GradientError, in_step
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.buffers import BufferSpec, BufferSync, SyncBuffers
 from torchring.gradients.candidates import AUTO_COMPRESSION, what_to_tune
-from torchring.gradients.ledger import GradientStatus
+from torchring.gradients.ledger import GradientStatus, is_zero
 from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted, wire_dtype
 from torchring.gradients.recording import RoundRecording, has_arrivals
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
@@ -299,7 +300,36 @@ class Reduction:
 
     def holds_results(self) -> bool:
         """Whether a gradient is there that an earlier round has reduced."""
-        return any(bucket.ledger.holds_results() for bucket in self.buckets) or self._sparse.holds_results()
+        return any(bucket.ledger.results() for bucket in self.buckets) or bool(self._sparse.results())
+
+    def notice_zeroing(self, arrived: torch.Tensor | None = None) -> None:
+        """Find the results that the script has zeroed in place, past the optimizer (`model.zero_grad()`).
+
+        Args:
+            arrived: a parameter to whose gradient backward has added since. What its gradient was cannot be seen: zero,
+                if all others have become zero.
+        """
+        zeroed: list[Callable[[], None]] = []
+        of_arrived: list[Callable[[], None]] = []
+        num_results = 0
+        for bucket in self.buckets:
+            ledger = bucket.ledger
+            for slot in ledger.results():
+                num_results += 1
+                has_arrived = bucket.parameters[slot] is arrived
+                if ledger.was_zeroed(slot, has_arrived=has_arrived):
+                    (of_arrived if has_arrived else zeroed).append(partial(ledger.mark_slot_zeroed, slot))
+        for index in self._sparse.results():
+            num_results += 1
+            parameter = self.parameters[index]
+            if parameter is arrived:
+                of_arrived.append(partial(self._sparse.mark_one_zeroed, index))
+            elif parameter.grad is not None and is_zero(parameter.grad):
+                zeroed.append(partial(self._sparse.mark_one_zeroed, index))
+        if zeroed and len(zeroed) + len(of_arrived) == num_results:
+            zeroed += of_arrived
+        for mark in zeroed:
+            mark()
 
     def scale_local(self, factor: float) -> None:
         """Multiply the gradients that no other rank has seen."""

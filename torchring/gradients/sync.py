@@ -19,6 +19,7 @@ from torchring.errors import GradientError, in_step, with_way_out
 from torchring.gradients.backward import BackwardWatch
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.hooks import attach_hooks, make_hook
+from torchring.gradients.ledger import Snapshot
 from torchring.gradients.module_wrappers import explain
 from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
@@ -105,6 +106,8 @@ class GradientSync:
 
         # The backward under way
         self.in_backward = False
+        self._arrived: torch.nn.Parameter | None = None  # has got its gradient just now, before all others
+        self._local = Snapshot()  # what backwards with weights have left in `.grad`
         self._reduces = False
         self.mark_ready: Callable[[int], None] = reduction.scheduler.mark_local  # or `mark_ready`
 
@@ -156,13 +159,19 @@ class GradientSync:
 
     # Backward
 
-    def begin_backward(self) -> None:
-        """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
+    def begin_backward(self, index: int) -> None:
+        """The first gradient of a backward arrives, of this parameter; or of an outer backward, after an inner one."""
         if not self.in_backward:
+            self._arrived = self.reduction.parameters[index]
             if self.batches is not None:
                 self._begin_batch(self.batches)
             self._enter(Phase.BACKWARD, recorder.BACKWARD)
-            self._begin(reduces=self._next_reduces())
+            try:
+                if self.reduction.is_sum and self.reduction.holds_results():
+                    self.reduction.notice_zeroing(self._arrived)
+                self._begin(reduces=self._next_reduces())
+            finally:
+                self._arrived = None
         self.watch.arm()
 
     def finish_backward(self, *, reduces: bool) -> None:
@@ -176,6 +185,8 @@ class GradientSync:
         else:
             self._num_backwards += self._no_sync_depth == 0
             self._weights.has_skipped |= self._group.is_skipping
+            if self._weights.is_weighted:
+                self._local = Snapshot(self._own_parameters())
         self.in_backward = False
         self._enter(Phase.OUTSIDE, recorder.BETWEEN if reduces else recorder.INPUT)
         self._end_zero_weight()
@@ -243,13 +254,13 @@ class GradientSync:
             reduction.scale_local(factor)
             for grad in (p.grad for p in thawed if p.grad is not None):
                 grad.mul_(factor)
+            self._local = Snapshot(self._own_parameters())
         if not weight:
             self._zero_next_backward()
 
     def _zero_next_backward(self) -> None:
         """Gradients of the next backward are zeros, whatever the loss is, a mean over nothing included."""
-        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]  # not adopted yet
-        for parameter in (*self.reduction.parameters, *thawed):
+        for parameter in self._own_parameters():
             if parameter.requires_grad:
                 handle = parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
                 self._handles_of_zero_weight.append(handle)
@@ -537,7 +548,13 @@ class GradientSync:
         self._end_zero_weight()
         weights.begin()
 
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        """Those that have thawed and are not adopted yet, too."""
+        return [*self.reduction.parameters, *(parameter for parameter in self._frozen if parameter.requires_grad)]
+
     def _begin_weight(self, *, reduces: bool) -> None:
+        if self._weights.is_weighted and not torch.is_grad_enabled():  # or autograd leaves another tensor in `.grad`
+            self._drop_stale_weights()
         self._weights.begin()
         if self._weights.is_weighted and not reduces:
             self._refuse_results()
@@ -545,12 +562,17 @@ class GradientSync:
     def _refuse_results(self) -> None:
         """Raise GradientError if weights would be given to results of an earlier step, too."""
         if self.reduction.holds_results():
+            self.reduction.notice_zeroing(self._arrived)
+        if self.reduction.holds_results():
             raise GradientError(ON_RESULTS)
 
     def _drop_stale_weights(self) -> None:
-        """Forget the backwards whose gradients the script has dropped, as model.zero_grad() does."""
-        if self._weights.num_backwards and not self.reduction.has_local():
-            self._weights.reset()
+        """Forget the backwards whose gradients the script has dropped or zeroed, as model.zero_grad() does."""
+        weights = self._weights
+        if not weights.num_backwards:
+            return
+        if self._local.is_gone(self._arrived) if weights.is_weighted else not self.reduction.has_local():
+            weights.reset()
 
     def _end_zero_weight(self) -> None:
         """The backward of weight 0 is over."""
