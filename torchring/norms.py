@@ -11,6 +11,7 @@ pairwise algorithm for computing sample variances", COMPSTAT 1982.
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
+from torchring.collectives import operations
 from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import Collectives
 from torchring.collectives.signature import Signature
@@ -243,6 +245,34 @@ def _gather(world: World, own: Tensor, number: float, detail: str) -> tuple[Tens
     everybody = torch.stack(_collectives_of(world).all_gather(mine, signature))
     counts, first, second = torch.split(everybody, [1, own.shape[1], own.shape[1]], dim=1)
     return counts, first, second
+
+
+def stay_away(world: World, why: str) -> Future[Any] | None:
+    """This rank runs no SyncBatchNorm layer until all ranks have called this. One that does raises PlanMismatchError.
+
+    Returns what ends when all ranks have called this. None if no rank has run such a layer yet.
+    """
+    if (collectives := world.opened(_open)) is None:
+        return None
+    return collectives.start(why, operations.all_gather, torch.zeros(1, 1, device="cpu"), Signature(why))
+
+
+def refuse_layers(world: World, what: str) -> Future[Any] | None:
+    """This rank runs no layer until all ranks have called this. A rank that runs one breaks the world.
+
+    Returns what is done when all ranks have called this. None if no layer has run yet.
+    """
+    if (collectives := world.opened(_open)) is None:
+        return None
+    signature = Signature(what, "no SyncBatchNorm layer may train meanwhile")
+    future = collectives.start(what, operations.all_gather, torch.zeros(1, 1, device="cpu"), signature)
+
+    def tell(done: Future[Any]) -> None:
+        if (error := done.exception()) is not None:
+            world.break_off(what, error)
+
+    future.add_done_callback(tell)
+    return future
 
 
 def _collectives_of(world: World) -> Collectives:
