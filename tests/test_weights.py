@@ -90,6 +90,42 @@ def test_weights_of_any_size_in_16_bits(options: dict[str, Any], unit: float) ->
     _check(results, _as_one(2, 2, torch.float32), 0.02)
 
 
+def _changing_weights(rank: int, size: int) -> list[Any]:
+    """Of one and of several optimizers: how far small gradients are from being right, while weights change a lot."""
+    errors = []
+    for num, dtype, compression in ((1, torch.float32, "fp16"), (2, torch.float32, "fp16"), (1, torch.float16, None)):
+        parameters = [nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(num)]
+        optimizers = [torchring.wrap(torch.optim.SGD([p]), compression=compression) for p in parameters]  # type: ignore[arg-type]
+        for shares in ((2**20, 2**20), (2**15, 2**14), (64, 3), (1, 2**25)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                optimizer.weigh(shares[rank])
+            (sum(p.sum() for p in parameters) * ((rank + 1) * 1e-4)).backward()
+            right = 1e-4 * (shares[0] + 2 * shares[1]) / sum(shares)
+            errors += [abs(float(p.grad[0]) / right - 1) for p in parameters if p.grad is not None]
+        for optimizer in optimizers:
+            optimizer.close()
+    (a, _), optimizer = _pair(compression="fp16")
+    problems = []
+    for weight in (None, 100, None, 2**16):
+        optimizer.zero_grad()
+        if weight is not None:
+            optimizer.weigh(weight)
+        problems.append(attempt(a.sum().backward))
+        if weight == 100:
+            optimizer.close()
+            optimizer = torchring.wrap(torch.optim.SGD([a]), compression="fp16")
+    return [errors, problems]
+
+
+def test_small_gradients_in_fp16_while_weights_change() -> None:
+    for errors, problems in run_pooled(_changing_weights, 2):
+        assert len(errors) == 16
+        assert max(errors) < 0.01, errors
+        assert problems[:3] == [""] * 3
+        assert "weights of about 65536 came after backwards without weights" in problems[3]
+
+
 def test_a_weight_fits_every_bucket_that_may_come_to_be_the_first() -> None:
     """As where the first backward shows another order of gradients than that of registration."""
     ours = weights.Weights()

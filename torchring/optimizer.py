@@ -378,9 +378,10 @@ class DistributedOptimizer(Optimizer):
         each backward has its own weight, and the sums are over all of them. Until they are reduced, gradients in
         `.grad` have the last weight as their unit.
 
-        All ranks must give a weight, or none. A weight costs no message. With weight 0, gradients count as zero,
-        whatever they are: NaN, too. `GradScaler` and clipping need no change. The loss of a closure stays a plain mean
-        over ranks, so do not weigh under an optimizer that decides by the loss (LBFGS).
+        All ranks must give a weight, or none. A weight costs no message, but for gradients in fp16 a small one. With
+        weight 0, gradients count as zero, whatever they are: NaN, too. `GradScaler` and clipping need no change. The
+        loss of a closure stays a plain mean over ranks, so do not weigh under an optimizer that decides by the loss
+        (LBFGS). With SyncBatchNorm layers, call this before `forward`.
 
         Args:
             weight: 0, or from 2**-10 to 2**28. An int, a float, or a tensor of one element.

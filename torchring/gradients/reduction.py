@@ -105,6 +105,8 @@ class Reduction:
         self._recording = RoundRecording(world)
         self._share = Share()
         self._may_lose_results = False  # if all ranks give weight 0
+        self._has_weights: bool | None = None  # None until the first round in which a rank has a gradient
+        self._is_late = False  # all gradients are packed in `finish`, when the reference of the weights is known
         self.timing = Timing()
         self._options = options
         # The script's collectives: another rank may be calling one of those, instead of wrapping its optimizer.
@@ -165,6 +167,8 @@ class Reduction:
     @property
     def mark_ready(self) -> Callable[[int], None]:
         """For the hooks of the round that has begun: called with the index of a parameter that has its gradient."""
+        if self._is_late:
+            return self.scheduler.mark_local
         if self._tuner is not None and self._tuner.is_observing:
             return self._tuner.mark_ready
         scheduler = self.scheduler
@@ -204,6 +208,10 @@ class Reduction:
         if self._tuner is not None and not is_again:
             self._tune(self._tuner, hold=hold)
         share = self._share = self.weights.share(is_absent=is_absent)
+        needs_reference = self.weights.is_fp16 and self._has_weights is not False and not self.is_sum
+        self._is_late = needs_reference and hold
+        if needs_reference and not hold:
+            share = self._agree_on_reference()
         self._may_lose_results = share.weight == 0.0 and not is_again and self.holds_results()
         control_bits = control_bits._replace(
             is_weighted=int(share.weight is not None),
@@ -235,6 +243,10 @@ class Reduction:
         scheduler = self.scheduler
         self._recording.backward_is_over()
         self.rounds.backward_is_over()
+        if self._is_late:
+            share = self._agree_on_reference()
+            for bucket in self.buckets:
+                bucket.share = share
         scheduler.finish()
         if self._tuner is not None:
             self._tuner.end_round()
@@ -259,6 +271,13 @@ class Reduction:
             self._install(plan)
         self.rounds.end()
 
+    def _agree_on_reference(self) -> Share:
+        """Collective, before the first gradient is packed: what this rank contributes, by the weights of this round."""
+        largest = torch.tensor([self._share.weight or 0.0], dtype=torch.float64, device="cpu")
+        self.weights.refer_to(float(internal_collectives_of(self.world).all_reduce(largest, "max")))
+        self._share = self.weights.share(is_absent=self._share.is_absent)
+        return self._share
+
     def _weigh_result(self) -> float:
         """By which the result of this round has to be multiplied.
 
@@ -266,6 +285,9 @@ class Reduction:
         gradients of an earlier round would get that weight, too.
         """
         sums, size = self.control_sums, self.world.size
+        had_weights = self._has_weights
+        if sums.is_weighted or (had_weights is None and sums.is_absent < size):
+            self._has_weights = sums.is_weighted > 0
         if sums.is_weighted and sums.is_unweighted:
             mine = torch.tensor([int(self._share.is_unweighted)], device="cpu")
             without = internal_collectives_of(self.world).all_gather(mine)
@@ -288,6 +310,15 @@ class Reduction:
             )
         if self._options.op == "sum":
             return 1.0
+        if had_weights is False and self.weights.is_fp16 and not self.weights.fits_fp16(sums.weight / size):
+            raise in_step(
+                GradientError(
+                    f"weights of about {sums.weight / size:g} came after backwards without weights, so gradients were "
+                    "not scaled for them before they were rounded to fp16; call optimizer.weigh() before each "
+                    "backward(), from the first one on",
+                    rank=self.world.rank,
+                )
+            )
         left_out = 0.0
         if sums.has_left_out:
             mine = torch.tensor([self._share.left_out], dtype=torch.float64, device="cpu")

@@ -5,8 +5,9 @@ A reduced gradient is then sum(n_r g_r) / sum(n_r) over ranks r, and over the ba
 Until a reduction, `.grad` holds sum(n_k g_k) / n, where n is the weight of the last backward: autograd adds gradients
 as they are, so what is there already is scaled before each backward. In the wire buffer gradients are multiplied by
 n / reference. The reference is a power of two near the mean weight of the last round, equal on all ranks, so that
-weights in the thousands do not overflow 16 bits. The sum of weights travels with the control bits, and the result is
-scaled by it.
+weights in the thousands do not overflow. fp16 has too few exponents for weights that change much from round to round.
+So ranks agree on the reference before a round there, in a small message. The sum of weights travels with the control
+bits, and the result is scaled by it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torchring.errors import GradientError
 
 _FRACTION_BITS: Final = 16
 _BITS: Final = 48
-_REFERENCE_OF_FP16: Final = 64.0
+_REFERENCE_OF_FP16: Final = 64.0  # where the first weights come after backwards without
+_MOST_IN_FP16: Final = 64.0  # times the reference
 LARGEST: Final = 2.0 ** (_BITS - _FRACTION_BITS - 4)  # the sum of 16 backwards still fits
 SMALLEST: Final = 2.0 ** (6 - _FRACTION_BITS)
 
@@ -62,6 +64,7 @@ class Weights:
         reference: see above.
         next: the weight that was given for the backward that comes, if there is one.
         last: the weight of the backward under way, or of the last one.
+        is_fp16: whether gradients travel in fp16.
         has_skipped: whether this rank has left out a backward since the last reduction.
     """
 
@@ -70,6 +73,7 @@ class Weights:
         self.has_skipped = False
         self.reference = 1.0
         self._is_narrow = False
+        self.is_fp16 = False
         self.next: float | None = None
         self._next_whole: float | None = None
         self._whole: float | None = None
@@ -100,8 +104,8 @@ class Weights:
     def expect(self, dtypes: Sequence[torch.dtype]) -> None:
         """Gradients travel in these dtypes, the weight in any of them: another bucket may come to be the first one."""
         self._is_narrow = self._is_narrow or any(dtype.itemsize == 2 for dtype in dtypes)
-        # In fp16, a weight in the thousands may overflow before a round has shown the mean.
-        if torch.float16 in dtypes and self.reference == 1.0:
+        if torch.float16 in dtypes and not self.is_fp16:
+            self.is_fp16 = True
             self.reference = _REFERENCE_OF_FP16
 
     def representable(self, weight: float) -> float:
@@ -187,9 +191,17 @@ class Weights:
         scale = num_ranks * self.reference / total if total else 1.0
         if self._whole is not None:
             scale *= (total + left_out) / self._whole  # number of batches: alike on all ranks
-        if total:
-            self.reference = 2.0 ** round(math.log2(total / num_ranks))
+        self.refer_to(total / num_ranks)
         return scale
+
+    def fits_fp16(self, weight: float) -> bool:
+        """Whether gradients of this mean weight have not become too large or too small in fp16."""
+        return not weight or 1 / _MOST_IN_FP16 <= weight / self.reference <= _MOST_IN_FP16
+
+    def refer_to(self, weight: float) -> None:
+        """Gradients of about this weight are to keep their size in the next round."""
+        if weight:
+            self.reference = 2.0 ** round(math.log2(weight))
 
 
 def check_weight(weight: float) -> float:
