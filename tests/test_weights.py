@@ -16,6 +16,7 @@ from test_optimizer_contract import TINY_MB, attempt, small_model, values
 from torch import Tensor, nn
 
 import torchring
+from torchring.errors import GradientError
 from torchring.gradients import weights
 
 _STEPS = 4
@@ -273,6 +274,9 @@ def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
     else:
         (parameters[0] * 3 + parameters[1] * 5).sum().backward()
     found += [p.grad.tolist() if p.grad is not None else [] for p in parameters]
+    if rank == 1:
+        with pytest.raises(GradientError, match="stands for a whole backward"):
+            second.skip()
     first.step()
     second.step()
     return found

@@ -205,7 +205,7 @@ def _sum_weighted(ctx: Any, own: Tensor, input: Tensor) -> list[Tensor]:
     factor = 1.0 if weight is None else weight
     weighted = own.double() * factor if factor else torch.zeros_like(own)
     weights, *everybody = _gather(world, weighted, -1.0 if weight is None else weight, f"{ctx.label} backward")
-    if weights.min() != weights.max():
+    if weights.min() != weights.max() or not factor:  # equal weights cancel
         group.note_norm(weight)
     return [(part.sum(0) / factor).to(own.dtype) for part in everybody] if factor else []
 
@@ -245,16 +245,6 @@ def _gather(world: World, own: Tensor, number: float, detail: str) -> tuple[Tens
     everybody = torch.stack(_collectives_of(world).all_gather(mine, signature))
     counts, first, second = torch.split(everybody, [1, own.shape[1], own.shape[1]], dim=1)
     return counts, first, second
-
-
-def stay_away(world: World, why: str) -> Future[Any] | None:
-    """This rank runs no SyncBatchNorm layer until all ranks have called this. One that does raises PlanMismatchError.
-
-    Returns what ends when all ranks have called this. None if no rank has run such a layer yet.
-    """
-    if (collectives := world.opened(_open)) is None:
-        return None
-    return collectives.start(why, operations.all_gather, torch.zeros(1, 1, device="cpu"), Signature(why))
 
 
 def refuse_layers(world: World, what: str) -> Future[Any] | None:

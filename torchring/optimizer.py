@@ -407,7 +407,8 @@ class DistributedOptimizer(Optimizer):
 
         Call this in place of `backward()`, and then `step()` as the other ranks do. The mean is over the ranks that do
         not skip. With `accumulate`, one of the n backwards is left out; if that is the last one, earlier gradients of
-        this rank are reduced with those of the others. If all ranks skip, gradients are zero, or stay None.
+        this rank are reduced with those of the others. If all ranks skip, gradients are zero, or stay None. If one
+        backward reaches the parameters of several optimizers, call this on one of them.
         Not for closures, nor for models with SyncBatchNorm layers, which the other ranks run meanwhile: give such a
         model an empty batch, with weight 0.
 
@@ -425,7 +426,7 @@ class DistributedOptimizer(Optimizer):
         """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
         self._alone.forget_gradients()
         if self._sync is not None:
-            self._sync.reduction.weights.reset()
+            self._sync.forget_gradients()
         if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
             self.optimizer.zero_grad()
             return

@@ -33,6 +33,7 @@ class OptimizerGroup:
     Attributes:
         guard: runs what takes several collectives, and must not be left between two of them.
         is_skipping: whether this rank takes part in a backward of the others without one of its own.
+        skipper: the member whose `skip()` is under way.
         has_ended: whether this rank's data has ended, inside `torchring.join`.
         module_wrappers: the DDP and FSDP instances of this process. None of them may reduce a member's parameters.
     """
@@ -41,6 +42,7 @@ class OptimizerGroup:
         self.module_wrappers = ModuleWrappers()
         self.guard = InterruptionGuard(world)
         self.is_skipping = False
+        self.skipper: GradientSync | None = None
         self.has_ended = False
         self._world = world
         self._members: list[GradientSync] = []
@@ -65,13 +67,18 @@ class OptimizerGroup:
         return [m for m in self._members if not wanted.isdisjoint(map(id, m.reduction.parameters))]
 
     @contextmanager
-    def skipping(self) -> Iterator[None]:
+    def skipping(self, skipper: GradientSync | None = None) -> Iterator[None]:
         """Members that a backward of other ranks reaches are absent on this rank."""
-        self.is_skipping = True
+        self.is_skipping, self.skipper = True, skipper
         try:
             yield
         finally:
-            self.is_skipping = False
+            self.is_skipping, self.skipper = False, None
+
+    def forget_skips(self) -> None:
+        """An optimizer makes a step, or zeroes its gradients: the next backward is another one."""
+        for member in self._members:
+            member.has_been_skipped = False
 
     def owners(self) -> list[object]:
         """The optimizers that are still there."""

@@ -71,6 +71,7 @@ class GradientSync:
         num_skipped_steps: how many steps were left out, because a gradient was not finite.
         in_backward: whether a backward of these parameters is under way.
         batches: of an elastic job.
+        has_been_skipped: by `skip()` of another optimizer, and no optimizer has made a step or zeroed gradients since.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class GradientSync:
         self._weights = reduction.weights
         self.batches: Batches | None = None
         self._handles_of_zero_weight: list[torch.utils.hooks.RemovableHandle] = []
+
+        self.has_been_skipped = False
 
         # The backward under way
         self.in_backward = False
@@ -162,10 +165,10 @@ class GradientSync:
     def begin_backward(self, index: int) -> None:
         """The first gradient of a backward arrives, of this parameter; or of an outer backward, after an inner one."""
         if not self.in_backward:
-            self._arrived = self.reduction.parameters[index]
             if self.batches is not None:
                 self._begin_batch(self.batches)
             self._enter(Phase.BACKWARD, recorder.BACKWARD)
+            self._arrived = self.reduction.parameters[index]
             try:
                 if self.reduction.is_sum and self.reduction.holds_results():
                     self.reduction.notice_zeroing(self._arrived)
@@ -187,6 +190,7 @@ class GradientSync:
             self._weights.has_skipped |= self._group.is_skipping
             if self._weights.is_weighted:
                 self._local = Snapshot(self._own_parameters())
+        self.has_been_skipped = self._group.skipper not in (None, self)
         self.in_backward = False
         self._enter(Phase.OUTSIDE, recorder.BETWEEN if reduces else recorder.INPUT)
         self._end_zero_weight()
@@ -269,15 +273,21 @@ class GradientSync:
         """Collective: take part in the reduction of the others' next backward. See `DistributedOptimizer.skip`."""
         if self.in_backward:
             raise GradientError("skip() was called inside backward(); call it in place of backward()")
+        if self.has_been_skipped:
+            raise GradientError(
+                "skip() was called on another optimizer before, which stands for a whole backward(): that one has "
+                "reached these parameters, too. Call skip() once for each backward() that this rank leaves out, on the "
+                "same optimizer if there are several"
+            )
         if self.batches is not None:
             self.batches.begin_backward(is_weighed=self._weights.is_given, is_skipped=True)
             self.weigh_batch()
         self.forget_next_backward()
-        self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate)
+        self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate, skipper=self)
 
-    def _take_part(self, *, reduces: bool) -> None:
+    def _take_part(self, *, reduces: bool, skipper: GradientSync | None = None) -> None:
         """Collective: what a backward would do, with what is local already, or nothing."""
-        with torch.no_grad(), self._group.skipping():
+        with torch.no_grad(), self._group.skipping(skipper):
             self._begin(reduces=reduces)
             self._group.finish_backward(self)
 
@@ -332,6 +342,12 @@ class GradientSync:
         """The optimizer is about to write to the parameters: note whether somebody else has."""
         self._enter(Phase.STEP, recorder.OPTIMIZER)
         self._replicas.has_changed()
+        self._group.forget_skips()
+
+    def forget_gradients(self) -> None:
+        """The optimizer has zeroed its gradients, or set them to None."""
+        self._weights.reset()
+        self._group.forget_skips()
 
     def accept_parameters(self) -> None:
         """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
