@@ -302,6 +302,9 @@ def _odd_ways(rank: int, size: int) -> list[Tensor]:
     (parameter * grads[rank]).sum().backward()
     with pytest.raises(AssertionError, match="Adasum"), optimizer.skip_synchronize():
         pass
+    for call in (optimizer.skip, lambda: optimizer.weigh(3)):
+        with pytest.raises(ValueError, match="does not work with a process set"):
+            call()
     optimizer.step()
     torch.testing.assert_close(parameter.detach(), start + adasum([-0.5 * grad for grad in grads]))
     return [layer.weight.detach(), parameter.detach()]
@@ -341,6 +344,28 @@ def _uneven_data(rank: int, size: int) -> list[float]:
         for optimizer in optimizers:
             optimizer.close()
     return values
+
+
+def _layers_in_join(rank: int, size: int) -> str:
+    """All ranks join together first. Then rank 0 has another batch."""
+    hvd.init()
+    layer = hvd.SyncBatchNorm(3)
+    problem = ""
+    try:
+        for num_batches in (2, 2 - min(rank, 1)):
+            for _ in range(num_batches):
+                layer(torch.randn(4, 3))
+            hvd.join()
+    except hvd.HorovodInternalError as error:
+        problem = str(error)
+    hvd.shutdown()
+    return problem
+
+
+def test_a_rank_that_has_joined_ends_the_layers_of_the_others() -> None:
+    problem, of_joined = run_pooled(_layers_in_join, 2)
+    assert "hvd.join(no SyncBatchNorm layer may train meanwhile)" in problem
+    assert of_joined  # the same, or that rank 0 has left
 
 
 @grid("size", [2, 3], keep=lambda size: size == 2)

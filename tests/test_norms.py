@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,78 @@ def _compare(
             torch.testing.assert_close(torch.cat([rank[what][step] for rank in ranks]), one[what][step], **close)
 
 
+# Samples of each rank's micro-steps. Below 0: samples of NaN, which get weight 0.
+_SHARES = {2: [(2, 6), (5, 0), (3, -2)], 3: [(3, 1, 5), (4, -2, 2), (0, 3, -1)]}
+
+
+def _weighed_batch(rank: int, size: int, micro: int) -> tuple[Tensor, Tensor, int]:
+    generator = torch.Generator().manual_seed(10 * micro + rank)
+    n = _SHARES[size][micro][rank]
+    x = (1 + rank) * torch.randn(abs(n), 2, 4, 4, generator=generator, dtype=torch.float64)
+    y = torch.randn(abs(n), 3, generator=generator, dtype=torch.float64)
+    return (x * math.nan if n < 0 else x), y, max(n, 0)
+
+
+def _weighed(rank: int, size: int) -> list[Any]:
+    model = torchring.convert_sync_batchnorm(_model(torch.float64))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, accumulate=3)
+    for micro in range(3):
+        x, y, n = _weighed_batch(rank, size, micro)
+        optimizer.weigh(n)
+        nn.functional.mse_loss(model(x), y).backward()
+    found = [[p.grad.clone() for p in model.parameters() if p.grad is not None], [b.clone() for b in model.buffers()]]
+    optimizer.zero_grad()
+    x, y, n = _weighed_batch(0, size, 0)
+    optimizer.weigh(0)  # on all ranks
+    result = model(x)
+    result.sum().backward()
+    return [*found, bool(result.isfinite().all()), [b.clone() for b in model.buffers()]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_weights_are_those_of_samples_in_one_process(size: int) -> None:
+    model, total = _model(torch.float64), 0
+    for micro in range(3):
+        batches = [_weighed_batch(rank, size, micro) for rank in range(size)]
+        x, y = (torch.cat([batch[i] for batch in batches if batch[2]]) for i in range(2))
+        (nn.functional.mse_loss(model(x), y) * len(x)).backward()
+        total += len(x)
+    gradients = [p.grad / total for p in model.parameters() if p.grad is not None]
+    for found, statistics, is_finite, after_weight_zero in run_pooled(_weighed, size):
+        torch.testing.assert_close([found, statistics], [gradients, list(model.buffers())], rtol=1e-9, atol=1e-12)
+        assert is_finite
+        assert all(map(torch.equal, statistics, after_weight_zero))
+
+
+def _unclear_weights(rank: int, size: int, how: str) -> str:
+    model = torchring.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    optimizers = [torchring.wrap(torch.optim.SGD(layer.parameters(), lr=0.1), model) for layer in (model[0], model[2])]
+    x = torch.randn(5, 3)
+
+    def run() -> None:
+        result = model(x)
+        optimizers[0].weigh(0 if how == "weight 0 after forward" and rank == 1 else 2 + rank)
+        if how != "one of two":
+            optimizers[1].weigh(7 if how == "not the same" else optimizers[0]._sync.batch_weight)  # type: ignore[union-attr]
+        result.sum().backward()
+
+    return attempt(run)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("weight 0 after forward", "so its forward must know the weight: call weigh(0) before forward"),
+        ("not the same", "optimizers have the weights 2, 7 while SyncBatchNorm's backward runs"),
+        ("one of two", "reaches 2.weight, too, whose optimizer has the weight None"),
+    ],
+)
+def test_weights_that_are_not_clear_are_refused(how: str, said: str) -> None:
+    problems = run_pooled(_unclear_weights, 2, how)
+    assert all(problems)
+    assert any(said in problem for problem in problems), problems
+
+
 def _in_bfloat16(rank: int, size: int) -> list[Any]:
     """Outputs of a layer in bf16 and of the same layer under autocast, and the largest differences from fp32."""
     torch.manual_seed(rank)
@@ -121,6 +194,9 @@ def _in_bfloat16(rank: int, size: int) -> list[Any]:
     for result in results:
         result.float().square().sum().backward()
     errors = [float((result.float() - exact).abs().max().detach()) for result in results]
+    wide = torchring.SyncBatchNorm(4, dtype=torch.float16)
+    wide(x.half() * 400)
+    errors.append(float((wide.running_var / 400**2 - layers[0].running_var + 0.9).abs().max()))  # type: ignore[operator]
     kept = copy.deepcopy(layers[1]), pickle.loads(pickle.dumps(layers[1]))
     same = [torch.equal(layer.running_mean, layers[1].running_mean) for layer in kept]
     return [[r.dtype for r in results], [i.grad.dtype for i in inputs if i.grad is not None], errors, same]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from test_optimizer_contract import TINY_MB, attempt, small_model, values
 from torch import Tensor, nn
 
 import torchring
+from torchring.errors import GradientError
 from torchring.gradients import weights
 
 _STEPS = 4
@@ -51,7 +53,7 @@ def _weighted(
     accumulate = micros if how == "accumulate" else 1
     optimizer = torchring.wrap(sgd, model, accumulate=accumulate, **{"bucket_mb": TINY_MB, **options})
     for step in range(_STEPS):
-        optimizer.zero_grad(set_to_none=step != 2)
+        (optimizer if step < 3 else model).zero_grad(set_to_none=step < 2)
         for micro in range(micros):
             samples = _samples(rank, step, micro).to(dtype)
             optimizer.weigh(len(samples) * unit)
@@ -87,6 +89,42 @@ def test_the_mean_is_over_all_samples(micros: int, how: str, size: int) -> None:
 def test_weights_of_any_size_in_16_bits(options: dict[str, Any], unit: float) -> None:
     results = run_pooled(_weighted, 2, 2, "accumulate", torch.float32, unit, options)
     _check(results, _as_one(2, 2, torch.float32), 0.02)
+
+
+def _changing_weights(rank: int, size: int) -> list[Any]:
+    """Of one and of several optimizers: how far small gradients are from being right, while weights change a lot."""
+    errors = []
+    for num, dtype, compression in ((1, torch.float32, "fp16"), (2, torch.float32, "fp16"), (1, torch.float16, None)):
+        parameters = [nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(num)]
+        optimizers = [torchring.wrap(torch.optim.SGD([p]), compression=compression) for p in parameters]  # type: ignore[arg-type]
+        for shares in ((2**20, 2**20), (2**15, 2**14), (64, 3), (1, 2**25)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                optimizer.weigh(shares[rank])
+            (sum(p.sum() for p in parameters) * ((rank + 1) * 1e-4)).backward()
+            right = 1e-4 * (shares[0] + 2 * shares[1]) / sum(shares)
+            errors += [abs(float(p.grad[0]) / right - 1) for p in parameters if p.grad is not None]
+        for optimizer in optimizers:
+            optimizer.close()
+    (a, _), optimizer = _pair(compression="fp16")
+    problems = []
+    for weight in (None, 100, None, 2**16):
+        optimizer.zero_grad()
+        if weight is not None:
+            optimizer.weigh(weight)
+        problems.append(attempt(a.sum().backward))
+        if weight == 100:
+            optimizer.close()
+            optimizer = torchring.wrap(torch.optim.SGD([a]), compression="fp16")
+    return [errors, problems]
+
+
+def test_small_gradients_in_fp16_while_weights_change() -> None:
+    for errors, problems in run_pooled(_changing_weights, 2):
+        assert len(errors) == 16
+        assert max(errors) < 0.01, errors
+        assert problems[:3] == [""] * 3
+        assert "weights of about 65536 came after backwards without weights" in problems[3]
 
 
 def test_a_weight_fits_every_bucket_that_may_come_to_be_the_first() -> None:
@@ -221,6 +259,12 @@ def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
     for _ in range(2):
         optimizer.skip()
     found.append(weight.grad.tolist() if weight.grad is not None else [])
+    if rank == 1:
+        optimizer.skip()
+    else:
+        (weight * 4).sum().backward()
+    optimizer.synchronize()  # ends an incomplete group
+    found.append(weight.grad.tolist() if weight.grad is not None else [])
     optimizer.close()
 
     parameters = [nn.Parameter(torch.zeros(2).double()) for _ in range(2)]
@@ -230,6 +274,9 @@ def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
     else:
         (parameters[0] * 3 + parameters[1] * 5).sum().backward()
     found += [p.grad.tolist() if p.grad is not None else [] for p in parameters]
+    if rank == 1:
+        with pytest.raises(GradientError, match="stands for a whole backward"):
+            second.skip()
     first.step()
     second.step()
     return found
@@ -237,7 +284,7 @@ def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
 
 def test_skipping_with_micro_steps_and_with_several_optimizers() -> None:
     for found in run_pooled(_skipping_some_of_several, 2):
-        assert found == [[6.5, 6.5], [], [3.0, 3.0], [5.0, 5.0]]
+        assert found == [[6.5, 6.5], [], [4.0, 4.0], [3.0, 3.0], [5.0, 5.0]]
 
 
 def _skipped_while_buckets_are_laid_out_again(rank: int, size: int, skips: Sequence[int]) -> list[Any]:
@@ -283,6 +330,21 @@ def _refused(rank: int, size: int, how: str) -> list[str]:
             with optimizer.no_sync():
                 optimizer.weigh(1)
                 _loss(model, samples).backward()
+        elif how == "no backward":
+            with optimizer.no_sync():
+                optimizer.weigh(1)
+                _loss(model, samples).backward()
+                optimizer.weigh(1)
+            optimizer.synchronize()
+        elif how == "by hand on rank 1":
+            if rank == 1:
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+            else:
+                with optimizer.no_sync():
+                    optimizer.weigh(1)
+                    _loss(model, samples).backward()
+            optimizer.synchronize()
         elif how == "on results":
             _loss(model, samples).backward()
             with optimizer.no_sync():
@@ -306,6 +368,8 @@ def _refused(rank: int, size: int, how: str) -> list[str]:
         ("twice", "GradientError: weigh() was called twice before one backward()"),
         ("after an unweighted one", "GradientError: weigh() was called after a backward() without a weight"),
         ("then an unweighted one", "GradientError: this backward() has no weight, but an earlier one had one"),
+        ("no backward", "GradientError: weigh() was called before synchronize(), and no backward() came in between"),
+        ("by hand on rank 1", "GradientError: rank 1 did not call optimizer.weigh()"),
         ("on results", "GradientError: weights were given with gradients of an earlier step in .grad"),
         ("forgotten on rank 1", "GradientError: rank 1 did not call optimizer.weigh() before this backward()"),
     ],
@@ -341,6 +405,28 @@ def _pair(**options: Any) -> tuple[list[nn.Parameter], Any]:
 def _first(*parameters: nn.Parameter) -> list[float | None]:
     """The first element of each gradient."""
     return [None if p.grad is None else float(p.grad[0]) for p in parameters]
+
+
+def _dropped_after_weigh(rank: int, size: int) -> list[list[float | None]]:
+    """The script drops the gradients of a micro-step past the optimizer, when it has given the next weight already."""
+    found = []
+    for sets_to_none in (True, False):
+        (a, b), optimizer = _pair()
+        with optimizer.no_sync():
+            optimizer.weigh(2)
+            (a + b).sum().backward()
+        optimizer.weigh(1 + 2 * rank)
+        optimizer.optimizer.zero_grad(set_to_none=sets_to_none)
+        ((a + 2 * b) * (rank + 1)).sum().backward()
+        found.append(_first(a, b))
+        optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_weight_goes_with_its_gradients(size: int) -> None:
+    for found in run_pooled(_dropped_after_weigh, size):
+        assert found == ([[1.0, 2.0]] * 2 if size == 1 else [[1.75, 3.5]] * 2)
 
 
 def _odd_ways(rank: int, size: int) -> dict[str, Any]:
@@ -403,6 +489,17 @@ def _odd_ways(rank: int, size: int) -> dict[str, Any]:
     found["thawed"] = _first(a, frozen)
     optimizer.close()
 
+    for inside, shares in ((False, (1.0, 3.0)), (True, (1.0, 3.0)), (False, (2.0, 0.0))):
+        (a, b), optimizer = _pair()
+        with torchring.join(optimizer) if inside else contextlib.nullcontext():
+            optimizer.weigh(shares[rank])
+            a.grad = torch.full_like(a, rank + 1.0 if shares[rank] else math.nan)  # as from torch.autograd.grad()
+            optimizer.synchronize()
+            found[f"by hand {inside} {shares}"] = _first(a, b)
+            (a * (rank + 1)).sum().backward()  # without a weight
+            found[f"by hand {inside} {shares}"] += _first(a)
+        optimizer.close()
+
     (a, b), optimizer = _pair()
     (a + b).sum().backward()
     optimizer.weigh(4)
@@ -419,10 +516,13 @@ def test_odd_ways() -> None:
         assert found["frozen"] == [2.0, None]
         assert found["kept in the wire"] == [2.0, 1.0, ""]
         assert found["thawed"] == [4.0, 4.0]
+        for case in ("False (1.0, 3.0)", "True (1.0, 3.0)"):
+            assert found[f"by hand {case}"] == [1.75, None, 1.75 + 1.5], case
+        assert found["by hand False (2.0, 0.0)"] == [1.0, None, 1.0 + 1.5]
         assert "weights were given with gradients of an earlier step" in found["on results"]
 
 
-def _sparse_and_zeroed_in_place(rank: int, size: int) -> list[str]:
+def _sparse_and_zeroed_in_place(rank: int, size: int, past_it: bool) -> list[str]:
     """Rank 0 alone uses the embedding in the second step; the third finds its gradient neither dropped nor zeroed."""
     words = nn.Embedding(3, 2, sparse=True, dtype=torch.float64)
     with torch.no_grad():
@@ -443,13 +543,14 @@ def _sparse_and_zeroed_in_place(rank: int, size: int) -> list[str]:
     problems = []
     for step in range(1, 3):
         if step == 1:
-            optimizer.zero_grad(set_to_none=False)
+            (model if past_it else optimizer).zero_grad(set_to_none=False)
         problems.append(attempt(lambda step=step: train(step)))
     return [*problems, str(words.weight.tolist())]
 
 
-def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_step() -> None:
-    for second, third, trained in run_pooled(_sparse_and_zeroed_in_place, 2):
+@pytest.mark.parametrize("past_it", [False, True])
+def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_step(past_it: bool) -> None:
+    for second, third, trained in run_pooled(_sparse_and_zeroed_in_place, 2, past_it):
         assert second == ""
         assert "weights were given with gradients of an earlier step in .grad" in third
         assert trained == str([[0.5 - 0.125, 0.5 - 0.125], [0.5 - 0.125, 0.5 - 0.125], [1.0, 1.0]])

@@ -10,6 +10,8 @@ pairwise algorithm for computing sample variances", COMPSTAT 1982.
 
 from __future__ import annotations
 
+import weakref
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -17,11 +19,13 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
+from torchring.collectives import operations
 from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import Collectives
 from torchring.collectives.signature import Signature
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
+from torchring.gradients.group import OptimizerGroup
 from torchring.world import World
 
 
@@ -36,11 +40,16 @@ class SyncBatchNorm(_BatchNorm):
     In training, `forward` and its backward are collective: all ranks must run the same SyncBatchNorm layers in the
     same order, inside `no_sync()`, too. Statistics are computed in fp32, of fp64 inputs in fp64.
 
+    Weights (`optimizer.weigh(n)`) count here, too: gradients are those of one process that has all samples. A batch of
+    weight 0 is left out of the statistics, so call `weigh(0)` before `forward`.
+
     The arguments are those of torch.nn.BatchNorm2d. num_features is C, of inputs of shape [N, C] or [N, C, ...].
 
     Raises (from `forward` and backward):
         ValueError: the input has fewer than two dimensions, or the ranks together have fewer than two values of a
             channel.
+        GradientError: the batch has got weight 0, or lost it, between `forward` and backward; or one backward reaches
+            optimizers that were given different weights.
         PlanMismatchError: ranks run different layers, or one of them runs forward where another runs backward.
         PeerLostError: another rank died.
         PeerTimeoutError: another rank did not run the layer within the timeout.
@@ -62,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
         result, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.label, default_world()
         )
-        if self.track_running_stats:
+        if self.track_running_stats and count:
             self._update(mean, variance, int(count))
         return result
 
@@ -74,7 +83,8 @@ class SyncBatchNorm(_BatchNorm):
         factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         for running, now in ((self.running_mean, mean), (self.running_var, variance * (count / (count - 1)))):
             assert running is not None
-            running.mul_(1.0 - factor).add_(now.to(running.dtype), alpha=factor)
+            wide = _widen(running)  # fp16 does not hold a large variance, but may hold the running one
+            running.copy_(wide.mul_(1.0 - factor).add_(now.to(wide.dtype), alpha=factor))
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -122,7 +132,14 @@ def _convert(layer: _BatchNorm, name: str) -> SyncBatchNorm:
 
 
 class _Normalize(torch.autograd.Function):
-    """SyncBatchNorm's arithmetic: (input, ...) -> (result, mean [C], biased variance [C], number of values)."""
+    """SyncBatchNorm's arithmetic: (input, ...) -> (result, mean [C], biased variance [C], number of values).
+
+    Values of batches of weight 0 do not count. If there are no others, they are normalised by themselves, and the
+    number is 0.
+
+    With weights, the gradients of rank r are multiplied by its weight n_r later, where ranks add them up. The loss is
+    then the sum of n_s L_s over ranks s. So backward adds up n_s times what rank s has, and divides the sum by n_r.
+    """
 
     @staticmethod
     def forward(
@@ -134,7 +151,12 @@ class _Normalize(torch.autograd.Function):
         own = torch.zeros(2, channels, dtype=wide.dtype, device=wide.device)
         if num_values:
             own[1], own[0] = torch.var_mean(wide, dims, correction=0)
-        counts, means, variances = _gather(world, own, num_values, f"{label} forward")
+        is_left_out = num_values > 0 and world.shared(OptimizerGroup).batch_weights() == {0.0}
+        sent = (torch.zeros_like(own), 0) if is_left_out else (own, num_values)
+        counts, means, variances = _gather(world, *sent, f"{label} forward")
+        num_counted = counts.sum()
+        if not num_counted:
+            counts, means, variances = _gather(world, own, num_values, f"{label} forward")
         count = counts.sum()
         if count < 2:
             raise ValueError(f"SyncBatchNorm needs more than one value of each channel, got {int(count)} on all ranks")
@@ -144,10 +166,12 @@ class _Normalize(torch.autograd.Function):
         factor, offset = (None if p is None else p.to(wide.dtype) for p in (weight, bias))
         result = torch.nn.functional.batch_norm(wide, mean, variance, factor, offset, training=False, eps=eps)
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
-        ctx.count, ctx.label, ctx.world = float(count), label, world
+        ctx.count, ctx.label = float(count), label
+        ctx.world = weakref.ref(world)  # an error that broke the world may keep this graph alive, and so the world
+        ctx.is_left_out = is_left_out
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(mean, variance, count)
-        return result.to(input.dtype), mean, variance, count
+        ctx.mark_non_differentiable(mean, variance, num_counted)
+        return result.to(input.dtype), mean, variance, num_counted
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -158,29 +182,87 @@ class _Normalize(torch.autograd.Function):
         own = torch.stack([gradient.sum(dims), (gradient * centred).sum(dims)])
         of_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            sums = _gather(ctx.world, own, 0, f"{ctx.label} backward")[1:]
-            of_mean, of_deviation = (part.sum(0).to(own.dtype) / ctx.count for part in sums)
-            factor = inverse_deviation if weight is None else inverse_deviation * weight.to(own.dtype)
-            centred *= _along_channels(inverse_deviation.square() * of_deviation, input)
-            of_normal = gradient - _along_channels(of_mean, input) - centred
-            of_input = (of_normal * _along_channels(factor, input)).to(input.dtype)
+            if sums := _sum_weighted(ctx, own, input):
+                of_mean, of_deviation = (each / ctx.count for each in sums)
+                factor = inverse_deviation if weight is None else inverse_deviation * weight.to(own.dtype)
+                centred *= _along_channels(inverse_deviation.square() * of_deviation, input)
+                of_normal = gradient - _along_channels(of_mean, input) - centred
+                of_input = (of_normal * _along_channels(factor, input)).to(input.dtype)
+            else:
+                of_input = torch.zeros_like(input)
         of_weight = (own[1] * inverse_deviation).to(weight.dtype) if ctx.needs_input_grad[1] else None
         of_bias = own[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return of_input, of_weight, of_bias, None, None, None
 
 
-def _gather(world: World, own: Tensor, num_values: int, detail: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Collective: from all ranks `num_values` [ranks, 1] and both rows of `own` [ranks, C], as fp64.
+def _sum_weighted(ctx: Any, own: Tensor, input: Tensor) -> list[Tensor]:
+    """Collective: both rows of `own`, summed over ranks as `_Normalize` says. Nothing if this rank's weight is 0."""
+    world = ctx.world()
+    if world is None or not world.is_open:
+        raise ValueError("torchring.shutdown() was called between forward and backward of a SyncBatchNorm layer")
+    group = world.shared(OptimizerGroup)
+    weight = _weight_in_backward(group, ctx.is_left_out if input.numel() else None)
+    factor = 1.0 if weight is None else weight
+    weighted = own.double() * factor if factor else torch.zeros_like(own)
+    weights, *everybody = _gather(world, weighted, -1.0 if weight is None else weight, f"{ctx.label} backward")
+    if weights.min() != weights.max() or not factor:  # equal weights cancel
+        group.note_norm(weight)
+    return [(part.sum(0) / factor).to(own.dtype) for part in everybody] if factor else []
+
+
+def _weight_in_backward(group: OptimizerGroup, was_left_out: bool | None) -> float | None:
+    """The weight of the batch whose backward runs, None if it has none. Raises GradientError if it is not clear.
+
+    Args:
+        was_left_out: whether forward has left the batch out. None if it is empty.
+    """
+    given = sorted(group.batch_weights())
+    weight = given[0] if given else None
+    if len(given) > 1:
+        group.refuse(
+            "SyncBatchNorm's backward",
+            f"optimizers have the weights {', '.join(f'{each:g}' for each in given)} while SyncBatchNorm's backward "
+            "runs, which takes one weight: call weigh() right before the backward() that it is for",
+        )
+    if was_left_out is not None and was_left_out != (weight == 0):
+        group.refuse(
+            "SyncBatchNorm's backward",
+            "SyncBatchNorm leaves a batch of weight 0 out of its statistics, so its forward must know the weight: call "
+            "weigh(0) before forward, or give the model an empty batch",
+        )
+    return weight
+
+
+def _gather(world: World, own: Tensor, number: float, detail: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Collective: from all ranks `number` [ranks, 1] and both rows of `own` [ranks, C], as fp64.
 
     Args:
         own: [2, C].
         detail: equal on all ranks, else they raise PlanMismatchError.
     """
-    mine = torch.cat([own.new_tensor([num_values], dtype=torch.float64), own.double().flatten()])
+    mine = torch.cat([own.new_tensor([number], dtype=torch.float64), own.double().flatten()])
     signature = Signature("SyncBatchNorm", detail.strip(), f"{own.shape[1]} channels")
     everybody = torch.stack(_collectives_of(world).all_gather(mine, signature))
     counts, first, second = torch.split(everybody, [1, own.shape[1], own.shape[1]], dim=1)
     return counts, first, second
+
+
+def refuse_layers(world: World, what: str) -> Future[Any] | None:
+    """This rank runs no layer until all ranks have called this. A rank that runs one breaks the world.
+
+    Returns what is done when all ranks have called this. None if no layer has run yet.
+    """
+    if (collectives := world.opened(_open)) is None:
+        return None
+    signature = Signature(what, "no SyncBatchNorm layer may train meanwhile")
+    future = collectives.start(what, operations.all_gather, torch.zeros(1, 1, device="cpu"), signature)
+
+    def tell(done: Future[Any]) -> None:
+        if (error := done.exception()) is not None:
+            world.break_off(what, error)
+
+    future.add_done_callback(tell)
+    return future
 
 
 def _collectives_of(world: World) -> Collectives:

@@ -442,10 +442,10 @@ class DistributedOptimizer(Optimizer):
         each backward has its own weight, and the sums are over all of them. Until they are reduced, gradients in
         `.grad` have the last weight as their unit.
 
-        All ranks must give a weight, or none. A weight costs no message. With weight 0, gradients count as zero,
-        whatever they are: NaN, too, and this rank's buffers do not count. `GradScaler` and clipping need no change. The
-        loss of a closure stays a plain mean over ranks, so do not weigh under an optimizer that decides by the loss
-        (LBFGS).
+        All ranks must give a weight, or none. A weight costs no message, but for gradients in fp16 a small one. With
+        weight 0, gradients count as zero, whatever they are: NaN, too, and this rank's buffers do not count.
+        `GradScaler` and clipping need no change. The loss of a closure stays a plain mean over ranks, so do not weigh
+        under an optimizer that decides by the loss (LBFGS). With SyncBatchNorm layers, call this before `forward`.
 
         Args:
             weight: 0, or from 2**-10 to 2**28. An int, a float, or a tensor of one element.
@@ -471,7 +471,8 @@ class DistributedOptimizer(Optimizer):
 
         Call this in place of `backward()`, and then `step()` as the other ranks do. The mean is over the ranks that do
         not skip. With `accumulate`, one of the n backwards is left out; if that is the last one, earlier gradients of
-        this rank are reduced with those of the others. If all ranks skip, gradients are zero, or stay None.
+        this rank are reduced with those of the others. If all ranks skip, gradients are zero, or stay None. If one
+        backward reaches the parameters of several optimizers, call this on one of them.
         Not for closures, nor for models with SyncBatchNorm layers, which the other ranks run meanwhile: give such a
         model an empty batch, with weight 0.
 

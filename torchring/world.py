@@ -222,6 +222,10 @@ class World:
         shared: _T = self._shared[open_it]
         return shared
 
+    def opened(self, open_it: Callable[[World], _T]) -> _T | None:
+        """What `shared` has opened already, or None."""
+        return self._shared.get(open_it)
+
     def on_close(self, callback: Callable[[], None]) -> None:
         """Call `callback` before the world closes; callbacks run in reverse order."""
         self._closing.append(callback)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from torchring.errors import GradientError
+from torchring.gradients.ledger import Snapshot, is_zero
 from torchring.gradients.validation import is_finite_gradient
 from torchring.gradients.weights import ON_RESULTS
 
@@ -42,6 +43,7 @@ class Alone:
 
         # The next backward, or the one whose gradients have come
         self._next = 0.0
+        self._before = Snapshot()  # when the weight was given
         self._is_next_used = False
         self._is_next_local = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -51,9 +53,11 @@ class Alone:
         self.settle()
         if all(parameter.grad is None for parameter in self._parameters):  # the script has dropped what there was
             self.forget_gradients()
+        self._notice_zeroing()
         if self._holds_results and (self.accumulate > 1 or self._no_sync_depth or self._num_backwards):
             raise GradientError(ON_RESULTS)
         self._next = weight
+        self._before = Snapshot(self._parameters)
         for parameter in self._parameters:
             if parameter.requires_grad:
                 handle = parameter.register_hook(self._weigh_gradient)  # type: ignore[no-untyped-call]
@@ -102,6 +106,12 @@ class Alone:
         self.num_skipped_steps += not is_finite
         return is_finite
 
+    def _notice_zeroing(self) -> None:
+        """The script may have zeroed results in place, before backwards that are added up."""
+        if self._holds_results and not self._num_backwards and (self.accumulate > 1 or self._no_sync_depth):
+            grads = (parameter.grad for parameter in self._parameters)
+            self._holds_results = not all(grad is None or is_zero(grad) for grad in grads)
+
     def _count(self) -> None:
         self._num_counted += 1
         if self._num_counted >= self.accumulate:
@@ -114,6 +124,10 @@ class Alone:
 
     def _weigh_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of the backward that a weight was given for, before it is added to `.grad`."""
+        if not self._is_next_used:
+            self._notice_zeroing()
+            if self._total and self._before.is_gone():
+                self._total = 0.0
         weight, before = self._next, self._total
         share = weight / (before + weight) if weight else 0.0
         if not self._is_next_used:

@@ -6,13 +6,14 @@ import contextlib
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
 from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
+from torchring.gradients.backward import BackwardWatch
 from torchring.gradients.buffers import Place
 from torchring.gradients.module_wrappers import ModuleWrappers
 from torchring.tracing.recorder import EXPOSED
@@ -38,6 +39,7 @@ class OptimizerGroup:
     Attributes:
         guard: runs what takes several collectives, and must not be left between two of them.
         is_skipping: whether this rank takes part in a backward of the others without one of its own.
+        skipper: the member whose `skip()` is under way.
         has_ended: whether this rank's data has ended, inside `torchring.join`.
         module_wrappers: the DDP and FSDP instances of this process. None of them may reduce a member's parameters.
     """
@@ -46,9 +48,12 @@ class OptimizerGroup:
         self.module_wrappers = ModuleWrappers()
         self.guard = InterruptionGuard(world)
         self.is_skipping = False
+        self.skipper: GradientSync | None = None
         self.has_ended = False
         self._world = world
         self._members: list[GradientSync] = []
+        self._norm_weights: set[float | None] = set()  # that SyncBatchNorm has used in the backward under way
+        self._norm_watch = BackwardWatch(self._norms_ended, self._norm_weights.clear)
         world.on_close(self.close)
 
     @property
@@ -83,13 +88,18 @@ class OptimizerGroup:
         return [m for m in self._members if not wanted.isdisjoint(map(id, m.reduction.parameters))]
 
     @contextmanager
-    def skipping(self) -> Iterator[None]:
+    def skipping(self, skipper: GradientSync | None = None) -> Iterator[None]:
         """Members that a backward of other ranks reaches are absent on this rank."""
-        self.is_skipping = True
+        self.is_skipping, self.skipper = True, skipper
         try:
             yield
         finally:
-            self.is_skipping = False
+            self.is_skipping, self.skipper = False, None
+
+    def forget_skips(self) -> None:
+        """An optimizer makes a step, or zeroes its gradients: the next backward is another one."""
+        for member in self._members:
+            member.has_been_skipped = False
 
     def owners(self) -> list[object]:
         """The optimizers that are still there."""
@@ -98,6 +108,42 @@ class OptimizerGroup:
     def num_steps(self) -> int:
         """How many steps this rank has made, with all optimizers."""
         return sum(member.num_steps for member in self._members)
+
+    def batch_weights(self) -> set[float]:
+        """The weights that optimizers have for the batch whose forward or backward runs: several if they differ."""
+        return {weight for member in self._members if (weight := member.batch_weight) is not None}
+
+    def note_norm(self, weight: float | None) -> None:
+        """SyncBatchNorm's backward has reckoned with this weight, where ranks have different ones."""
+        self._norm_weights.add(weight)
+        if not self._norm_watch.is_armed:
+            self._norm_watch.arm()
+
+    def _norms_ended(self) -> None:
+        self._check_norms()
+        self._norm_weights.clear()
+
+    def _check_norms(self) -> None:
+        """Raise GradientError if the backward under way has reached an optimizer that has another weight."""
+        for weight in self._norm_weights:
+            for member in self._members:
+                if member.in_backward and member.batch_weight != weight:
+                    self.refuse(
+                        "the end of backward()",
+                        f"SyncBatchNorm has used the weight {weight} in a backward() that reaches "
+                        f"{member.reduction.specs[0].name}, too, whose optimizer has the weight {member.batch_weight}. "
+                        "Before each backward(), call weigh() on all optimizers that it reaches, with one weight; or "
+                        "freeze the other parameters meanwhile (requires_grad_(False))",
+                    )
+
+    def refuse(self, what: str, reason: str) -> NoReturn:
+        """Raise GradientError in the midst of `what`, which other ranks may wait for. They hear of it."""
+        error = GradientError(reason, rank=self._world.rank)
+        try:
+            self._world.break_off(what, error)
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
 
     def follow_others(self, *, counts: bool = False) -> int:
         """Collective: take part in the rounds of the ranks that still have data, until no rank has.
@@ -133,6 +179,7 @@ class OptimizerGroup:
 
     def finish_backward(self, caller: GradientSync) -> None:
         """A backward that reached `caller` is about to return: finish the members that it has reached."""
+        self._check_norms()
         reached = [member for member in (caller, *self._members) if member.in_backward]
         is_local = not any(member.wants_reduction for member in reached)
         is_silent = not self.are_several or self._world.failure is not None  # nobody to agree with
@@ -188,4 +235,5 @@ class OptimizerGroup:
         """The world is closing: gradients of its optimizers stay local from now on."""
         for member in list(self._members):
             member.close()
+        self._norm_watch.close()
         self.module_wrappers.close()

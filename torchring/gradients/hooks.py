@@ -26,8 +26,12 @@ class Listener(Protocol):
     @property
     def mark_ready(self) -> Callable[[int], None]: ...
 
-    def begin_backward(self) -> None:
-        """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
+    def begin_backward(self, index: int) -> None:
+        """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one.
+
+        Args:
+            index: of the parameter that has the gradient.
+        """
 
     def gradient_failed(self, error: BaseException) -> None:
         """`mark_ready` has raised."""
@@ -52,7 +56,7 @@ def make_hook(listener: Listener, index: int) -> Hook:
     @run_eagerly
     def hook(_: torch.Tensor) -> None:
         if not listener.watch.is_armed:
-            listener.begin_backward()
+            listener.begin_backward(index)
         try:
             listener.mark_ready(index)
         except BaseException as error:

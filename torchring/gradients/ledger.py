@@ -73,6 +73,34 @@ class GradientLedger:
             self.refuse_sum_of_sums(slot)
         self.status[slot] = LOCAL
 
+    def results(self) -> list[int]:
+        """The slots whose gradient is the same on all ranks, and not known to be zero."""
+        grads = map(grad_of, self._parameters)
+        return [
+            slot
+            for slot, (status, grad) in enumerate(zip(self.status, grads, strict=True))
+            if status is REDUCED and grad is not None and self.is_settled(slot, grad)
+        ]
+
+    def was_zeroed(self, slot: int, *, has_arrived: bool) -> bool:
+        """Whether the script has zeroed a result in place, past the optimizer.
+
+        Args:
+            has_arrived: backward has added to the gradient since. Then any other write counts as zeroing.
+        """
+        grad = self._parameters[slot].grad
+        assert grad is not None
+        num_writes = grad._version - self._settled_version(slot)
+        return num_writes > 1 if has_arrived else num_writes > 0 and is_zero(grad)
+
+    def mark_slot_zeroed(self, slot: int) -> None:
+        """This gradient was zeroed in place."""
+        self.status[slot] = ZEROED
+        if (grad := self._parameters[slot].grad) is not None:
+            self.settle(slot, grad)
+            if grad is self._views[slot]:
+                self._versions[slot] = grad._version
+
     def mark_zeroed(self) -> None:
         """The optimizer has zeroed all gradients in place, or set them to None."""
         self.status = [ZEROED] * len(self.status)
@@ -144,13 +172,6 @@ class GradientLedger:
     def has_local(self) -> bool:
         """Whether a gradient is there that no other rank has seen."""
         return bool(self._local())
-
-    def holds_results(self) -> bool:
-        """Whether a gradient is there that is the same on all ranks, and was not zeroed since."""
-        return any(
-            status is REDUCED and (grad := parameter.grad) is not None and self.is_settled(slot, grad)
-            for slot, (status, parameter) in enumerate(zip(self.status, self._parameters, strict=True))
-        )
 
     def scale_local(self, factor: float) -> None:
         """Multiply the gradients that no other rank has seen."""
@@ -234,6 +255,36 @@ class GradientLedger:
         settled = self._settled[slot]
         lives_here = bool(self._views) and settled is not None and settled() is self._views[slot]
         return self._versions[slot] if lives_here else self._settled_versions[slot]
+
+
+class Snapshot:
+    """The gradients that parameters have, to find out later whether the script has dropped or zeroed all of them."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self._seen = [(p, weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None]
+
+    def is_gone(self, arrived: torch.Tensor | None = None) -> bool:
+        """Whether nothing is left.
+
+        Args:
+            arrived: a parameter to whose gradient backward has added since.
+        """
+        return all(_is_gone(*each, has_arrived=each[0] is arrived) for each in self._seen)
+
+
+def _is_gone(parameter: torch.Tensor, before: weakref.ref[torch.Tensor], version: int, *, has_arrived: bool) -> bool:
+    grad = parameter.grad
+    if grad is None:
+        return True
+    is_same = grad is before()
+    if has_arrived:
+        return not is_same or grad._version > version + 1
+    return not (is_same and grad._version == version) and is_zero(grad)
+
+
+def is_zero(grad: torch.Tensor) -> bool:
+    """Whether all elements are 0."""
+    return not bool((grad._values() if grad.is_sparse else grad).any())
 
 
 # To look up a member of an enum takes 0.1 us, which counts for something that is done for every parameter.

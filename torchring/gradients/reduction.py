@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -23,7 +24,7 @@ from torchring.errors import GradientError, in_step
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.buffers import BufferSpec, BufferSync, Place, SyncBuffers
 from torchring.gradients.candidates import AUTO_COMPRESSION, what_to_tune
-from torchring.gradients.ledger import GradientStatus
+from torchring.gradients.ledger import GradientStatus, is_zero
 from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted, wire_dtype
 from torchring.gradients.recording import RoundRecording, has_arrivals
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
@@ -104,6 +105,8 @@ class Reduction:
         self._recording = RoundRecording(world)
         self._share = Share()
         self._may_lose_results = False  # if all ranks give weight 0
+        self._has_weights: bool | None = None  # None until the first round in which a rank has a gradient
+        self._is_late = False  # all gradients are packed in `finish`, when the reference of the weights is known
         self.timing = Timing()
         self._options = options
         # The script's collectives: another rank may be calling one of those, instead of wrapping its optimizer.
@@ -163,6 +166,8 @@ class Reduction:
     @property
     def mark_ready(self) -> Callable[[int], None]:
         """For the hooks of the round that has begun: called with the index of a parameter that has its gradient."""
+        if self._is_late:
+            return self.scheduler.mark_local
         if self._tuner is not None and self._tuner.is_observing:
             return self._tuner.mark_ready
         scheduler = self.scheduler
@@ -202,6 +207,10 @@ class Reduction:
         if self._tuner is not None and not is_again:
             self._tune(self._tuner, hold=hold)
         share = self._share = self.weights.share(is_absent=is_absent)
+        needs_reference = self.weights.is_fp16 and self._has_weights is not False and not self.is_sum
+        self._is_late = needs_reference and hold
+        if needs_reference and not hold:
+            share = self._agree_on_reference()
         self._may_lose_results = share.weight == 0.0 and not is_again and self.holds_results()
         counts_no_buffers = is_absent or share.weight == 0.0  # no sample of this rank's counts
         control_bits = control_bits._replace(
@@ -243,6 +252,10 @@ class Reduction:
             carried |= places
         self._recording.backward_is_over()
         self.rounds.backward_is_over()
+        if self._is_late:
+            share = self._agree_on_reference()
+            for bucket in self.buckets:
+                bucket.share = share
         scheduler.finish()
         if self._tuner is not None:
             self._tuner.end_round()
@@ -266,6 +279,13 @@ class Reduction:
             self._install(plan)
         self.rounds.end()
 
+    def _agree_on_reference(self) -> Share:
+        """Collective, before the first gradient is packed: what this rank contributes, by the weights of this round."""
+        largest = torch.tensor([self._share.weight or 0.0], dtype=torch.float64, device="cpu")
+        self.weights.refer_to(float(internal_collectives_of(self.world).all_reduce(largest, "max")))
+        self._share = self.weights.share(is_absent=self._share.is_absent)
+        return self._share
+
     def _weigh_result(self) -> float:
         """By which the result of this round has to be multiplied.
 
@@ -273,6 +293,9 @@ class Reduction:
         gradients of an earlier round would get that weight, too.
         """
         sums, size = self.control_sums, self.world.size
+        had_weights = self._has_weights
+        if sums.is_weighted or (had_weights is None and sums.is_absent < size):
+            self._has_weights = sums.is_weighted > 0
         if sums.is_weighted and sums.is_unweighted:
             mine = torch.tensor([int(self._share.is_unweighted)], device="cpu")
             without = internal_collectives_of(self.world).all_gather(mine)
@@ -295,6 +318,15 @@ class Reduction:
             )
         if self._options.op == "sum":
             return 1.0
+        if had_weights is False and self.weights.is_fp16 and not self.weights.fits_fp16(sums.weight / size):
+            raise in_step(
+                GradientError(
+                    f"weights of about {sums.weight / size:g} came after backwards without weights, so gradients were "
+                    "not scaled for them before they were rounded to fp16; call optimizer.weigh() before each "
+                    "backward(), from the first one on",
+                    rank=self.world.rank,
+                )
+            )
         left_out = 0.0
         if sums.has_left_out:
             mine = torch.tensor([self._share.left_out], dtype=torch.float64, device="cpu")
@@ -307,7 +339,36 @@ class Reduction:
 
     def holds_results(self) -> bool:
         """Whether a gradient is there that an earlier round has reduced."""
-        return any(bucket.ledger.holds_results() for bucket in self.buckets) or self._sparse.holds_results()
+        return any(bucket.ledger.results() for bucket in self.buckets) or bool(self._sparse.results())
+
+    def notice_zeroing(self, arrived: torch.Tensor | None = None) -> None:
+        """Find the results that the script has zeroed in place, past the optimizer (`model.zero_grad()`).
+
+        Args:
+            arrived: a parameter to whose gradient backward has added since. What its gradient was cannot be seen: zero,
+                if all others have become zero.
+        """
+        zeroed: list[Callable[[], None]] = []
+        of_arrived: list[Callable[[], None]] = []
+        num_results = 0
+        for bucket in self.buckets:
+            ledger = bucket.ledger
+            for slot in ledger.results():
+                num_results += 1
+                has_arrived = bucket.parameters[slot] is arrived
+                if ledger.was_zeroed(slot, has_arrived=has_arrived):
+                    (of_arrived if has_arrived else zeroed).append(partial(ledger.mark_slot_zeroed, slot))
+        for index in self._sparse.results():
+            num_results += 1
+            parameter = self.parameters[index]
+            if parameter is arrived:
+                of_arrived.append(partial(self._sparse.mark_one_zeroed, index))
+            elif parameter.grad is not None and is_zero(parameter.grad):
+                zeroed.append(partial(self._sparse.mark_one_zeroed, index))
+        if zeroed and len(zeroed) + len(of_arrived) == num_results:
+            zeroed += of_arrived
+        for mark in zeroed:
+            mark()
 
     def scale_local(self, factor: float) -> None:
         """Multiply the gradients that no other rank has seen."""

@@ -77,6 +77,10 @@ class SparseReduction:
         self._local.clear()
         self._zeroed = set(self._reduced)
 
+    def mark_one_zeroed(self, index: int) -> None:
+        """This gradient was zeroed in place."""
+        self._zeroed.add(index)
+
     def first_unsettled(self) -> str | None:
         """Name of the first sparse parameter whose gradient must not be stepped on."""
         return next((s.name for i, s in enumerate(self._specs) if s.is_sparse and self._is_unsettled(i)), None)
@@ -85,11 +89,10 @@ class SparseReduction:
         """Whether a gradient is there that no other rank has seen."""
         return any(self._parameters[index].grad is not None for index in self._local)
 
-    def holds_results(self) -> bool:
-        """Whether a gradient is there that an earlier round has reduced, and that was not zeroed or added to since."""
+    def results(self) -> list[int]:
+        """The parameters whose gradient an earlier round has reduced, and that was not zeroed or added to since."""
         since = self._zeroed | self._local
-        kept = ((self._parameters[i].grad, result) for i, result in self._reduced.items() if i not in since)
-        return any(grad is not None and grad is result for grad, result in kept)
+        return [i for i, result in self._reduced.items() if i not in since and self._parameters[i].grad is result]
 
     def scale_local(self, factor: float) -> None:
         """Multiply the gradients that no other rank has seen."""

@@ -21,6 +21,7 @@ from torchring.gradients.backward import BackwardWatch
 from torchring.gradients.buffers import Place
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.hooks import attach_hooks, make_hook
+from torchring.gradients.ledger import Snapshot
 from torchring.gradients.module_wrappers import explain
 from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
@@ -73,6 +74,7 @@ class GradientSync:
         in_backward: whether a backward of these parameters is under way.
         thread: which runs the hooks of that backward, if its parameters are on the CPU; else 0.
         batches: of an elastic job.
+        has_been_skipped: by `skip()` of another optimizer, and no optimizer has made a step or zeroed gradients since.
     """
 
     def __init__(
@@ -106,9 +108,13 @@ class GradientSync:
         self.batches: Batches | None = None
         self._handles_of_zero_weight: list[torch.utils.hooks.RemovableHandle] = []
 
+        self.has_been_skipped = False
+
         # The backward under way
         self.in_backward = False
         self.thread = 0
+        self._arrived: torch.nn.Parameter | None = None  # has got its gradient just now, before all others
+        self._local = Snapshot()  # what backwards with weights have left in `.grad`
         self._reduces = False
         self.mark_ready: Callable[[int], None] = reduction.scheduler.mark_local  # or `mark_ready`
 
@@ -136,6 +142,13 @@ class GradientSync:
         """Whether a backward is under way inside `no_sync()`."""
         return self.in_backward and not self._reduces and self._no_sync_depth > 0
 
+    @property
+    def batch_weight(self) -> float | None:
+        """The weight of the backward under way, or else of the one that comes. None if it has none."""
+        if self._handles_of_zero_weight:
+            return 0.0
+        return self._weights.last if self.in_backward else self._weights.next
+
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective: more parameters, some of which may be frozen for now."""
         self._frozen += parameters
@@ -159,8 +172,8 @@ class GradientSync:
 
     # Backward
 
-    def begin_backward(self) -> None:
-        """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
+    def begin_backward(self, index: int) -> None:
+        """The first gradient of a backward arrives, of this parameter; or of an outer backward, after an inner one."""
         if not self.in_backward:
             if self.batches is not None:
                 self._begin_batch(self.batches)
@@ -168,7 +181,13 @@ class GradientSync:
             if self._group.are_several and self.reduction.specs[0].device.type == "cpu":
                 self._group.refuse_other_thread(thread := threading.get_ident())
                 self.thread = thread
-            self._begin(reduces=self._next_reduces())
+            self._arrived = self.reduction.parameters[index]
+            try:
+                if self.reduction.is_sum and self.reduction.holds_results():
+                    self.reduction.notice_zeroing(self._arrived)
+                self._begin(reduces=self._next_reduces())
+            finally:
+                self._arrived = None
         self.watch.arm()
 
     def finish_backward(self, *, reduces: bool, carried: set[Place] | None = None) -> None:
@@ -183,8 +202,12 @@ class GradientSync:
             self._or_fail(lambda: self._finish_round(carried))
             self._num_backwards = 0
             self._weights.reset()
-        elif self._no_sync_depth == 0:
-            self._num_backwards += 1
+        else:
+            self._num_backwards += self._no_sync_depth == 0
+            self._weights.has_skipped |= self._group.is_skipping
+            if self._weights.is_weighted:
+                self._local = Snapshot(self._own_parameters())
+        self.has_been_skipped = self._group.skipper not in (None, self)
         self.in_backward, self.thread = False, 0
         self._enter(Phase.OUTSIDE, recorder.BETWEEN if reduces else recorder.INPUT)
         self._end_zero_weight()
@@ -217,6 +240,7 @@ class GradientSync:
         """The optimizer has dropped or zeroed all gradients, so the next backward begins a group of `accumulate`."""
         self._num_backwards = 0
         self._weights.reset()
+        self._group.forget_skips()
 
     def weigh(self, weight: float) -> None:
         """The loss of the next backward is a mean over `weight` samples. See `DistributedOptimizer.weigh`."""
@@ -257,13 +281,13 @@ class GradientSync:
             reduction.scale_local(factor)
             for grad in (p.grad for p in thawed if p.grad is not None):
                 grad.mul_(factor)
+            self._local = Snapshot(self._own_parameters())
         if not weight:
             self._zero_next_backward()
 
     def _zero_next_backward(self) -> None:
         """Gradients of the next backward are zeros, whatever the loss is, a mean over nothing included."""
-        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]  # not adopted yet
-        for parameter in (*self.reduction.parameters, *thawed):
+        for parameter in self._own_parameters():
             if parameter.requires_grad:
                 handle = parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
                 self._handles_of_zero_weight.append(handle)
@@ -272,15 +296,21 @@ class GradientSync:
         """Collective: take part in the reduction of the others' next backward. See `DistributedOptimizer.skip`."""
         if self.in_backward:
             raise GradientError("skip() was called inside backward(); call it in place of backward()")
+        if self.has_been_skipped:
+            raise GradientError(
+                "skip() was called on another optimizer before, which stands for a whole backward(): that one has "
+                "reached these parameters, too. Call skip() once for each backward() that this rank leaves out, on the "
+                "same optimizer if there are several"
+            )
         if self.batches is not None:
             self.batches.begin_backward(is_weighed=self._weights.is_given, is_skipped=True)
             self.weigh_batch()
-        self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate)
-
-    def _take_part(self, *, reduces: bool) -> None:
-        """Collective: what a backward would do, with what is local already, or nothing."""
         self.forget_next_backward()
-        with torch.no_grad(), self._group.skipping():
+        self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate, skipper=self)
+
+    def _take_part(self, *, reduces: bool, skipper: GradientSync | None = None) -> None:
+        """Collective: what a backward would do, with what is local already, or nothing."""
+        with torch.no_grad(), self._group.skipping(skipper):
             self._begin(reduces=reduces)
             self._group.finish_backward(self)
 
@@ -291,6 +321,9 @@ class GradientSync:
         """
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
+        if self._weights.has_skipped and self.reduction.first_unsettled() is None:
+            self._take_part(reduces=True)
+            return
         with torch.no_grad():
             self._begin(reduces=True)
             self._group.finish_backward(self)
@@ -315,6 +348,10 @@ class GradientSync:
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
         if self.reduction.world.is_joining:  # others may have ended, and meet this with a round
+            self._drop_stale_weights()
+            self._count_local(needs=self._needs_synchronize())
+            self._weights.drop_next()
+            self._end_zero_weight()
             self._take_part(reduces=True)
             return
         self._recorder.enter(recorder.EXPOSED)
@@ -328,6 +365,7 @@ class GradientSync:
         """The optimizer is about to write to the parameters: note whether somebody else has."""
         self._enter(Phase.STEP, recorder.OPTIMIZER)
         self._replicas.has_changed()
+        self._group.forget_skips()
 
     def accept_parameters(self) -> None:
         """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
@@ -496,7 +534,7 @@ class GradientSync:
             wants_change=int(self.reduction.world.wants_change),
             leaves=int(self.reduction.world.leaves),
         )
-        is_absent = self._group.is_skipping and not self._weights.num_backwards
+        is_absent = (self._group.is_skipping or self._weights.has_skipped) and not self._weights.num_backwards
         self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits, is_absent=is_absent, is_again=is_again)
 
     def _finish_round(self, carried: set[Place] | None) -> None:
@@ -518,7 +556,7 @@ class GradientSync:
         problem: GradientError | None = None
         needs = False
         try:
-            needs = self.reduction.needs_synchronize()
+            needs = self._needs_synchronize()
         except GradientError as error:
             problem = error
         wants = collectives.all_reduce(
@@ -527,11 +565,38 @@ class GradientSync:
         if wants[1]:
             raise in_step(problem or GradientError("synchronize() was refused on another rank; its error says why"))
         if wants[0]:
+            self._count_local(needs=needs)
             self._or_fail(self._reduce_now)
             self._num_backwards = 0
             self._weights.reset()
 
+    def _needs_synchronize(self) -> bool:
+        """As `Reduction.needs_synchronize`. Raises GradientError if it is not clear what a weight was given for."""
+        if self._weights.is_given and self._weights.num_backwards:
+            raise GradientError(
+                "weigh() was called before synchronize(), and no backward() came in between; call skip() in place of a "
+                "backward() that is left out"
+            )
+        return self.reduction.needs_synchronize()
+
+    def _count_local(self, *, needs: bool) -> None:
+        """Gradients that the script has put into `.grad`, and a weight for them, count as those of a backward do."""
+        weights = self._weights
+        if weights.num_backwards or not (weights.is_given or (needs and weights.next is None)):
+            return
+        if weights.next == 0:
+            for parameter in self.reduction.parameters:  # counts as zero, whatever it holds
+                parameter.grad = None
+        self._end_zero_weight()
+        weights.begin()
+
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        """Those that have thawed and are not adopted yet, too."""
+        return [*self.reduction.parameters, *(parameter for parameter in self._frozen if parameter.requires_grad)]
+
     def _begin_weight(self, *, reduces: bool) -> None:
+        if self._weights.is_weighted and not torch.is_grad_enabled():  # or autograd leaves another tensor in `.grad`
+            self._drop_stale_weights()
         self._weights.begin()
         if self._weights.is_weighted and not reduces:
             self._refuse_results()
@@ -539,12 +604,17 @@ class GradientSync:
     def _refuse_results(self) -> None:
         """Raise GradientError if weights would be given to results of an earlier step, too."""
         if self.reduction.holds_results():
+            self.reduction.notice_zeroing(self._arrived)
+        if self.reduction.holds_results():
             raise GradientError(ON_RESULTS)
 
     def _drop_stale_weights(self) -> None:
-        """Forget the backwards whose gradients the script has dropped, as model.zero_grad() does."""
-        if self._weights.num_backwards and not self.reduction.has_local():
-            self._weights.reset()
+        """Forget the backwards whose gradients the script has dropped or zeroed, as model.zero_grad() does."""
+        weights = self._weights
+        if not weights.num_backwards:
+            return
+        if self._local.is_gone(self._arrived) if weights.is_weighted else not self.reduction.has_local():
+            weights.reset()
 
     def _end_zero_weight(self) -> None:
         """The backward of weight 0 is over."""

@@ -5,8 +5,9 @@ A reduced gradient is then sum(n_r g_r) / sum(n_r) over ranks r, and over the ba
 Until a reduction, `.grad` holds sum(n_k g_k) / n, where n is the weight of the last backward: autograd adds gradients
 as they are, so what is there already is scaled before each backward. In the wire buffer gradients are multiplied by
 n / reference. The reference is a power of two near the mean weight of the last round, equal on all ranks, so that
-weights in the thousands do not overflow 16 bits. The sum of weights travels with the control bits, and the result is
-scaled by it.
+weights in the thousands do not overflow. fp16 has too few exponents for weights that change much from round to round.
+So ranks agree on the reference before a round there, in a small message. The sum of weights travels with the control
+bits, and the result is scaled by it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torchring.errors import GradientError
 
 _FRACTION_BITS: Final = 16
 _BITS: Final = 48
-_REFERENCE_OF_FP16: Final = 64.0
+_REFERENCE_OF_FP16: Final = 64.0  # where the first weights come after backwards without
+_MOST_IN_FP16: Final = 64.0  # times the reference
 LARGEST: Final = 2.0 ** (_BITS - _FRACTION_BITS - 4)  # the sum of 16 backwards still fits
 SMALLEST: Final = 2.0 ** (6 - _FRACTION_BITS)
 
@@ -60,19 +62,25 @@ class Weights:
     Attributes:
         num_backwards: how many backwards have contributed since the last reduction, those inside `no_sync()` included.
         reference: see above.
+        next: the weight that was given for the backward that comes, if there is one.
+        last: the weight of the backward under way, or of the last one.
+        is_fp16: whether gradients travel in fp16.
+        has_skipped: whether this rank has left out a backward since the last reduction.
     """
 
     def __init__(self) -> None:
         self.num_backwards = 0
+        self.has_skipped = False
         self.reference = 1.0
         self._is_narrow = False
-        self._next: float | None = None  # for the backward that comes
+        self.is_fp16 = False
+        self.next: float | None = None
         self._next_whole: float | None = None
         self._whole: float | None = None
         self._unit: float | None = None  # the weight that local gradients are divided by
         self._total: float | None = None
         self._left_out = 0.0  # of backwards that were skipped
-        self._last: float | None = None  # of the backward under way
+        self.last: float | None = None
 
     @property
     def is_weighted(self) -> bool:
@@ -82,22 +90,22 @@ class Weights:
     @property
     def is_given(self) -> bool:
         """Whether the script has given the next backward a weight."""
-        return self._next is not None and self._next_whole is None
+        return self.next is not None and self._next_whole is None
 
     @property
     def is_by_script(self) -> bool:
         """Whether the script has weighed the backward under way, or the next one."""
-        return self.is_given or (self._next is None and self._last is not None and self._whole is None)
+        return self.is_given or (self.next is None and self.last is not None and self._whole is None)
 
     def expects(self, weight: float, whole: float) -> bool:
         """Whether an elastic job has given the next backward this weight."""
-        return (self._next, self._next_whole) == (self.representable(weight), whole)
+        return (self.next, self._next_whole) == (self.representable(weight), whole)
 
     def expect(self, dtypes: Sequence[torch.dtype]) -> None:
         """Gradients travel in these dtypes, the weight in any of them: another bucket may come to be the first one."""
         self._is_narrow = self._is_narrow or any(dtype.itemsize == 2 for dtype in dtypes)
-        # In fp16, a weight in the thousands may overflow before a round has shown the mean.
-        if torch.float16 in dtypes and self.reference == 1.0:
+        if torch.float16 in dtypes and not self.is_fp16:
+            self.is_fp16 = True
             self.reference = _REFERENCE_OF_FP16
 
     def representable(self, weight: float) -> float:
@@ -114,14 +122,14 @@ class Weights:
 
         Raises GradientError if a weight was given already, or an earlier backward had none.
         """
-        if self._next is not None and self._next_whole is None:
+        if self.is_given:
             raise GradientError("weigh() was called twice before one backward(); call it once before each")
         if self.num_backwards and self._total is None:
             raise GradientError(
                 "weigh() was called after a backward() without a weight whose gradients are not reduced yet; call "
                 "weigh() before each backward(), or zero_grad() first"
             )
-        self._next = weight
+        self.next = weight
         self._next_whole = whole
         if not weight:
             return 1.0
@@ -130,13 +138,13 @@ class Weights:
 
     def begin(self) -> None:
         """A backward begins. Raises GradientError if it has no weight, and an earlier one had one."""
-        weight, self._next = self._next, None
+        weight, self.next = self.next, None
         if weight is None and self._total is not None:
             raise GradientError(
                 "this backward() has no weight, but an earlier one had one whose gradients are not reduced yet; call "
                 "optimizer.weigh() before each backward()"
             )
-        self._last = weight
+        self.last = weight
         self._whole = self._next_whole
         if weight is not None:
             self._total = (self._total or 0.0) + weight
@@ -144,25 +152,26 @@ class Weights:
 
     def withdraw(self) -> None:
         """The backward under way was broken off."""
-        if self._last is not None and self._total is not None:
-            self._total -= self._last
+        if self.last is not None and self._total is not None:
+            self._total -= self.last
         self.num_backwards -= 1
         if not self.num_backwards:
             self.reset()
 
     def drop_next(self) -> None:
         """The backward that a weight was given for does not come."""
-        if self._next is not None and self._next_whole is not None:
-            self._left_out += self._next
+        if self.next is not None and self._next_whole is not None:
+            self._left_out += self.next
             self._whole = self._next_whole
-        self._next = None
+        self.next = None
 
     def reset(self) -> None:
         """Local gradients are reduced, or gone. A weight that was given for the next backward stays."""
         self.num_backwards = 0
+        self.has_skipped = False
         self._total = None
         self._left_out = 0.0
-        self._unit = self._next or None
+        self._unit = self.next or None
 
     def share(self, *, is_absent: bool) -> Share:
         """What this rank contributes to the round that begins."""
@@ -182,9 +191,17 @@ class Weights:
         scale = num_ranks * self.reference / total if total else 1.0
         if self._whole is not None:
             scale *= (total + left_out) / self._whole  # number of batches: alike on all ranks
-        if total:
-            self.reference = 2.0 ** round(math.log2(total / num_ranks))
+        self.refer_to(total / num_ranks)
         return scale
+
+    def fits_fp16(self, weight: float) -> bool:
+        """Whether gradients of this mean weight have not become too large or too small in fp16."""
+        return not weight or 1 / _MOST_IN_FP16 <= weight / self.reference <= _MOST_IN_FP16
+
+    def refer_to(self, weight: float) -> None:
+        """Gradients of about this weight are to keep their size in the next round."""
+        if weight:
+            self.reference = 2.0 ** round(math.log2(weight))
 
 
 def check_weight(weight: float) -> float:

@@ -57,6 +57,7 @@ from torchring.horovod.context import (
 from torchring.horovod.engine import Operation
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.negotiation import ALLREDUCE, BARRIER, JOIN, request_of
+from torchring.norms import refuse_layers
 
 __all__ = [
     "Adasum",
@@ -692,8 +693,8 @@ def join(device: int = -1) -> int:
     """Say that this rank has no more data. Collective: returns when all ranks have joined.
 
     Until then, this rank takes part in the allreduces of the others, and in those of their DistributedOptimizers, with
-    zeros. An average is divided by the number of all ranks all the same. Other collectives of the others raise
-    HorovodInternalError.
+    zeros. An average is divided by the number of all ranks all the same. Other collectives of the others, and
+    SyncBatchNorm layers in training, raise HorovodInternalError.
 
     Args:
         device: for Horovod's signature. Zeros need no GPU.
@@ -704,10 +705,13 @@ def join(device: int = -1) -> int:
     here = context_of_collectives()
     operation = _operation(here, JOIN, [], "join", global_process_set, label="join")
     here.engine.submit(operation)  # from now on, the engine's thread contributes zeros
+    layers = refuse_layers(here.world, "hvd.join")
     if here.world.size > 1:
         group = here.world.shared(OptimizerGroup)
         group.guard.run("hvd.join()", lambda: group.follow_others(counts=True))
     last: int = here.engine.wait(operation)
+    if layers is not None:
+        layers.result()
     return last
 
 

@@ -127,6 +127,23 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         self._passes = int(passes)
         self._set_accumulate(self._passes)
 
+    def weigh(self, weight: float) -> None:
+        """As `torchring.DistributedOptimizer.weigh`. ValueError with a process set, Adasum or a compressor."""
+        self._require_engine("weigh()")
+        super().weigh(weight)
+
+    def skip(self) -> None:
+        """As `torchring.DistributedOptimizer.skip`. ValueError with a process set, Adasum or a compressor."""
+        self._require_engine("skip()")
+        super().skip()
+
+    def _require_engine(self, what: str) -> None:
+        if not self._reduces_together:
+            raise ValueError(
+                f"{what} does not work with a process set, op=hvd.Adasum or a compressor of the script's own, where "
+                "step() reduces the gradients"
+            )
+
     def synchronize(self) -> None:
         """Reduce what is not reduced yet. Collective. All gradients are reduced when it returns."""
         if not self._reduces_together:
