@@ -25,7 +25,7 @@ from torchring.tracing.records import (
     encode,
 )
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _NAME: Final = re.compile(r"rank-(\d+)\.npz")
 _LIVE_NAME: Final = re.compile(r"live-(\d+)\.npz")
 

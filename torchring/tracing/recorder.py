@@ -33,6 +33,7 @@ class Recorder:
         num_samples: that forward was given, since the last step ended.
         num_samples_before: that forward was given before that.
         num_bytes: that this rank has contributed to reductions, in all.
+        loading_ns, num_workers: since the last step ended, as in a `StepRecord`; whoever watches DataLoaders sets them.
         about: what the steps are steps of; None as long as no optimizer was wrapped. With several optimizers, of the
             one that was wrapped last.
         part_began: when the part under way has begun.
@@ -46,6 +47,8 @@ class Recorder:
         self.num_samples = 0
         self.num_samples_before = 0
         self.num_bytes = 0
+        self.loading_ns = 0
+        self.num_workers = -1
         self.about: About | None = None
         self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)
         self.clock: list[ClockOffset] = []
@@ -108,15 +111,19 @@ class Recorder:
         stamps, buckets = self._stamps, self._buckets
         step = None
         if self.is_on:
-            stall_ns, packing_ns = self._stall_ns, self._packing_ns
-            step = step_row(self.num_steps, stamps[1], now, self.num_samples, stall_ns, packing_ns, stamps, buckets)
+            own = (
+                *(self.num_steps, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
+                *(self.loading_ns, self.num_workers, -1, -1),
+            )
+            step = step_row(own, stamps, buckets)
             self._steps.append(step)
         if self._device is not None:
             self._device.end_step(step, now)
         self.num_bytes += sum(buckets[NUM_BYTES::BUCKET_LENGTH])
         self.num_samples_before += self.num_samples
         self.num_steps += 1
-        self.num_samples = self._stall_ns = self._packing_ns = 0
+        self.num_samples = self.loading_ns = self._stall_ns = self._packing_ns = 0
+        self.num_workers = -1
         self._part, self.part_began = INPUT, now
         self._stamps = [INPUT, now]
         self._buckets = []
