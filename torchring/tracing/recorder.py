@@ -33,7 +33,8 @@ class Recorder:
         num_samples: that forward was given, since the last step ended.
         num_samples_before: that forward was given before that.
         num_bytes: that this rank has contributed to reductions, in all.
-        loading_ns, num_workers: since the last step ended, as in a `StepRecord`; whoever watches DataLoaders sets them.
+        loading_ns, loading_cpu_ns, num_workers: since the last step ended, as in a `StepRecord`; whoever watches
+            DataLoaders sets them.
         about: what the steps are steps of; None as long as no optimizer was wrapped. With several optimizers, of the
             one that was wrapped last.
         part_began: when the part under way has begun.
@@ -48,6 +49,7 @@ class Recorder:
         self.num_samples_before = 0
         self.num_bytes = 0
         self.loading_ns = 0
+        self.loading_cpu_ns = -1
         self.num_workers = -1
         self.about: About | None = None
         self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)
@@ -113,7 +115,7 @@ class Recorder:
         if self.is_on:
             own = (
                 *(self.num_steps, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
-                *(self.loading_ns, self.num_workers, -1, -1),
+                *(self.loading_ns, self.loading_cpu_ns, self.num_workers, -1, -1),
             )
             step = step_row(own, stamps, buckets)
             self._steps.append(step)
@@ -123,7 +125,7 @@ class Recorder:
         self.num_samples_before += self.num_samples
         self.num_steps += 1
         self.num_samples = self.loading_ns = self._stall_ns = self._packing_ns = 0
-        self.num_workers = -1
+        self.loading_cpu_ns = self.num_workers = -1
         self._part, self.part_began = INPUT, now
         self._stamps = [INPUT, now]
         self._buckets = []
