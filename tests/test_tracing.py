@@ -44,6 +44,9 @@ class Clock:
     def perf_counter_ns(self) -> int:
         return self.now
 
+    def thread_time_ns(self) -> int:
+        return 2 * self.now
+
     def time(self) -> float:
         return 1.8e9
 
@@ -120,7 +123,8 @@ def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) 
     next(batches)
     next(batches, None)
     recorder.end_step()
-    assert [(step.loading_ns, step.num_workers) for step in steps_of(recorder)] == [(50, 0), (0, -1), (50, 0)]
+    loading = [(step.loading_ns, step.loading_cpu_ns, step.num_workers) for step in steps_of(recorder)]
+    assert loading == [(50, 100, 0), (0, -1, -1), (50, 100, 0)]
     process.forget(recorder)
     assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before
 

@@ -1,7 +1,7 @@
 """Notices what keeps a rank from training, apart from its own code: a DataLoader, and Python's garbage collector.
 
 PyTorch has no public way to see when a DataLoader gives a batch, so `__next__` of its iterators is wrapped while there
-is a recorder. That adds 1 us to a batch. Full collections are told by `gc.callbacks`.
+is a recorder. That adds 4 us to a batch. Full collections are told by `gc.callbacks`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ _collection_began = 0
 @functools.wraps(_load)
 def _timed_load(self: _BaseDataLoaderIter) -> Any:
     thread = threading.get_ident()
-    waiting = [(each, each.loading_ns) for each in list(_recorders) if each.thread == thread and each.part == INPUT]
-    began = time.perf_counter_ns()
+    training = [each for each in list(_recorders) if each.thread == thread and each.part == INPUT]
+    waiting = [(each, each.loading_ns, each.loading_cpu_ns) for each in training]
+    worked, began = time.thread_time_ns(), time.perf_counter_ns()
     try:
         return _load(self)
     finally:
-        took = time.perf_counter_ns() - began
-        for recorder, before in waiting:  # not `+=`: the data set may read another DataLoader
+        took, worked = time.perf_counter_ns() - began, time.thread_time_ns() - worked
+        for recorder, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
             recorder.loading_ns = before + took
             recorder.num_workers = self._num_workers
+            if not self._num_workers:  # what workers do is not known
+                recorder.loading_cpu_ns = max(0, cpu_before) + worked
 
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:

@@ -34,7 +34,8 @@ class Recorder:
         num_samples: that forward was given, since the last step ended.
         num_samples_before: that forward was given before that.
         num_bytes: that this rank has contributed to reductions, in all.
-        loading_ns, num_workers, collecting_ns: since the last step ended, as in a `StepRecord`. `process.py` sets them.
+        loading_ns, loading_cpu_ns, num_workers, collecting_ns: since the last step ended, as in a `StepRecord`.
+            `process.py` sets them.
         about: what the steps are steps of; None as long as no optimizer was wrapped. With several optimizers, of the
             one that was wrapped last.
         part, part_began: the part under way, and when it has begun.
@@ -50,6 +51,7 @@ class Recorder:
         self.num_samples_before = 0
         self.num_bytes = 0
         self.loading_ns = 0
+        self.loading_cpu_ns = -1
         self.num_workers = -1
         self.collecting_ns = 0
         self.about: About | None = None
@@ -117,7 +119,7 @@ class Recorder:
         if self.is_on:
             own = (
                 *(self.num_steps, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
-                *(self.loading_ns, self.num_workers, -1, -1, self.collecting_ns),
+                *(self.loading_ns, self.loading_cpu_ns, self.num_workers, -1, -1, self.collecting_ns),
             )
             step = step_row(own, stamps, buckets)
             self._steps.append(step)
@@ -127,7 +129,7 @@ class Recorder:
         self.num_samples_before += self.num_samples
         self.num_steps += 1
         self.num_samples = self.loading_ns = self.collecting_ns = self._stall_ns = self._packing_ns = 0
-        self.num_workers = -1
+        self.loading_cpu_ns = self.num_workers = -1
         self.thread = threading.get_ident()
         self.part, self.part_began = INPUT, now
         self._stamps = [INPUT, now]

@@ -24,7 +24,7 @@ from torchring.tracing.rows import BUCKET_LENGTH, END, PART_LENGTH, STEP_LENGTH,
 
 _OWN: Final = (  # attributes of a step, in the order of a row
     *("number", "begin", "end", "num_samples", "stall_ns", "packing_ns"),
-    *("loading_ns", "num_workers", "queued_ns", "exposed_queued_ns", "collecting_ns"),
+    *("loading_ns", "loading_cpu_ns", "num_workers", "queued_ns", "exposed_queued_ns", "collecting_ns"),
 )
 ENDED_WELL: Final = ("", "end", "SIGUSR1")  # see `About.ended_by`
 
@@ -99,6 +99,7 @@ class StepRecord:
         parts: in order, without gaps, from `begin` to `end`.
         buckets: in the order in which they left. Empty if nothing was reduced.
         loading_ns: how long this rank was in `next()` of a DataLoader, inside INPUT.
+        loading_cpu_ns: how long cores worked for it: this thread in `next()`, and the workers; -1 if unknown.
         num_workers: of the DataLoader that gave the last batch; -1 if none gave one.
         queued_ns: how long the thread that trains was ready to run, but had no core; -1 if the kernel does not say.
         exposed_queued_ns: the same, inside EXPOSED; -1 on a GPU, too.
@@ -114,6 +115,7 @@ class StepRecord:
     parts: tuple[PartRecord, ...]
     buckets: tuple[BucketRecord, ...]
     loading_ns: int = 0
+    loading_cpu_ns: int = -1
     num_workers: int = -1
     queued_ns: int = -1
     exposed_queued_ns: int = -1
