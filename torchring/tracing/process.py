@@ -1,7 +1,7 @@
 """Notices what keeps a rank from training, apart from its own code: a DataLoader, and Python's garbage collector.
 
-PyTorch has no public way to see when a DataLoader gives a batch, so `__next__` of its iterators is wrapped while there
-is a recorder. That adds 4 us to a batch. Full collections are told by `gc.callbacks`.
+PyTorch has no public way to see when a DataLoader gives a batch. So `__iter__` of DataLoaders and `__next__` of their
+iterators are wrapped while there is a recorder. That adds 4 us to a batch. `gc.callbacks` tells of full collections.
 """
 
 from __future__ import annotations
@@ -11,33 +11,46 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchring.tracing.recorder import INPUT, Recorder
 
 _FULL: Final = 2  # generation of a collection that looks at all objects; others are short
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-_load: Final = _BaseDataLoaderIter.__next__
 _collection_began = 0
 
 
-@functools.wraps(_load)
-def _timed_load(self: _BaseDataLoaderIter) -> Any:
-    thread = threading.get_ident()
-    training = [each for each in list(_recorders) if each.thread == thread and each.part == INPUT]
-    waiting = [(each, each.loading_ns, each.loading_cpu_ns) for each in training]
-    worked, began = time.thread_time_ns(), time.perf_counter_ns()
-    try:
-        return _load(self)
-    finally:
-        took, worked = time.perf_counter_ns() - began, time.thread_time_ns() - worked
-        for recorder, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
-            recorder.loading_ns = before + took
-            recorder.num_workers = self._num_workers
-            if not self._num_workers:  # what workers do is not known
-                recorder.loading_cpu_ns = max(0, cpu_before) + worked
+def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A method of a DataLoader, or of its iterator, that tells recorders how long it takes."""
+
+    @functools.wraps(call)
+    def timed(self: Any) -> Any:
+        thread = threading.get_ident()
+        training = [each for each in list(_recorders) if each.thread == thread and each.part == INPUT]
+        waiting = [(each, each.loading_ns, each.loading_cpu_ns) for each in training]
+        worked, began = time.thread_time_ns(), time.perf_counter_ns()
+        try:
+            return call(self)
+        finally:
+            took, worked = time.perf_counter_ns() - began, time.thread_time_ns() - worked
+            num_workers = self.num_workers if isinstance(self, DataLoader) else self._num_workers
+            for recorder, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
+                recorder.loading_ns = before + took
+                recorder.num_workers = num_workers
+                if not num_workers:  # what workers do is not known
+                    recorder.loading_cpu_ns = max(0, cpu_before) + worked
+
+    return timed
+
+
+_begin: Final = DataLoader.__iter__  # starts workers
+_load: Final = _BaseDataLoaderIter.__next__
+_timed_begin: Final = _timed(_begin)
+_timed_load: Final = _timed(_load)
 
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:
@@ -55,6 +68,8 @@ def _note_collection(phase: str, info: dict[str, int]) -> None:
 def watch(recorder: Recorder) -> None:
     """Tell `recorder` from now on."""
     if not _recorders:
+        if DataLoader.__iter__ is _begin:  # `torchring bench scaling` may have put in its own
+            DataLoader.__iter__ = _timed_begin  # type: ignore[method-assign]
         _BaseDataLoaderIter.__next__ = _timed_load  # type: ignore[method-assign]
         if _note_collection not in gc.callbacks:
             gc.callbacks.append(_note_collection)
@@ -66,6 +81,8 @@ def forget(recorder: Recorder) -> None:
     _recorders.discard(recorder)
     if _recorders:
         return
+    if DataLoader.__iter__ is _timed_begin:
+        DataLoader.__iter__ = _begin  # type: ignore[method-assign]
     if _BaseDataLoaderIter.__next__ is _timed_load:
         _BaseDataLoaderIter.__next__ = _load  # type: ignore[method-assign]
     if _note_collection in gc.callbacks:
