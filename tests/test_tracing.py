@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,29 @@ def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: py
     recorder.is_on = False
     recorder.end_step()
     assert (len(steps_of(recorder)), recorder.num_steps) == (1000, 1004)
+
+
+def test_the_recorder_knows_how_long_its_thread_had_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says in how many slices of time a thread had a core; a thread that asks had one at least."""
+    queued_ns, num_slices = 100, 1
+    monkeypatch.setattr(os, "pread", lambda *_: f"5 {queued_ns} {num_slices}\n".encode())
+    recorder = Recorder()
+
+    def run_step() -> tuple[int, int]:
+        nonlocal queued_ns
+        for part in (FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER):
+            queued_ns += part  # 3 of them before EXPOSED begins, and 4 until it ends
+            recorder.enter(part)
+        recorder.end_step()
+        step = steps_of(recorder)[-1]
+        return step.queued_ns, step.exposed_queued_ns
+
+    assert run_step() == (-1, -1), "nothing is known of what was before"
+    assert run_step() == (15, 4)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run_step).result() == (-1, -1), "these are numbers of another thread"
+    num_slices = 0
+    assert run_step() == (-1, -1), "the kernel does not count"
 
 
 def test_a_step_of_very_many_micro_steps_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
