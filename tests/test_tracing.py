@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import gc
 import itertools
 import logging
 import os
 import pickle
 import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,13 @@ import pytest
 import torch
 from harness import run_pooled, run_ranks
 from torch import nn
+from torch.utils.data import DataLoader
 
 import torchring
 from torchring import default_world as world_module
 from torchring.rendezvous.environment import PROGRESS
+from torchring.tracing import process, writer
 from torchring.tracing import recorder as recorder_module
-from torchring.tracing import writer
 from torchring.tracing.clocks import estimate, measure
 from torchring.tracing.files import find, live_path_of, path_of, read, write
 from torchring.tracing.forward import ForwardWatch
@@ -41,6 +44,9 @@ class Clock:
 
     def perf_counter_ns(self) -> int:
         return self.now
+
+    def thread_time_ns(self) -> int:
+        return 2 * self.now
 
     def time(self) -> float:
         return 1.8e9
@@ -108,6 +114,64 @@ def test_a_step_of_very_many_micro_steps_is_cut_off(monkeypatch: pytest.MonkeyPa
     (step,) = steps_of(recorder)
     assert len(step.parts) < 2000
     assert sum(step.ns_in(part) for part in Part) == step.end - step.begin
+
+
+class _Nested(torch.utils.data.Dataset[int]):
+    """Reads a batch of another DataLoader for each sample. Each look at the clock takes 1 ns."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        self.clock.now += 50
+        return int(next(iter(DataLoader([index]))))
+
+
+def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, recorder = Clock(), Recorder()
+    monkeypatch.setattr(process, "time", clock)
+    before = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+    process.watch(recorder)
+    batches = iter(DataLoader(_Nested(clock), batch_size=1))
+    next(batches)
+    recorder.enter(BETWEEN)
+    next(batches)  # the rank would pass this time anyway
+    recorder.end_step()
+    elsewhere = threading.Thread(target=next, args=(batches,))
+    elsewhere.start()
+    elsewhere.join()
+    recorder.end_step()
+    next(batches)
+    next(batches, None)
+    recorder.end_step()
+    loading = [(step.loading_ns, step.loading_cpu_ns, step.num_workers) for step in steps_of(recorder)]
+    assert loading == [(50, 100, 0), (0, -1, -1), (50, 100, 0)]
+    process.forget(recorder)
+    assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before
+
+
+def test_full_garbage_collections_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, recorder = Clock(), Recorder()
+    clock.now = 1
+    monkeypatch.setattr(process, "time", clock)
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        clock.now += 30 * (phase == "start")
+
+    process.watch(recorder)
+    gc.callbacks.append(look)
+    try:
+        gc.collect()
+        gc.collect(1)
+    finally:
+        gc.callbacks.remove(look)
+    process.forget(recorder)
+    gc.collect()
+    recorder.end_step()
+    assert [step.collecting_ns for step in steps_of(recorder)] == [30]
 
 
 def _model() -> nn.Sequential:

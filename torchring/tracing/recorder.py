@@ -6,6 +6,7 @@ bucket. Finished steps are kept as arrays of integers, which the garbage collect
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections import deque
@@ -34,11 +35,12 @@ class Recorder:
         num_samples: that forward was given, since the last step ended.
         num_samples_before: that forward was given before that.
         num_bytes: that this rank has contributed to reductions, in all.
-        loading_ns, loading_cpu_ns, num_workers: since the last step ended, as in a `StepRecord`; whoever watches
-            DataLoaders sets them.
+        loading_ns, loading_cpu_ns, num_workers, collecting_ns: since the last step ended, as in a `StepRecord`.
+            `process.py` sets them.
         about: what the steps are steps of; None as long as no optimizer was wrapped. With several optimizers, of the
             one that was wrapped last.
-        part_began: when the part under way has begun.
+        part, part_began: the part under way, and when it has begun.
+        thread: the thread that trains, as `threading.get_ident` returns it.
         arrivals: of a few backwards.
         clock: what is known of the clocks of other hosts.
         is_on: whether steps are written down. Benchmarks turn the recorder off, to find out what it costs.
@@ -52,14 +54,16 @@ class Recorder:
         self.loading_ns = 0
         self.loading_cpu_ns = -1
         self.num_workers = -1
+        self.collecting_ns = 0
         self.about: About | None = None
         self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)
         self.clock: list[ClockOffset] = []
         self.is_on = True
+        self.thread = threading.get_ident()
         self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
         # The step under way
         self._device: DeviceTimes | None = None
-        self._part = INPUT
+        self.part = INPUT
         self.part_began = time.perf_counter_ns()
         self._stamps = [INPUT, self.part_began]  # part, beginning; part, beginning; ...
         self._stall_ns = 0
@@ -71,10 +75,10 @@ class Recorder:
 
     def enter(self, part: int) -> None:
         """A part of a step begins."""
-        if part != self._part and self.is_on and len(self._stamps) < _MOST_STAMPS:
-            if EXPOSED in (part, self._part) and self._device is None:
+        if part != self.part and self.is_on and len(self._stamps) < _MOST_STAMPS:
+            if EXPOSED in (part, self.part) and self._device is None:
                 self._note_exposed(begins=part == EXPOSED)
-            self._part = part
+            self.part = part
             self.part_began = time.perf_counter_ns()
             self._stamps.append(part)
             self._stamps.append(self.part_began)
@@ -139,6 +143,7 @@ class Recorder:
                 *(self.num_steps, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
                 *(self.loading_ns, self.loading_cpu_ns, self.num_workers),
                 *self._queued_ns(),
+                self.collecting_ns,
             )
             step = step_row(own, stamps, buckets)
             self._steps.append(step)
@@ -147,9 +152,10 @@ class Recorder:
         self.num_bytes += sum(buckets[NUM_BYTES::BUCKET_LENGTH])
         self.num_samples_before += self.num_samples
         self.num_steps += 1
-        self.num_samples = self.loading_ns = self._stall_ns = self._packing_ns = 0
+        self.num_samples = self.loading_ns = self.collecting_ns = self._stall_ns = self._packing_ns = 0
         self.loading_cpu_ns = self.num_workers = -1
-        self._part, self.part_began = INPUT, now
+        self.thread = threading.get_ident()
+        self.part, self.part_began = INPUT, now
         self._stamps = [INPUT, now]
         self._buckets = []
 

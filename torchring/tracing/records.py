@@ -24,7 +24,7 @@ from torchring.tracing.rows import BUCKET_LENGTH, END, PART_LENGTH, STEP_LENGTH,
 
 _OWN: Final = (  # attributes of a step, in the order of a row
     *("number", "begin", "end", "num_samples", "stall_ns", "packing_ns"),
-    *("loading_ns", "loading_cpu_ns", "num_workers", "queued_ns", "exposed_queued_ns"),
+    *("loading_ns", "loading_cpu_ns", "num_workers", "queued_ns", "exposed_queued_ns", "collecting_ns"),
 )
 ENDED_WELL: Final = ("", "end", "SIGUSR1")  # see `About.ended_by`
 
@@ -98,11 +98,12 @@ class StepRecord:
             `stall_ns` is.
         parts: in order, without gaps, from `begin` to `end`.
         buckets: in the order in which they left. Empty if nothing was reduced.
-        loading_ns: how long this rank was in `next()` of a DataLoader.
+        loading_ns: how long this rank was in `next()` of a DataLoader, inside INPUT.
         loading_cpu_ns: how long cores worked for it: this thread in `next()`, and the workers; -1 if unknown.
         num_workers: of the DataLoader that gave the last batch; -1 if none gave one.
         queued_ns: how long the thread that trains was ready to run, but had no core; -1 if the kernel does not say.
         exposed_queued_ns: the same, inside EXPOSED; -1 on a GPU, too.
+        collecting_ns: how long full collections of Python's garbage collector took.
     """
 
     number: int
@@ -118,6 +119,7 @@ class StepRecord:
     num_workers: int = -1
     queued_ns: int = -1
     exposed_queued_ns: int = -1
+    collecting_ns: int = 0
 
     def ns_in(self, part: Part) -> int:
         """How long all parts of that kind took together."""

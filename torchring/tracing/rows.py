@@ -1,6 +1,6 @@
 """Steps and buckets as rows of integers. A thousand steps in this form take no time of the garbage collector.
 
-A step: thirteen integers of its own, then two for each part (which, begin), then seven for each bucket. Their order is
+A step: fourteen integers of its own, then two for each part (which, begin), then seven for each bucket. Their order is
 that of the constants below, and of the attributes of `StepRecord` and `BucketRecord`. Times are nanoseconds of
 time.perf_counter_ns.
 """
@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-STEP_LENGTH: Final = 13  # without parts and buckets
-NUMBER, BEGIN, END, NUM_SAMPLES, STALL_NS, PACKING_NS = range(6)
-LOADING_NS, LOADING_CPU_NS, NUM_WORKERS, QUEUED_NS, EXPOSED_QUEUED_NS, NUM_PARTS, NUM_BUCKETS = range(6, STEP_LENGTH)
+STEP_LENGTH: Final = 14  # without parts and buckets
+NUMBER, BEGIN, END, NUM_SAMPLES, STALL_NS, PACKING_NS, LOADING_NS = range(7)
+LOADING_CPU_NS, NUM_WORKERS, QUEUED_NS, EXPOSED_QUEUED_NS, COLLECTING_NS, NUM_PARTS, NUM_BUCKETS = range(7, STEP_LENGTH)
 
 PART_LENGTH: Final = 2
 

@@ -18,7 +18,7 @@ from typing import Final
 from torchring.linux import is_caught
 from torchring.rendezvous.environment import PROGRESS, TRACE
 from torchring.threads import PeriodicThread, at_last
-from torchring.tracing import files
+from torchring.tracing import files, process
 from torchring.tracing.recorder import Recorder
 from torchring.tracing.records import ENDED_WELL
 
@@ -111,6 +111,7 @@ def _takes_signal() -> bool:
 def add(recorder: Recorder) -> None:
     """A world has been opened, whose steps `recorder` writes down."""
     _recorders.add(recorder)
+    process.watch(recorder)
     global _writer
     if _writer is not None:
         return
@@ -126,6 +127,7 @@ def note_end(recorder: Recorder, ended_by: str = "end") -> None:
         _writer.write(recorder, ended_by)
     if ended_by == "end":
         _recorders.discard(recorder)  # a later world writes to the same file
+        process.forget(recorder)
 
 
 def start(folder: str | os.PathLike[str]) -> TraceWriter:

@@ -1,0 +1,72 @@
+"""Notices what keeps a rank from training, apart from its own code: a DataLoader, and Python's garbage collector.
+
+PyTorch has no public way to see when a DataLoader gives a batch, so `__next__` of its iterators is wrapped while there
+is a recorder. That adds 4 us to a batch. Full collections are told by `gc.callbacks`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import time
+import weakref
+from typing import Any, Final
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from torchring.tracing.recorder import INPUT, Recorder
+
+_FULL: Final = 2  # generation of a collection that looks at all objects; others are short
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+_load: Final = _BaseDataLoaderIter.__next__
+_collection_began = 0
+
+
+@functools.wraps(_load)
+def _timed_load(self: _BaseDataLoaderIter) -> Any:
+    thread = threading.get_ident()
+    training = [each for each in list(_recorders) if each.thread == thread and each.part == INPUT]
+    waiting = [(each, each.loading_ns, each.loading_cpu_ns) for each in training]
+    worked, began = time.thread_time_ns(), time.perf_counter_ns()
+    try:
+        return _load(self)
+    finally:
+        took, worked = time.perf_counter_ns() - began, time.thread_time_ns() - worked
+        for recorder, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
+            recorder.loading_ns = before + took
+            recorder.num_workers = self._num_workers
+            if not self._num_workers:  # what workers do is not known
+                recorder.loading_cpu_ns = max(0, cpu_before) + worked
+
+
+def _note_collection(phase: str, info: dict[str, int]) -> None:
+    global _collection_began
+    if info["generation"] != _FULL:
+        return
+    now = time.perf_counter_ns()
+    if phase == "start":
+        _collection_began = now
+    elif _collection_began:
+        for recorder in list(_recorders):  # other threads stand still, too
+            recorder.collecting_ns += now - _collection_began
+
+
+def watch(recorder: Recorder) -> None:
+    """Tell `recorder` from now on."""
+    if not _recorders:
+        _BaseDataLoaderIter.__next__ = _timed_load  # type: ignore[method-assign]
+        if _note_collection not in gc.callbacks:
+            gc.callbacks.append(_note_collection)
+    _recorders.add(recorder)
+
+
+def forget(recorder: Recorder) -> None:
+    """Tell `recorder` no more. After the last one, nothing is wrapped."""
+    _recorders.discard(recorder)
+    if _recorders:
+        return
+    if _BaseDataLoaderIter.__next__ is _timed_load:
+        _BaseDataLoaderIter.__next__ = _load  # type: ignore[method-assign]
+    if _note_collection in gc.callbacks:
+        gc.callbacks.remove(_note_collection)
