@@ -12,6 +12,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,23 @@ def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) 
     assert loading == [(50, 100, 0), (0, -1, -1), (50, 100, 0)]
     process.forget(recorder)
     assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before
+
+
+def test_the_work_of_workers_is_that_of_their_processes() -> None:
+    class Worker:
+        pid = os.getpid()  # a worker that works for as long as this test does
+
+    class Batches:
+        _workers = (Worker(), Worker())
+
+    batches, before = Batches(), time.process_time_ns()
+    assert process._since_last_batch(batches) == -1, "nothing is known of what was before"
+    while time.process_time_ns() < before + 1_000_000:
+        pass
+    worked = process._since_last_batch(batches)
+    assert 0 < worked <= 2 * (time.process_time_ns() - before)
+    Worker.pid = 2**22 + 1  # more than there can be
+    assert process._since_last_batch(batches) == -1
 
 
 def test_full_garbage_collections_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Notices what keeps a rank from training, apart from its own code: a DataLoader, and Python's garbage collector.
 
 PyTorch has no public way to see when a DataLoader gives a batch, so `__next__` of its iterators is wrapped while there
-is a recorder. That adds 4 us to a batch. Full collections are told by `gc.callbacks`.
+is a recorder. That adds 4 us to a batch, and 2 us for each worker. Full collections are told by `gc.callbacks`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any, Final
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchring.tracing.cores import UNKNOWN, since
 from torchring.tracing.recorder import INPUT, Recorder
 
 _FULL: Final = 2  # generation of a collection that looks at all objects; others are short
+_CPU_TIME: Final = 2  # with the inverted process id, the number of the clock: as clock_getcpuclockid(3) makes it
+_workers_ns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 _load: Final = _BaseDataLoaderIter.__next__
 _collection_began = 0
@@ -33,11 +36,23 @@ def _timed_load(self: _BaseDataLoaderIter) -> Any:
         return _load(self)
     finally:
         took, worked = time.perf_counter_ns() - began, time.thread_time_ns() - worked
+        if self._num_workers and waiting:
+            worked = _since_last_batch(self)
         for recorder, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
             recorder.loading_ns = before + took
             recorder.num_workers = self._num_workers
-            if not self._num_workers:  # what workers do is not known
+            if worked != UNKNOWN:
                 recorder.loading_cpu_ns = max(0, cpu_before) + worked
+
+
+def _since_last_batch(iterator: Any) -> int:
+    """CPU time of its workers. UNKNOWN for the first batch, and if a worker is gone."""
+    try:
+        total = sum(time.clock_gettime_ns((~worker.pid << 3) | _CPU_TIME) for worker in iterator._workers)
+    except OSError:
+        return UNKNOWN
+    before, _workers_ns[iterator] = _workers_ns.get(iterator, UNKNOWN), total
+    return since(before, total)
 
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:
