@@ -12,6 +12,8 @@ import pickle
 import signal
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,29 @@ def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: py
     assert (len(steps_of(recorder)), recorder.num_steps) == (1000, 1004)
 
 
+def test_the_recorder_knows_how_long_its_thread_had_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says in how many slices of time a thread had a core; a thread that asks had one at least."""
+    queued_ns, num_slices = 100, 1
+    monkeypatch.setattr(os, "pread", lambda *_: f"5 {queued_ns} {num_slices}\n".encode())
+    recorder = Recorder()
+
+    def run_step() -> tuple[int, int]:
+        nonlocal queued_ns
+        for part in (FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER):
+            queued_ns += part  # 3 of them before EXPOSED begins, and 4 until it ends
+            recorder.enter(part)
+        recorder.end_step()
+        step = steps_of(recorder)[-1]
+        return step.queued_ns, step.exposed_queued_ns
+
+    assert run_step() == (-1, -1), "nothing is known of what was before"
+    assert run_step() == (15, 4)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run_step).result() == (-1, -1), "these are numbers of another thread"
+    num_slices = 0
+    assert run_step() == (-1, -1), "the kernel does not count"
+
+
 def test_a_step_of_very_many_micro_steps_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     for _ in range(100_000):
@@ -127,6 +152,23 @@ def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) 
     assert loading == [(50, 100, 0), (0, -1, -1), (50, 100, 0)]
     process.forget(recorder)
     assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before
+
+
+def test_the_work_of_workers_is_that_of_their_processes() -> None:
+    class Worker:
+        pid = os.getpid()  # a worker that works for as long as this test does
+
+    class Batches:
+        _workers = (Worker(), Worker())
+
+    batches, before = Batches(), time.process_time_ns()
+    assert process._since_last_batch(batches) == -1, "nothing is known of what was before"
+    while time.process_time_ns() < before + 1_000_000:
+        pass
+    worked = process._since_last_batch(batches)
+    assert 0 < worked <= 2 * (time.process_time_ns() - before)
+    Worker.pid = 2**22 + 1  # more than there can be
+    assert process._since_last_batch(batches) == -1
 
 
 def test_full_garbage_collections_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:

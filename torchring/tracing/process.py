@@ -1,7 +1,8 @@
 """Notices what keeps a rank from training, apart from its own code: a DataLoader, and Python's garbage collector.
 
 PyTorch has no public way to see when a DataLoader gives a batch. So `__iter__` of DataLoaders and `__next__` of their
-iterators are wrapped while there is a recorder. That adds 4 us to a batch. `gc.callbacks` tells of full collections.
+iterators are wrapped while there is a recorder. That adds 4 us to a batch, and 2 us for each worker. `gc.callbacks`
+tells of full collections.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchring.tracing.cores import UNKNOWN, since
 from torchring.tracing.recorder import INPUT, Recorder
 
 _FULL: Final = 2  # generation of a collection that looks at all objects; others are short
+_CPU_TIME: Final = 2  # with the inverted process id, the number of the clock: as clock_getcpuclockid(3) makes it
+_workers_ns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 _collection_began = 0
 
@@ -37,11 +41,14 @@ def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return call(self)
         finally:
             took, worked = time.perf_counter_ns() - began, time.thread_time_ns() - worked
-            num_workers = self.num_workers if isinstance(self, DataLoader) else self._num_workers
+            begins = isinstance(self, DataLoader)
+            num_workers = self.num_workers if begins else self._num_workers
+            if num_workers and waiting:
+                worked = UNKNOWN if begins else _since_last_batch(self)
             for recorder, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
                 recorder.loading_ns = before + took
                 recorder.num_workers = num_workers
-                if not num_workers:  # what workers do is not known
+                if worked != UNKNOWN:
                     recorder.loading_cpu_ns = max(0, cpu_before) + worked
 
     return timed
@@ -51,6 +58,16 @@ _begin: Final = DataLoader.__iter__  # starts workers
 _load: Final = _BaseDataLoaderIter.__next__
 _timed_begin: Final = _timed(_begin)
 _timed_load: Final = _timed(_load)
+
+
+def _since_last_batch(iterator: Any) -> int:
+    """CPU time of its workers. UNKNOWN for the first batch, and if a worker is gone."""
+    try:
+        total = sum(time.clock_gettime_ns((~worker.pid << 3) | _CPU_TIME) for worker in iterator._workers)
+    except OSError:
+        return UNKNOWN
+    before, _workers_ns[iterator] = _workers_ns.get(iterator, UNKNOWN), total
+    return since(before, total)
 
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:

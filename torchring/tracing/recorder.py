@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from torchring.tracing.cores import UNKNOWN, CoreQueue, since
 from torchring.tracing.device import Device, DeviceTimes, Reduction
 from torchring.tracing.records import About, Arrivals, ClockOffset, Part, RankTrace, decode
 from torchring.tracing.rows import BUCKET_LENGTH, NUM_BYTES, NUMBER, step_row
@@ -68,16 +69,37 @@ class Recorder:
         self._stall_ns = 0
         self._packing_ns = 0
         self._buckets: list[int] = []
+        self._queue = CoreQueue()
+        self._queued_before_step = self._queued_before_exposed = UNKNOWN
+        self._exposed_queued_ns = 0
 
     def enter(self, part: int) -> None:
         """A part of a step begins."""
         if part != self.part and self.is_on and len(self._stamps) < _MOST_STAMPS:
+            if EXPOSED in (part, self.part) and self._device is None:
+                self._note_exposed(begins=part == EXPOSED)
             self.part = part
             self.part_began = time.perf_counter_ns()
             self._stamps.append(part)
             self._stamps.append(self.part_began)
             if self._device is not None:
                 self._device.mark(self.part_began)
+
+    def _note_exposed(self, *, begins: bool) -> None:
+        now = self._queue.read_ns()
+        if begins:
+            self._queued_before_exposed = now
+        elif self._exposed_queued_ns != UNKNOWN:
+            waited = since(self._queued_before_exposed, now)
+            self._exposed_queued_ns = UNKNOWN if waited == UNKNOWN else self._exposed_queued_ns + waited
+
+    def _queued_ns(self) -> tuple[int, int]:
+        """In the step that ends, in all and inside EXPOSED."""
+        now = self._queue.read_ns()
+        queued, exposed = since(self._queued_before_step, now), self._exposed_queued_ns
+        self._queued_before_step, self._exposed_queued_ns = now, 0
+        # Phases of a device's step are not what this thread does meanwhile.
+        return queued, exposed if self._device is None and queued != UNKNOWN else UNKNOWN
 
     def last_input(self) -> tuple[int, bool]:
         """When the part INPUT has begun last, in nanoseconds, and whether a forward has been seen since."""
@@ -119,7 +141,9 @@ class Recorder:
         if self.is_on:
             own = (
                 *(self.num_steps, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
-                *(self.loading_ns, self.loading_cpu_ns, self.num_workers, -1, -1, self.collecting_ns),
+                *(self.loading_ns, self.loading_cpu_ns, self.num_workers),
+                *self._queued_ns(),
+                self.collecting_ns,
             )
             step = step_row(own, stamps, buckets)
             self._steps.append(step)
