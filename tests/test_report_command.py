@@ -20,7 +20,7 @@ from torchring.report.findings import Advice
 from torchring.report.merge import merge
 from torchring.tracing.files import path_of, write
 
-NUM_STEPS = 6
+NUM_STEPS = 10
 
 
 @pytest.fixture

@@ -235,7 +235,7 @@ def test_bandwidth_of_each_bucket(page: str) -> None:
 
 def test_bandwidths_that_are_far_apart_have_a_logarithmic_axis(analysis: Analysis) -> None:
     assert bandwidth_by_bucket(analysis).layout.yaxis.type is None
-    fast = dataclasses.replace(analysis.buckets[0], bus_bandwidth=Spread(500.0, 400.0, 600.0, "GB/s"))
+    fast = dataclasses.replace(analysis.buckets[0], bus_bandwidth=Spread(500.0, 500.0, 400.0, 600.0, "GB/s"))
     wide = dataclasses.replace(analysis, buckets=(fast, *analysis.buckets[1:]))
     assert bandwidth_by_bucket(wide).layout.yaxis.type == "log"
 
@@ -317,7 +317,7 @@ def test_the_caption_says_whether_a_job_changes(analysis: Analysis) -> None:
 
 def test_the_caption_says_that_reductions_keep_backward_waiting(analysis: Analysis) -> None:
     assert "keep it waiting" not in captions.of_buckets(analysis)
-    slow = dataclasses.replace(analysis.ranks[1], stall=Spread(20.0, 19.0, 21.0))
+    slow = dataclasses.replace(analysis.ranks[1], stall=Spread(20.0, 20.0, 19.0, 21.0))
     text = captions.of_buckets(dataclasses.replace(analysis, ranks=(analysis.ranks[0], slow)))
     assert "keep it waiting for 20.0\u00a0ms\u00a0(19.0–\u206021.0) of each step." in text
 

@@ -53,7 +53,7 @@ def of(num_ranks: int, **options: Any) -> Analysis:
 def test_two_ranks_predict_three_four_and_eight(options: dict[str, Any]) -> None:
     job = merge(simulated(2, num_steps=60, **options))
     for prediction in analyse(job, sizes=(3, 4, 8)).predictions:
-        measured = of(prediction.num_ranks, num_steps=40, seed=1, **options).step.median
+        measured = of(prediction.num_ranks, num_steps=40, seed=1, **options).step.mean
         assert prediction.step_ms == pytest.approx(measured, rel=0.05)
 
 
@@ -64,7 +64,7 @@ def test_predictions_are_for_powers_of_two_and_for_the_size_of_the_job() -> None
 def test_where_it_was_measured_the_prediction_is_the_measurement() -> None:
     analysis = of(4)
     assert analysis.predictions[1].num_ranks == 4
-    assert analysis.predictions[1].step_ms == pytest.approx(analysis.step.median)
+    assert analysis.predictions[1].step_ms == pytest.approx(analysis.step.mean)
     efficiencies = [each.efficiency for each in analysis.predictions]
     assert efficiencies == sorted(efficiencies, reverse=True)
 
@@ -77,7 +77,7 @@ def test_one_rank_predicts_with_a_network_that_is_given() -> None:
     given = analyse(merge([alone]), Network(0.1, 1.25))
     (prediction, *_) = given.predictions
     assert prediction.exposed_ms == pytest.approx(20.4, rel=0.01)
-    assert prediction.step_ms == pytest.approx(of(2).step.median, rel=0.05)
+    assert prediction.step_ms == pytest.approx(of(2).step.mean, rel=0.05)
     assert given.is_network_given
 
 
@@ -169,7 +169,7 @@ def test_one_slow_rank_stays_one() -> None:
     """Of 4 ranks of 100 ms, one has 60 ms more. Among 1,024 ranks, it is still the only one."""
     analysis = analyse(merge(simulate(4, input_ms=[2, 2, 2, 62], noise=0.02, **{"gigabytes_per_s": 20.0})))
     four, many = (next(each for each in analysis.predictions if each.num_ranks == n) for n in (4, 1024))
-    assert four.step_ms == pytest.approx(analysis.step.median, rel=0.01)
+    assert four.step_ms == pytest.approx(analysis.step.mean, rel=0.01)
     assert four.waiting_ms == pytest.approx(45, rel=0.05)  # 60 ms, less what this rank adds to the mean
     assert many.waiting_ms == pytest.approx(60, rel=0.05)
     assert many.efficiency < four.efficiency
@@ -222,16 +222,16 @@ def test_advice_is_what_a_simulation_with_the_change_shows() -> None:
     options = {"bucket_mb": [1, 12, 12, 12], "noise": 0.01, "num_steps": 20}
     analysis = of(4, **options)
     saves = advice_of(analysis)
-    half = of(4, **(options | {"bucket_mb": [0.5, 6, 6, 6]})).step.median
-    assert saves["Send gradients in 16 bits"] == pytest.approx(1 - half / analysis.step.median, abs=0.01)
+    half = of(4, **(options | {"bucket_mb": [0.5, 6, 6, 6]})).step.mean
+    assert saves["Send gradients in 16 bits"] == pytest.approx(1 - half / analysis.step.mean, abs=0.01)
     late = of(4, input_ms=[2, 2, 62, 2], **options)
-    even = of(4, **options).step.median
+    even = of(4, **options).step.mean
     assert advice_of(late)["Load data in the background, or faster, on rank 2"] == pytest.approx(
-        1 - even / late.step.median, abs=0.02
+        1 - even / late.step.mean, abs=0.02
     )
     assert [each.saves_share for each in late.advice] == sorted(advice_of(late).values(), reverse=True)
     for each in late.advice:
-        assert each.predicted_ms == pytest.approx(late.step.median * (1 - each.saves_share))
+        assert each.predicted_ms == pytest.approx(late.step.mean * (1 - each.saves_share))
 
 
 def test_workers_hide_loading_only_behind_computing() -> None:
@@ -291,7 +291,7 @@ def test_larger_buckets_are_advised_for_many_small_ones() -> None:
         sizes[-1] += each
     done = np.cumsum(sizes) / 20
     again = simulate(2, 12, bucket_mb=sizes, ready_at=[*map(float, done)], latency_ms=1.0, noise=0.0, ranks_per_host=1)
-    assert best.predicted_ms == pytest.approx(analyse(merge(again)).step.median, rel=0.03)
+    assert best.predicted_ms == pytest.approx(analyse(merge(again)).step.mean, rel=0.03)
 
 
 def test_arrivals_say_when_buckets_of_one_rank_are_ready() -> None:

@@ -35,7 +35,7 @@ def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert first.startswith("Step 50: ")
     assert first.endswith("2 ranks, the last 47 steps.")
     assert "waits for data on rank 1" in verdict
-    assert any(line.split()[:2] == ["0", "1"] for line in rest), "rank 0 waits for rank 1"
+    assert any(line.split()[:3] == ["rank", "0", "1"] for line in rest), "rank 0 waits for rank 1"
     assert top.look(tmp_path).headline == f"{first} {verdict}"
     write_live(tmp_path, simulate(2, 50), age=60)
     assert "No rank has made a step for 60 s." in top.look(tmp_path).text

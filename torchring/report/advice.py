@@ -12,7 +12,7 @@ import numpy as np
 from torchring.report.findings import Advice, Phase
 from torchring.report.layout import laid_out
 from torchring.report.merge import Job
-from torchring.report.pauses import Pauses
+from torchring.report.pauses import TELLING, Pauses
 from torchring.report.scaling import Links, Workload, exposed_ms
 from torchring.report.timing import Array, typical
 from torchring.report.verdict import Costs
@@ -25,7 +25,6 @@ _SIZES_MB: Final = (1, 2, 5, 12, 25, 50, 100, 200)
 _INPUT_TELLING: Final = 0.05  # share of a step: it is never nothing
 _OPTIMIZER_TELLING: Final = 0.10
 _COMMUNICATION_TELLING: Final = 0.10  # before a larger batch is worth considering
-_FEW: Final = 4  # numbers of steps, before the rest is left out
 _FUSED_SAVES: Final = 0.5  # of the optimizer's step; an assumption, and said to be one
 
 
@@ -39,7 +38,7 @@ class Situation:
         backward_ms: median, on the slowest rank.
         workload: as it is.
         links: None if the network is unknown.
-        pauses: steps that are not part of `cycle`.
+        pauses: steps that are not part of `cycle`, the most costly first.
     """
 
     job: Job
@@ -49,7 +48,7 @@ class Situation:
     backward_ms: float
     workload: Workload
     links: Links | None
-    pauses: Pauses | None
+    pauses: tuple[Pauses, ...]
 
     @property
     def about(self) -> About:
@@ -79,8 +78,8 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
     computing = situation.cycle[..., [column(phase) for phase in COMPUTING]].sum(2)
     others = situation.cycle[..., column(Phase.COMMUNICATION)].min(1, keepdims=True)
     loading = situation.cycle[..., column(Phase.INPUT)]
-    if not situation.costs.is_forward_known:
-        loading = np.minimum(loading, situation.costs.input[:, None])
+    if not situation.costs.is_forward_known:  # only what a DataLoader takes is known to be loading
+        loading = np.minimum(loading, situation.costs.loading[:, None])
     rest = computing - loading + others
     saved = (computing + others).max(1) - np.maximum(rest, loading).max(1)
     rank = situation.costs.blamed if situation.costs.is_input_of_blamed else None
@@ -101,22 +100,19 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
 
 def _about_pauses(situation: Situation) -> Iterator[Advice]:
     """What a few steps begin with. Their share is that of all steps, so a step takes as long as the others do now."""
-    pauses = situation.pauses
-    if pauses is None:
-        return
-    first = ", ".join(f"{number:,}" for number in pauses.numbers[:_FEW])
-    more = ", ..." if len(pauses.numbers) > _FEW else ""
-    steps = "step" if len(pauses.numbers) == 1 else "steps"
-    shared = "" if pauses.is_common else " or on all ranks"
-    mean_ms = situation.step_ms / (1.0 - pauses.share)
-    yield Advice(
-        f"Shorten what {pauses.who} does right before {pauses.before} of {steps} {first}{more}",
-        situation.step_ms,
-        pauses.share,
-        f"With it, a step takes {mean_ms:.4g} ms on average. Evaluate less often{shared}, write checkpoints in the "
-        "background, and keep the workers of a DataLoader from one epoch to the next.",
-        "DataLoader(..., num_workers=4, persistent_workers=True)",
-    )
+    for pauses in situation.pauses:
+        if pauses.share < TELLING or pauses.kind == "communication":
+            continue
+        shared = "" if pauses.is_common else " or on all ranks"
+        mean_ms = situation.step_ms / (1.0 - pauses.share)
+        yield Advice(
+            f"Shorten what {pauses.who} does {pauses.place} in {pauses.named_steps}",
+            situation.step_ms,
+            pauses.share,
+            f"With it, a step takes {mean_ms:.4g} ms on average. Evaluate less often{shared}, write checkpoints in the "
+            "background, and keep the workers of a DataLoader from one epoch to the next.",
+            "DataLoader(..., num_workers=4, persistent_workers=True)",
+        )
 
 
 def _about_ranks(situation: Situation) -> Iterator[Advice]:

@@ -87,7 +87,7 @@ def watch(recorder: Recorder) -> None:
     if not _recorders:
         if DataLoader.__iter__ is _begin:  # `torchring bench scaling` may have put in its own
             DataLoader.__iter__ = _timed_begin  # type: ignore[method-assign]
-        _BaseDataLoaderIter.__next__ = _timed_load  # type: ignore[method-assign]
+        _BaseDataLoaderIter.__next__ = _timed_load  # type: ignore[method-assign, assignment]
         if _note_collection not in gc.callbacks:
             gc.callbacks.append(_note_collection)
     _recorders.add(recorder)
