@@ -20,7 +20,7 @@ from traces import simulate
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'torchring[report]'")
 
-from torchring.report import captions
+from torchring.report import captions, figures
 from torchring.report.analysis import analyse
 from torchring.report.drawing import COLORS
 from torchring.report.figures import bandwidth_by_bucket
@@ -203,6 +203,21 @@ def test_phases_over_time_of_each_rank(page: str) -> None:
     inputs = {area["legendgroup"]: area["y"] for area in areas if area["name"] == "input"}
     assert inputs["3"] == pytest.approx([42.0] * 24, abs=0.1)
     assert inputs["0"] == pytest.approx([2.0] * 24, abs=0.1)
+
+
+def test_long_points_over_time_leave_the_others_large(analysis: Analysis) -> None:
+    """The first step takes 50 times as long as the others, on rank 3 only."""
+    series = analysis.series
+    phases = {rank: {**of_rank} for rank, of_rank in series.phases.items()}
+    phases[3][Phase.INPUT] = (50 * STEP_MS, *phases[3][Phase.INPUT][1:])
+    page = page_of(dataclasses.replace(analysis, series=dataclasses.replace(series, phases=phases)))
+    marks = {mark["legendgroup"]: mark for mark in data_of(page, "over-time") if mark["name"] == "longer"}
+    assert {rank: [*mark["x"]] for rank, mark in marks.items()} == {"0": [], "1": [], "2": [], "3": [0]}
+    assert [rank for rank, mark in marks.items() if mark["visible"]] == ["3"]
+    assert figures.phases_over_time(analysis).layout.yaxis.range is None
+    top = 3 * STEP_MS
+    assert marks["3"]["y"] == pytest.approx([0.97 * top], rel=0.01)
+    assert f"mark what is longer than {number(top)}\u00a0ms" in Elements(page).text
 
 
 def test_who_waits_for_whom(page: str) -> None:

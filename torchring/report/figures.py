@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from torchring.report.formats import mean_with_spread, megabytes, milliseconds, 
 
 _LONG_WAIT: Final = 0.05  # of a step: shorter waits are pale in the heat map
 _WIDE: Final = 30.0  # times the slowest bucket: if the fastest is faster than that, the axis is logarithmic
+_LONG_POINT: Final = 3.0  # times the 95 % quantile: points over time that are longer are cut off
 _MAX_WRITTEN: Final = 8  # ranks: a heat map of more has no numbers in its cells
 
 
@@ -100,17 +100,50 @@ def phases_over_time(analysis: Analysis) -> Any:
         for phase in Phase
         if any(series.phases.get(rank.rank, {}).get(phase, ()))
     ]
+    top = top_over_time(analysis)
+    marks = [] if top is None else [_cut_off(analysis, rank.rank, top, first) for rank in shown_ranks(analysis)]
     return figure(
-        areas,
+        [*areas, *marks],
         height=320,
         hovermode="x unified",
         hoverdistance=-1,  # the nearest point, however far it is
         xaxis={"title": "step", "tickformat": ",d", "showgrid": False, "hoverformat": ",d"},
-        yaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
+        yaxis={"title": "milliseconds of a step", "range": None if top is None else [0, top], "rangemode": "tozero"},
     )
 
 
-def _fold(values: Sequence[float], num_points: int) -> Any:
+def top_over_time(analysis: Analysis) -> float | None:
+    """Where points over time are cut off, in milliseconds, so that the others can be told apart; None if none is."""
+    totals = np.concatenate([_totals(analysis, rank.rank) for rank in shown_ranks(analysis)])
+    top = _LONG_POINT * float(np.quantile(totals, 0.95)) if totals.size else 0.0
+    return top if totals.size and totals.max() > top > 0 else None
+
+
+def _cut_off(analysis: Analysis, rank: int, top: float, first: int) -> Any:
+    """Marks at the top, for the points of a rank that are higher."""
+    totals = _totals(analysis, rank)
+    (points,) = np.nonzero(totals > top)
+    return go.Scatter(
+        name="longer",
+        legendgroup=str(rank),
+        visible=rank == first,
+        x=analysis.series.numbers[0] + points * analysis.series.num_steps_per_point * points_in_one(analysis),
+        y=np.full(len(points), 0.97 * top, np.float32),
+        mode="markers",
+        marker={"symbol": "triangle-up", "size": 9},
+        meta={"text": ["marker.color"]},
+        text=[milliseconds(each) for each in totals[points]],
+        hovertemplate="%{text}<extra>whole step</extra>",
+    )
+
+
+def _totals(analysis: Analysis, rank: int) -> Any:
+    """Of each point over time."""
+    phases = analysis.series.phases.get(rank, {}).values()
+    return _fold(np.sum([*phases], axis=0), points_in_one(analysis)) if phases else np.zeros(0, np.float32)
+
+
+def _fold(values: Any, num_points: int) -> Any:
     """Means of so many neighbouring points."""
     starts = np.arange(0, len(values), num_points)
     return (np.add.reduceat(values, starts) / np.diff([*starts, len(values)])).astype(np.float32)

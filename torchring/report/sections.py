@@ -128,6 +128,9 @@ def _time(analysis: Analysis) -> Html:
     shown = shown_ranks(analysis)
     phases = [(phase.value, COLORS[phase]) for phase in shown_phases(analysis)]
     by_rank, over_time = captions.of_ranks(analysis), captions.of_time(analysis, first)
+    top = figures.top_over_time(analysis)
+    if top is not None:
+        over_time += f" Triangles at the top mark what is longer than {milliseconds(top)}."
     options = [(f"{rank.rank} on {rank.host}", {"group": str(rank.rank)}) for rank in shown]
     selected = [rank.rank for rank in shown].index(first)
     menu = [choice("Rank", "over-time", options, selected)] if len(shown) > 1 else []

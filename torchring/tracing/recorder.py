@@ -170,10 +170,12 @@ class Recorder:
                 continue
         return []
 
-    def trace(self, ended_by: str = "end", count: int = NUM_STEPS) -> tuple[RankTrace, list[array[int]]]:
-        """All that is known, with the steps apart from it, encoded. `decoded` puts the two together."""
+    def trace(
+        self, ended_by: str = "end", count: int = NUM_STEPS, first: int = 0
+    ) -> tuple[RankTrace, list[array[int]]]:
+        """What is known, with the steps from number `first` on apart from it, encoded. `decoded` puts both together."""
         about = replace(self.about or About(), ended_by=ended_by, written_at=time.time())
-        steps = self.last_steps(count)
+        steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
         num_dropped = steps[0][NUMBER] if steps else self.num_steps
         return RankTrace(about, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps
 
