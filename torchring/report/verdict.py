@@ -241,7 +241,7 @@ def _where_it_is_large(timing: Timing, cost: Array, least: float) -> tuple[str, 
 
 def _explain_input(costs: Costs, who: str) -> tuple[str, str]:
     """The detail, and what stands behind the share in the sentence."""
-    loading = typical(costs.loading) / typical(costs.input)
+    loading = typical(costs.loading) / max(typical(costs.input), 1e-9)
     if loading >= _NEARLY_ALL:
         return "", f"waits for data on {who}"
     if costs.saw_loader and loading <= 1.0 - _NEARLY_ALL:
