@@ -179,12 +179,11 @@ def judge(
         exposed_ms: communication that backward does not hide, in a step that has these buckets.
     """
     telling = costs.telling
-    if start_up and start_up.share >= (_START_UP_ANYWAY if telling else _START_UP_TELLING):
+    pause = next((each for each in pauses if each.share >= PAUSES_TELLING), None)
+    if start_up and start_up.share >= (_START_UP_ANYWAY if telling or pause else _START_UP_TELLING):
         return _start_up(start_up)
-    if pauses:
-        pause, most = pauses[0], max(telling.values(), default=0.0) / typical(costs.whole)
-        if pause.share >= max(PAUSES_TELLING, (1.0 - pause.share) * most):
-            return Verdict(pause.kind, pause.rank, pause.share, pause.length, pause.sentence, "pauses")
+    if pause and pause.share >= (1.0 - pause.share) * max(telling.values(), default=0.0) / typical(costs.whole):
+        return Verdict(pause.kind, pause.rank, pause.share, pause.length, pause.sentence, "pauses")
     if not telling:
         return _compute(costs, size, efficiency)
     largest = max(telling, key=lambda key: telling[key])
