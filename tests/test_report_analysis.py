@@ -293,6 +293,16 @@ def test_a_rank_that_is_late_while_the_link_is_busy_is_not_waited_for() -> None:
     assert [(wait.waiting, wait.awaited, wait.mean_ms) for wait in analysis.waits] == [(0, 1, pytest.approx(5))]
 
 
+def test_a_bandwidth_is_told_only_if_it_explains_the_cost() -> None:
+    """10 MB are reduced in 25 of the 30 ms in which ranks stand still, or in 5."""
+    verdict = analyse(merge(one_step(of_ranks=[[(65, 90)]] * 2))).verdict
+    assert verdict.sentence.endswith(
+        "communication that backward does not hide: 10 MB at 0.4 GB/s (30 ms of 100 ms, between 30 and 30)."
+    )
+    verdict = analyse(merge(one_step(of_ranks=[[(60, 65)]] * 2))).verdict
+    assert "does not hide: 10 MB take 5 ms, and ranks stand still for longer (30 ms of 100 ms" in verdict.sentence
+
+
 def test_buckets_that_block_backward_make_ranks_wait_for_each_other_in_turns() -> None:
     """With overlap="inline" between hosts: in bucket 0, rank 0 waits for rank 1; in bucket 1, rank 1 for rank 0."""
     about = About(algorithm="ring", overlap="inline", size=2, local_size=1)
