@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from torchring.report.timing import Array, Timing
 from torchring.report.waits import Critical, column
 from torchring.tracing.records import About
 
+_ENOUGH: Final = 1.1  # times the cores: threads and workers that need no more leave each other the cores
+
 
 @dataclass(frozen=True)
 class Queue:
@@ -20,10 +23,14 @@ class Queue:
     Attributes:
         own: the rank that the others wait for, apart from communication.
         communication: of this phase, the rank that had no core for longest: the others wait for its part.
+        of_ranks: [S, R], each rank, apart from communication.
+        who: who had the cores meanwhile, a clause.
     """
 
     own: Array
     communication: Array
+    of_ranks: Array
+    who: str
 
     @property
     def whole(self) -> Array:
@@ -41,11 +48,16 @@ def find_queue(job: Job, timing: Timing, critical: Critical) -> Queue | None:
         return None
     path = critical.path[counts]
     communication = path[:, column(Phase.COMMUNICATION)]
-    own = (queued - exposed)[np.arange(len(path)), critical.slowest[counts]]
-    return Queue(
-        np.minimum(own, path.sum(1) - communication),
-        np.minimum(exposed.max(1), communication),
-    )
+    of_ranks = queued - exposed
+    own = of_ranks[np.arange(len(path)), critical.slowest[counts]]
+    loading = np.array([[step.loading_cpu_ns for step in row] for row in rows]) / 1e6
+    about, workers = job.traces[0].about, max(0, num_workers(job, timing))
+    # Workers that wait for a disk need no core.
+    busy_workers = float(loading.mean() / path.sum(1).mean()) if loading.min() >= 0 else float(workers)
+    has_enough = about.local_size * (threads_of(about) + busy_workers * (workers > 0)) <= _ENOUGH * about.num_cores
+    who = "other programs hold the cores" if has_enough else sharing(about, workers)
+    own, communication = np.minimum(own, path.sum(1) - communication), np.minimum(exposed.max(1), communication)
+    return Queue(own, communication, of_ranks, who)
 
 
 def num_workers(job: Job, timing: Timing) -> int:
@@ -69,12 +81,12 @@ def is_crowded(about: About) -> bool:
     return about.device == "cpu" and about.local_size * threads_of(about) > about.num_cores
 
 
-def who_has_the_cores(about: About, workers: int) -> str:
-    """Who has the cores while a rank has none: a clause. `workers`: of a DataLoader, see `num_workers`."""
-    ranks, threads, workers = about.local_size, threads_of(about), max(0, workers)
-    if ranks * (threads + workers) <= about.num_cores:
-        return "other programs hold the cores"
-    each = f"{threads} {'thread' if threads == 1 else 'threads'}"
-    each += f" and {workers} {'worker' if workers == 1 else 'workers'}" if workers else ""
-    cores = f"{about.num_cores} {'core' if about.num_cores == 1 else 'cores'}"
-    return f"{ranks} {'rank' if ranks == 1 else 'ranks'} with {each}{' each' if ranks > 1 else ''} share {cores}"
+def sharing(about: About, workers: int) -> str:
+    """ "2 ranks with 1 thread and 4 workers each share 2 cores"."""
+    each = _count(threads_of(about), "thread") + (f" and {_count(workers, 'worker')}" if workers > 0 else "")
+    ranks = f"{_count(about.local_size, 'rank')} with {each}{' each share' if about.local_size > 1 else ' shares'}"
+    return f"{ranks} {_count(about.num_cores, 'core')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
