@@ -43,7 +43,7 @@ from torchring.tracing.records import About
 __all__ = ["Analysis", "analyse"]
 
 FEW: Final = 10  # steps, from which nothing is predicted
-_FASTER_OR_SLOWER: Final = 0.10  # of a step
+_FASTER_OR_SLOWER: Final = 0.20  # of a step
 
 
 def analyse(
@@ -167,7 +167,7 @@ def _remarks(
         remarks.append(f"Forward is not told apart from waiting for data, {why}.")
     for each in pauses:
         sentence = "" if verdict.sentence.endswith(each.sentence) else f"{each.sentence} "
-        these = "That step is" if len(each.numbers) == 1 else "Those steps are"
+        these = f"S{each.named_steps[1:]} {'is' if len(each.numbers) == 1 else 'are'}"
         remarks.append(
             f"{sentence}{these} left out of all numbers but steps/s and samples/s; the figure over time shows them."
         )
@@ -231,10 +231,8 @@ def _ranks(job: Job, timing: Timing, critical: Critical) -> tuple[RankSummary, .
 
 
 def _per_second(values: Array, timing: Timing) -> float:
-    """Sum of `values` ([S, R] or [S, 1]) over the steps that count, divided by the time that these took; 0 if it is
-    unknown on a rank."""
-    counted = values[timing.counts].sum(0)
-    seconds = (timing.end - timing.begin)[timing.counts].sum(0).mean() / 1e3
+    """Sum of `values` ([S, R] or [S, 1]) over the steps that count, divided by their time; 0 if unknown on a rank."""
+    counted, seconds = values[timing.counts].sum(0), timing.counted_ms / 1e3
     return float(counted.sum() / seconds) if counted.all() and seconds > 0 else 0.0
 
 

@@ -24,7 +24,6 @@ _NOTICEABLE: Final = 0.02  # of the time
 TELLING: Final = 0.10  # of the time
 _MOST: Final = 0.75
 _NUM_NAMED: Final = 4  # numbers of steps, before the rest is left out
-_BEFORE: Final = (Phase.BETWEEN, Phase.OPTIMIZER)  # are those of the step before, see `Critical.cycle`
 _PLACES: Final = {
     Phase.FORWARD: "in forward",
     Phase.BACKWARD: "in backward",
@@ -33,7 +32,6 @@ _PLACES: Final = {
 }
 _KINDS: Final[dict[Phase, Kind]] = {
     Phase.INPUT: "input",
-    Phase.WAITING: "communication",
     Phase.COMMUNICATION: "communication",
     Phase.BETWEEN: "optimizer",
     Phase.OPTIMIZER: "optimizer",
@@ -97,59 +95,64 @@ class Pauses:
             what = f"one pause: in step {self.numbers[0]:,}, {self.who} takes {mean} ms longer {self.place}{cause}"
         else:
             what = (
-                f"{len(self.numbers)} of {self.num_steps:,} steps, in which {self.who} takes {mean} ms longer on "
-                f"average (between {low} and {high}) {self.place}{cause}: {self.named_steps}"
+                f"{len(self.numbers)} of {self.num_steps:,} steps, in which {self.who} takes {mean} ms longer "
+                f"{self.place}{cause} (between {low} and {high}): {self.named_steps}"
             )
         return f"{share_in_words(self.share)} of the time goes to {what}."
 
 
 def find_pauses(timing: Timing, critical: Critical) -> tuple[Pauses, ...]:
     """Steps that are long for something that most steps do not have, by phase: those that cost most first."""
-    counts, whole = timing.counts, critical.path.sum(1)
-    num_steps = int(counts.sum())
+    counts, num_steps = timing.counts, int(timing.counts.sum())
     if num_steps < _FEW:
         return ()
-    longer = critical.path - np.median(critical.path[counts], axis=0)
-    is_long = counts[:, None] & (longer > _LONG * np.median(whole[counts]))
+    step_ms = float(np.median(critical.path[counts].sum(1)))
     found = []
     for phase in PHASES:
-        rows = np.flatnonzero(is_long[:, column(phase)])
-        share = float(longer[rows, column(phase)].sum() / whole[counts].sum())
-        if share >= _NOTICEABLE and len(rows) <= max(1, _SELDOM * num_steps):
-            found.append(_describe(timing, critical, phase, rows, longer[rows, column(phase)], share))
+        if phase is Phase.WAITING:
+            continue
+        # Ranks wait for the one that pauses. Where all of them communicate, the one that waits least says for how long.
+        of_ranks = critical.phases[..., column(phase)]
+        of_step = of_ranks.min(1) if phase is Phase.COMMUNICATION else of_ranks.max(1)
+        longer = of_step - np.median(of_step[counts])
+        steps = np.flatnonzero(counts & (longer > _LONG * step_ms))
+        share = float(longer[steps].sum()) / timing.counted_ms
+        if share >= _NOTICEABLE and len(steps) <= max(1, _SELDOM * num_steps):
+            found.append(_describe(timing, critical, phase, steps, longer[steps], share))
     found = sorted(found, key=lambda each: -each.share)
     if not (timing.reduces & without(timing, found).counts).any():  # all steps of an optimizer that makes few of them
         return ()
     return tuple(found)
 
 
-def _describe(timing: Timing, critical: Critical, phase: Phase, rows: Array, longer: Array, share: float) -> Pauses:
-    own = rows - (phase in _BEFORE)
-    of_ranks = critical.cycle[..., column(phase)]  # [S, R]
-    of_rank = np.clip(of_ranks - np.median(of_ranks[timing.counts], axis=0), 0, None)[rows].sum(0)
+def _describe(timing: Timing, critical: Critical, phase: Phase, steps: Array, longer: Array, share: float) -> Pauses:
+    of_ranks = critical.phases[..., column(phase)]  # [S, R]
+    of_rank = np.clip(of_ranks - np.median(of_ranks[timing.counts], axis=0), 0, None)[steps].sum(0)
     most = int(of_rank.argmax())
     is_common = bool(of_rank.min() > _MOST * of_rank[most])
     is_one = len(of_rank) == 1 or bool(of_rank[most] > _MOST * of_rank.sum())
-    has_pause = np.zeros(len(timing.counts), bool)
-    has_pause[rows] = has_pause[own] = True
-    slowest = critical.slowest[rows]
+    has_pause = np.zeros(len(timing.counts) + 1, bool)
+    has_pause[steps] = True
+    if phase in (Phase.BETWEEN, Phase.OPTIMIZER):  # others wait in the next step
+        has_pause[steps + 1] = True
+    longest = of_ranks[steps].argmax(1)
     cause = ""
-    if timing.collecting[own, slowest].sum() > _MOST * longer.sum():
+    if timing.collecting[steps, longest].sum() > _MOST * longer.sum():
         cause = "in Python's garbage collector"
-    elif phase is Phase.INPUT and timing.loading[own, slowest].sum() > _MOST * longer.sum():
+    elif phase is Phase.INPUT and timing.loading[steps, longest].sum() > _MOST * longer.sum():
         cause = "in the DataLoader"
     elif phase is Phase.INPUT:
         cause = f"for {'' if timing.saw_loader else 'data, '}evaluation or a checkpoint"
     forward = "forward" if knows_forward(critical.cycle[timing.counts]) else "backward"
     return Pauses(
         phase,
-        has_pause,
+        has_pause[:-1],
         int(timing.counts.sum()),
         timing.ranks[most] if is_one else None,
         is_common,
         spread(longer),
         share,
-        tuple(timing.numbers[own].tolist()),
+        tuple(timing.numbers[steps].tolist()),
         _PLACES.get(phase, f"from step() to {forward}" if phase is Phase.INPUT else "in communication"),
         cause,
     )

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from torchring.report.findings import Advice, Analysis, BucketSummary, Phase, RankSummary, Spread
 from torchring.report.formats import share_in_words
@@ -220,6 +220,7 @@ def count(number: int, what: str) -> str:
 def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:
     from rich.console import Console
     from rich.padding import Padding
+    from rich.table import Table
     from rich.text import Text
 
     console = Console(file=file)
@@ -233,19 +234,17 @@ def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:
             if code:
                 console.print(Padding(Text(code, style="green"), (0, 0, 0, 6)))
         if section.rows:
-            table = _table(section.columns, section.rows)
-            if console.measure(table).maximum > console.width:  # headings would be broken
-                table = _table(section.columns, [[cell.partition(" [")[0] for cell in row] for row in section.rows])
+            table = Table(box=None, pad_edge=True, header_style="dim", collapse_padding=True)
+            for name in section.columns:
+                table.add_column(Text(name), overflow="fold")
+            for row in _fitting(section, console.width):
+                table.add_row(*map(Text, row))  # names of parameters may look like markup
             console.print(table)
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=True, header_style="dim", collapse_padding=True)
-    for name in columns:
-        table.add_column(Text(name), overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # names of parameters may look like markup
-    return table
+def _fitting(section: Section, width: int) -> Sequence[Sequence[str]]:
+    """The rows of a table, without spreads if these do not fit in so many characters: headings would be broken."""
+    longest = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
+    if sum(longest) + len(longest) < width:
+        return section.rows
+    return [[cell.partition(" [")[0] for cell in row] for row in section.rows]

@@ -81,6 +81,11 @@ class Timing:
         """[S], which steps are part of the statistics of buckets."""
         return np.asarray(self.counts & self.has_buckets)
 
+    @property
+    def counted_ms(self) -> float:
+        """How long all steps that count took, on the rank that was last."""
+        return float((self.end - self.begin)[self.counts].sum(0).max())
+
 
 def tabulate(job: Job) -> tuple[Timing, ...]:
     """The arrays of a job's steps, once for the buckets of each optimizer: the one with most steps first."""
