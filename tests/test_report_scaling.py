@@ -234,11 +234,64 @@ def test_advice_is_what_a_simulation_with_the_change_shows() -> None:
         assert each.predicted_ms == pytest.approx(late.step.mean * (1 - each.saves_share))
 
 
-def test_workers_hide_loading_only_behind_computing() -> None:
-    """Loading takes 200 ms, and the rest of the step 100.5 ms: with workers, a step takes 200 ms."""
-    (best, *_) = of(4, input_ms=200, noise=0.0, gigabytes_per_s=1000.0, latency_ms=0.0, num_steps=10).advice
-    assert best.what == "Load data in the background"
-    assert best.predicted_ms == pytest.approx(200, rel=0.005)
+def changed(traces: list[RankTrace], about: dict[str, Any], **of_steps: int) -> list[RankTrace]:
+    """The same traces, with other facts about the job and about each step."""
+    return [
+        dataclasses.replace(
+            trace,
+            about=dataclasses.replace(trace.about, **about),
+            steps=tuple(dataclasses.replace(step, **of_steps) for step in trace.steps),
+        )
+        for trace in traces
+    ]
+
+
+def loading(
+    loading_ms: float, cpu_ms: float, workers: int, num_cores: int, forward_ms: float = 2.0, threads: int = 1
+) -> Analysis:
+    """Two ranks that load a batch for so long, and then compute for 7 ms longer than forward takes."""
+    options = {"forward_ms": forward_ms, "backward_ms": 6.0, "between_ms": 0.5, "optimizer_ms": 0.5, "noise": 0.0}
+    traces = simulate(2, 20, input_ms=loading_ms, loading_ms=loading_ms, bucket_mb=(0.001,), latency_ms=0.0, **options)
+    about = {"num_cores": num_cores, "num_threads": threads}
+    return analyse(merge(changed(traces, about, num_workers=workers, loading_cpu_ns=round(cpu_ms * MS))))
+
+
+@pytest.mark.parametrize(
+    ("job", "what", "how", "step_ms"),
+    [
+        # 40 ms for a batch, without work for a core: 5 workers load one in 8 ms, and the rank needs 9.5 ms.
+        ((40, 0, 0, 2), "Load data in the background", "num_workers=5", 9.5),
+        # All of it is work for a core. Two ranks need 99 ms of cores for a step: 12.4 ms on 8 cores.
+        ((40, 40, 0, 8), "Load data in the background", "num_workers=4", 12.375),
+        # One worker is there. A step takes as long as it needs for a batch: 41 ms.
+        ((32, 0, 1, 2), "Load data with 5 workers", "num_workers=5", 9.5),
+        # The ranks and workers have no core to spare, whether they are few or many.
+        ((40, 40, 0, 2), "Make batches cheaper to load", "", 29.0),
+        ((40, 40, 0, 8, 2, 4), "Load data in the background", "num_workers=3", 19.125),
+        ((32, 82, 2, 2), "Make batches cheaper to load", "", 25.25),
+        # To take a batch from a worker takes as long as to load it.
+        ((0.6, 0.6, 0, 64, 0.0), "Make batches cheaper to load", "", 7.3),
+    ],
+)
+def test_workers_are_advised_as_far_as_they_help(job: tuple[Any, ...], what: str, how: str, step_ms: float) -> None:
+    analysis = loading(*job)
+    found = {each.what: each for each in analysis.advice}
+    assert what in found
+    assert found[what].predicted_ms == pytest.approx(step_ms, abs=0.1)
+    assert how in found[what].how
+
+
+def test_workers_that_keep_up_need_no_others() -> None:
+    assert not any("Load" in what or "load" in what for what in advice_of(loading(0.6, 8.0, 4, 2)))
+
+
+def test_loading_without_a_data_loader_is_taken_to_need_cores() -> None:
+    """200 ms between step() and forward, and 98.5 ms for the rest: as much work for cores."""
+    traces = simulated(4, input_ms=200, noise=0.0, gigabytes_per_s=1000.0, latency_ms=0.0, num_steps=10)
+    for num_cores, expected in ((1, 198.5), (2, 149.5), (3, 99.7)):  # each rank has a host
+        (best, *_) = analyse(merge(changed(traces, {"num_cores": num_cores}))).advice
+        assert best.what == ("Do less between step() and forward" if num_cores == 1 else "Load data in the background")
+        assert best.predicted_ms == pytest.approx(expected, rel=0.005)
 
 
 def test_what_is_in_use_is_not_advised() -> None:
@@ -269,10 +322,91 @@ def test_ranks_that_share_too_few_cores(num_threads: int, what: str | None) -> N
     assert (what in advice_of(analyse(merge(crowded)))) == (what is not None)
 
 
-def test_one_rank_less_is_advised_where_ranks_outnumber_cores() -> None:
-    traces = simulate(4, 30, noise=0.25, gigabytes_per_s=100)
-    crowded = [dataclasses.replace(trace, about=dataclasses.replace(trace.about, num_cores=2)) for trace in traces]
-    assert "Start one rank less on host0" in advice_of(analyse(merge(crowded)))
+def test_more_ranks_than_cores_are_not_faster_with_fewer_ranks() -> None:
+    """4 ranks on 2 cores have none for half of the time. 2 ranks would be twice as fast, with half of the samples."""
+    crowded = changed(simulate(4, 30, noise=0.25), {"num_cores": 2}, queued_ns=55 * MS, exposed_queued_ns=5 * MS)
+    analysis = analyse(merge(crowded))
+    assert not any(what.startswith("Start") for what in advice_of(analysis))
+    (more,) = (each for each in analysis.advice if each.what == "Give the ranks on host0 more cores")
+    assert "4 ranks with 1 thread each share 2 cores. Fewer ranks would not make the job faster" in more.why
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpu_ms", "who"),
+    [
+        (-1, -1, "other programs hold the cores"),
+        (4, 1, "other programs hold the cores"),  # the workers wait for a disk
+        (4, 99, "2 ranks with 1 thread and 4 workers each share 2 cores"),
+    ],
+)
+def test_time_without_a_core_is_no_communication(workers: int, cpu_ms: int, who: str) -> None:
+    """Of 19 ms in which the ranks stand still, rank 1 has no core for 15; and for 10 ms more of its step."""
+    traces = simulate(2, 20, noise=0.0, gigabytes_per_s=1.3275, bucket_mb=(1.0, 25.0))
+    assert "Reduce gradients in every second backward only" in advice_of(analyse(merge(traces)))
+    of_steps = {"num_workers": workers, "loading_cpu_ns": cpu_ms * MS if cpu_ms >= 0 else -1}
+    (first,), (second,) = (
+        changed(traces[i : i + 1], {}, queued_ns=queued * MS, exposed_queued_ns=exposed * MS, **of_steps)
+        for i, (queued, exposed) in enumerate([(10, 0), (25, 15)])
+    )
+    analysis = analyse(merge([first, second]))
+    (cores,) = (each for each in analysis.advice if each.what == "Give the ranks on host0 more cores")
+    assert f"For 25.0 ms of a step, a rank was ready to run, but had no core: {who}." in cores.why
+    assert cores.predicted_ms == pytest.approx(analysis.step.mean - 25)
+    assert "Reduce gradients in every second backward only" not in advice_of(analysis)
+    (unknown,) = changed([second], {}, queued_ns=-1, exposed_queued_ns=-1)
+    assert "Give the ranks on host0 more cores" not in advice_of(analyse(merge([first, unknown])))
+
+
+@pytest.mark.parametrize(("by_ms", "queued_ms", "is_accused"), [(20, 0, True), (20, 20, False), (4, 0, False)])
+def test_only_a_rank_that_computes_more_slowly_is_accused(by_ms: float, queued_ms: int, is_accused: bool) -> None:
+    """Its data are late anyway. 4 ms are less than 5 % of a step; for 20 ms, another program may have its core."""
+    traces = simulate(2, 40, noise=0.01, input_ms=[2, 62], backward_ms=[60, 60 + by_ms])
+    (slow,) = changed(traces[1:], {}, queued_ns=queued_ms * MS, exposed_queued_ns=0)
+    (other,) = changed(traces[:1], {}, queued_ns=0, exposed_queued_ns=0)
+    found = advice_of(analyse(merge([other, slow])))
+    assert ("Find out what slows rank 1 on host0 down" in found) == is_accused
+
+
+def test_noise_accuses_nobody() -> None:
+    """Each rank is slower for a part of the time, one of them a little more often."""
+
+    def backward_ms(number: int, rank: int) -> float:
+        return 90.0 if (number // 4) % 2 == rank else 60.0
+
+    traces = simulate(2, 40, noise=0.3, seed=3, input_ms=[2, 62], backward_ms=backward_ms)
+    assert not any("slows" in what for what in advice_of(analyse(merge(traces))))
+
+
+@pytest.mark.parametrize(
+    ("reason", "algorithm", "factor"),
+    [
+        ("every host has one rank; measured for 12 MiB: ring 30 ms, native 20 ms", "auto", 0.75),
+        ("every host has one rank; measured for 12 MiB: ring 50 ms, native 20 ms", "auto", None),
+        ("of an unknown kind", "auto", None),
+        ("it was asked for", "native", 0.5),
+    ],
+)
+def test_16_bits_may_mean_another_algorithm(reason: str, algorithm: str, factor: float | None) -> None:
+    """algorithm="auto" does not take "native" for 16 bits."""
+    traces = simulated(2, bucket_mb=[50.0], latency_ms=0.0, noise=0.0, num_steps=12)
+    options = {"algorithm": algorithm}
+    analysis = analyse(merge(changed(traces, {"algorithm": "native", "reason": reason, "options": options})))
+    found = {each.what: each for each in analysis.advice}
+    if factor is None:
+        assert "Send gradients in 16 bits" not in found
+    else:
+        exposed = 50 / 1.25
+        assert found["Send gradients in 16 bits"].predicted_ms == pytest.approx(
+            analysis.step.mean - exposed * (1 - factor), rel=0.01
+        )
+
+
+@pytest.mark.parametrize(("name", "is_advised"), [("AdamW", True), ("SGD", True), ("RMSprop", False)])
+def test_fusing_is_advised_for_optimizers_that_can(name: str, is_advised: bool) -> None:
+    traces = simulate(2, 12, optimizer_ms=40)
+    found = [each.how for each in analyse(merge(changed(traces, {"options": {"optimizer": name}}))).advice]
+    assert (f"torch.optim.{name}(model.parameters(), fused=True)" in found) == is_advised
+    assert not any("foreach" in how for how in found), "it is slower on the CPU"
 
 
 def test_larger_buckets_are_advised_for_many_small_ones() -> None:

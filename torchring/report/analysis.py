@@ -18,6 +18,7 @@ from torchring.report import buckets as of_buckets
 from torchring.report import lanes, waits
 from torchring.report.advice import Situation, advise
 from torchring.report.change import find_change
+from torchring.report.cores import find_queue
 from torchring.report.findings import (
     Analysis,
     Network,
@@ -28,6 +29,7 @@ from torchring.report.findings import (
     Verdict,
 )
 from torchring.report.formats import share_in_words
+from torchring.report.loading import find_loading
 from torchring.report.merge import Job
 from torchring.report.optimizers import of_optimizer
 from torchring.report.pauses import Pauses, find_pauses, without
@@ -95,7 +97,16 @@ def analyse(
         hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
     slow = None if costs.blamed is None else timing.ranks[costs.blamed]
     situation = Situation(
-        job, critical.cycle[timing.counts], costs, step.mean, backward_ms, workload, own_links, pauses
+        job,
+        critical.cycle[timing.counts],
+        costs,
+        step.mean,
+        backward_ms,
+        workload,
+        own_links,
+        pauses,
+        find_queue(job, timing, critical),
+        find_loading(job, timing, critical, is_forward_known=costs.is_forward_known),
     )
     verdict = judge(
         timing,

@@ -88,13 +88,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that would make a step shorter.
+    """Something that would make the job faster.
 
     Attributes:
         what: as an instruction, a few words, without a full stop at the end.
         predicted_ms: duration of a step afterwards.
-        saves_share: of the duration of a step now, from 0 to 1.
-        why: one sentence.
+        saves_share: of the time that a sample takes now, from 0 to 1. Mostly that is the share of a step; with fewer
+            ranks, a step has fewer samples.
+        why: sentences.
         how: a line of code or of shell, or one sentence.
     """
 
