@@ -43,6 +43,7 @@ class Timing:
         loading: [S, R], how much of Part.INPUT was in a DataLoader.
         saw_loader: whether a DataLoader gave a batch in one of the steps.
         collecting: [S, R], duration of full garbage collections.
+        num_workers, loading_cpu, queued, exposed_queued: [S, R], as in `StepRecord`; negative if unknown.
         bucket_indices: [B], numbers of the buckets of one optimizer. If a step has several rounds, as the backward of a
             GAN's generator through its discriminator does, from 0 on over all rounds.
         rounds: where each round begins in [B].
@@ -66,6 +67,10 @@ class Timing:
     loading: Array
     saw_loader: bool
     collecting: Array
+    num_workers: Array
+    loading_cpu: Array
+    queued: Array
+    exposed_queued: Array
     bucket_indices: tuple[int, ...]
     rounds: tuple[int, ...]
     bucket_bytes: Array
@@ -123,6 +128,10 @@ def tabulate(job: Job) -> tuple[Timing, ...]:
         loading=_ms([[min(step.loading_ns, step.ns_in(Part.INPUT)) for step in row] for row in rows]),
         saw_loader=any(step.num_workers >= 0 for row in rows for step in row),
         collecting=_ms([[step.collecting_ns for step in row] for row in rows]),
+        num_workers=np.array([[step.num_workers for step in row] for row in rows]),
+        loading_cpu=_ms([[step.loading_cpu_ns for step in row] for row in rows]),
+        queued=_ms([[step.queued_ns for step in row] for row in rows]),
+        exposed_queued=_ms([[step.exposed_queued_ns for step in row] for row in rows]),
         bucket_indices=(),
         rounds=(),
         bucket_bytes=np.zeros(0),
