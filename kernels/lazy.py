@@ -35,8 +35,15 @@ class Kernel:
     @cached_property
     def jitted(self) -> Any:
         """The `triton.JITFunction` (with TRITON_INTERPRET=1, the interpreted function)."""
-        import triton
-        import triton.language
+        try:
+            import triton
+            import triton.language
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "torchring's kernels need Triton, which PyTorch's builds for GPUs bring along: pip install "
+                "'torchring[gpu]'",
+                name=error.name,
+            ) from error
 
         # Triton looks up names in a kernel's body, such as `tl` and called functions, in the globals of the file.
         names = self.fn.__globals__

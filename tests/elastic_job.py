@@ -111,8 +111,8 @@ def _main(script: Callable[[], object], environ: dict[str, str], log: str, enter
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(environ)
-    if "torchring.default_world" in sys.modules:
-        vars(sys.modules["torchring.default_world"])["_imported_by"] = os.getpid()
+    if "torchring.alone" in sys.modules:
+        vars(sys.modules["torchring.alone"])["_imported_by"] = os.getpid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if enter is not None:
         enter()

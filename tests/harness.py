@@ -443,8 +443,8 @@ def _rank_main(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a killed rank cannot flush
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    if "torchring.default_world" in sys.modules:
-        vars(sys.modules["torchring.default_world"])["_imported_by"] = os.getpid()  # this is not the fork of a rank
+    if "torchring.alone" in sys.modules:
+        vars(sys.modules["torchring.alone"])["_imported_by"] = os.getpid()  # this is not the fork of a rank
     if payload is None:
         _serve(rank, world_size, channel)
         return

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -231,11 +232,21 @@ def test_exit_code_of_the_rank_that_failed(launcher: Launcher) -> None:
 
 
 def test_a_killed_rank_is_137(launcher: Launcher) -> None:
-    code = (
-        "import os, signal, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
-    )
+    """The other rank has time to see it, and to say so. It does not count as the one that ended first."""
+    code = """
+import os, signal, sys, time
+from pathlib import Path
+path = Path(os.environ["REPORTS"], "0")
+if os.environ["RANK"] == "0":
+    path.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGKILL)
+while not path.exists() or not path.read_text() or os.path.exists(f"/proc/{path.read_text()}"):
+    time.sleep(0.01)
+sys.exit("rank 0 died in step 5")
+"""
     ran = launcher.run("run", "-np", "2", launcher.script(code))
     assert ran.returncode == 137
+    assert "rank 0 died in step 5" in ran.stderr
     assert "rank 0 (pid " in ran.stderr
     assert "killed by SIGKILL" in ran.stderr
 
@@ -267,6 +278,25 @@ time.sleep(60)
         for pid in launcher.reports_folder.glob("[01]"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_closed_streams(closed: str, launcher: Launcher) -> None:
+    """The ranks print into nothing, as a script without launcher does."""
+    script = launcher.script("import sys; print('hello'); print('hello', file=sys.stderr)")
+    command = ["sh", "-c", f'exec "$0" -m torchring run -np 2 {script} {closed}', sys.executable]
+    ran = subprocess.run(command, cwd=launcher.folder, env=launcher.environ, capture_output=True, timeout=patient(60))
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"" if "2>" in closed else b"hello\n" * 2)
+
+
+def test_the_folder_of_progress_goes_with_the_job_or_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "torchring-progress-killed").mkdir()
+    with cli._progress_folder() as first, cli._progress_folder() as second:
+        assert {str(file) for file in tmp_path.iterdir()} == {first, second}
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> None:

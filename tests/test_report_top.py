@@ -41,6 +41,15 @@ def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "No rank has made a step for 60 s." in top.look(tmp_path).text
 
 
+def test_the_speed_is_steps_and_samples_by_time(tmp_path: Path) -> None:
+    """A pause of 2 s counts, as it does for whoever waits for the job."""
+    traces = simulate(1, 50, bucket_mb=[], noise=0, input_ms=lambda step, rank: 2 + 2000 * (step == 30))
+    write_live(tmp_path, traces)
+    seconds = 47 * 0.1005 + 2
+    speed = f"Step 50: {47 / seconds:.3g} steps/s, {47 * 16 / seconds:,.0f} samples/s, 1 rank, the last 46 steps. "
+    assert top.look(tmp_path).headline.startswith(speed)
+
+
 def test_a_killed_rank_leaves_its_last_steps_behind(tmp_path: Path) -> None:
     survivor, killed = simulate(2, 50)
     write_live(tmp_path, [survivor, killed], age=5)

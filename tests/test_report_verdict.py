@@ -239,6 +239,12 @@ def test_a_job_that_changes(name: str) -> None:
     assert "take turns" not in verdict.sentence
 
 
+def test_a_long_pause_is_more_than_start_up() -> None:
+    options = {"input_ms": every(2, 100, 3000), "start_up_s": 12.0}
+    assert of(options).verdict.detail == "pauses"
+    assert of({"start_up_s": 12.0}).verdict.kind == "start-up"
+
+
 def test_a_short_pause_is_told_and_the_verdict_is_of_the_rest() -> None:
     analysis = of({"input_ms": every(2, 100, 400, [1])})
     assert (analysis.verdict.kind, analysis.verdict.rank) == ("compute", None)

@@ -19,7 +19,7 @@ from harness import is_running, patient, wait_until
 from netns import needs_hosts
 
 from torchring.bench.netns import INTERFACE, Network
-from torchring.launch import agent
+from torchring.launch import agent, reaper
 from torchring.launch import launcher as run_module
 from torchring.launch.launcher import Host, LaunchError, is_here, parse_hostfile, parse_hosts, share_out, start
 from torchring.launch.output import OutputOptions
@@ -284,6 +284,34 @@ def test_the_reaper_leaves_nothing(ending: str, tmp_path: Path) -> None:
         os.close(lifeline)
 
 
+def test_the_reaper_collects_orphans(tmp_path: Path) -> None:
+    """Zombies would use up the process numbers of a container in a long job."""
+    command = f"for i in 1 2 3; do sh -c 'sh -c true &'; done; touch {tmp_path}/started; exec sleep 60"
+    process, lifeline = reaped("sh", "-c", command)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until((tmp_path / "started").exists, "the orphans")
+    wait_until(lambda: len(children.read_text().split()) == 1, "the orphans to be collected")
+    os.close(lifeline)
+    assert process.wait(patient(20)) == 143
+
+
+def test_the_reaper_meets_a_process_of_another_user(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It goes on with the others."""
+    own, really_kill = subprocess.Popen(["sleep", "60"]), os.kill
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 1:
+            raise PermissionError
+        really_kill(pid, number)
+
+    monkeypatch.setattr(reaper.os, "kill", kill)
+    reaper._kill(lambda: {1, own.pid} if own.poll() is None else {1})
+    assert own.wait() == -signal.SIGKILL
+    assert capfd.readouterr().err == "torchring run: processes of another user still run: [1]\n"
+
+
 @pytest.mark.parametrize("beats", [True, False])
 def test_a_reaper_that_gets_no_heartbeat_ends_its_command(beats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a line that is cut: the pipe is not closed."""
@@ -356,6 +384,30 @@ def test_nothing_outlives_the_launcher(hosts: list[str], number: signal.Signals,
         wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=20)
     finally:
         cluster.finish(process)
+
+
+@pytest.mark.parametrize(
+    ("depth", "message"),
+    [
+        (1, "the process that watches over the ranks (reaper.py, pid {}) was killed by SIGKILL"),
+        (2, "the process that starts the ranks (pid {}) was killed by SIGKILL"),
+    ],
+    ids=["reaper", "agent"],
+)
+def test_a_process_between_launcher_and_ranks_is_killed(depth: int, message: str, cluster: Cluster) -> None:
+    """The job ends, and the launcher says why."""
+    process = cluster.start("-np", "2", "script.py", "wait")
+    try:
+        wait_until(lambda: len(cluster.pids()) == 2 or process.poll() is not None, "the ranks")
+        victim = process.pid
+        for _ in range(depth):
+            victim = int(Path(f"/proc/{victim}/task/{victim}/children").read_text().split()[0])
+        os.kill(victim, signal.SIGKILL)
+        assert process.wait(patient(40)) == 137
+        wait_until(lambda: not any(map(is_running, cluster.pids())), "the ranks to end", seconds=20)
+    finally:
+        ran = cluster.finish(process)
+    assert f"torchring run: {message.format(victim)}" in ran.stderr
 
 
 # ---- mpirun

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import logging
 import os
 import re
 import socket
@@ -101,6 +102,55 @@ def test_a_process_that_a_rank_starts_knows_its_rank_but_does_not_take_part() ->
     assert not is_marked, "after shutdown() children may be ranks"
 
 
+def _in_workers_of_frameworks(rank: int, size: int) -> Any:
+    """Tasks of Spark's and Ray's, as far as torchring looks at them."""
+
+    class BarrierTaskContext:
+        num = 2
+
+        def getTaskInfos(self) -> list[int]:
+            return list(range(self.num))
+
+        def partitionId(self) -> int:
+            return 1
+
+    task = BarrierTaskContext()
+    context = types.SimpleNamespace(worker=types.SimpleNamespace(mode=1))
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchring").addHandler(handler)
+    found: list[Any] = []
+    modules: dict[str, Any] = {
+        "pyspark": types.SimpleNamespace(
+            BarrierTaskContext=BarrierTaskContext, TaskContext=types.SimpleNamespace(get=lambda: task)
+        ),
+        "ray": types.SimpleNamespace(WORKER_MODE=1, is_initialized=lambda: True, get_runtime_context=lambda: context),
+    }
+    for name, choice in (("pyspark", None), ("pyspark", "none"), ("ray", None), ("ray", "none")):
+        sys.modules[name] = modules[name]
+        os.environ.pop("TORCHRING_LAUNCHER", None)
+        if choice is not None:
+            os.environ["TORCHRING_LAUNCHER"] = choice
+        try:
+            torchring.init()
+        except TopologyError as error:
+            found.append(str(error))
+        else:
+            found.append(len(logged))
+            torchring.shutdown()
+        del sys.modules[name]
+    return found, logged
+
+
+def test_workers_of_frameworks_do_not_train_alone_without_a_word() -> None:
+    [(found, logged)] = run_ranks(_in_workers_of_frameworks, 1, launcher_env=False)
+    assert "task 1 of 2 of a Spark barrier stage" in found[0]
+    assert "TorchDistributor" in found[0]
+    assert found[1:] == [0, 1, 1]
+    assert logged[0].startswith("this worker of Ray trains alone")
+
+
 def _becomes_one_of_two(rank: int, size: int) -> Any:
     """A notebook that asked torchring something first, and then starts ranks or makes a process group."""
     launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -134,19 +184,23 @@ def _never_meets(rank: int, size: int, what: str) -> None:
     (weight * 2).sum()
     if what == "meet":
         torchring.init()
-    if what == "group":
+    if what in ("group", "ddp"):
         dist.init_process_group("gloo")
+        if what == "ddp":
+            torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
         dist.barrier()  # Gloo: a rank that ends while another one still connects breaks that
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("what", ["train", "infer", "meet", "group"])
-def test_ranks_that_train_and_never_meet_are_told_once(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("what", ["train", "infer", "meet", "group", "ddp"])
+def test_ranks_that_train_alone_are_told_once(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process group of the script, as a framework makes it, is no sign that gradients are reduced. DDP is."""
     run_ranks(_never_meets, 2, what)
     output = capsys.readouterr().out
     assert output.count("never met the others") == (what == "train")
-    if what == "train":
-        assert "torchring: torchrun started this process as one of 2" in output
+    assert output.count("each process has trained alone") == (what == "group")
+    if what in ("train", "group"):
+        assert "torchring: torchrun started this process as one of 2, but" in output
 
 
 @pytest.mark.parametrize("backend", ["nccl", "MPI", "", None, "Gloo"])

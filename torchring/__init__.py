@@ -119,6 +119,19 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # else any misspelt name would be of type Any
+    import atexit
+    import importlib
+    import sys
+
+    _has_torch = "torch" in sys.modules
+    if _has_torch:
+        importlib.import_module("torchring.alone")  # counts modules that reduce gradients
+
+    @atexit.register
+    def _say_if_alone():
+        if "torch" in sys.modules:
+            importlib.import_module("torchring.alone").say_if_alone(has_watched=_has_torch)
+
     # Imported when first used: they import torch, which takes seconds that `torchring --version` need not wait for.
     _HOMES = {
         "collectives": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object "
@@ -137,8 +150,6 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
     def __getattr__(name):
-        import importlib
-
         if name in _HOME_OF:
             found = getattr(importlib.import_module(f"torchring.{_HOME_OF[name]}"), name)
             globals()[name] = found

@@ -1,5 +1,6 @@
 """The `torchring` command, also as `python -m torchring`."""
 
+import os
 import signal
 import sys
 
@@ -8,9 +9,18 @@ def main() -> int:
     """Entry point; returns the exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during an import would print its traceback
+    _open_closed_streams()
     from torchring.cli import main as command
 
     return command()
+
+
+def _open_closed_streams() -> None:
+    """A shell closes streams by `>&-`. The next files that are opened would take their numbers, and get the output."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
 
 
 if __name__ == "__main__":

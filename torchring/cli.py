@@ -7,9 +7,11 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,12 +216,34 @@ def _tracing(options: argparse.Namespace, is_apart: Callable[[], bool]) -> Itera
         elif is_asked_for:
             folder = str(Path(os.environ[TRACE]).absolute())
         else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchring-progress-"))
+            folder = stack.enter_context(_progress_folder())
         if options.progress:
             from torchring.report import progress
 
             stack.enter_context(progress.shown(Path(folder)))
         yield {TRACE if is_asked_for else PROGRESS: folder}
+
+
+@contextlib.contextmanager
+def _progress_folder() -> Iterator[str]:
+    """A temporary folder. Removes those of earlier jobs whose `torchring run` was killed, too."""
+    prefix = "torchring-progress-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError), _locked(left):  # a folder in use is locked
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder, _locked(Path(folder)):
+        yield folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a lock on the folder. The lock ends with this process at the latest. Raises OSError if another has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _empty_trace(folder: str) -> str:

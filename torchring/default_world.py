@@ -31,6 +31,7 @@ from torchring.rendezvous.environment import (
     read_environment,
     started_by_member,
 )
+from torchring.rendezvous.frameworks import refuse_lone_tasks
 from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
 from torchring.stalls.monitor import WARNING_SECONDS
 from torchring.world import ADVICE, DEFAULT_TIMEOUT_SECONDS, World
@@ -143,6 +144,8 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
     """Open the world that the launcher, or the script's process group, describes. Collective."""
     global _num_inits, _pid
     launch = _launched()
+    if launch.launcher == "none" and os.environ.get(CHOICE) != "none":
+        refuse_lone_tasks()
     if launch.invitation is not None:
         return _before_generation(launch, backend, timeout_seconds, stall_warning_seconds)
     if launch.member_pid is not None:
@@ -408,40 +411,3 @@ def _leave_at_exit() -> None:
         _default.say_why_it_ends("its script had ended", ADVICE)
     if "mpi4py.MPI" in sys.modules:
         shutdown()
-
-
-def _say_if_alone() -> None:
-    """At exit of rank 0: print a warning if the processes of this launch have trained, but never joined a world.
-
-    The script has no optimizer to wrap, because it updates parameters by hand; or its author forgot to wrap one. A
-    script that cannot have trained, such as a command of torchring's, prints nothing.
-    """
-    if _num_inits or os.getpid() != _imported_by or getattr(sys, "last_value", None) is not None:
-        return  # this process has joined a world, is a fork of one that may have, or has failed
-    if not _has_built_graphs():
-        return
-    # destroy_process_group() leaves this name set.
-    if dist.is_available() and (
-        dist.is_initialized() or getattr(dist.distributed_c10d, "_default_pg_init_method", None) is not None
-    ):
-        return
-    try:
-        launch = _launched()
-    except TopologyError:
-        return
-    if launch.size > 1 and launch.rank == 0 and launch.member_pid is None:
-        print(
-            f"torchring: {launch.launcher} started this process as one of {launch.size}, but it never met the others. "
-            "No optimizer was wrapped with torchring.wrap and no collective was called, so each has trained alone",
-            file=sys.stderr,
-        )
-
-
-def _has_built_graphs() -> bool:
-    """Whether this thread has built an autograd graph."""
-    count = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    return count is None or count() > 0
-
-
-_imported_by: Final = os.getpid()
-atexit.register(_say_if_alone)

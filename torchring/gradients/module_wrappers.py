@@ -24,9 +24,11 @@ from torchring.dynamo import run_eagerly
 
 WAY_OUT: Final = (
     "Train the bare model, without DistributedDataParallel or FSDP around it, and pass it to torchring.wrap(). Where a "
-    "framework wraps the model: with Accelerate, leave the model out of accelerator.prepare(); with a transformers "
-    "Trainer, set trainer.accelerator.prepare_model = functools.partial(trainer.accelerator.prepare_model, "
-    "evaluation_mode=True) before train(); with Lightning, use Trainer(strategy='auto', devices=1)"
+    "framework wraps the model: with Accelerate, call accelerator.prepare_model(model, evaluation_mode=True) in place "
+    "of accelerator.prepare(model); with a transformers Trainer, set trainer.accelerator.prepare_model = "
+    "functools.partial(trainer.accelerator.prepare_model, evaluation_mode=True) before train(); with Ray, call "
+    "ray.train.torch.prepare_model(model, parallel_strategy=None); with Lightning, use a strategy that adds no "
+    "DistributedDataParallel (docs/frameworks.md shows one)"
 )
 
 

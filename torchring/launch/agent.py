@@ -17,13 +17,15 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic import multiprocessing
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -41,6 +43,7 @@ _RENDEZVOUS: Final = "torchring"  # torch's name for `_Meeting`
 _LOOPBACK: Final = "127.0.0.1"
 _MEETING_SECONDS: Final = 900.0  # for the agents to come, as with torchrun
 _PATIENCE_SECONDS: Final = 10.0  # for the agents to tell each other that they are done
+_LAST_WORDS_SECONDS: Final = 2.0  # for ranks to report a rank that has failed; they notice within a second
 # Only rank 0 reads the standard input. If all ranks did, each would get a part of it.
 _RANK: Final = '[ "$RANK" = 0 ] || exec </dev/null; exec "$@"'
 
@@ -153,6 +156,7 @@ def _run(part: Part, command: Sequence[str], store: TCPStore) -> int:
     config, entrypoint, arguments = torchrun.config_from_args(options)
     output = Output(part.output)
     config.logs_specs = _Pipes(output)
+    multiprocessing.SubprocessContext = _Ranks  # type: ignore[misc]
     failure: ChildFailedError | None = None
     try:
         elastic_launch(config, entrypoint)(*arguments)
@@ -164,7 +168,10 @@ def _run(part: Part, command: Sequence[str], store: TCPStore) -> int:
         output.close()
     if failure is None:
         return 0
-    rank_number, first = failure.get_first_failure()
+    # torch knows the times of failures in whole seconds only.
+    rank_number, first = min(
+        failure.failures.items(), key=lambda item: (item[1].pid not in _Ranks.failed, item[1].timestamp)
+    )
     on = f" on {part.host}" if part.num_hosts > 1 else ""
     text = f"rank {rank_number} (pid {first.pid}{on}) ended first, {_ending(first.exitcode)}"
     print(f"torchring run: {text}", file=sys.stderr)
@@ -191,6 +198,31 @@ class _Pipes(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         return os.devnull
+
+
+class _Ranks(SubprocessContext):
+    """The processes of this host's ranks, as torch runs them, but with a moment for last words.
+
+    When a rank fails, torch ends the others at once. Here they have time to raise and print their own errors, which
+    name the rank, the step and the bucket.
+    """
+
+    failed: ClassVar[set[int]] = set()  # process ids of the ranks that failed first
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        processes = [handler.proc for handler in self.subprocess_handlers.values()]
+        if death_sig is None and not self.failed:
+            failed = {process.pid: code for process in processes if (code := process.poll())}
+            # Of several ranks that ended together, those that a signal ended are the cause: an error is an exit code.
+            self.failed.update({pid for pid, code in failed.items() if code < 0} or failed)
+            end = time.monotonic() + _LAST_WORDS_SECONDS
+            while any(process.poll() is None for process in processes) and time.monotonic() < end:
+                time.sleep(0.02)
+        super().close(death_sig, timeout)
+        for handler in self.subprocess_handlers.values():  # torch leaves these files open
+            for file in (handler._stdout, handler._stderr):
+                if file is not None:
+                    file.close()
 
 
 def _ending(code: int) -> str:

@@ -45,6 +45,7 @@ _REAPER: Final = Path(__file__).with_name("reaper.py")
 _HOST: Final = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\s:,\[\]]+)(?::(?P<slots>[0-9]+))?")
 _PATIENCE_SECONDS: Final = 40.0  # for the reapers after they were told to stop; reaper.py itself waits 32
 _LOOPBACK_SECONDS: Final = 5.0
+_LAST_WORDS_SECONDS: Final = 2.0  # for the other hosts' ranks to report that a rank has failed
 KILL_SECONDS: Final = 5.0  # for the reapers to kill the processes that are left
 _POLL_SECONDS: Final = 0.05
 HEARTBEAT_SECONDS: Final = 10.0  # between two heartbeats to the reapers of other hosts
@@ -63,6 +64,9 @@ _AGENT: Final = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); sys.path = [path for path in sys.path if path]; "
     "from torchring.launch.agent import main; sys.exit(main(sys.argv[1:]))"
 )
+
+
+_AGENT_TITLE: Final = "the process that starts the ranks"
 
 
 class LaunchError(Exception):
@@ -160,7 +164,7 @@ def start(
         raise LaunchError(trouble)
     env, output = {JOB: secrets.token_hex(8), **(env or {})}, output or OutputOptions()
     if launcher == "mpirun":
-        jobs = [Job("mpirun", _mpirun(filled, command, env), os.environ, is_mpirun=True)]
+        jobs = [Job("mpirun", _mpirun(filled, command, env), os.environ, title="mpirun", is_mpirun=True)]
         return _supervise(jobs, open_output(output), is_over)
     jobs = _agents(filled, command, env, output, ssh_options)
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
@@ -184,6 +188,7 @@ class Job:
     environ: Mapping[str, str]
     is_remote: bool = False
     patience: float | None = None  # seconds that a command on this machine gets to end after a signal
+    title: str = ""  # of a command on this machine, for a message if a signal ends the command
     is_mpirun: bool = False
     process: subprocess.Popen[bytes] = field(init=False)
     lifeline: int = field(init=False, default=-1)
@@ -202,8 +207,7 @@ class Job:
             if self.is_remote:
                 self.process = subprocess.Popen(self.command, stdin=theirs, **how)
             else:
-                options = [] if self.patience is None else ["--patience", str(self.patience)]
-                reaper = [sys.executable, "-I", str(_REAPER), str(theirs), *options, *self.command]
+                reaper = [*_reaper(str(theirs), patience=self.patience, title=self.title), *self.command]
                 stdin = None if rank is None else subprocess.DEVNULL
                 self.process = subprocess.Popen(reaper, stdin=stdin, pass_fds=[theirs], **how)
         except OSError:
@@ -223,6 +227,12 @@ class Job:
         """Have the reaper pass a signal on. 0 is a heartbeat."""
         with contextlib.suppress(OSError):  # the reaper has ended
             os.write(self.lifeline, bytes([number]))
+
+
+def _reaper(lifeline: str, **options: float | str | None) -> list[str]:
+    """The command that starts a reaper, up to the command that the reaper runs. Leaves out options without a value."""
+    given = [word for name, value in options.items() if value not in (None, "") for word in (f"--{name}", str(value))]
+    return [sys.executable, "-I", str(_REAPER), lifeline, *given]
 
 
 def _supervise(jobs: Sequence[Job], output: Output | None, is_over: Callable[[], bool]) -> int:
@@ -271,6 +281,8 @@ def _end(jobs: Sequence[Job], received: Sequence[int]) -> None:
                 return
             time.sleep(_POLL_SECONDS)
 
+    if not received:
+        wait(_LAST_WORDS_SECONDS, 1)
     number = received[0] if received else signal.SIGTERM
     for job in jobs:
         job.tell(number)
@@ -292,6 +304,12 @@ def _exit_code(job: Job) -> int:
         )
     elif code and job.is_remote:
         print(f"torchring run: the processes on {job.name} failed, with exit code {code}", file=sys.stderr)
+    elif code < 0:
+        print(
+            f"torchring run: the process that watches over the ranks (reaper.py, pid {job.process.pid}) was killed by "
+            f"{signal.Signals(-code).name}; the ranks were told to end, but not what they have started",
+            file=sys.stderr,
+        )
     return code if code >= 0 else 128 - code
 
 
@@ -368,9 +386,9 @@ def _agents(
         part = Part(host.slots, len(hosts), number, host.name, address, port, output)
         agent = [sys.executable, "-c", _AGENT, part.to_json(), *command]
         if is_here(host.name):
-            jobs.append(Job(host.name, agent, {**os.environ, **env}))
+            jobs.append(Job(host.name, agent, {**os.environ, **env}, title=_AGENT_TITLE))
         else:
-            jobs.append(remote_job(host.name, agent, env, ssh_options, silence=_SILENCE_SECONDS))
+            jobs.append(remote_job(host.name, agent, env, ssh_options, silence=_SILENCE_SECONDS, title=_AGENT_TITLE))
     return jobs
 
 
@@ -382,15 +400,16 @@ def remote_job(
     *,
     silence: float,
     patience: float | None = None,
+    title: str = "",
 ) -> Job:
     """A job that runs `command` on another host, through ssh. See `start` for `env` and `ssh_options`.
 
     Args:
         silence: seconds without a heartbeat, after which the reaper there ends the command.
         patience: seconds that the command gets to end after a signal. By default those of reaper.py.
+        title: what to call the command in a message, if a signal ends it. By default there is no message.
     """
-    reaper = [sys.executable, "-I", str(_REAPER), "0", "--silence", str(silence)]
-    reaper += [] if patience is None else ["--patience", str(patience)]
+    reaper = _reaper("0", silence=silence, patience=patience, title=title)
     settings = [f"{key}={value}" for key, value in forwarded(env).items()]
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *reaper, *command])}"
     # BatchMode, because ssh must not ask for a password: the reaper uses the standard input.

@@ -4,12 +4,14 @@
                                                 ended it
     python reaper.py FD --silence N COMMAND...   the same, but N seconds without a byte from FD count as a closed pipe
     python reaper.py FD --patience N COMMAND...  the same, but the command gets N seconds to end after a signal
+    python reaper.py FD --title T COMMAND...     the same, and says so if a signal ends T, which is the command
 
 The process that starts a reaper holds the other end of the pipe FD, and writes numbers of signals into the pipe, a byte
 each. The reaper passes the first SIGINT, SIGTERM or SIGHUP on to the command, and gives it some time to end. SIGKILL
 ends the command at once. A pipe that closes counts as SIGTERM: its holder has ended, or the connection broke. A network
 connection that is cut does not close the pipe, so the holder writes a heartbeat (a byte of 0) now and then. If the
-command was stopped or has failed, the reaper kills every process that the command has started, in any session.
+command was stopped or has failed, the reaper kills every process that the command has started, in any session. It
+finds these processes in /proc. If the reaper itself is killed, the command gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 PATIENCE_SECONDS = 32.0  # torch's agent gives its ranks 30
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.2
 _YOUNG_SECONDS = 1.0  # a Python that is just starting would print a traceback at SIGINT, and has no ranks yet
@@ -34,10 +37,12 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main(arguments: list[str]) -> int:
     lifeline, command = int(arguments[0]), arguments[1:]
-    options = {"--silence": float("inf"), "--patience": PATIENCE_SECONDS}
+    options = {"--silence": "inf", "--patience": str(PATIENCE_SECONDS), "--title": ""}
     while command[0] in options:
-        options[command[0]], command = float(command[1]), command[2:]
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
+        options[command[0]], command = command[1], command[2:]
+    silence, patience, title = float(options["--silence"]), float(options["--patience"]), options["--title"]
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -47,24 +52,31 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda number, _: None)  # wakes select
     try:
         started = time.monotonic()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL if lifeline == 0 else None)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL if lifeline == 0 else None,
+            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
     except OSError as error:
         print(f"torchring run: cannot start {command[0]}: {error.strerror}", file=sys.stderr)
         return 127
-    sources = [lifeline, ended]
+    sources = select.poll()  # unlike select, poll takes descriptors above 1023
+    sources.register(lifeline, select.POLLIN)
+    sources.register(ended, select.POLLIN)
     end, last_byte_at = float("inf"), time.monotonic()
     while process.poll() is None and time.monotonic() < end:
-        readable, _, _ = select.select(sources, [], [], _POLL_SECONDS)
+        readable = [descriptor for descriptor, _ in sources.poll(_POLL_SECONDS * 1e3)]
         if ended in readable:
             os.read(ended, 4096)
+            _collect_orphans(process.pid)
         now = time.monotonic()
         if lifeline in readable:
             last_byte_at = now
             told = os.read(lifeline, 4096)
             received += told.replace(b"\0", b"") if told else [signal.SIGTERM]
             if not told:
-                sources.remove(lifeline)
-        elif now > last_byte_at + options["--silence"]:
+                sources.unregister(lifeline)
+        elif now > last_byte_at + silence:
             received.append(signal.SIGTERM)
         if signal.SIGKILL in received:
             break
@@ -72,21 +84,45 @@ def main(arguments: list[str]) -> int:
         if stopping and end == float("inf"):
             is_young = time.monotonic() - started < _YOUNG_SECONDS
             process.send_signal(signal.SIGTERM if is_young else stopping[0])
-            end = time.monotonic() + options["--patience"]
-    if process.poll() != 0:
+            end = time.monotonic() + patience
+    code = process.poll()
+    if title and code is not None and code < 0 and not received:
+        print(
+            f"torchring run: {title} (pid {process.pid}) was killed by {signal.Signals(-code).name}; "
+            "the processes that it has started end, too",
+            file=sys.stderr,
+        )
+    if code != 0:
+        process.kill()
         _kill(_descendants)
     code = process.wait()
     return code if code >= 0 else 128 - code
 
 
+def _collect_orphans(command: int) -> None:
+    """Remove orphans that have ended from the process table. The command itself is left to subprocess."""
+    with contextlib.suppress(ChildProcessError):  # there are no children
+        while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and child.si_pid != command:
+            os.waitpid(child.si_pid, os.WNOHANG)
+
+
 def _kill(find: Callable[[], set[int]]) -> None:
     """Kill in several rounds, because a process may start another one meanwhile."""
     end = time.monotonic() + 2.0
-    while (pids := find()) and time.monotonic() < end:
+    others: set[int] = set()  # processes of other users, as of sudo
+    while (pids := find() - others) and time.monotonic() < end:
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            except OSError:
+                others.add(pid)
         time.sleep(0.02)
+    if others:
+        print(f"torchring run: processes of another user still run: {sorted(others)}", file=sys.stderr)
+    if not os.path.exists("/proc/self/stat"):
+        print("torchring run: there is no /proc; processes that the ranks have started may still run", file=sys.stderr)
 
 
 def _descendants() -> set[int]:

@@ -168,7 +168,8 @@ def _remarks(
             if has_model
             else "because `wrap` was given no model: torchring.wrap(optimizer, model)"
         )
-        remarks.append(f"Forward is not told apart from waiting for data, {why}.")
+        other = "other code before backward" if timing.saw_loader else "waiting for data"
+        remarks.append(f"Forward is not told apart from {other}, {why}.")
     for each in pauses:
         sentence = "" if verdict.sentence.endswith(each.sentence) else f"{each.sentence} "
         these = f"S{each.named_steps[1:]} {'is' if len(each.numbers) == 1 else 'are'}"

@@ -43,8 +43,13 @@ def of_path(analysis: Analysis) -> str:
     largest = sorted(analysis.path.items(), key=lambda item: -item[1].mean)[:2]
     pace = "Ranks wait for each other, so the rank that comes last sets the pace: the table shows that rank. "
     pace = pace if analysis.size > 1 else ""
-    named = " and ".join(f"{phase.value} ({milliseconds(spread.mean)})" for phase, spread in largest)
+    named = " and ".join(f"{name_of(phase, analysis)} ({milliseconds(spread.mean)})" for phase, spread in largest)
     return f"A step takes {mean_with_spread(analysis.step)} on average. {pace}Most of it is {named}."
+
+
+def name_of(phase: Phase, analysis: Analysis) -> str:
+    """The name of a phase in this job."""
+    return "input and forward" if phase is Phase.INPUT and not analysis.is_forward_known else phase.value
 
 
 def of_ranks(analysis: Analysis) -> str:

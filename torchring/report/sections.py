@@ -117,7 +117,7 @@ def _time(analysis: Analysis) -> Html:
     total = sum(spread.mean for spread in analysis.path.values())
     rows: list[list[str | Spread]] = [
         [
-            join([swatch(COLORS[phase]), html(phase.value), element("small", _MEANINGS[phase])]),
+            join([swatch(COLORS[phase]), html(captions.name_of(phase, analysis)), element("small", _MEANINGS[phase])]),
             mean_with_spread(spread),
             percent(spread.mean / total if total else 0.0),
         ]

@@ -97,7 +97,8 @@ def _title(analysis: Analysis) -> str:
     hosts = len({rank.host for rank in analysis.ranks})
     speed = f"{analysis.step.mean:.3g} ms on average, {_short(analysis.steps_per_s)} steps/s"
     samples = f", {analysis.samples_per_s:,.0f} samples/s" if analysis.samples_per_s else ""
-    left_out = f"; the first {analysis.num_left_out} do not count" if analysis.num_left_out else ""
+    first = "first step does" if analysis.num_left_out == 1 else f"first {analysis.num_left_out} do"
+    left_out = f"; the {first} not count" if analysis.num_left_out else ""
     error = analysis.clock_error_ms
     clocks = f"; times of hosts may differ by {error:.2g} ms" if error else ""
     return (

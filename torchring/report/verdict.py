@@ -195,12 +195,11 @@ def judge(
         who_has_cores: while a rank has none, a clause.
     """
     telling = costs.telling
-    if start_up and start_up.share >= (_START_UP_ANYWAY if telling else _START_UP_TELLING):
+    pause = next((each for each in pauses if each.share >= PAUSES_TELLING), None)
+    if start_up and start_up.share >= (_START_UP_ANYWAY if telling or pause else _START_UP_TELLING):
         return _start_up(start_up)
-    if pauses:
-        pause, most = pauses[0], max(telling.values(), default=0.0) / typical(costs.whole)
-        if pause.share >= max(PAUSES_TELLING, (1.0 - pause.share) * most):
-            return Verdict(pause.kind, pause.rank, pause.share, pause.length, pause.sentence, "pauses")
+    if pause and pause.share >= (1.0 - pause.share) * max(telling.values(), default=0.0) / typical(costs.whole):
+        return Verdict(pause.kind, pause.rank, pause.share, pause.length, pause.sentence, "pauses")
     if not telling:
         return _compute(costs, size, efficiency)
     largest = max(telling, key=lambda key: telling[key])
@@ -260,7 +259,7 @@ def _where_it_is_large(timing: Timing, cost: Array, least: float) -> tuple[str, 
 
 def _explain_input(costs: Costs, who: str) -> tuple[str, str]:
     """The detail, and what stands behind the share in the sentence."""
-    loading = typical(costs.loading) / typical(costs.input)
+    loading = typical(costs.loading) / max(typical(costs.input), 1e-9)
     if loading >= _NEARLY_ALL:
         return "", f"waits for data on {who}"
     if costs.saw_loader and loading <= 1.0 - _NEARLY_ALL:

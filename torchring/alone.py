@@ -1,0 +1,80 @@
+"""Warns, when a script ends, that its ranks have trained alone: several were launched, and nothing was wrapped.
+
+This module is imported with torchring if torch was imported before, and otherwise when the script ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from torchring.errors import TopologyError
+from torchring.rendezvous.environment import read_environment, started_by_member
+
+_imported_by: Final = os.getpid()
+_num_reducing = 0  # modules that reduce gradients by themselves: DistributedDataParallel, FullyShardedDataParallel
+
+
+def _notice(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
+    """A submodule is assigned to `module`. In the constructor of DDP or FSDP, the submodule is the model."""
+    global _num_reducing
+    _num_reducing += type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel")
+
+
+register_module_module_registration_hook(_notice)
+
+
+def say_if_alone(has_watched: bool) -> None:
+    """At exit of rank 0: print a warning if the processes of this launch have trained, but never joined a world.
+
+    The script has no optimizer to wrap, because it updates parameters by hand; or its author forgot to wrap one. A
+    script that cannot have trained, such as a command of torchring's, prints nothing.
+
+    Args:
+        has_watched: this module was imported before the script could build a DDP or FSDP.
+    """
+    world = sys.modules.get("torchring.default_world")
+    if world is not None and world._num_inits:
+        return  # this process has joined a world
+    if os.getpid() != _imported_by or getattr(sys, "last_value", None) is not None or not _has_built_graphs():
+        return  # this process is a fork of one that may have joined a world, has failed, or has not trained
+    # destroy_process_group() leaves this name set.
+    has_group = dist.is_available() and (
+        dist.is_initialized() or getattr(dist.distributed_c10d, "_default_pg_init_method", None) is not None
+    )
+    if has_group and (not has_watched or _num_reducing or _has_used_fully_shard()):
+        return  # the script may reduce gradients without torchring
+    try:
+        launch = started_by_member(os.environ, os.getpid()) or read_environment(os.environ)
+    except TopologyError:
+        return
+    if launch.size == 1 or launch.rank > 0 or launch.member_pid is not None:
+        return
+    text = f"torchring: {launch.launcher} started this process as one of {launch.size}, but "
+    if has_group:
+        text += (
+            "no optimizer was wrapped with torchring.wrap, and no DistributedDataParallel or FSDP was made. Unless the "
+            "script reduces gradients by itself, each process has trained alone"
+        )
+    else:
+        text += (
+            "it never met the others. No optimizer was wrapped with torchring.wrap and no collective was called, so "
+            "each has trained alone"
+        )
+    print(text, file=sys.stderr)
+
+
+def _has_built_graphs() -> bool:
+    """Whether this thread has built an autograd graph."""
+    count = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return count is None or count() > 0
+
+
+def _has_used_fully_shard() -> bool:
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and bool(kind.__subclasses__())
