@@ -25,6 +25,7 @@ from torchring.report.scaling import (
     predict,
     slowest_ms,
 )
+from torchring.report.terminal import plain
 from torchring.tracing.records import Arrivals, ParameterRecord, RankTrace
 
 MB = 1_000_000
@@ -329,6 +330,8 @@ def test_more_ranks_than_cores_are_not_faster_with_fewer_ranks() -> None:
     assert not any(what.startswith("Start") for what in advice_of(analysis))
     (more,) = (each for each in analysis.advice if each.what == "Give the ranks on host0 more cores")
     assert "4 ranks with 1 thread each share 2 cores. Fewer ranks would not make the job faster" in more.why
+    busy = changed(crowded, {}, queued_ns=90 * MS, exposed_queued_ns=5 * MS)
+    assert "share 2 cores with other programs. Fewer" in " ".join(each.why for each in analyse(merge(busy)).advice)
 
 
 @pytest.mark.parametrize(
@@ -352,19 +355,36 @@ def test_time_without_a_core_is_no_communication(workers: int, cpu_ms: int, who:
     (cores,) = (each for each in analysis.advice if each.what == "Give the ranks on host0 more cores")
     assert f"For 25.0 ms of a step, a rank was ready to run, but had no core: {who}." in cores.why
     assert cores.predicted_ms == pytest.approx(analysis.step.mean - 25)
+    assert (analysis.verdict.kind, analysis.verdict.rank, analysis.verdict.cost.mean) == (
+        "cores",
+        None,
+        pytest.approx(25),
+    )
+    assert f"passes while a rank has no core: {who} (25 ms of 120 ms" in analysis.verdict.sentence
+    assert [rank.queued.mean for rank in analysis.ranks if rank.queued] == pytest.approx([10, 25])
+    assert "no core\n" in plain(analysis)
     assert "Reduce gradients in every second backward only" not in advice_of(analysis)
     (unknown,) = changed([second], {}, queued_ns=-1, exposed_queued_ns=-1)
     assert "Give the ranks on host0 more cores" not in advice_of(analyse(merge([first, unknown])))
 
 
-@pytest.mark.parametrize(("by_ms", "queued_ms", "is_accused"), [(20, 0, True), (20, 20, False), (4, 0, False)])
-def test_only_a_rank_that_computes_more_slowly_is_accused(by_ms: float, queued_ms: int, is_accused: bool) -> None:
-    """Its data are late anyway. 4 ms are less than 5 % of a step; for 20 ms, another program may have its core."""
-    traces = simulate(2, 40, noise=0.01, input_ms=[2, 62], backward_ms=[60, 60 + by_ms])
-    (slow,) = changed(traces[1:], {}, queued_ns=queued_ms * MS, exposed_queued_ns=0)
-    (other,) = changed(traces[:1], {}, queued_ns=0, exposed_queued_ns=0)
-    found = advice_of(analyse(merge([other, slow])))
-    assert ("Find out what slows rank 1 on host0 down" in found) == is_accused
+@pytest.mark.parametrize(("by_ms", "queued_ms", "kind"), [(20, 0, "straggler"), (20, 20, "cores"), (4, 0, "compute")])
+def test_only_a_rank_that_computes_more_slowly_is_accused(by_ms: float, queued_ms: int, kind: str) -> None:
+    """4 ms are less than 5 % of a step; and for 20 ms, another program may have the core of the rank."""
+
+    def of(input_ms: float) -> Analysis:
+        backward_ms = [60, 60 + by_ms]
+        traces = simulate(2, 40, noise=0.01, input_ms=[2, input_ms], backward_ms=backward_ms, gigabytes_per_s=100.0)
+        (other,) = changed(traces[:1], {}, queued_ns=0, exposed_queued_ns=0)
+        (slow,) = changed(traces[1:], {}, queued_ns=queued_ms * MS, exposed_queued_ns=0)
+        return analyse(merge([other, slow]))
+
+    verdict = of(2).verdict
+    assert (verdict.kind, verdict.rank) == (kind, None if kind == "compute" else 1)
+    late = of(62)  # its data are late, too
+    assert (late.verdict.kind, late.verdict.rank) == ("input", 1)
+    assert ("Find out what slows rank 1 on host0 down" in advice_of(late)) == (kind == "straggler")
+    assert any("had no core" in problem for problem in late.problems) == (kind == "cores")
 
 
 def test_noise_accuses_nobody() -> None:

@@ -52,6 +52,7 @@ class Situation:
         links: None if the network is unknown.
         pauses: steps that are not part of `cycle`, the most costly first.
         queue: time without a core; None if it is unknown.
+        who_has_cores: meanwhile, a clause.
         loading: None if nothing is known of it.
     """
 
@@ -64,6 +65,7 @@ class Situation:
     links: Links | None
     pauses: tuple[Pauses, ...]
     queue: Queue | None
+    who_has_cores: str
     loading: Loading | None
 
     @property
@@ -108,7 +110,7 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
     if has_gain and most:
         workers = f"{best} {'worker' if best == 1 else 'workers'}"
         cores = f"{situation.about.num_cores} {'core' if situation.about.num_cores == 1 else 'cores'}"
-        if not costs.saw_loader:
+        if not loading.has_loader:
             what = "Load data in the background"
             why = (
                 f"{begin} spends {waited:.1f} ms between step() and forward, and no DataLoader is used. If that is "
@@ -137,7 +139,7 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
             else f"Workers would not help: to take a batch from one costs about {HANDING_OVER_MS} ms"
         )
         what, where_to = "Make batches cheaper to load", "in its DataLoader"
-        if not costs.saw_loader:
+        if not loading.has_loader:
             what, where_to = (
                 "Do less between step() and forward",
                 "between step() and forward, and no DataLoader is used",
@@ -173,7 +175,7 @@ def _about_cores(situation: Situation) -> Iterator[Advice]:
     if situation.queue is None:
         return
     about, queued = situation.about, typical(situation.queue.whole)
-    why = f"For {queued:.1f} ms of a step, a rank was ready to run, but had no core: {situation.queue.who}."
+    why = f"For {queued:.1f} ms of a step, a rank was ready to run, but had no core: {situation.who_has_cores}."
     how = f"top, on {about.host}, while the job runs"
     if is_crowded(about):
         why += " Fewer ranks would not make the job faster: a step would have fewer samples."
@@ -262,8 +264,7 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
     if size == 1 or links is None or not workload.bucket_bytes:
         return
     now = exposed_ms(workload, size, links)
-    without_core = 0.0 if situation.queue is None else typical(situation.queue.communication)
-    measured = typical(situation.costs.communication) - without_core
+    measured = typical(situation.costs.communication)
 
     def saved_ms(changed: Workload, by: Links = links) -> float:
         # The model may see more or less exposed communication than there was.

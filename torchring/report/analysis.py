@@ -18,7 +18,7 @@ from torchring.report import buckets as of_buckets
 from torchring.report import lanes, waits
 from torchring.report.advice import Situation, advise
 from torchring.report.change import find_change
-from torchring.report.cores import find_queue
+from torchring.report.cores import find_queue, who_has_them
 from torchring.report.findings import (
     Analysis,
     Network,
@@ -43,6 +43,7 @@ from torchring.tracing.records import About
 __all__ = ["Analysis", "analyse"]
 
 _FEW: Final = 10  # steps, from which nothing is predicted
+_NO_CORE: Final = 0.05  # of a step
 _FASTER_OR_SLOWER: Final = 0.20  # of a step
 
 
@@ -96,6 +97,7 @@ def analyse(
         predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
         hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
     slow = None if costs.blamed is None else timing.ranks[costs.blamed]
+    queue, who = find_queue(timing, critical), who_has_them(about, timing, critical)
     situation = Situation(
         job,
         critical.cycle[timing.counts],
@@ -105,14 +107,15 @@ def analyse(
         workload,
         own_links,
         pauses,
-        find_queue(job, timing, critical),
+        queue,
+        who,
         find_loading(job, timing, critical, is_forward_known=costs.is_forward_known),
     )
     verdict = judge(
         timing,
         critical,
         costs,
-        *(job.size, buckets, late, network, start_up, pauses, efficiency, typical(exposed)),
+        *(job.size, buckets, late, network, start_up, pauses, efficiency, typical(exposed), who),
     )
     if job.ended_badly:
         verdict = dataclasses.replace(verdict, sentence=f"{job.ended_badly} {verdict.sentence}")
@@ -129,6 +132,7 @@ def analyse(
             *timing.problems,
             *_about_optimizers(job, timing, critical, len(examined)),
             *_remarks(timing, pauses, verdict, is_forward_known=costs.is_forward_known, has_model=has_model),
+            *_about_cores(typical(costs.cores), step.mean, who, verdict),
             *(changes if verdict.steps is None else ()),
         ),
         verdict=verdict,
@@ -181,6 +185,13 @@ def _remarks(
     return remarks
 
 
+def _about_cores(queued_ms: float, step_ms: float, who: str, verdict: Verdict) -> list[str]:
+    """Time without a core, if the verdict is about something else."""
+    if verdict.kind == "cores" or queued_ms < _NO_CORE * step_ms or step_ms <= 0:
+        return []
+    return [f"For {queued_ms:.3g} ms of a step, a rank was ready to run, but had no core: {who}."]
+
+
 def _about_change(timing: Timing, critical: Critical) -> list[str]:
     """Whether the job becomes slower or faster."""
     whole = critical.path[timing.counts].sum(1)
@@ -226,6 +237,7 @@ def _ranks(job: Job, timing: Timing, critical: Critical) -> tuple[RankSummary, .
             spread(timing.packing[counts][:, i]),
             spread(timing.stall[counts][:, i]),
             waits.is_last_share(timing, critical, i),
+            spread(timing.queued[counts][:, i]) if (timing.queued[counts][:, i] >= 0).all() else None,
         )
         for i, trace in enumerate(job.traces)
     )

@@ -8,7 +8,6 @@ from typing import Final
 import numpy as np
 
 from torchring.report.findings import Phase
-from torchring.report.merge import Job
 from torchring.report.timing import Array, Timing
 from torchring.report.waits import Critical, column
 from torchring.tracing.records import About
@@ -18,19 +17,17 @@ _ENOUGH: Final = 1.1  # times the cores: threads and workers that need no more l
 
 @dataclass(frozen=True)
 class Queue:
-    """[S] each: milliseconds of each step that counts, in which a rank was ready to run, but had no core.
+    """Milliseconds of each step that counts, in which a rank was ready to run, but had no core.
 
     Attributes:
-        own: the rank that the others wait for, apart from communication.
-        communication: of this phase, the rank that had no core for longest: the others wait for its part.
+        own: [S], the rank that the others wait for, apart from communication.
+        communication: [S], of this phase, the rank that had no core for longest: the others wait for its part.
         of_ranks: [S, R], each rank, apart from communication.
-        who: who had the cores meanwhile, a clause.
     """
 
     own: Array
     communication: Array
     of_ranks: Array
-    who: str
 
     @property
     def whole(self) -> Array:
@@ -38,37 +35,40 @@ class Queue:
         return np.asarray(self.own + self.communication)
 
 
-def find_queue(job: Job, timing: Timing, critical: Critical) -> Queue | None:
+def find_queue(timing: Timing, critical: Critical) -> Queue | None:
     """None if a kernel does not tell, and on GPUs, which hide what the CPU waits for."""
     counts = timing.counts
-    rows = [row for row, counts_here in zip(job.steps, counts, strict=True) if counts_here]
-    queued = np.array([[step.queued_ns for step in row] for row in rows]) / 1e6
-    exposed = np.array([[step.exposed_queued_ns for step in row] for row in rows]) / 1e6
+    queued, exposed = timing.queued[counts], timing.exposed_queued[counts]
     if min(queued.min(), exposed.min()) < 0:
         return None
     path = critical.path[counts]
     communication = path[:, column(Phase.COMMUNICATION)]
     of_ranks = queued - exposed
-    own = of_ranks[np.arange(len(path)), critical.slowest[counts]]
-    loading = np.array([[step.loading_cpu_ns for step in row] for row in rows]) / 1e6
-    about, workers = job.traces[0].about, max(0, num_workers(job, timing))
+    own = np.minimum(of_ranks[np.arange(len(path)), critical.slowest[counts]], path.sum(1) - communication)
+    return Queue(own, np.minimum(exposed.max(1), communication), of_ranks)
+
+
+def who_has_them(about: About, timing: Timing, critical: Critical) -> str:
+    """Who has the cores while a rank has none: a clause."""
+    counts, workers = timing.counts, max(0, num_workers(timing))
+    cpu, step_ms = timing.loading_cpu[counts], float(critical.path[counts].sum(1).mean())
     # Workers that wait for a disk need no core.
-    busy_workers = float(loading.mean() / path.sum(1).mean()) if loading.min() >= 0 else float(workers)
-    has_enough = about.local_size * (threads_of(about) + busy_workers * (workers > 0)) <= _ENOUGH * about.num_cores
-    who = "other programs hold the cores" if has_enough else sharing(about, workers)
-    own, communication = np.minimum(own, path.sum(1) - communication), np.minimum(exposed.max(1), communication)
-    return Queue(own, communication, of_ranks, who)
+    busy = float(cpu.mean()) / step_ms if cpu.min() >= 0 and step_ms else float(workers)
+    needed = about.local_size * (threads_of(about) + busy * (workers > 0))
+    if needed <= _ENOUGH * about.num_cores:
+        return "other programs hold the cores"
+    queue = find_queue(timing, critical)
+    share = float(queue.whole.mean()) / step_ms if queue is not None and step_ms else 0.0
+    # What is runnable takes turns: 4 threads on 2 cores have none for half of the time.
+    others = " with other programs" if share > _ENOUGH * (1.0 - about.num_cores / needed) else ""
+    return sharing(about, workers) + others
 
 
-def num_workers(job: Job, timing: Timing) -> int:
+def num_workers(timing: Timing) -> int:
     """Of the DataLoader that gives most batches of the steps that count; -1 if none gives any."""
-    found = [
-        step.num_workers
-        for row, counts in zip(job.steps, timing.counts, strict=True)
-        for step in row
-        if counts and step.num_workers >= 0
-    ]
-    return max(set(found), key=found.count) if found else -1
+    found = timing.num_workers[timing.counts]
+    counts = np.bincount(found[found >= 0])
+    return int(counts.argmax()) if len(counts) else -1
 
 
 def threads_of(about: About) -> int:

@@ -54,7 +54,7 @@ class Phase(str, Enum):
     OPTIMIZER = "optimizer"
 
 
-Kind = Literal["input", "compute", "communication", "straggler", "optimizer", "start-up"]
+Kind = Literal["input", "compute", "communication", "straggler", "optimizer", "cores", "start-up"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ class RankSummary:
         packing: of `phases[BACKWARD]` and `phases[COMMUNICATION]`, copies of gradients to wire buffers.
         stall: inside backward, how long buckets that were being reduced kept it waiting.
         is_last_share: in which share of the steps the others wait for this rank.
+        queued: of all phases, how long the rank was ready to run, but had no core; None if that is unknown.
     """
 
     rank: int
@@ -125,6 +126,7 @@ class RankSummary:
     packing: Spread
     stall: Spread
     is_last_share: float
+    queued: Spread | None
 
 
 @dataclass(frozen=True)

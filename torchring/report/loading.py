@@ -28,7 +28,8 @@ class Loading:
         cores: [S, R], for how long that keeps a core busy.
         computing: [S, R], what the rank does apart from that.
         others: [S], communication that cannot be avoided.
-        num_workers: that there are; 0 for what a script loads without a DataLoader.
+        has_loader: whether a DataLoader gives batches. If not, this is all that is between step() and forward.
+        num_workers: that there are.
         num_threads: with which a rank computes.
         hosts: [R], number of the host.
         num_cores: [R], of the host.
@@ -39,6 +40,7 @@ class Loading:
     cores: Array
     computing: Array
     others: Array
+    has_loader: bool
     num_workers: int
     num_threads: int
     hosts: Array
@@ -72,7 +74,7 @@ class Loading:
 def find_loading(job: Job, timing: Timing, critical: Critical, *, is_forward_known: bool) -> Loading | None:
     """None if nobody is known to load anything: no DataLoader gives batches, and forward is not told apart."""
     counts = timing.counts
-    cycle, workers = critical.cycle[counts], num_workers(job, timing)
+    cycle, workers = critical.cycle[counts], num_workers(timing)
     waiting = np.minimum(timing.loading[counts], cycle[..., column(Phase.INPUT)])
     if workers < 0:
         if not is_forward_known:
@@ -80,7 +82,7 @@ def find_loading(job: Job, timing: Timing, critical: Critical, *, is_forward_kno
         waiting = cycle[..., column(Phase.INPUT)]
     computing = cycle[..., [column(phase) for phase in COMPUTING]].sum(2) - waiting
     worker = waiting
-    cores = np.array([[step.loading_cpu_ns for step in row] for row in job.steps])[counts] / 1e6
+    cores = timing.loading_cpu[counts]
     if workers > 0:  # where ranks wait for workers, these are busy all the time
         worker = np.broadcast_to(workers * critical.path[counts].sum(1)[:, None], waiting.shape)
         waiting = np.maximum(0.0, waiting - HANDING_OVER_MS)
@@ -92,6 +94,7 @@ def find_loading(job: Job, timing: Timing, critical: Critical, *, is_forward_kno
         np.where(cores < 0, worker, cores),
         computing,
         cycle[..., column(Phase.COMMUNICATION)].min(1),
+        workers >= 0,
         max(0, workers),
         threads_of(abouts[0]),
         np.array([about.node_rank for about in abouts]),

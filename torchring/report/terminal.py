@@ -129,17 +129,21 @@ def table_of_phases(analysis: Analysis) -> Section:
         ranks = [rank for rank in ranks if rank.rank in shown]
     used = [phase for phase in Phase if any(rank.phases[phase].mean > 0 for rank in analysis.ranks)]
     has_hosts = len({rank.host for rank in analysis.ranks}) > 1
+    least = _NOTICEABLE * analysis.step.mean
+    has_queue = any(rank.queued is not None and rank.queued.mean >= least for rank in analysis.ranks)
     rows = [
         (
             f"{rank.rank} ({rank.host.partition('.')[0]})" if has_hosts else str(rank.rank),
             *map(_mean, (rank.step, *(rank.phases[phase] for phase in used))),
+            *([_mean(rank.queued) if rank.queued else "?"] if has_queue else []),
         )
         for rank in ranks
     ]
     columns = dict(_COLUMNS)
     if not analysis.is_forward_known:
         columns[Phase.INPUT] = "input and forward"
-    return Section(title, ("rank", "step", *(columns[phase] for phase in used)), tuple(rows))
+    names = ("rank", "step", *(columns[phase] for phase in used), *(["no core"] if has_queue else []))
+    return Section(title, names, tuple(rows))
 
 
 def table_of_waits(analysis: Analysis) -> Section:

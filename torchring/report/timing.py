@@ -20,6 +20,7 @@ Plan = tuple[tuple[int, int], ...]
 """Number and bytes of each bucket."""
 
 _NUM_FIRST: Final = 3  # buckets are laid out anew after the first reduction, and memory is touched for the first time
+_OFTEN: Final = 0.25  # of the steps: the step of a second optimizer may use the same batch
 _ENOUGH: Final = 10  # steps, to leave some out
 _MANY_CHANGES: Final = 8  # of buckets, which a job with one optimizer does not have
 _TIMES: Final = ("ready", "packed", "launched", "started", "reduced")
@@ -41,8 +42,8 @@ class Timing:
         backward_begin, backward_end: [S, R], of the last backward of the step.
         num_samples: [S, R].
         loading: [S, R], how much of Part.INPUT was in a DataLoader.
-        saw_loader: whether a DataLoader gave a batch in one of the steps.
         collecting: [S, R], duration of full garbage collections.
+        num_workers, loading_cpu, queued, exposed_queued: [S, R], as in `StepRecord`; negative if unknown.
         bucket_indices: [B], numbers of the buckets of one optimizer. If a step has several rounds, as the backward of a
             GAN's generator through its discriminator does, from 0 on over all rounds.
         rounds: where each round begins in [B].
@@ -64,8 +65,11 @@ class Timing:
     backward_end: Array
     num_samples: Array
     loading: Array
-    saw_loader: bool
     collecting: Array
+    num_workers: Array
+    loading_cpu: Array
+    queued: Array
+    exposed_queued: Array
     bucket_indices: tuple[int, ...]
     rounds: tuple[int, ...]
     bucket_bytes: Array
@@ -80,6 +84,11 @@ class Timing:
     def reduces(self) -> Array:
         """[S], which steps are part of the statistics of buckets."""
         return np.asarray(self.counts & self.has_buckets)
+
+    @property
+    def saw_loader(self) -> bool:
+        """Whether DataLoaders give the batches. A DataLoader that is used now and then, for evaluation, does not."""
+        return bool((self.num_workers[self.counts] >= 0).mean() >= _OFTEN)
 
     @property
     def counted_ms(self) -> float:
@@ -121,8 +130,11 @@ def tabulate(job: Job) -> tuple[Timing, ...]:
         backward_end=_ms([[part.end - base for part in row] for row in backwards]),
         num_samples=np.array([[step.num_samples for step in row] for row in rows]),
         loading=_ms([[min(step.loading_ns, step.ns_in(Part.INPUT)) for step in row] for row in rows]),
-        saw_loader=any(step.num_workers >= 0 for row in rows for step in row),
         collecting=_ms([[step.collecting_ns for step in row] for row in rows]),
+        num_workers=np.array([[step.num_workers for step in row] for row in rows]),
+        loading_cpu=_ms([[step.loading_cpu_ns for step in row] for row in rows]),
+        queued=_ms([[step.queued_ns for step in row] for row in rows]),
+        exposed_queued=_ms([[step.exposed_queued_ns for step in row] for row in rows]),
         bucket_indices=(),
         rounds=(),
         bucket_bytes=np.zeros(0),

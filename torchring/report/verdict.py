@@ -16,6 +16,7 @@ import numpy as np
 
 from torchring.report.buckets import bus_bytes
 from torchring.report.change import find_change
+from torchring.report.cores import find_queue
 from torchring.report.findings import BucketSummary, Kind, LateParameter, Network, Phase, Spread, StartUp, Verdict
 from torchring.report.formats import share_in_words
 from torchring.report.network import SMALL_BYTES
@@ -56,11 +57,13 @@ class Costs:
         loading: of `input`, waiting for a DataLoader.
         straggler: by how much the blamed rank computes for longer than the median of the others.
         jitter: by how much whichever rank is the slowest takes longer than the others, apart from both above.
-        communication: as the phase.
+        cores: the rank, or one that the others wait for in communication, has no core.
+        communication: as the phase, apart from that.
         between, optimizer: as the phases, without what is part of `straggler`.
         unknown: forward, or waiting for data that no DataLoader gives. Zeros if forward is told apart.
         whole: the step.
         is_input_of_blamed: whether most of `input` is more than the other ranks have.
+        is_blamed_without_core: whether it is the blamed rank that has no core for most of `cores`.
         batch_ratio: samples of the blamed rank, divided by the median of the others; 1 if unknown, if none is blamed,
             or if that explains less than half of `straggler`.
         slower_in: the phase in which most of `straggler` is; None if it is spread over several.
@@ -73,12 +76,14 @@ class Costs:
     loading: Array
     straggler: Array
     jitter: Array
+    cores: Array
     communication: Array
     between: Array
     optimizer: Array
     unknown: Array
     whole: Array
     is_input_of_blamed: bool
+    is_blamed_without_core: bool
     batch_ratio: float
     slower_in: Phase | None
     is_forward_known: bool
@@ -96,6 +101,7 @@ class Costs:
             ("input", ""): self.input,
             ("straggler", ""): self.straggler,
             ("straggler", "jitter"): self.jitter,
+            ("cores", ""): self.cores,
             ("communication", ""): self.communication,
             ("optimizer", "between"): self.between,
             ("optimizer", ""): self.optimizer,
@@ -128,7 +134,13 @@ def find_costs(timing: Timing, critical: Critical) -> Costs:
     # Not clipped: where a rank is sometimes faster and sometimes slower, the mean says by how much it is slower.
     of_blamed = np.where((is_blamed & (slowest == candidate))[:, None], of_slowest, 0.0)
     of_computing = [each for each in computing if each != _INPUT]
-    straggler = of_blamed[:, of_computing].sum(1)
+    queue = find_queue(timing, critical)
+    queued = np.zeros(cycle.shape[:2]) if queue is None else queue.of_ranks
+    without_core = (queued - _median_of_others(queued))[rows, slowest]  # makes the rank late, which is not its doing
+    late = np.clip(late - without_core, 0, None)
+    blamed_without_core = np.where(is_blamed & (slowest == candidate), without_core, 0.0)
+    straggler = of_blamed[:, of_computing].sum(1) - blamed_without_core
+    cores = np.zeros(len(path)) if queue is None else queue.whole
     slower_in = next(
         (PHASES[each] for each in of_computing if typical(of_blamed[:, each]) > _MOST * typical(straggler) > 0), None
     )
@@ -146,12 +158,14 @@ def find_costs(timing: Timing, critical: Critical) -> Costs:
         loading[rows, slowest],
         straggler,
         jitter,
-        path[:, column(Phase.COMMUNICATION)],
+        cores,
+        path[:, column(Phase.COMMUNICATION)] - (0.0 if queue is None else queue.communication),
         path_without[:, column(Phase.BETWEEN)],
         path_without[:, column(Phase.OPTIMIZER)],
         path_without[:, _FORWARD] * (not is_forward_known),
         path.sum(1),
         is_input_of_blamed,
+        bool(typical(blamed_without_core) > _MOST * typical(cores)),
         batch_ratio,
         slower_in,
         is_forward_known,
@@ -171,12 +185,14 @@ def judge(
     pauses: Sequence[Pauses],
     efficiency: float,
     exposed_ms: float,
+    who_has_cores: str,
 ) -> Verdict:
     """The largest of the costs that are worth telling.
 
     Args:
         pauses: the largest first.
         exposed_ms: communication that backward does not hide, in a step that has these buckets.
+        who_has_cores: while a rank has none, a clause.
     """
     telling = costs.telling
     pause = next((each for each in pauses if each.share >= PAUSES_TELLING), None)
@@ -209,6 +225,9 @@ def judge(
             slower = f"whose batches have {costs.batch_ratio:.2g} times as many samples as those of the others"
         what = f"waits for rank {rank}, {slower}"
         what = "waits for the slowest rank, and the ranks take turns at that" if detail else what
+    elif kind == "cores":
+        rank = rank if costs.is_blamed_without_core else None
+        what = f"passes while {'a rank' if rank is None else f'rank {rank}'} has no core: {who_has_cores}"
     elif kind == "communication":
         rank = None
         detail, why = _explain_communication(size, buckets, late, network, exposed_ms)
@@ -285,7 +304,7 @@ def _explain_communication(
 
 
 def _compute(costs: Costs, size: int, efficiency: float) -> Verdict:
-    lost = costs.communication + costs.jitter + costs.straggler
+    lost = costs.communication + costs.jitter + costs.straggler + costs.cores
     step = spread(costs.whole)
     ends = f"{size} ranks do the work of {size * efficiency:.3g}" if size > 1 else "it has one rank"
     unknown = spread(costs.unknown)

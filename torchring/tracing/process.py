@@ -41,13 +41,13 @@ def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return call(self)
         finally:
             took, worked = time.perf_counter_ns() - began, time.thread_time_ns() - worked
-            begins = isinstance(self, DataLoader)
-            num_workers = self.num_workers if begins else self._num_workers
-            if num_workers and waiting:
-                worked = UNKNOWN if begins else _since_last_batch(self)
+            gives = isinstance(self, _BaseDataLoaderIter)
+            if waiting and gives and self._num_workers:
+                worked = _since_last_batch(self)
             for recorder, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
                 recorder.loading_ns = before + took
-                recorder.num_workers = num_workers
+                if gives:
+                    recorder.num_workers = self._num_workers
                 if worked != UNKNOWN:
                     recorder.loading_cpu_ns = max(0, cpu_before) + worked
 
