@@ -42,7 +42,7 @@ from torchring.tracing.records import About
 
 __all__ = ["Analysis", "analyse"]
 
-FEW: Final = 10  # steps, from which nothing is predicted
+_FEW: Final = 10  # steps, from which nothing is predicted
 _NO_CORE: Final = 0.05  # of a step
 _FASTER_OR_SLOWER: Final = 0.20  # of a step
 
@@ -90,7 +90,7 @@ def analyse(
         workload = calibrated(workload, own_links, job.size, step.mean)
     predictions: list[Prediction] = []
     hiding = None
-    has_few = len(job.steps) < FEW
+    has_few = len(job.steps) < _FEW
     if links is not None and workload.bucket_bytes and not has_few:
         num_ranks = max(job.size, SIZES[0])
         predicted = between_hosts(workload) if given and about.local_size == about.size else workload
@@ -177,7 +177,7 @@ def _remarks(
             f"{sentence}{these} left out of all numbers but steps/s and samples/s; the figure over time shows them."
         )
     number = int(timing.counts.sum())
-    if number < FEW:
+    if number < _FEW:
         count = "1 step counts" if number == 1 else f"{number} steps count"
         remarks.append(f"Only {count}: too few for advice and predictions. Numbers are more reliable with 50 or more.")
     if not timing.numbers[timing.counts].any():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Final
 
-from torchring.report.findings import Advice, Analysis, BucketSummary, Phase, RankSummary, Spread
+from torchring.report.findings import Advice, Analysis, BucketSummary, Phase, Spread
 from torchring.report.formats import share_in_words
 from torchring.report.merge import name_ranks
 from torchring.report.waits import together
@@ -128,7 +128,8 @@ def table_of_phases(analysis: Analysis) -> Section:
         late = sorted((rank for rank in ranks if rank.rank in awaited), key=lambda rank: -rank.is_last_share)
         other = next((rank for rank in ranks if rank.rank not in awaited), ranks[0])
         title += f" (those of {len(ranks)} for which others wait most, and rank {other.rank})"
-        ranks = sorted({other.rank: other, **{rank.rank: rank for rank in late[: _MAX_ROWS - 1]}}.values(), key=_rank)
+        shown = {other.rank, *(rank.rank for rank in late[: _MAX_ROWS - 1])}
+        ranks = [rank for rank in ranks if rank.rank in shown]
     used = [phase for phase in Phase if any(rank.phases[phase].mean > 0 for rank in analysis.ranks)]
     has_hosts = len({rank.host for rank in analysis.ranks}) > 1
     least = _NOTICEABLE * analysis.step.mean
@@ -146,10 +147,6 @@ def table_of_phases(analysis: Analysis) -> Section:
         columns[Phase.INPUT] = "input and forward"
     names = ("rank", "step", *(columns[phase] for phase in used), *(["no core"] if has_queue else []))
     return Section(title, names, tuple(rows))
-
-
-def _rank(summary: RankSummary) -> int:
-    return summary.rank
 
 
 def table_of_waits(analysis: Analysis) -> Section:
