@@ -15,6 +15,7 @@ import numpy as np
 
 from torchring.report.cores import Queue, is_crowded, sharing, threads_of
 from torchring.report.findings import Advice, Phase
+from torchring.report.formats import share_in_words
 from torchring.report.layout import laid_out
 from torchring.report.loading import HANDING_OVER_MS, Loading
 from torchring.report.merge import Job
@@ -119,7 +120,7 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
             )
         elif now:
             what = f"Load data with {workers}"
-            why = f"{begin} waits {waited:.1f} ms of a step for its DataLoader, which has {now} of them."
+            why = f"{begin} waits {waited:.1f} ms of a step for its DataLoader, which has {'1 worker' if now == 1 else f'{now} workers'}."
         else:
             what = "Load data in the background"
             why = f"{begin} spends {waited:.1f} ms of a step in its DataLoader, which has no workers."
@@ -138,18 +139,17 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
             if lacking
             else f"Workers would not help: to take a batch from one costs about {HANDING_OVER_MS} ms"
         )
-        what, where_to = "Make batches cheaper to load", "in its DataLoader"
+        what, place = "Make batches cheaper to load", "in its DataLoader"
+        how = "Decode and resize samples once, before training, and let the data set return whole batches."
         if not loading.has_loader:
-            what, where_to = (
-                "Do less between step() and forward",
-                "between step() and forward, and no DataLoader is used",
-            )
+            what, place = "Do less between step() and forward", "between step() and forward, and no DataLoader is used"
+            how = "Prepare data once, before training. Log and evaluate less often."
         yield _advice(
             situation,
             what if rank is None else f"{what} on {where}",
             waited * _HALF,
-            f"{begin} spends {waited:.2g} ms of a step {where_to}. {reason}. The gain is that of half as long.",
-            "Decode and resize samples once, before training, and let the data set return whole batches.",
+            f"{begin} spends {waited:.2g} ms of a step {place}. {reason}. This assumes that half of it is enough.",
+            how,
         )
 
 
@@ -231,7 +231,7 @@ def _longer_ms(situation: Situation) -> float:
 
 
 def _cause(costs: Costs, about: About, longer_ms: float) -> tuple[str, str, str] | None:
-    """What to do, why and how, if the trace shows why one rank computes for longer. Fewer ranks would not help then."""
+    """What to do, why and how, if the trace shows why one rank computes for longer."""
     rank = f"rank {about.rank}"
     if costs.blamed is None:
         return None
@@ -316,8 +316,9 @@ def _in_16_bits(about: About) -> tuple[float, str]:
     if about.algorithm != "native" or about.options.get("algorithm", "auto") != "auto":
         return 1.0, ""
     other = "ring" if about.local_size == 1 else "hierarchical"
-    measured = re.search(rf"\b{other} ([\d.e+-]+) ms, native ([\d.e+-]+) ms", about.reason)  # see `select.py`
-    factor = float(measured[1]) / float(measured[2]) if measured else 2.0
+    number = r"(\d+\.?\d*(?:e[+-]\d+)?)"
+    measured = re.search(rf"\b{other} {number} ms, native {number} ms", about.reason)  # see `select.py`
+    factor = float(measured[1]) / max(1e-9, float(measured[2])) if measured else 2.0  # saves nothing
     return factor, f' algorithm="auto" then takes "{other}", which took {factor:.2g} times as long for 32 bits.'
 
 
@@ -350,8 +351,6 @@ def _about_optimizer(situation: Situation) -> Iterator[Advice]:
             situation,
             "Let the optimizer update all parameters at once",
             _FUSED_SAVES[name] * cost,
-            f"step() takes {cost:.1f} ms. This assumes that fusing saves {_FUSED_SAVES[name]:.0%} of that.".replace(
-                "%", " %"
-            ),
+            f"step() takes {cost:.1f} ms. This assumes that fusing saves {share_in_words(_FUSED_SAVES[name])} of that.",
             f"torch.optim.{name}(model.parameters(), fused=True)",
         )

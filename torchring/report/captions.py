@@ -33,8 +33,8 @@ def of_advice(analysis: Analysis) -> str:
         return "No setting that torchring knows of would make a step noticeably shorter."
     best = analysis.advice[0]
     return (
-        f"Predicted from the measured times, each change for itself. The largest gain takes a step from "
-        f"{milliseconds(analysis.step.mean)} to about {milliseconds(best.predicted_ms)}."
+        "Predicted from the measured times, each change for itself, as a share of the time that a sample takes. The "
+        f"largest gain takes a step from {milliseconds(analysis.step.mean)} to about {milliseconds(best.predicted_ms)}."
     )
 
 

@@ -67,8 +67,8 @@ def who_has_them(about: About, timing: Timing, critical: Critical) -> str:
 def num_workers(timing: Timing) -> int:
     """Of the DataLoader that gives most batches of the steps that count; -1 if none gives any."""
     found = timing.num_workers[timing.counts]
-    counts = np.bincount(found[found >= 0])
-    return int(counts.argmax()) if len(counts) else -1
+    numbers, counts = np.unique(found[found >= 0], return_counts=True)
+    return int(numbers[counts.argmax()]) if len(counts) else -1
 
 
 def threads_of(about: About) -> int:

@@ -83,7 +83,10 @@ def sections(analysis: Analysis) -> list[Section]:
     """What the summary shows below the verdict. A section without content is left out."""
     found = [
         Section("What is missing or strange", sentences=analysis.problems),
-        Section("What would help", sentences=tuple(map(_advice, analysis.advice)) or (_no_advice(analysis),)),
+        Section(
+            "What would help, and how much of the time that a sample takes",
+            sentences=tuple(map(_advice, analysis.advice)) or (_no_advice(analysis),),
+        ),
         table_of_phases(analysis),
         table_of_waits(analysis),
         _buckets(analysis),
