@@ -137,7 +137,8 @@ class _Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(self.ahead)
-        return self.layers(_Sleep.apply(x, self.back))  # type: ignore[no-untyped-call, no-any-return]
+        x = self.layers[0](x)  # the gradient of what the network is given is not computed
+        return self.layers[1:](_Sleep.apply(x, self.back))  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _SGD(torch.optim.SGD):

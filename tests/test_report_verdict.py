@@ -56,6 +56,10 @@ STEADY: Final[dict[str, tuple[dict[str, Any], Wanted, float, str]]] = {
         {"input_ms": [2, 32]},
         *(("input", 1, ""), 32, "waits for data on rank 1, or for other code between step() and forward ("),
     ),
+    "data of an unknown loader, evaluation with a DataLoader": (
+        {"input_ms": 32, "loading_ms": every(0, 30, 5)},
+        *(("input", None, ""), 32, "waits for data on all ranks, or for other code between step() and forward ("),
+    ),
     "other code, all ranks": (
         {"input_ms": 32, "loading_ms": 1},
         *(("input", None, "other code"), 32, "goes to code between step() and forward on all ranks, which waits"),

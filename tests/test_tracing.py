@@ -141,6 +141,7 @@ def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) 
     recorder.enter(BETWEEN)
     next(batches)  # the rank would pass this time anyway
     recorder.end_step()
+    iter(DataLoader(_Nested(clock)))  # gives no batch yet
     elsewhere = threading.Thread(target=next, args=(batches,))
     elsewhere.start()
     elsewhere.join()
@@ -149,7 +150,7 @@ def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) 
     next(batches, None)
     recorder.end_step()
     loading = [(step.loading_ns, step.loading_cpu_ns, step.num_workers) for step in steps_of(recorder)]
-    assert loading == [(50, 100, 0), (0, -1, -1), (50, 100, 0)]
+    assert loading == [(50, 100, 0), (0, 0, -1), (50, 100, 0)]
     process.forget(recorder)
     assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before
 

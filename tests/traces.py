@@ -111,7 +111,7 @@ def simulate(
                     num_samples if isinstance(num_samples, int) else num_samples[rank],
                     *(0, MS // 2, parts, tuple(buckets)),
                     loading_ns=round(known(loading_ms or 0.0, number, rank) * MS),
-                    num_workers=-1 if loading_ms is None else 0,
+                    num_workers=0 if known(loading_ms or 0.0, number, rank) else -1,
                     collecting_ns=round(known(collecting_ms, number, rank) * MS),
                 )
             )
