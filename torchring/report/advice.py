@@ -120,8 +120,8 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
             )
         elif now:
             what = f"Load data with {workers}"
-            has = "1 worker" if now == 1 else f"{now} workers"
-            why = f"{begin} waits {waited:.1f} ms of a step for its DataLoader, which has {has}."
+            have = "1 worker" if now == 1 else f"{now} workers"
+            why = f"{begin} waits {waited:.1f} ms of a step for its DataLoader, which has {have}."
         else:
             what = "Load data in the background"
             why = f"{begin} spends {waited:.1f} ms of a step in its DataLoader, which has no workers."
