@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import encodings.idna  # noqa: F401  # for the rank that becomes another user, who may not read Python's files
+import errno
 import fcntl
 import gc
+import io
 import json
 import os
 import random
@@ -34,7 +36,7 @@ from torchring.collectives.service import Collectives
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError
 from torchring.memory import host as host_module
 from torchring.memory.channel import Channel
-from torchring.memory.host import HostGroup, connect, partition
+from torchring.memory.host import ErrorPages, HostGroup, SharedBlock, connect, partition
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World
 
@@ -169,6 +171,64 @@ def test_another_user_gets_no_memory(other: int) -> None:
         assert result in ((3.0, "ring"), (3.0, "native"))
 
 
+@needs_root
+def test_the_effective_user_counts() -> None:
+    os.seteuid(_NOBODY)
+    try:
+        assert run_groups(2, lambda group: group.ranks) == [(0, 1)] * 2
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    ("user", "uid_map", "looks_alike"),
+    [
+        (65534, "65534 100000 1", True),
+        (65534, "0 100000 65536", True),
+        (65534, "0 0 4294967295", False),
+        (65534, None, True),
+        (1000, "1000 1000 1", False),
+    ],
+)
+def test_nobody_of_a_user_namespace_is_given_no_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, user: int, uid_map: str | None, looks_alike: bool
+) -> None:
+    """The kernel would show rank 1 every user outside of the namespace as nobody, too."""
+
+    def fake_open(name: str) -> Any:
+        if uid_map is None:
+            raise FileNotFoundError(name)
+        return io.StringIO(uid_map if name.endswith("uid_map") else "65534")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_module, "open", fake_open, raising=False)
+        patch.setattr(os, "geteuid", lambda: user)
+        trouble = host_module._why_users_look_alike()
+    assert ("another user of its container" in trouble) == looks_alike
+    monkeypatch.setattr(
+        host_module, "_why_users_look_alike", lambda: trouble if "1" in threading.current_thread().name else ""
+    )
+    groups = run_groups(3, lambda group: group.ranks)
+    assert groups == ([(0, 2), (1,), (0, 2)] if looks_alike else [(0, 1, 2)] * 3)
+    texts = [record.message for record in caplog.records]
+    assert len(texts) == looks_alike
+    if looks_alike:
+        assert "ranks 0, 2 and rank 1 run on one machine, in one network namespace, but cannot share memory" in texts[0]
+        assert f"rank 1 runs as user {user} (nobody)" in texts[0]
+
+
+def test_ranks_of_two_c_libraries_are_told_that_they_share_no_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        host_module, "_host_identity", lambda: f"kernel 1, libc {threading.current_thread().name.split()[1]}"
+    )
+    assert run_groups(2, lambda group: group.ranks) == [(0,), (1,)]
+    (text,) = [record.message for record in caplog.records]
+    assert text.startswith("rank 0 and rank 1 run on one machine, in one network namespace, but cannot share memory: ")
+    assert "their C libraries differ (libc 0 and libc 1)" in text
+
+
 def _in_another_network(rank: int, size: int, other: int) -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net") as home:
@@ -273,7 +333,7 @@ def test_the_right_token_would_be_admitted() -> None:
                 connect(Rendezvous(store, 0, 2, 1.0))
             return None
         rendezvous = Rendezvous(store, 1, 2, 5.0)
-        card = {"address": "none", "token": "none", "host": host_module._host_identity()}
+        card = {"address": "none", "token": "none", "host": host_module._host_identity(), "trouble": ""}
         rendezvous.all_gather("host", json.dumps(card).encode())
         target = card_of(store, 0)
         said.append(_try_hello(target, json.dumps({"rank": 1, "token": target["token"]}).encode()))
@@ -473,6 +533,31 @@ def test_a_limit_on_file_sizes_is_named() -> None:
             linux.create_memory("torchring-test", 2 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def test_a_refused_system_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    expected = "cannot create memory to share .*: Operation not permitted; allow the system call memfd_create"
+    with pytest.raises(PermissionError, match=expected):
+        linux.create_memory("torchring-test", 4096)
+
+
+def test_memory_is_reserved_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal each 10 ms keeps no call from ending."""
+    reserve, pieces = os.posix_fallocate, []
+
+    def note(descriptor: int, start: int, length: int) -> None:
+        pieces.append((start, length))
+        reserve(descriptor, start, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", note)
+    descriptor = linux.create_memory("torchring-test", (16 << 20) + 5)
+    assert pieces == [(0, 8 << 20), (8 << 20, 8 << 20), (16 << 20, 5)]
+    assert os.fstat(descriptor).st_blocks * 512 >= os.fstat(descriptor).st_size == (16 << 20) + 5
+    os.close(descriptor)
 
 
 @pytest.mark.parametrize("is_declared", [True, False], ids=["", "python built against an old glibc"])
@@ -757,6 +842,19 @@ def test_last_words_of_any_length_and_alphabet(text: str) -> None:
         return Channel(group, poll_seconds=0.0) and None
 
     assert run_groups(2, body)[0] == (1,)
+
+
+def test_last_words_that_are_seen_in_part_are_not_read_yet() -> None:
+    """A CPU that orders memory weakly may show the stores of another core in any order."""
+    written, seen = (torch.zeros(ErrorPages.NUM_BYTES, dtype=torch.uint8) for _ in range(2))
+    ErrorPages(SharedBlock((written,), 0), (0,)).write(0, b"the last words of rank 0")
+    pages = ErrorPages(SharedBlock((seen,), 0), (0,))
+    assert pages.read(0) is None
+    for part in (slice(0, 4), slice(4, 8), slice(8, 20)):
+        seen[part] = written[part]
+        assert pages.read(0) is None
+    seen.copy_(written)
+    assert pages.read(0) == b"the last words of rank 0"
 
 
 def test_a_rank_of_a_closed_group_is_lost() -> None:

@@ -243,3 +243,11 @@ def test_the_host_of_the_store_stays_for_those_who_will_ask(stays_seconds: float
         port = probe.getsockname()[1]
     env = {"MASTER_PORT": str(port)}
     assert run_ranks(_ask_late, 2, stays_seconds, env=env) == [None, expected]
+
+
+def test_the_name_of_a_machine_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: os.fsdecode(b"h\xff<b>"))
+    store = dist.HashStore()
+    Rendezvous(store, 0, 2, 5.0).claim_rank()
+    with pytest.raises(TopologyError, match=r"pid [0-9]+ on h\\xff<b>"):
+        Rendezvous(store, 0, 2, 5.0).claim_rank()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -41,6 +42,7 @@ done
 host=$1
 shift
 echo "$host" >>"$SSH_LOG"
+echo "$*" >>"$SSH_LOG.commands"
 case "$host" in
 %s
     *) echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
@@ -54,6 +56,12 @@ rank = os.environ["RANK"]
 path = pathlib.Path(os.environ["REPORTS"], rank)
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SETTING"]
 facts = {"argv": sys.argv[1:], "pid": os.getpid(), "cwd": os.getcwd(), **{name: os.environ.get(name) for name in names}}
+secret = os.environ.get("SETTING", "").rpartition(" ")[2].encode() or b"no secret"
+for file in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        facts["shown"] = secret in file.read_bytes() or facts.get("shown", False)
+    except OSError:
+        pass
 for i in range(300):
     print("line", i, "of", rank)
 print("end of", rank, end="", file=sys.stderr)
@@ -328,7 +336,8 @@ def test_hosts_over_ssh(cluster: Cluster) -> None:
     """Two hosts of unequal size; everything that a shell could take apart arrives whole, and so does an exit code."""
     given = ["fail", "2", "a b", "$HOME", "it's", "--", "-np", "*", ""]
     hosts = ["-H", "far:2,further:9", "-np", "3", "--tag-output"]
-    ran = cluster.run("--launcher", "ssh", *hosts, "--env", "SETTING=x y's $Z", "script.py", *given)
+    cluster.environ["SETTING"] = f"x y's $Z\n {secrets.token_hex(8)}"
+    ran = cluster.run("--launcher", "ssh", *hosts, "--env", "SETTING", "script.py", *given)
     assert ran.returncode == 3, ran.stderr
     check_lines(ran.stdout, 3, "[{}] ")
     assert [ran.stderr.count(f"[{rank}] end of {rank}") for rank in range(3)] == [1, 1, 1]
@@ -342,8 +351,10 @@ def test_hosts_over_ssh(cluster: Cluster) -> None:
     assert [report["LOCAL_RANK"] for report in reports] == ["0", "1", "0"]
     assert [report["LOCAL_WORLD_SIZE"] for report in reports] == ["2", "2", "1"]
     for report in reports:
-        assert (report["WORLD_SIZE"], report["SETTING"], report["argv"]) == ("3", "x y's $Z", given)
+        assert (report["WORLD_SIZE"], report["SETTING"], report["argv"]) == ("3", cluster.environ["SETTING"], given)
+        assert not report["shown"], "in a command line, which all users of the machine can read"
         assert report["cwd"] == str(cluster.folder)
+    assert cluster.environ["SETTING"].split()[-1] not in Path(f"{cluster.log}.commands").read_text()
 
 
 @pytest.mark.grid
@@ -421,7 +432,8 @@ def test_mpirun_on_this_machine(cluster: Cluster) -> None:
     code = code.replace('os.environ["WORLD_SIZE"]', 'os.environ["OMPI_COMM_WORLD_SIZE"]')
     code = "import mpi4py.MPI\n" + code  # at its exit, a rank waits for the others
     logs = cluster.folder / "logs"
-    options = ["--launcher", "mpirun", "-H", "localhost:2", "--env", "SETTING=a, b's $c", "--log-dir", str(logs)]
+    cluster.environ["SETTING"] = f"a, b's $c {secrets.token_hex(8)}"
+    options = ["--launcher", "mpirun", "-H", "localhost:2", "--env", "SETTING", "--log-dir", str(logs)]
     ran = cluster.run(*options, "script.py", "fail", "1", "x y", code=code)
     assert ran.returncode == 3, ran.stderr
     check_lines(ran.stdout, 2)
@@ -433,7 +445,8 @@ def test_mpirun_on_this_machine(cluster: Cluster) -> None:
         assert f"end of {rank}" in file
     reports = cluster.reports()
     assert [report["argv"] for report in reports] == [["fail", "1", "x y"]] * 2
-    assert [report["SETTING"] for report in reports] == ["a, b's $c"] * 2
+    assert [report["SETTING"] for report in reports] == [cluster.environ["SETTING"]] * 2
+    assert not any(report["shown"] for report in reports), "in a command line, which all users of the machine can read"
     assert [report["cwd"] for report in reports] == [str(cluster.folder)] * 2
     wait_until(lambda: not any(map(is_running, cluster.pids())), "the ranks to end", seconds=10)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import json
 import os
 import pickle
@@ -25,12 +26,14 @@ import torchring
 from torchring.collectives import initial_state as state
 from torchring.errors import RingError
 from torchring.memory import host as host_module
+from torchring.memory import links as links_module
 from torchring.memory.channel import Channel
 from torchring.memory.host import connect
 from torchring.rendezvous.rendezvous import Rendezvous
 
 PACKAGE = Path(torchring.__file__).parent
 _NOBODY = 65534
+_CLONE_NEWNET = 0x40000000
 
 # ---- the hand-over, with an intruder in another process
 
@@ -85,18 +88,18 @@ def _connect_with_intruder(
     """Ranks 1 and 2 connect to rank 0, the intruder after rank 1 and before rank 2. Returns what all of them saw."""
     rank_1_has_dialled = threading.Event()
     intruders: list[subprocess.Popen[str]] = []
-    dial = host_module._dial
+    call = links_module._call
 
-    def dial_in_turn(rendezvous: Rendezvous, peer: int, card: dict[str, str]) -> Any:
-        if (rendezvous.rank, peer) == (2, 0):
+    def call_in_turn(rank: int, peer: int, card: dict[str, str]) -> Any:
+        if (rank, peer) == (2, 0):
             assert rank_1_has_dialled.wait(5.0)
             intruders.append(_intrude(card, hello_of(card), user))
-        link = dial(rendezvous, peer, card)
-        if rendezvous.rank == 1:
+        link = call(rank, peer, card)
+        if rank == 1:
             rank_1_has_dialled.set()
         return link
 
-    monkeypatch.setattr(host_module, "_dial", dial_in_turn)
+    monkeypatch.setattr(links_module, "_call", call_in_turn)
 
     def on_rank(rank: int, size: int, store: dist.Store) -> list[int]:
         group = connect(Rendezvous(store, rank, size, 10.0))
@@ -150,15 +153,69 @@ def test_the_intruder_would_notice_memory() -> None:
             with pytest.raises(RingError):  # the intruder hands over nothing itself
                 connect(rendezvous)
             return None
-        card = {"address": "none", "token": "none", "host": host_module._host_identity()}
+        card = {"address": "none", "token": "none", "host": host_module._host_identity(), "trouble": ""}
         target = json.loads(rendezvous.all_gather("host", json.dumps(card).encode())[0])
         intruder = _intrude(target, _hello(1, target["token"]), os.getuid())
-        rendezvous.all_gather("reachable", b"[0]")
+        rendezvous.all_gather("reachable", b'{"links": [0], "why": []}')
         return _told(intruder)
 
     said, num_descriptors = run_threads(on_rank, 2)[1]
     assert said[0] == "yes"
     assert num_descriptors == 1
+
+
+# Of another user. Connects to every socket of a hand-over that it sees, more often than there are ranks, and holds the
+# connections. Then it connects as fast as it can.
+_CROWD = """
+import os, socket, sys, time
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+held, num_sockets, has_told = {}, int(sys.argv[1]), False
+while True:
+    for name in {line.split("@")[1].strip() for line in open("/proc/net/unix") if "@torchring-" in line}:
+        links = held.setdefault(name, [])
+        for _ in range(50 if has_told else 8):
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            link.setblocking(False)
+            try:
+                link.connect("\\0" + name)
+            except OSError:  # the backlog is full
+                continue
+            if len(links) < 8:
+                links.append(link)
+    if len(held) >= num_sockets and not has_told:
+        has_told = print("all sockets are crowded", flush=True) is None
+"""
+
+
+def _meet_in_a_crowd(rank: int, size: int) -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET) != 0:  # where no other job would be disturbed
+        return os.strerror(ctypes.get_errno())
+    crowd = subprocess.Popen([sys.executable, "-c", _CROWD, "3"], stdout=subprocess.PIPE, text=True)
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> tuple[int, ...]:
+        if rank == 3:
+            assert crowd.stdout is not None
+            assert crowd.stdout.readline() == "all sockets are crowded\n"
+        group = connect(Rendezvous(store, rank, size, 20.0))
+        group.close()
+        return group.ranks
+
+    try:
+        return run_threads(on_rank, 4)
+    finally:
+        crowd.kill()
+        crowd.communicate()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_another_user_who_crowds_the_sockets_keeps_nobody_out() -> None:
+    (groups,) = run_ranks(_meet_in_a_crowd, 1)
+    if isinstance(groups, str):
+        pytest.skip(f"no network namespaces here: {groups}")
+    assert groups == [(0, 1, 2, 3)] * 4
 
 
 # ---- nothing that a peer sends is run

@@ -285,11 +285,20 @@ def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: p
     wait_until(lambda: "in step 8" in first.explain([1]), "the message of rank 1")
     assert "no sign of life" not in first.explain([1])
     second.close()
-    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 100.0, monotonic_ns=time.monotonic_ns)
+    clock = types.SimpleNamespace(
+        monotonic=lambda: time.monotonic() + 100.0,
+        monotonic_ns=time.monotonic_ns,
+        clock_gettime=lambda clock: time.clock_gettime(clock) + 100.0,
+        CLOCK_BOOTTIME=time.CLOCK_BOOTTIME,
+    )
     monkeypatch.setattr(monitor_module, "time", clock)
     said = first.explain([1])
-    assert ", last heard of 100 s ago, " in said
+    assert ", last heard of 100 s ago, was then outside of forward, backward and step(), in step 8" in said
     assert "it has shown no sign of life for 100 s" in said
+    first._messages.clear()  # a rank reads messages only when it waits
+    assert ", last heard of 100 s ago, was then outside of forward, backward and step(), in step 8" in first.explain(
+        [1]
+    )
     first.close()
     for host in hosts:
         host.close()
@@ -713,7 +722,7 @@ def test_words() -> None:
     assert describe_ranks([3], {3: Peer(None)}) == "Rank 3 has not said yet what it is doing"
     silent = Peer(snapshot(3).older(20.0), is_silent=True, heard=20.0, was_asked=True)
     assert describe_ranks([3], {3: silent}) == (
-        "Rank 3 (pid 77), last heard of 20 s ago, has been in forward for 51 s, in step 12; it has shown no sign of "
+        "Rank 3 (pid 77), last heard of 20 s ago, was then in forward, in step 12; it has shown no sign of "
         "life for 20 s; it was told to print its Python stacks to its standard error"
     )
 

@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=setting,
         action="append",
         default=[],
-        metavar="NAME=VALUE",
-        help="for all processes; may be repeated",
+        metavar="NAME[=VALUE]",
+        help="for all processes; without =VALUE, as it is set here; may be repeated",
     )
     run.add_argument("--launcher", choices=LAUNCHERS, default="auto", help="what starts them; chosen by default")
     run.add_argument("--tag-output", action="store_true", help="put [rank] before each line that a process prints")

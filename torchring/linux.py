@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import platform
+import socket
 import time
 from typing import Final
 
@@ -20,6 +21,8 @@ _MEMFD_CREATE: Final = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "riscv64"
 _PIDFD_OPEN: Final = 434  # on all of these
 _CLOSE_ON_EXEC, _ALLOW_SEALING = 0x1, 0x2
 _ADD_SEALS, _SEAL_SHRINK, _SEAL_GROW = 1033, 0x2, 0x4
+
+_PIECE_BYTES: Final = 8 << 20  # takes some milliseconds to reserve
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -30,12 +33,14 @@ def create_memory(name: str, length: int) -> int:
 
     The memory is reserved: running out of it shows here, and not as a SIGBUS in the middle of a step. Raises OSError.
     """
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(name, _CLOSE_ON_EXEC | _ALLOW_SEALING)
-    elif number := _MEMFD_CREATE.get(platform.machine()):
-        descriptor = _call(number, ctypes.c_char_p(name.encode()), ctypes.c_uint(_CLOSE_ON_EXEC | _ALLOW_SEALING))
-    else:
-        raise OSError(errno.ENOSYS, f"this Python has no os.memfd_create, which {platform.machine()} needs")
+    try:
+        descriptor = _create(name)
+    except OSError as error:
+        why = error.strerror or ""
+        if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+            why += "; allow the system call memfd_create, as in the seccomp profile of a container"
+        text = f"cannot create memory to share with the other ranks of this host: {why}"
+        raise OSError(error.errno, text) from error
     try:
         _reserve(descriptor, length)
         # No peer can shrink the file under a mapping and so crash the others.
@@ -46,9 +51,20 @@ def create_memory(name: str, length: int) -> int:
     return descriptor
 
 
+def _create(name: str) -> int:
+    flags = _CLOSE_ON_EXEC | _ALLOW_SEALING
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, flags)
+    if number := _MEMFD_CREATE.get(platform.machine()):
+        return _call(number, ctypes.c_char_p(name.encode()), ctypes.c_uint(flags))
+    raise OSError(errno.ENOSYS, f"this Python has no os.memfd_create, which {platform.machine()} needs")
+
+
 def _reserve(descriptor: int, length: int) -> None:
     try:
-        os.posix_fallocate(descriptor, 0, length)
+        # In pieces: older kernels begin a call anew at each signal, and a profiler's timer would never let it end.
+        for start in range(0, length, _PIECE_BYTES):
+            os.posix_fallocate(descriptor, start, min(_PIECE_BYTES, length - start))
     except OSError as error:
         why = os.strerror(error.errno or 0)
         if error.errno == errno.EFBIG:
@@ -64,6 +80,11 @@ def open_process(pid: int) -> int:
     return _call(_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(0))
 
 
+def host_name() -> str:
+    """The name of this machine. Bytes that are not UTF-8, which messages cannot carry, read as `\\xff`."""
+    return os.fsencode(socket.gethostname()).decode(errors="backslashreplace")
+
+
 def boot_id() -> str:
     """Equal for all processes that one running kernel runs; "" where /proc is not mounted."""
     try:
@@ -75,8 +96,9 @@ def boot_id() -> str:
 
 def network_id() -> str:
     """Equal for all processes that share a loopback interface; "" where /proc is not mounted."""
+    boot = boot_id()  # two kernels may give a namespace the same number
     try:
-        return f"{boot_id()} {os.stat('/proc/self/ns/net').st_ino}"
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}" if boot else ""
     except OSError:
         return ""
 

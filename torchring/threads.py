@@ -12,12 +12,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Final, TypeVar
 
 _T = TypeVar("_T")
 _logger: Final = logging.getLogger("torchring")
 _Task = tuple["Future[Any]", Callable[[], Any]]
+
+
+def is_done_within(future: Future[Any], seconds: float) -> bool:
+    """Wait for `future`. If this returns True, `future.result()` returns or raises at once.
+
+    Not `future.result(seconds)`: its TimeoutError may be the function's own, and the function may end just after it.
+    """
+    try:
+        future.exception(seconds)
+    except (FutureTimeout, CancelledError):
+        return future.done()
+    return True
 
 
 class SerialThread:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchring.doctor.report import RankFacts
-from torchring.linux import boot_id, create_memory
+from torchring.linux import boot_id, create_memory, host_name
 from torchring.memory.handover import describe_handover
 from torchring.releases import installed_version
 from torchring.rendezvous.addresses import gloo_address, list_interfaces, resolve
@@ -52,7 +52,7 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return RankFacts(
         rank=rank,
-        hostname=socket.gethostname(),
+        hostname=host_name(),
         pid=os.getpid(),
         uid=os.getuid(),
         boot=boot_id(),
@@ -77,7 +77,7 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
         mpi=ask_mpi(joins_mpi),
         interfaces=interfaces,
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
-        gloo_address=gloo_address(os.environ, interfaces, resolve(socket.gethostname())),
+        gloo_address=gloo_address(os.environ, interfaces, resolve(host_name())),
     )
 
 

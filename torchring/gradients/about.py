@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ import torch
 
 from torchring.gradients.recording import parameter_records
 from torchring.gradients.reduction import Reduction
-from torchring.linux import process_began_ns
+from torchring.linux import host_name, process_began_ns
 from torchring.releases import installed_version
 from torchring.tracing.records import About, ParameterRecord
 from torchring.world import World
@@ -34,7 +33,7 @@ def about(
         local_rank=world.local_rank,
         local_size=world.local_size,
         node_rank=world.node_rank,
-        host=socket.gethostname(),
+        host=host_name(),
         pid=os.getpid(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         num_cores=world.num_cores,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -32,13 +33,13 @@ def duration(text: str) -> float:
 
 
 def setting(text: str) -> tuple[str, str]:
-    """NAME=VALUE."""
+    """NAME=VALUE, or the NAME of a variable that is set."""
     name, equals, value = text.partition("=")
-    if not equals or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-        raise argparse.ArgumentTypeError(f"needs NAME=VALUE, got {text!r}")
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or not (equals or name in os.environ):
+        raise argparse.ArgumentTypeError(f"needs NAME=VALUE, or the NAME of a variable that is set, got {text!r}")
     if name in _LAUNCHERS_OWN:
         raise argparse.ArgumentTypeError(f"{name} is set for each process by what starts it, got {text!r}")
-    return name, value
+    return name, value if equals else os.environ[name]
 
 
 def hosts_of(options: argparse.Namespace) -> list[Host] | None:

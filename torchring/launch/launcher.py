@@ -17,7 +17,9 @@ mpirun and ssh are both there on purpose: clusters with mpirun may not allow ssh
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
+import json
 import os
 import random
 import re
@@ -164,7 +166,9 @@ def start(
         raise LaunchError(trouble)
     env, output = {JOB: secrets.token_hex(8), **(env or {})}, output or OutputOptions()
     if launcher == "mpirun":
-        jobs = [Job("mpirun", _mpirun(filled, command, env), os.environ, title="mpirun", is_mpirun=True)]
+        # mpirun sends values to other hosts in messages. In its command line, all users of the machine could read them.
+        environ = {**os.environ, **env}
+        jobs = [Job("mpirun", _mpirun(filled, command, env), environ, title="mpirun", is_mpirun=True)]
         return _supervise(jobs, open_output(output), is_over)
     jobs = _agents(filled, command, env, output, ssh_options)
     # The agents write log files and tags. Several agents may print parts of lines at the same time.
@@ -190,6 +194,7 @@ class Job:
     patience: float | None = None  # seconds that a command on this machine gets to end after a signal
     title: str = ""  # of a command on this machine, for a message if a signal ends the command
     is_mpirun: bool = False
+    variables: bytes = b""  # for the command, in JSON, from a reaper that was told their length
     process: subprocess.Popen[bytes] = field(init=False)
     lifeline: int = field(init=False, default=-1)
 
@@ -204,6 +209,8 @@ class Job:
         out, err = streams or (None, None)
         how: dict[str, Any] = {"stdout": out, "stderr": err, "env": self.environ, "start_new_session": True}
         try:
+            if self.variables and os.write(self.lifeline, self.variables) < len(self.variables):
+                raise OSError(errno.E2BIG, f"{len(self.variables)} bytes of variables are too many for {self.name}")
             if self.is_remote:
                 self.process = subprocess.Popen(self.command, stdin=theirs, **how)
             else:
@@ -366,8 +373,8 @@ def _mpirun(hosts: Sequence[Host], command: Sequence[str], env: Mapping[str, str
     options += ["--wdir", os.getcwd(), "--tag-output"]  # `Output` reads the rank from the tags, and removes them
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
-    for key, value in forwarded(env).items():
-        options += ["-x", f"{key}={value}"]
+    for key in forwarded(env):
+        options += ["-x", key]
     # mpi4py aborts the other ranks when a rank fails.
     return [*options, "sh", "-c", _SHARE_CORES, "sh", sys.executable, "-u", "-m", "mpi4py", *command]
 
@@ -409,12 +416,15 @@ def remote_job(
         patience: seconds that the command gets to end after a signal. By default those of reaper.py.
         title: what to call the command in a message, if a signal ends it. By default there is no message.
     """
-    reaper = _reaper("0", silence=silence, patience=patience, title=title)
-    settings = [f"{key}={value}" for key, value in forwarded(env).items()]
-    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *reaper, *command])}"
+    settings = forwarded(env)
+    variables = json.dumps(settings).encode()  # may be secrets, which every user could read on a command line
+    reaper = _reaper("0", silence=silence, patience=patience, title=title, environ=len(variables))
+    # Python may not start without these.
+    early = [f"{key}={value}" for key, value in settings.items() if key.startswith("LD_")]
+    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *early, *reaper, *command])}"
     # BatchMode, because ssh must not ask for a password: the reaper uses the standard input.
     ssh = ["ssh", "-o", "BatchMode=yes", *ssh_options, name, there]
-    return Job(name, ssh, os.environ, is_remote=True)
+    return Job(name, ssh, os.environ, is_remote=True, variables=variables)
 
 
 def forwarded(env: Mapping[str, str]) -> dict[str, str]:

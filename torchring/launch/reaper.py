@@ -5,6 +5,8 @@
     python reaper.py FD --silence N COMMAND...   the same, but N seconds without a byte from FD count as a closed pipe
     python reaper.py FD --patience N COMMAND...  the same, but the command gets N seconds to end after a signal
     python reaper.py FD --title T COMMAND...     the same, and says so if a signal ends T, which is the command
+    python reaper.py FD --environ N COMMAND...   the same, but the first N bytes from FD are JSON: variables for the
+                                                 command, which all users could read if they were in a command line
 
 The process that starts a reaper holds the other end of the pipe FD, and writes numbers of signals into the pipe, a byte
 each. The reaper passes the first SIGINT, SIGTERM or SIGHUP on to the command, and gives it some time to end. SIGKILL
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -37,10 +40,16 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main(arguments: list[str]) -> int:
     lifeline, command = int(arguments[0]), arguments[1:]
-    options = {"--silence": "inf", "--patience": str(PATIENCE_SECONDS), "--title": ""}
+    options = {"--silence": "inf", "--patience": str(PATIENCE_SECONDS), "--title": "", "--environ": "0"}
     while command[0] in options:
         options[command[0]], command = command[1], command[2:]
     silence, patience, title = float(options["--silence"]), float(options["--patience"]), options["--title"]
+    environ = b""
+    while (left := int(options["--environ"]) - len(environ)) > 0:
+        environ += (more := os.read(lifeline, left))
+        if not more:  # the connection broke
+            return 128 + signal.SIGTERM
+    os.environ.update(json.loads(environ or b"{}"))
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
     ended, wake = os.pipe()

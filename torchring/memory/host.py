@@ -4,8 +4,8 @@ Each rank allocates its part of a `SharedBlock` in a `memfd` and hands the descr
 socket. So a rank that is killed leaves nothing behind, and the 64 MB limit of a container's /dev/shm does not apply.
 
 Two ranks share a host exactly when the hand-over works: both are in the same network namespace, both run as the same
-user, and the caller knows the token that the listener put into the rendezvous store. The sockets stay open. A peer's
-death shows at once, because it closes the peer's socket and makes the peer's pidfd readable.
+user, and the caller knows the token that the listener put into the rendezvous store (see `links.py`). The sockets stay
+open. A peer's death shows at once, because it closes the peer's socket and makes the peer's pidfd readable.
 
 A part of a block belongs to the rank that allocated the part. Peers read and write the part only between two signals of
 an algorithm (see `channel.py`). The algorithm says which rank owns which slice at which time.
@@ -13,16 +13,16 @@ an algorithm (see `channel.py`). The algorithm says which rank owns which slice 
 
 from __future__ import annotations
 
-import hmac
 import json
+import logging
 import os
 import platform
-import secrets
 import select
 import socket
 import struct
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn
@@ -37,13 +37,17 @@ from torchring.errors import (
     decode_error,
     encode_error,
 )
-from torchring.linux import boot_id, create_memory, open_process
+from torchring.linux import boot_id, create_memory, network_id, open_process
+from torchring.memory.links import Listener, credentials, meet
 from torchring.memory.mapping import map_block
 from torchring.rendezvous.rendezvous import Rendezvous
 
 _POLL_SECONDS: Final = 0.05  # between two looks of a waiting rank at whether its peers are alive
-_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _GRANT: Final = struct.Struct("=qq")  # serial number of the block, bytes
+_WORDS: Final = struct.Struct("=2I")  # checksum and length of last words
+_NOBODY: Final = 65534  # the kernel's default for users that a namespace does not map
+_ALL_USERS: Final = 2**32 - 1
+_logger: Final = logging.getLogger("torchring")
 
 
 @dataclass(frozen=True)
@@ -298,48 +302,62 @@ class ErrorPages:
 
     def write(self, index: int, text: bytes) -> None:
         page = self._pages[self._ranks[index]]
-        if page[0]:  # later errors are consequences of the first
+        if page[: _WORDS.size].any():  # later errors are consequences of the first
             return
-        text = text[: len(page) - 8]
-        page[8 : 8 + len(text)] = list(text)
-        page[4:8] = list(struct.pack("=I", len(text)))
-        page[0] = 1
+        text = text[: len(page) - _WORDS.size]
+        page[_WORDS.size : _WORDS.size + len(text)] = list(text)
+        page[: _WORDS.size] = list(_WORDS.pack(zlib.crc32(text), len(text)))
 
     def read(self, rank: int) -> bytes | None:
+        """None if the rank has not failed, or if its error is on the way: another core may see it in any order."""
         page = self._pages[rank]
-        if not page[0]:
-            return None
-        (length,) = struct.unpack("=I", page[4:8].tobytes())
-        return page[8 : 8 + length].tobytes()
+        checksum, length = _WORDS.unpack(page[: _WORDS.size].tobytes())
+        text = page[_WORDS.size : _WORDS.size + length].tobytes()
+        return text if length and zlib.crc32(text) == checksum else None
 
 
 def connect(rendezvous: Rendezvous) -> HostGroup:
     """Collective: find the ranks with which this rank can share memory, and open the sockets to them.
 
-    Ranks on another host, of another user, or in another network namespace are not in the group.
+    Ranks on another host, of another user, or in another network namespace are not in the group. Logs a warning if
+    ranks of one network namespace do not share memory.
     """
-    rank, size = rendezvous.rank, rendezvous.size
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    address, token = f"torchring-{secrets.token_hex(16)}", secrets.token_hex(32)
-    with listener:
-        listener.bind("\0" + address)
-        listener.listen(size)
-        listener.settimeout(_POLL_SECONDS)
-        card = {"address": address, "token": token, "host": _host_identity()}
+    rank = rendezvous.rank
+    with Listener() as listener:
+        rendezvous.watch = lambda _: listener.accept()
+        host, trouble = _host_identity(), _why_users_look_alike()
+        card = {"address": listener.address, "token": listener.token, "host": host, "trouble": trouble}
         cards = [json.loads(text) for text in rendezvous.all_gather("host", json.dumps(card).encode())]
-        candidates = [r for r in range(size) if r != rank and cards[r]["host"] == card["host"]]
-        dialled = {r: _dial(rendezvous, r, cards[r]) for r in candidates if r < rank}
-        accepted = _accept(rendezvous, listener, token, {r for r in candidates if r > rank})
-    links = {r: link for r, link in dialled.items() if link is not None and _answer(link)} | accepted
-    for r, link in dialled.items():
-        if link is not None and r not in links:
-            link.close()
-    reachable = [json.loads(text) for text in rendezvous.all_gather("reachable", json.dumps(sorted(links)).encode())]
-    members = next(group for group in partition(reachable) if rank in group)
+        # The same kernel and the same network.
+        neighbours = [r for r, other in enumerate(cards) if other["host"].split(",")[0] == host.split(",")[0]]
+        troubles = {r: f"rank {r} {cards[r]['trouble']}" for r in neighbours if cards[r]["trouble"]}
+        candidates = {
+            r for r in neighbours if r != rank and cards[r]["host"] == host and not troubles.keys() & {r, rank}
+        }
+        links, why = meet(rendezvous, listener, cards, candidates)
+        rendezvous.watch = None
+    mine = {"links": sorted(links), "why": [troubles[rank]] if rank in troubles else list(why.values())}
+    said = [json.loads(text) for text in rendezvous.all_gather("reachable", json.dumps(mine).encode())]
+    groups = partition([other["links"] for other in said])
+    members = next(group for group in groups if rank in group)
+    if rank == neighbours[0] and len(members) < len(neighbours) and network_id():
+        reasons = [reason for r in neighbours for reason in said[r]["why"]]
+        if len(kinds := sorted({cards[r]["host"].partition(", ")[2] for r in neighbours})) > 1:
+            reasons.append(f"their C libraries differ ({' and '.join(kinds)})")
+        _warn_of_neighbours([group for group in groups if group[0] in neighbours], reasons)
     for r in links.keys() - set(members):
         links[r].close()
     peers = [_peer(r, links[r]) for r in members if r != rank]
     return HostGroup(rank, peers, rendezvous.timeout_seconds)
+
+
+def _warn_of_neighbours(groups: Sequence[Sequence[int]], reasons: Sequence[str]) -> None:
+    names = " and ".join(f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}" for group in groups)
+    _logger.warning(
+        f"{names} run on one machine, in one network namespace, but cannot share memory: {'; '.join(reasons[:4])}. "
+        "Between them gradients go through the network, which is slower; start all ranks of a machine as one user, and "
+        "with one C library"
+    )
 
 
 def partition(reachable: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -361,90 +379,36 @@ def partition(reachable: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def _host_identity() -> str:
-    """Equal on ranks that may share memory: they run under the same kernel, and have the same layout of sem_t.
+    """Equal on ranks that may share memory. They run under the same kernel, reach the same abstract sockets, and have
+    the same layout of sem_t.
 
     Without /proc, the host's name stands for the kernel. If two hosts have the same name, the hand-over fails, which
     does no harm.
     """
-    return f"{boot_id() or platform.node()} {platform.machine()} {' '.join(platform.libc_ver())}"
+    return f"{network_id() or boot_id() or platform.node()}, {platform.machine()} {' '.join(platform.libc_ver())}"
 
 
-def _dial(rendezvous: Rendezvous, peer: int, card: dict[str, str]) -> socket.socket | None:
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _why_users_look_alike() -> str:
+    """Why this process cannot tell other users from its own; "" if it can.
+
+    The kernel shows a process all users that its user namespace does not map as one user, "nobody".
+    """
     try:
-        link.settimeout(rendezvous.timeout_seconds)
-        link.connect("\0" + card["address"])
-        if not _same_user(link):
-            raise PermissionError("another user holds the address")
-        link.send(json.dumps({"rank": rendezvous.rank, "token": card["token"]}).encode())
-    except OSError:  # the address does not exist in this network namespace
-        link.close()
-        rendezvous.publish(f"unreachable/{rendezvous.rank}/{peer}", b"1")
-        return None
-    return link
-
-
-def _accept(
-    rendezvous: Rendezvous, listener: socket.socket, token: str, expected: set[int]
-) -> dict[int, socket.socket]:
-    links: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + rendezvous.timeout_seconds
-    while missing := sorted(expected - links.keys()):
-        if time.monotonic() > deadline:
-            raise PeerTimeoutError(
-                f"ranks {missing} on this host did not connect",
-                rank=rendezvous.rank,
-                peers=missing,
-                seconds=rendezvous.timeout_seconds,
-            )
-        try:
-            link, _ = listener.accept()
-        except TimeoutError:
-            expected -= {r for r in missing if rendezvous.is_published(f"unreachable/{r}/{rendezvous.rank}")}
-            continue
-        peer = _admit(link, token, expected - links.keys())
-        if peer is None:
-            link.close()
-        else:
-            links[peer] = link
-    return links
-
-
-def _admit(link: socket.socket, token: str, expected: set[int]) -> int | None:
-    """The rank behind `link`. None unless the rank is expected, runs as our user and knows our token."""
-    link.settimeout(2.0)
-    try:
-        if not _same_user(link):
-            return None
-        hello = json.loads(link.recv(4096))
-        peer, offered = int(hello["rank"]), str(hello["token"])
-        if not hmac.compare_digest(offered, token) or peer not in expected:
-            link.send(b"no")
-            return None
-        link.send(b"yes")
-    except Exception:  # the bytes may be a stranger's
-        return None
-    return peer
-
-
-def _answer(link: socket.socket) -> bool:
-    try:
-        return link.recv(8) == b"yes"
+        with open("/proc/sys/kernel/overflowuid") as nobody, open("/proc/self/uid_map") as users:
+            is_nobody = int(nobody.read()) == os.geteuid()
+            num_users = sum(int(line.split()[2]) for line in users)
     except OSError:
-        return False
-
-
-def _credentials(link: socket.socket) -> tuple[int, int]:
-    pid, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, uid
-
-
-def _same_user(link: socket.socket) -> bool:
-    return _credentials(link)[1] == os.getuid()
+        is_nobody, num_users = os.geteuid() == _NOBODY, 0
+    if not is_nobody or num_users >= _ALL_USERS:
+        return ""
+    return (
+        f"runs as user {os.geteuid()} (nobody) in a user namespace, which shows processes of all users outside as "
+        "nobody's, too; run it as another user of its container"
+    )
 
 
 def _peer(rank: int, link: socket.socket) -> _Peer:
-    pid, _ = _credentials(link)
+    pid, _ = credentials(link)
     pidfd = -1
     # The pid is our own if ranks are threads of one process (in tests). It is 0 if the peer is in another pid
     # namespace: then only the socket shows the peer's death.

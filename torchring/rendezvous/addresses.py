@@ -11,6 +11,8 @@ from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Final
 
+from torchring.linux import host_name
+
 _SIOCGIFADDR: Final = 0x8915
 
 
@@ -36,7 +38,7 @@ def own_addresses() -> list[str]:
         probe.connect(("192.0.2.1", 9))  # sends nothing, but chooses the interface of the default route
         found.append(str(probe.getsockname()[0]))
     found += [address for _, address in list_interfaces()]
-    return [address for address in dict.fromkeys([*found, socket.gethostname()]) if is_for_other_hosts(address)]
+    return [address for address in dict.fromkeys([*found, host_name()]) if is_for_other_hosts(address)]
 
 
 def is_for_other_hosts(address: str) -> bool:

@@ -10,7 +10,6 @@ import atexit
 import copy
 import os
 import secrets
-import socket
 import threading
 import time
 import weakref
@@ -23,7 +22,8 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from torchring.errors import PeerLostError, PeerTimeoutError, RingError, TopologyError, decode_error, encode_error
-from torchring.threads import SerialThread
+from torchring.linux import host_name
+from torchring.threads import SerialThread, is_done_within
 
 _T = TypeVar("_T")
 _LONGEST_PAUSE_SECONDS: Final = 0.02  # between two checks for a key
@@ -108,7 +108,7 @@ class Rendezvous:
 
     def claim_rank(self) -> None:
         """Raise TopologyError if another process has this rank already."""
-        mine = f"pid {os.getpid()} on {socket.gethostname()}"
+        mine = f"pid {os.getpid()} on {host_name()}"
         token = secrets.token_hex(8)  # `mine` may be the same text in two containers
         claimed = self._call(lambda: self.store.compare_set(f"claimed/{self.rank}", "", f"{token} {mine}")).decode()
         token_of_first, _, first = claimed.partition(" ")
@@ -271,11 +271,11 @@ class _CallsWithDeadline:
             if self._unanswered is not None and not self._unanswered.done():
                 raise FutureTimeout
             future = self._worker.submit(operation)
-        try:
-            return future.result(seconds)
-        except FutureTimeout:
+        if not is_done_within(future, seconds):
             self._unanswered = future
-            raise
+            raise FutureTimeout
+        try:
+            return future.result()
         except dist.DistNetworkError as error:
             self._broken = error
             raise

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from torchring.errors import PeerTimeoutError, TopologyError
-from torchring.linux import network_id
+from torchring.linux import host_name, network_id
 from torchring.rendezvous.addresses import own_addresses
 from torchring.rendezvous.environment import CHOICE, LaunchEnvironment
 from torchring.rendezvous.key_values import get, put
@@ -102,7 +102,7 @@ def unannounced_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 
 def _at_master(launch: LaunchEnvironment, address: str, port: int, timeout_seconds: float) -> TCPStore:
     place = f"{address}:{port} (MASTER_ADDR:MASTER_PORT, or what {launch.launcher} has for them)"
-    who = f"rank {launch.rank} on {socket.gethostname()}"
+    who = f"rank {launch.rank} on {host_name()}"
     is_host = launch.rank == 0 and not launch.store_is_hosted
     if not is_host and (trouble := _wait_for_listener(address, port, timeout_seconds)):
         raise TopologyError(
@@ -212,11 +212,11 @@ def _host_store(is_local: bool, timeout_seconds: float) -> tuple[TCPStore, dict[
     token = secrets.token_hex(16)
     store.set(_TOKEN_KEY, token)
     addresses = [_LOOPBACK] if is_local else own_addresses()[:16]
-    return store, {"host": socket.gethostname(), "port": port, "addresses": addresses, "token": token}
+    return store, {"host": host_name(), "port": port, "addresses": addresses, "token": token}
 
 
 def _cannot_host(error: Exception) -> str:
-    return f"rank 0 on {socket.gethostname()} cannot host the store: {_first_line(error)}"
+    return f"rank 0 on {host_name()} cannot host the store: {_first_line(error)}"
 
 
 _unfinished: _MpiRendezvous | None = None  # of COMM_WORLD, of which a process has one
@@ -277,7 +277,7 @@ def _unreachable(
     launch: LaunchEnvironment, endpoint: dict[str, Any], tried: Sequence[str], seconds: float
 ) -> TopologyError:
     return TopologyError(
-        f"rank {launch.rank} on {socket.gethostname()} reaches none of rank 0's addresses on "
+        f"rank {launch.rank} on {host_name()} reaches none of rank 0's addresses on "
         f"{endpoint['host']}, port {endpoint['port']}, within {seconds:g} s: {', '.join(tried)}; a firewall may "
         "be in between; or set MASTER_ADDR and MASTER_PORT to an address of rank 0 and a port that is open",
         rank=launch.rank,
@@ -331,7 +331,7 @@ def _ask(launch: LaunchEnvironment, server: tuple[str, int], seconds: float, req
         except OSError as error:
             if time.monotonic() + _PAUSE_SECONDS > end:
                 raise TopologyError(
-                    f"rank {launch.rank} on {socket.gethostname()} gets no answer from {launch.launcher}'s key-value "
+                    f"rank {launch.rank} on {host_name()} gets no answer from {launch.launcher}'s key-value "
                     f"server at {server[0]}:{server[1]} (HOROVOD_GLOO_RENDEZVOUS_ADDR:HOROVOD_GLOO_RENDEZVOUS_PORT) "
                     f"within {seconds:g} s: {_first_line(error)}; the launcher may have ended, or a firewall may be in "
                     "between",

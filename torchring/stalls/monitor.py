@@ -33,7 +33,7 @@ from torchring.stalls.page import (
 )
 from torchring.stalls.places import place_of
 from torchring.stalls.report import Peer, describe_ranks, describe_wait, duration, is_silent, missing_ranks
-from torchring.threads import PeriodicThread
+from torchring.threads import PeriodicThread, is_done_within
 
 WARNING_SECONDS: Final = 30.0
 _SHORTEST_TICK_SECONDS: Final = 0.02
@@ -45,7 +45,8 @@ _FIRST_LOOK: Final = 0.4  # of the limit. The second look, at the limit, shows w
 _LASTING: Final = 0.1  # of the limit: a wait that is worth a message
 _ANSWER_SECONDS: Final = 2.0  # for the store
 _JOIN_SECONDS: Final = 1.0
-_HEADER: Final = struct.Struct("=qqd")  # number of the message, time of the page, seconds between two messages
+# Number of the message, time of the page, seconds between two messages, seconds since the ranks have met.
+_HEADER: Final = struct.Struct("=qqdd")
 _logger: Final = logging.getLogger("torchring")
 
 
@@ -72,12 +73,12 @@ class _Message:
 
     Attributes:
         number: counts the messages of that rank.
-        came: when this rank saw the message first.
+        sent: when, by this rank's clock. Not when this rank read it first, which it does only when it waits.
         pause: seconds between two messages of that rank.
     """
 
     number: int
-    came: float
+    sent: float
     pause: float
     snapshot: Snapshot | None
 
@@ -111,6 +112,8 @@ class StallMonitor:
 
         # Ranks of other hosts
         self._others = [rank for rank in range(rendezvous.size) if rank not in self._pages]
+        # All ranks have just met in the store. From here on they count seconds alike, whatever their clocks say.
+        self._met_at = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._messages: dict[int, _Message] = {}
         self._num_published = 0
         self._publish_at = 0.0
@@ -189,7 +192,7 @@ class StallMonitor:
             if message is None or message.snapshot is None:
                 found[rank] = Peer(None)
             else:
-                age = now - message.came
+                age = now - message.sent
                 is_late = age > max(_SILENT_SECONDS, _SILENT_PAUSES * message.pause)
                 found[rank] = Peer(message.snapshot.older(age), is_silent=is_late, heard=age)
         return dict(sorted(found.items()))
@@ -207,7 +210,8 @@ class StallMonitor:
         pause = min(_LONGEST_PAUSE_SECONDS, self._limit / 3)
         self._publish_at = time.monotonic() + pause
         self._num_published += 1
-        message = _HEADER.pack(self._num_published, now, pause) + zlib.compress(bytes(self._pages[self._rank]), 1)
+        header = _HEADER.pack(self._num_published, now, pause, self._seconds_since_meeting())
+        message = header + zlib.compress(bytes(self._pages[self._rank]), 1)
         may_be_gone = self._rendezvous.store_host not in (None, self._rank)
         self._publishing = self._start(partial(_send, _page_key(self._rank), message, may_be_gone))
 
@@ -221,24 +225,25 @@ class StallMonitor:
 
     def _take_in(self, seconds: float) -> None:
         reading = self._reading
-        if reading is None:
+        if reading is None or not is_done_within(reading, seconds):  # the store has not answered yet
             return
-        try:
-            messages = reading.result(seconds)
-        except Exception:
-            if not reading.done():  # the store has not answered yet
-                return
-            messages = [None] * len(self._others)  # the store is gone
+        messages: list[bytes | None] = [None] * len(self._others)
+        with contextlib.suppress(Exception):  # the store is gone
+            messages = reading.result()
         self._reading = None
         for rank, data in zip(self._others, messages, strict=True):
             if data is not None:
-                number, then, pause = _HEADER.unpack_from(data)
+                number, then, pause, seconds_then = _HEADER.unpack_from(data)
                 known = self._messages.get(rank)
                 if known is None or known.number != number:
                     snapshot = read_page(zlib.decompress(data[_HEADER.size :]), then)
                     if snapshot is not None and snapshot.waits is not None and snapshot.waits[1] < _LASTING * pause:
                         snapshot = replace(snapshot, waits=None)  # over by now, or there would be another message
-                    self._messages[rank] = _Message(number, time.monotonic(), pause, snapshot)
+                    age = max(0.0, self._seconds_since_meeting() - seconds_then)
+                    self._messages[rank] = _Message(number, time.monotonic() - age, pause, snapshot)
+
+    def _seconds_since_meeting(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - self._met_at
 
     def _start(self, operation: Callable[[Store], Any]) -> Future[Any] | None:
         """Have the store called, without waiting. None if the store is gone."""

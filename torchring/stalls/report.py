@@ -85,9 +85,13 @@ def _describe(rank: int, peer: Peer) -> str:
     text = f"Rank {rank} (pid {snapshot.pid})"
     if peer.heard is not None and peer.heard >= 1.0:
         text += f", last heard of {duration(peer.heard)} ago,"
+    is_old = peer.heard is not None and peer.is_silent  # what the rank does by now is not known
     if snapshot.waits is not None:
         what, seconds = snapshot.waits
-        text += f" itself has waited for {duration(seconds)} in {what}"
+        had_waited = f"had then waited for {duration(seconds - (peer.heard or 0.0))}"
+        text += f" itself {had_waited if is_old else f'has waited for {duration(seconds)}'} in {what}"
+    elif is_old:
+        text += f" was then {snapshot.phase}, in step {snapshot.step}"
     else:
         text += f" has been {snapshot.phase} for {duration(snapshot.age)}, in step {snapshot.step}"
     if snapshot.place:

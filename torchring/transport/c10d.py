@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Final, TypeVar, cast
 
@@ -22,7 +21,7 @@ from torchring.accelerators import Backend
 from torchring.errors import FirstFailure, PeerTimeoutError, RingError, TopologyError
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.threads import SerialThread, at_last
+from torchring.threads import SerialThread, at_last, is_done_within
 from torchring.transport import gloo_links
 from torchring.transport.contract import closed, contiguous_bytes
 from torchring.transport.culprit import Culprits
@@ -95,10 +94,8 @@ class C10dTransport:
         end = time.monotonic() + rendezvous.timeout_seconds + _LATE_SECONDS
         while True:
             try:
-                return cast(Backend, connecting.result(_CONNECTING_LOOK_SECONDS))
-            except FutureTimeout:
-                if time.monotonic() > end:  # Gloo's own timeout does not cover its waits for the store
-                    raise RuntimeError("timed out") from None
+                if is_done_within(connecting, _CONNECTING_LOOK_SECONDS):
+                    return cast(Backend, connecting.result())
             except dist.DistError:  # the store
                 raise
             except RuntimeError as failure:
@@ -108,6 +105,8 @@ class C10dTransport:
                     with contextlib.suppress(RingError):
                         rendezvous.give_up(error)
                 raise self.fail(error) from failure
+            if time.monotonic() > end:  # Gloo's own timeout does not cover its waits for the store
+                raise RuntimeError("timed out")
             if (lost := self._culprits.seen_by_the_host(others)) is not None:
                 raise self.fail(lost)
             try:
@@ -220,21 +219,19 @@ class C10dTransport:
         while True:
             patience = _INTERRUPTIBLE_SECONDS if broken is None else _DIGEST_SECONDS
             woken_at = time.monotonic() + patience
-            try:
-                future.result(patience)
-                return
-            except CancelledError:
-                raise closed(self._failure.error, self.rank) from None
-            except FutureTimeout:
-                if future.done():  # `wait` itself timed out
-                    raise
-                if self._is_closed:
+            is_done = is_done_within(future, patience)
+            if (late := time.monotonic() - woken_at) > _LATE_SECONDS:
+                self._seconds_still += late
+            if is_done:
+                try:
+                    future.result()
+                    return
+                except CancelledError:
                     raise closed(self._failure.error, self.rank) from None
-                if broken is not None:  # Gloo has read all that came
-                    raise broken from None
-            finally:
-                if (late := time.monotonic() - woken_at) > _LATE_SECONDS:
-                    self._seconds_still += late
+            if self._is_closed:
+                raise closed(self._failure.error, self.rank)
+            if broken is not None:  # Gloo has read all that came
+                raise broken
             is_time_to_probe = time.monotonic() > probe_at
             broken = self._broken_link(peer, probes=is_time_to_probe)
             if is_time_to_probe:

@@ -25,6 +25,11 @@ _BROKEN_GRACE_SECONDS: Final = 0.5
 # How long a store in this process outlives a failure, unless all survivors have found out earlier.
 _STAY_SECONDS: Final = _GRACE_SECONDS + 0.5
 _PAUSE_SECONDS: Final = 0.02  # between two looks into the store
+_NETWORK: Final = (
+    "; ranks wait for each other although all of them reach the rendezvous store, so the network may lose what they "
+    "send: large packets do not get through where an interface or a switch has a smaller MTU than others (compare "
+    "`ip link` on all hosts; `ping -M do -s 1472 HOST` tries it), or a firewall blocks ports"
+)
 
 
 class Culprits:
@@ -96,11 +101,13 @@ class Culprits:
         return self.signed(error, seconds)
 
     def _fault_of(self, culprits: Sequence[int], timed_out: bool) -> RingError:
-        names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits))}"
-        if not culprits:
-            names = "some rank, although each one was still there to say so,"
+        names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits))}" if culprits else "some rank"
         if timed_out:
-            return PeerTimeoutError(f"{names} did not answer within {self._timeout_seconds:g} s", peers=culprits)
+            text = f"{names} did not answer within {self._timeout_seconds:g} s"
+            with contextlib.suppress(RingError):
+                if all(self._rendezvous.is_published(self._key("suspect", rank)) for rank in culprits):
+                    text += _NETWORK
+            return PeerTimeoutError(text, peers=culprits)
         for rank in culprits:
             with contextlib.suppress(RingError):
                 if (ended := self._said_at_its_end(rank)) is not None:

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -14,7 +13,7 @@ from typing import Final
 from torch.distributed import ProcessGroupGloo
 
 from torchring.errors import TopologyError
-from torchring.linux import network_id
+from torchring.linux import host_name, network_id
 from torchring.rendezvous.addresses import gloo_address, is_for_other_hosts, list_interfaces, resolve
 
 _VARIABLE: Final = "GLOO_SOCKET_IFNAME"
@@ -64,7 +63,7 @@ def own_place() -> Place:
 
 @functools.cache  # a name service may take its time
 def _place(network: str, interface: str) -> Place:
-    host, interfaces, problem = socket.gethostname(), list_interfaces(), ""
+    host, interfaces, problem = host_name(), list_interfaces(), ""
     for name in interface.split(",") if interface else []:
         try:
             ProcessGroupGloo.create_device(interface=name)
