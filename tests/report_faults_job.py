@@ -181,8 +181,8 @@ def _train(fault: Fault) -> None:
 
     began = time.perf_counter()
     for step in range(fault.num_steps):
-        net.ahead = 0.01 + sleep_s * fault.strikes("forward", step)
-        net.back = 0.01 + sleep_s * fault.strikes("backward", step)
+        net.ahead = 0.01 * batch / _BATCH + sleep_s * fault.strikes("forward", step)
+        net.back = 0.01 * batch / _BATCH + sleep_s * fault.strikes("backward", step)
         inner.sleep_s = sleep_s * fault.strikes("step", step)
         x = timed("input", lambda step=step: load(step))  # type: ignore[misc]
         optimizer.zero_grad()
