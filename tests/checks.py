@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -125,3 +127,16 @@ def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
 def _show(tensor: Tensor, raw: Tensor, flat: int) -> str:
     value = tensor.detach().reshape(-1)[flat].item()
     return f"{value!r} (0x{bytes(raw[flat].tolist())[::-1].hex()})"  # most significant byte first
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What this process logs for torchring meanwhile."""
+    texts: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("torchring")
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)

@@ -27,7 +27,7 @@ _OPTIONS = (
     "bucket_mb: \"float | Literal['auto'] | None\" = None, accumulate: 'int' = 1, "
     "algorithm: 'Algorithm' = 'auto', "
     "overlap: 'Overlap' = 'auto', on_nonfinite: 'OnNonfinite' = 'raise', "
-    "sync_buffers: 'SyncBuffers | None' = 'mean', sync_initial_state: 'bool' = True)"
+    "sync_buffers: 'SyncBuffers' = 'mean', sync_initial_state: 'bool' = True)"
 )
 SIGNATURES = {
     "DistributedOptimizer": f"{_OPTIONS} -> 'None'",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_same_on_all_ranks
+from checks import assert_same_on_all_ranks, logged
 from grids import grid
 from harness import run_pooled
 from test_optimizer_contract import TINY_MB, attempt
@@ -34,16 +34,22 @@ def _is_absent(rank: int, step: int, skips: Sequence[int]) -> bool:
     return step == 2 and rank in skips
 
 
-def train_norms(rank: int, size: int, options: dict[str, Any], skips: Sequence[int] = ()) -> dict[str, Tensor]:
-    """What the model is after a few steps. In one of them, the ranks in `skips` have no batch."""
+def train_norms(
+    rank: int, size: int, options: dict[str, Any], skips: Sequence[int] = (), weighs: bool = False
+) -> dict[str, Tensor]:
+    """What the model is after a few steps. In one of them, the ranks in `skips` have no batch, or none that counts."""
     model = norm_model()
     optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, **{"bucket_mb": TINY_MB, **options})
     for step in range(_STEPS):
         optimizer.zero_grad()
-        if _is_absent(rank, step, skips):
+        is_absent, batch = _is_absent(rank, step, skips), norm_batch(rank, step)
+        if weighs:
+            optimizer.weigh(0 if is_absent else 5)
+            model(batch * torch.nan if is_absent else batch).square().mean().backward()
+        elif is_absent:
             optimizer.skip()
         else:
-            model(norm_batch(rank, step)).square().mean().backward()
+            model(batch).square().mean().backward()
         optimizer.step()
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -72,10 +78,8 @@ def _equalize(buffers: Sequence[dict[str, Tensor]], present: Sequence[int], mode
     for name, first in buffers[0].items():
         if mode == "mean" and first.is_floating_point():
             value = sum(buffers[rank][name] for rank in present) / len(present)
-        elif 0 in present:
-            value = first.clone()
         else:
-            continue
+            value = buffers[present[0]][name].clone()
         for of_rank in buffers:
             of_rank[name].copy_(value)
 
@@ -97,15 +101,12 @@ def test_running_statistics_follow_all_ranks_or_rank_0(mode: str, options: dict[
     check_norms(results, expected_norms(3, mode))
 
 
-@pytest.mark.parametrize("skips", [(0,), (1, 2)], ids=str)
-@pytest.mark.parametrize("mode", ["mean", "rank0"])
-def test_a_rank_without_a_batch_does_not_count(mode: str, skips: Sequence[int]) -> None:
-    results = run_pooled(train_norms, 3, {"sync_buffers": mode}, skips)
-    if mode == "rank0" and 0 in skips:  # buffers stay as each rank has them, for one step
-        for name in expected_norms(3, mode):
-            assert_same_on_all_ranks([result[name] for result in results])
-    else:
-        check_norms(results, expected_norms(3, mode, skips))
+@pytest.mark.parametrize(("mode", "skips"), [("mean", (0,)), ("mean", (1, 2)), ("rank0", (0,))], ids=str)
+@pytest.mark.parametrize("weighs", [False, True])
+def test_a_rank_without_a_batch_does_not_count(mode: str, skips: Sequence[int], weighs: bool) -> None:
+    """A batch of weight 0, which may well be NaN, is no batch. What has no mean follows the lowest other rank."""
+    results = run_pooled(train_norms, 3, {"sync_buffers": mode}, skips, weighs)
+    check_norms(results, expected_norms(3, mode, skips))
 
 
 def test_none_leaves_them_alone() -> None:
@@ -149,7 +150,7 @@ class _Kinds(nn.Module):
 def _kinds(rank: int, size: int, mode: str, algorithm: str) -> dict[str, Any]:
     model = _Kinds()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = torchring.wrap(sgd, model, sync_buffers=mode, algorithm=algorithm)
+    optimizer = torchring.wrap(sgd, model, sync_buffers={"": mode}, algorithm=algorithm)
     after = []
     for step in range(4):
         optimizer.zero_grad()
@@ -187,7 +188,7 @@ def _no_step(rank: int, size: int) -> list[Tensor]:
     """A buffer changes once, in a step that is left out, as with a GradScaler."""
     model = nn.Linear(2, 1)
     model.register_buffer("scale", torch.ones(2))
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, sync_buffers={"": "mean"})
     after = []
     for step in range(4):
         optimizer.zero_grad()
@@ -240,7 +241,7 @@ def _large(rank: int, size: int, dtype: torch.dtype) -> list[Any]:
     model = nn.Linear(2, 1)
     model.register_buffer("mask", torch.full((2,), torch.finfo(dtype).min, dtype=dtype))
     model.register_buffer("code", torch.tensor([2**63 - 1 - 2**20, -5]))
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, sync_buffers={"": "mean"})
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for step in range(4):
         optimizer.zero_grad()
@@ -268,23 +269,133 @@ def test_values_as_large_as_can_be(dtype: torch.dtype) -> None:
         assert changed_code.tolist() == [code + 6, 1]
 
 
-def _two_of_one_model(rank: int, size: int) -> list[Any]:
+def _statistics(model: nn.Module) -> list[Tensor]:
+    return [value.clone() for value in model.buffers()]
+
+
+def _several_of_one_model(rank: int, size: int) -> dict[str, list[Tensor]]:
+    """Two optimizers of one model, of which one steps more often, or is closed."""
     model = norm_model()
     parts = [list(model[0].parameters()), list(model[3].parameters())]
-    one, other = (torchring.wrap(torch.optim.SGD(part, lr=0.1), model) for part in parts)
-    model(norm_batch(rank, 0)).square().mean().backward()
-    one.step()
-    other.step()
-    buffers = [optimizer._sync.reduction.buffers for optimizer in (one, other)]
-    return [buffers[1], *(value.clone() for value in model.buffers())]
+    body, head = (torchring.wrap(torch.optim.SGD(part, lr=0.1), model) for part in parts)
+    found = {}
+
+    def backward(step: int, **kwargs: Any) -> None:
+        model(norm_batch(rank, step)).square().mean().backward(**kwargs)
+
+    backward(0)
+    body.step()
+    found["first"] = _statistics(model)
+    head.step()
+    found["both"] = _statistics(model)
+    backward(1)
+    head.step()
+    found["head only"] = _statistics(model)
+    backward(2, inputs=parts[1])
+    head.step()
+    found["head alone reached"] = _statistics(model)
+    body.close()
+    backward(3, inputs=parts[1])
+    head.step()
+    found["after close()"] = _statistics(model)
+    return found
 
 
-def test_the_first_of_several_optimizers_of_one_model_has_its_buffers() -> None:
-    results = run_pooled(_two_of_one_model, 2)
-    for nothing, *_ in results:
-        assert nothing is None
-    for each in zip(*(result[1:] for result in results), strict=True):
+def test_buffers_are_equal_after_the_step_of_any_optimizer_of_the_model() -> None:
+    results = run_pooled(_several_of_one_model, 2)
+    for when in results[0]:
+        for each in zip(*(result[when] for result in results), strict=True):
+            assert_same_on_all_ranks(each)
+    last = [results[0][when] for when in results[0]]
+    assert not any(torch.equal(*pair) for pair in zip(last[-1], last[-2], strict=True) if pair[0].is_floating_point())
+
+
+class _Owns(nn.Module):
+    """A queue of keys and a hidden state belong to the rank; a moving average does not; a cache is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("queue", torch.zeros(4))
+        self.register_buffer("average", torch.zeros(2))
+        self.register_buffer("grows", torch.zeros(1))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, value: float) -> Tensor:
+        self.queue[0] = value
+        self.average += value
+        self.grows = torch.full((2,), value)
+        self.cache.fill_(value)
+        self.count += 1  # alike on all ranks
+        return self.norm(x)
+
+
+def _owning(rank: int, size: int, choices: Any) -> tuple[dict[str, Tensor], list[str]]:
+    model = _Owns()
+    with logged() as texts:
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, sync_buffers=choices)
+        for step in range(5):
+            optimizer.zero_grad()
+            model(norm_batch(rank, step, torch.float32)[:, :2], rank + step + 1.0).square().mean().backward()
+            optimizer.step()
+    return dict(model.named_buffers()), texts
+
+
+def test_a_buffer_that_belongs_to_a_rank_stays_and_is_named_once() -> None:
+    results = run_pooled(_owning, 2, "mean")
+    for rank, (buffers, texts) in enumerate(results):
+        assert buffers["queue"].tolist() == [rank + 5.0, 0.0, 0.0, 0.0]
+        assert buffers["average"].tolist() == [15.0 + 5 * rank] * 2
+        assert buffers["grows"].tolist() == [rank + 5.0] * 2
+        assert buffers["count"] == 5
+        assert len(texts) == (rank == 0)
+    (text,) = results[0][1]
+    assert text.startswith("buffers queue, average, grows of the model are not the same on all ranks")
+    assert "sync_buffers={'queue': None}" in text
+    for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
+        assert_same_on_all_ranks([buffers[name] for buffers, _ in results])
+
+
+def test_a_choice_for_each_buffer() -> None:
+    results = run_pooled(_owning, 2, {"queue": None, "average": "mean", "grows": "rank0", "norm": None})
+    for rank, (buffers, texts) in enumerate(results):
+        assert buffers["queue"].tolist() == [rank + 5.0, 0.0, 0.0, 0.0]
+        assert buffers["average"].tolist() == [17.5] * 2
+        assert [text.partition(" on rank")[0] for text in texts] == [
+            "buffer grows of the model has become float32 (2,)"
+        ]
+    means = [buffers["norm.running_mean"] for buffers, _ in results]
+    assert not torch.equal(*means)
+
+
+def _hooked(rank: int, size: int, how: str) -> list[Any]:
+    """An average of the model, of whose buffers a hook of the wrapped optimizer takes the mean."""
+    model = norm_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    inner.register_step_post_hook(lambda *_: average.update_parameters(model))
+    optimizer = torchring.wrap(inner, model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(norm_batch(rank, step)).square().mean()
+        loss.backward()
+        (inner if how == "wrapped" else optimizer).step()
+    with optimizer.no_sync():
+        model(norm_batch(rank, 3)).square().mean().backward()
+    refused, averaged = attempt(inner.step), copy.deepcopy(average.state_dict())
+    optimizer.close()
+    return [refused, attempt(inner.step), *averaged.values()]
+
+
+@pytest.mark.parametrize("how", ["wrapped", "wrapper"])
+def test_buffers_are_equal_before_hooks_and_where_the_wrapped_optimizer_is_stepped(how: str) -> None:
+    results = run_pooled(_hooked, 2, how)
+    for each in zip(*(result[2:] for result in results), strict=True):
         assert_same_on_all_ranks(each)
+    for refused, closed, *_ in results:
+        assert "holds local contributions" in refused
+        assert closed == ""
 
 
 def _left_out_and_thawed(rank: int, size: int) -> list[Tensor]:
@@ -292,7 +403,8 @@ def _left_out_and_thawed(rank: int, size: int) -> list[Tensor]:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     model.register_buffer("scale", torch.ones(()))
     model[1].bias.requires_grad_(False)
-    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, on_nonfinite="skip")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torchring.wrap(sgd, model, on_nonfinite="skip", sync_buffers={"scale": "mean"})
     model[1].bias.requires_grad_(True)
     model.scale.add_(rank)
     (model(norm_batch(rank, 0, torch.float32)).square().mean() * (torch.nan if rank else 1.0)).backward()
@@ -338,14 +450,20 @@ def _refused(rank: int, size: int) -> dict[str, str]:
         "other buffers": wrap(add_buffer, sync_initial_state=False),
         "other modes": wrap(lambda model: None, sync_buffers=["mean", "rank0"][rank]),
         "not looked at": wrap(add_buffer, sync_initial_state=False, sync_buffers=None),
+        "of one": wrap(lambda model: None, sync_buffers={"1": "max"}),
+        "no such name": wrap(lambda model: None, sync_buffers={"1.running_median": None}),
     }
 
 
 def test_wrong_options_and_other_buffers_are_refused_on_every_rank() -> None:
     for errors in run_pooled(_refused, 2):
         assert errors["unknown"] == "ValueError: sync_buffers must be one of 'mean', 'rank0', None, got 'max'"
+        assert errors["of one"].startswith("ValueError: sync_buffers['1'] must be one of 'mean', 'rank0'")
+        assert errors["no such name"].startswith(
+            "ValueError: sync_buffers has '1.running_median', which is the name of"
+        )
         assert errors["other buffers"].startswith("PlanMismatchError")
-        assert "buffer 0: rank 0 has of_rank_0 (2,) float32; rank 1 has of_rank_1" in errors["other buffers"]
+        assert "buffer 0: rank 0 has of_rank_0 float32 (2,) own; rank 1 has of_rank_1" in errors["other buffers"]
         assert "sync_buffers='mean'" in errors["other modes"]
         assert "sync_buffers='rank0'" in errors["other modes"]
         assert errors["not looked at"] == ""
@@ -378,7 +496,7 @@ def test_what_nobody_can_write_to_is_left_out() -> None:
     model.register_module("synced", torchring.SyncBatchNorm(2))
     model.register_module("shared", model.synced)
     model.register_buffer("again", model.total)
-    names = [spec.name for spec in buffer_specs(model)]
+    names = [spec.name for spec in buffer_specs(model, {"": "mean"})]
     assert {"total", "constant"} <= {*names}
     left_out = {"expanded", "nothing", "again", *(f"synced.{key}" for key, _ in model.synced.named_buffers())}
     assert len(left_out) == 6
@@ -387,7 +505,7 @@ def test_what_nobody_can_write_to_is_left_out() -> None:
 
 def test_a_model_that_is_gone_keeps_no_memory() -> None:
     model = _Kinds()
-    spec = buffer_specs(model)[0]
+    spec = buffer_specs(model, {"": "mean"})[0]
     assert spec.tensor() is model.total
     del model
     assert spec.tensor() is None

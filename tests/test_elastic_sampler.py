@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchring.elastic.sampler import Sampler
 
@@ -217,6 +218,71 @@ def test_a_step_of_two_epochs_that_is_lost() -> None:
     list(sampler)
     sampler.record(3)
     assert (sampler.position, sampler.recorded) == (3, 3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_that_a_loop_holds_ahead_are_not_used(num_workers: int) -> None:
+    """Whether the model gets what the DataLoader gave, a part of it, or something else."""
+    for prepare in (lambda batch: batch, lambda batch: batch[:1], lambda batch: batch + 1):
+        sampler = Sampler(range(10), shuffle=False)
+        sampler.share_out(0, 2, global_batch=4)
+        loader = iter(DataLoader(torch.arange(10.0), 2, sampler=sampler, num_workers=num_workers))  # type: ignore[arg-type]
+        held, positions = [prepare(next(loader))], []
+        for _ in range(3):
+            held += [prepare(batch) for batch in (next(loader, None),) if batch is not None]
+            sampler.see_forward(held.pop(0))
+            sampler.record_step(1)
+            positions.append(sampler.position)
+        assert positions == [4, 8, 10]
+
+
+def test_what_several_batches_have_in_common_shows_no_batch() -> None:
+    mask = torch.ones(2)
+    sampler = Sampler(range(8), shuffle=False)
+    loader = DataLoader(range(8), 2, sampler=sampler, collate_fn=lambda rows: {"x": torch.tensor(rows), "mask": mask})  # type: ignore[arg-type]
+    batches = iter(loader)
+    held = [next(batches), next(batches)]
+    sampler.see_forward(held[0])
+    sampler.record_step(1)
+    assert sampler.position == 2
+
+
+def test_a_batch_that_is_left_out_at_the_end_is_used() -> None:
+    """The next iteration belongs to the next epoch. Other iterations without a step leave the epoch as it is."""
+    sampler = Sampler(range(6), shuffle=False)
+    loader = DataLoader(torch.arange(6.0), 2, sampler=sampler)  # type: ignore[arg-type]
+    assert len(list(loader)) == 3
+    for i, _ in enumerate(loader):
+        if i < 2:
+            sampler.record_step(1)
+    assert (sampler.epoch, sampler.position) == (0, 4)
+    assert len(list(loader)) == 3
+    assert sampler.epoch == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_that_the_loop_batches_itself(num_workers: int) -> None:
+    sampler = Sampler(range(10), shuffle=False, batch_size=4)
+    samples = iter(DataLoader(torch.arange(10.0), None, sampler=sampler, num_workers=num_workers))  # type: ignore[arg-type]
+    positions = []
+    while len([sample for _, sample in zip(range(4), samples, strict=False)]) > 0:
+        sampler.record_step(1)
+        positions.append(sampler.position)
+    assert positions == [4, 8, 10]
+
+
+class _OutOfOrder(_BaseDataLoaderIter):
+    """As of `DataLoader(in_order=False)` with workers."""
+
+    _in_order = False
+
+    def __init__(self, batches: BatchSampler) -> None:
+        next(iter(batches))
+
+
+def test_a_data_loader_that_changes_the_order() -> None:
+    with pytest.raises(ValueError, match="leave in_order=True"):
+        _OutOfOrder(BatchSampler(Sampler(range(4)), 1, False))
 
 
 def test_length_stays_while_a_pass_is_under_way() -> None:

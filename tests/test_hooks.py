@@ -186,6 +186,26 @@ def test_no_sync_does_not_count_towards_accumulate() -> None:
     run_pooled(_no_sync_does_not_count, 2)
 
 
+def _no_sync_of_one_of_two(rank: int, world_size: int) -> None:
+    """Ranks may run different numbers of backwards inside it, whatever other optimizers there are."""
+    model, other = Net(), Net()
+    optimizer, _other = wrapped(model), wrapped(other)
+    with optimizer.no_sync():
+        for step in range(3 - 2 * rank):
+            model(batch(rank, step)).backward()
+    model(batch(rank, 9)).backward()
+    batches = [batch(0, 0), batch(0, 1), batch(0, 2), batch(0, 9), batch(1, 0), batch(1, 9)]
+    check_gradients(model, [gradient / 2 for gradient in gradients(model, model, batches)])
+    # One of the backwards inside it reaches the other optimizer, too, which is to reduce.
+    inside = optimizer.no_sync() if rank == 0 else contextlib.nullcontext()
+    with inside, pytest.raises(GradientError, match=r"no_sync\(\) on all ranks, of all optimizers"):
+        (model(batch(rank)) + other(batch(rank))).backward()
+
+
+def test_no_sync_sends_nothing_where_there_is_another_optimizer() -> None:
+    run_pooled(_no_sync_of_one_of_two, 2)
+
+
 def _no_sync_left_by_an_exception(rank: int, world_size: int) -> None:
     model = Net()
     optimizer = wrapped(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,18 +29,24 @@ def _flat(model: nn.Module) -> Tensor:
 
 
 def _skipping(
-    rank: int, size: int, kind: str, closure: bool, value: float, options: dict[str, Any]
+    rank: int, size: int, kind: str, closure: bool, value: float, options: dict[str, Any], poisoned: int = 1
 ) -> tuple[Tensor, int, list[Any], list[bool]]:
-    """Parameters, number of skipped steps, step counts of the optimizer, and which calls of step() returned None."""
+    """Parameters, number of skipped steps, step counts of the optimizer, and which calls of step() returned None.
+
+    Args:
+        poisoned: which evaluation of the step.
+    """
     model = small_model()
     optimizer = torchring.wrap(_OPTIMIZERS[kind](model.parameters()), model, on_nonfinite="skip", **options)
     returned = []
     for step in range(_STEPS):
+        evaluations = itertools.count(1)
 
-        def evaluate(step: int = step) -> Tensor:
+        def evaluate(step: int = step, evaluations: Iterator[int] = evaluations) -> Tensor:
             optimizer.zero_grad()
             loss = loss_on(model, rank, step)
-            (loss * (value if step == _POISONED and rank == size - 1 else 1.0)).backward()
+            is_bad = next(evaluations) == poisoned and step == _POISONED and rank == size - 1
+            (loss * (value if is_bad else 1.0)).backward()
             return loss
 
         if closure:
@@ -76,6 +84,15 @@ def test_a_step_is_left_out_on_all_ranks(kind: str, closure: bool, value: float)
         assert num_skipped == 1
         assert set(counts) <= {_STEPS - 1}
         assert returned == [step == _POISONED for step in range(_STEPS)] * closure
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_has_begun_is_undone(size: int) -> None:
+    """LBFGS has moved parameters when it evaluates the closure again."""
+    for parameters, num_skipped, _, returned in run_pooled(_skipping, size, "LBFGS", True, float("nan"), {}, 3):
+        torch.testing.assert_close(parameters, _as_one("LBFGS", size), rtol=1e-9, atol=1e-9)
+        assert num_skipped == 1
+        assert returned == [step == _POISONED for step in range(_STEPS)]
 
 
 @grid(

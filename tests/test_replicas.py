@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
-from checks import assert_same_on_all_ranks, digest, exact_inputs
+from checks import assert_same_on_all_ranks, digest, exact_inputs, logged
 from harness import run_pooled, run_ranks
 
 import torchring
+from torchring import world
 from torchring.collectives import digests
 from torchring.errors import GradientError
 from torchring.gradients import replicas
@@ -265,6 +267,75 @@ def test_changed_in_place_where_everything_is_sparse() -> None:
     first, second = run_pooled(_sparse_only, 2)
     assert first == second
     assert first <= 1
+
+
+def first_error(train_step: Callable[[int], None]) -> GradientError:
+    """What the first of a few steps raises that raises something."""
+    for step in range(8):
+        try:
+            train_step(step)
+        except GradientError as error:
+            return error
+    raise AssertionError("no step raised GradientError")
+
+
+def _of_two_kinds(rank: int, world_size: int) -> tuple[str, list[str], str]:
+    """On rank 1 the last bits differ, and in the end a number does."""
+    machine = {"architecture": "x86_64", "torch": ["2.13.0", "2.12.1"][rank]}
+    with (
+        mock.patch.object(world, "_machine", return_value=machine),
+        mock.patch.object(replicas, "STEPS_BETWEEN_CHECKS", 4),
+        logged() as texts,
+    ):
+        model, optimizer = model_and_optimizer()
+        for step in range(9):
+            if rank == 1 and step:
+                for parameter in model.parameters():
+                    parameter.data.mul_(1 + 2**-22)
+            train(model, optimizer, rank, step)
+        settled = digest(model.parameters())
+        if rank == 1:
+            model[2].weight.data[1, 3] += 2**-8  # type: ignore[index,union-attr]
+        error = first_error(lambda step: train(model, optimizer, rank, step))
+    assert (error.parameters, error.peers) == (("2.weight",), (1,))
+    return settled, texts, str(error)
+
+
+def test_machines_of_two_kinds_may_differ_by_rounding() -> None:
+    results = run_pooled(_of_two_kinds, 2)
+    assert_same_on_all_ranks([settled for settled, *_ in results])
+    differ = "torch is 2.12.1 on rank 1, 2.13.0 on rank 0"
+    ((text,), nothing) = (texts for _, texts, _ in results)
+    assert text.startswith(f"the ranks do not compute alike: {differ}.")
+    assert nothing == []
+    for *_, error in results:
+        assert error.partition(" [")[0].endswith(differ)
+
+
+def _explained(rank: int, world_size: int) -> list[str]:
+    def renormalise(step: int) -> None:
+        model(torch.tensor([rank, 2 + rank])).sum().backward()
+        optimizer.step()
+
+    def schedule(step: int) -> None:
+        train(model, optimizer, rank, step)
+        scheduler.step(float(step if rank == 1 else -step))
+
+    with mock.patch.object(replicas, "STEPS_BETWEEN_CHECKS", 2):
+        model, optimizer = model_and_optimizer()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, cooldown=9)
+        found = [str(first_error(schedule))]
+        optimizer.close()
+        model = torch.nn.Embedding(8, 3, max_norm=0.1)
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model)
+        return [*found, str(first_error(renormalise))]
+
+
+def test_what_changes_a_replica_is_named() -> None:
+    for lr, max_norm in run_pooled(_explained, 2):
+        assert "lr of param_groups[0] is 0.05 on rank 1, 0.5 on rank 0. A scheduler that decides by a loss" in lr
+        assert "weight of an Embedding with max_norm" in max_norm
+        assert "Leave max_norm out" in max_norm
 
 
 def _a_frozen_one(rank: int, world_size: int) -> None:

@@ -154,3 +154,25 @@ def test_a_distributed_checkpoint_is_taken_and_loaded_before_the_first_step(name
     first, second = run_pooled(_checkpoint, 2, name)
     assert first[0]
     assert first == second
+
+
+def _sharded(rank: int, size: int) -> str:
+    """Each rank of a ZeroRedundancyOptimizer has the state of a part of the parameters."""
+    torchring.init(process_group=True)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    plain = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    optimizer = torchring.wrap(plain, model)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), rank + step + 1.0)).square().mean().backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match="each rank has a part of the state of a ZeroRedundancyOptimizer"):
+        torchring.broadcast_optimizer_state(plain)
+    return digest(model.parameters())
+
+
+def test_each_rank_keeps_its_part_of_a_sharded_state() -> None:
+    first, second = run_ranks(_sharded, 2)
+    assert first == second

@@ -19,6 +19,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     stalls/         who keeps the others waiting
     tracing/        where the time of a step goes
     memory/         memory that the ranks of a host share
+    alone.py        warns of ranks that never met
     rendezvous/     where ranks find each other           kernels/                   Triton kernels
 
 Words that are used throughout, beside those of PyTorch and MPI:
@@ -123,13 +124,13 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
     import importlib
     import sys
 
-    _has_torch = "torch" in sys.modules
+    _has_torch = sys.modules.get("torch") is not None
     if _has_torch:
         importlib.import_module("torchring.alone")  # counts modules that reduce gradients
 
     @atexit.register
     def _say_if_alone():
-        if "torch" in sys.modules:
+        if sys.modules.get("torch") is not None:
             importlib.import_module("torchring.alone").say_if_alone(has_watched=_has_torch)
 
     # Imported when first used: they import torch, which takes seconds that `torchring --version` need not wait for.

@@ -34,7 +34,7 @@ def join(*objects: Any) -> Iterator[None]:
     A rank that leaves the block takes part in the reductions of the others until all have left. Gradients are averaged
     over the ranks that are still inside. At the end, all ranks get parameters, buffers, optimizer state and the number
     of steps from the rank that has left last, and the state of the other `objects`. Gradients are dropped. Buffers
-    that `wrap(..., sync_buffers=None)` leaves alone are left alone here, too.
+    that `wrap` leaves alone, and that differ between ranks, are left alone here, too.
 
     Inside the block, only `backward()`, `skip()` and `synchronize()` may need other ranks. `torchring.all_reduce` and
     the other collectives, `SyncBatchNorm` in training, `step(closure)`, `wrap`, `add_param_group` and `close` raise

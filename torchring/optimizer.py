@@ -16,25 +16,32 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce.select import Algorithm, Overlap
-from torchring.collectives.initial_state import broadcast_optimizer_state, broadcast_parameters, check_broadcastable
+from torchring.collectives.initial_state import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    check_broadcastable,
+    is_sharded,
+)
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
+from torchring.errors import GradientError
 from torchring.gradients.about import about
 from torchring.gradients.alone import Alone
-from torchring.gradients.buffers import SyncBuffers, buffer_specs
+from torchring.gradients.buffers import SyncBuffers, buffer_specs, check_choices
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.plan import Compression
 from torchring.gradients.recording import with_others
 from torchring.gradients.reduction import Options, Reduction
 from torchring.gradients.replicas import ReplicaCheck
+from torchring.gradients.snapshot import Snapshot
 from torchring.gradients.stats import Stats, stats_alone, stats_of
 from torchring.gradients.sync import Batches, GradientSync
 from torchring.gradients.validation import (
@@ -69,7 +76,7 @@ def wrap(
     algorithm: Algorithm = "auto",
     overlap: Overlap = "auto",
     on_nonfinite: OnNonfinite = "raise",
-    sync_buffers: SyncBuffers | None = "mean",
+    sync_buffers: SyncBuffers = "mean",
     sync_initial_state: bool = True,
 ) -> DistributedOptimizer:
     """Make `optimizer` average its gradients over all ranks while `backward()` runs. Collective.
@@ -99,11 +106,14 @@ def wrap(
             leaves the step out on all ranks, and counts it in `stats()`; on a GPU, the host then waits in each step for
             the device. "ignore" makes the step. With "raise" and "ignore" a GPU is not waited for, so the error of
             "raise" may come a step or two late. In a world of one rank only "skip" looks, and reads all gradients.
-        sync_buffers: what `step()` does with the model's buffers, such as the running statistics of BatchNorm, which
-            each rank's forward changes in its own way. "mean" gives all ranks the mean over those that have data.
-            Integers and booleans follow rank 0. With "rank0" all buffers follow rank 0. None leaves buffers alone. The
-            buffers are those that `model` has now. They travel with the gradients of each `backward()` that reduces.
-            Other buffers than running statistics take a message in addition when they change for the first time.
+        sync_buffers: what `step()` does with the model's buffers, which each rank's forward changes in its own way.
+            "mean" gives all ranks the mean of running statistics, such as those of BatchNorm, over the ranks that have
+            data. Each rank keeps its other buffers, and a warning names those that differ between ranks. A dict chooses
+            for these, by the name of a buffer or module: `{"queue": None, "codebook": "mean"}`. Integers and booleans
+            have no mean, and follow the lowest rank that has data. With "rank0" all buffers follow rank 0, or the
+            lowest rank that has data. None leaves buffers alone. The buffers are those that `model` has now. They
+            travel with the gradients of each `backward()` that reduces. Other buffers than running statistics take a
+            message in addition when they change for the first time.
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
 
     Returns:
@@ -158,7 +168,7 @@ class DistributedOptimizer(Optimizer):
         algorithm: Algorithm = "auto",
         overlap: Overlap = "auto",
         on_nonfinite: OnNonfinite = "raise",
-        sync_buffers: SyncBuffers | None = "mean",
+        sync_buffers: SyncBuffers = "mean",
         sync_initial_state: bool = True,
     ) -> None:
         world = self._find_world()
@@ -183,6 +193,7 @@ class DistributedOptimizer(Optimizer):
         problem: Exception | None = None
         try:
             check_options(options)
+            check_choices(options.sync_buffers, model)
             if isinstance(optimizer, DistributedOptimizer):
                 raise ValueError("this optimizer is distributed already; wrap the plain one, once")
             names = self._name_parameters(optimizer, model)
@@ -202,7 +213,8 @@ class DistributedOptimizer(Optimizer):
         self._record(world)
         if sync_initial_state:
             broadcast_parameters(model if model is not None else {name: p.data for p, name in names.items()})
-            broadcast_optimizer_state(optimizer)
+            if not is_sharded(optimizer):  # or else each rank has loaded its part
+                broadcast_optimizer_state(optimizer)
         if world.size > 1:
             self._connect(world)
         elif world.is_provisional:
@@ -223,7 +235,7 @@ class DistributedOptimizer(Optimizer):
         return sparse_parameters(model.modules() if model is not None else ())
 
     def _watch_replicas(self, world: World) -> ReplicaCheck:
-        return ReplicaCheck(world, self._names)
+        return ReplicaCheck(world, self._names, self.optimizer, self._model() if self._model is not None else None)
 
     def _prepare_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Called when a step begins. Returns the closure to use."""
@@ -292,18 +304,66 @@ class DistributedOptimizer(Optimizer):
         if sync is None:
             return self._step_alone(closure, *args, **kwargs)
         sync.before_step()
+        before = None
         if closure is not None:
             sync.reduction.world.refuse_in_join("step(closure)")
             closure = functools.partial(self._evaluate, closure, sync)
+            before = self._snapshot()
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
+        self._is_stepping = True
         try:
             result = self._step_wrapped(closure, *args, **kwargs)
         except _StepSkipped:
+            if before is not None:
+                before.restore()
+                sync.accept_parameters()
             return None
+        finally:
+            self._is_stepping = False
         sync.has_stepped()
         self._forward_watch.start()
         return result
+
+    def _snapshot(self) -> Snapshot | None:
+        """What to go back to if a step with a closure is left out."""
+        return Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
+
+    def _watch_wrapped(self) -> None:
+        """See the steps of the wrapped optimizer: the model's buffers are equal before its hooks run.
+
+        A script, or a framework, may also step the wrapped optimizer itself. This does then what `step()` does.
+        """
+        own = weakref.ref(self)
+
+        @run_eagerly
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            optimizer = own()
+            sync = None if optimizer is None else optimizer._sync
+            if optimizer is None or sync is None or sync.is_closed:
+                return None
+            if optimizer._is_stepping:
+                sync.write_buffers()
+                return None
+            sync.before_step()
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is not None:
+                kwargs = {key: value for key, value in kwargs.items() if key != "closure"}
+                return (args[0], functools.partial(optimizer._evaluate, closure, sync), *args[2:]), kwargs
+            if not optimizer._only_creates_state() and not optimizer._check_before_step(sync):
+                raise GradientError(_STEPPED_PAST)
+            sync.write_buffers()
+            return None
+
+        @run_eagerly
+        def after(*_: Any) -> None:
+            optimizer = own()
+            sync = None if optimizer is None else optimizer._sync
+            if optimizer is not None and sync is not None and not sync.is_closed and not optimizer._is_stepping:
+                sync.has_stepped()
+
+        handles = (self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after))
+        self._step_handles += handles
 
     def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """A step in a world of one."""
@@ -334,9 +394,12 @@ class DistributedOptimizer(Optimizer):
                 raise _StepSkipped
             return loss
 
+        before = self._snapshot()
         try:
             return self._step_wrapped(evaluate, *args, **kwargs)
         except _StepSkipped:
+            if before is not None:
+                before.restore()
             return None
 
     def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -379,8 +442,9 @@ class DistributedOptimizer(Optimizer):
         `.grad` have the last weight as their unit.
 
         All ranks must give a weight, or none. A weight costs no message. With weight 0, gradients count as zero,
-        whatever they are: NaN, too. `GradScaler` and clipping need no change. The loss of a closure stays a plain mean
-        over ranks, so do not weigh under an optimizer that decides by the loss (LBFGS).
+        whatever they are: NaN, too, and this rank's buffers do not count. `GradScaler` and clipping need no change. The
+        loss of a closure stays a plain mean over ranks, so do not weigh under an optimizer that decides by the loss
+        (LBFGS).
 
         Args:
             weight: 0, or from 2**-10 to 2**28. An int, a float, or a tensor of one element.
@@ -450,7 +514,8 @@ class DistributedOptimizer(Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """A context manager: inside, `backward()` accumulates gradients on this rank and sends nothing.
 
-        What counts is where `backward()` runs, not where the loss was computed.
+        What counts is where `backward()` runs, not where the loss was computed. With several optimizers, enter that of
+        all whose parameters the backward may reach: the others reduce.
         """
         sync = self._live_sync()
         return sync.no_sync() if sync is not None else self._alone.no_sync()
@@ -515,6 +580,10 @@ class DistributedOptimizer(Optimizer):
         sync = self._live_sync()
         if sync is not None and not sync.can_skip_alone():
             raise ValueError('torchring.join() does not work with on_nonfinite="skip" on a GPU')
+        if is_sharded(self.optimizer):
+            raise ValueError(
+                "torchring.join() does not work with a ZeroRedundancyOptimizer, whose step() needs all ranks"
+            )
 
     def _take_over(self, src: int) -> None:
         """Become what rank `src` has. Collective, outside backward. Gradients are dropped. For `torchring.join`."""
@@ -598,6 +667,8 @@ class DistributedOptimizer(Optimizer):
         self._model = weakref.ref(model) if model is not None else None
         self._sync: GradientSync | None = None
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._step_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the wrapped optimizer
+        self._is_stepping = False  # by `step()` of this class
         self._is_closed = False
         self._needs_state = False  # of torchring.elastic
         self._alone: Alone = Alone(names.keys(), options.accumulate)
@@ -614,10 +685,7 @@ class DistributedOptimizer(Optimizer):
         trainable = [p for p in parameters if p.requires_grad]
         specs = [spec_of(self._names, self._sparse, p) for p in trainable]
         model = self._model() if self._model is not None else None
-        buffers = []
-        if model is not None and self._options.sync_buffers is not None:
-            taken = world.shared(OptimizerGroup).synced_buffers()  # by an optimizer of the same model
-            buffers = [spec for spec in buffer_specs(model) if (spec.module, spec.key) not in taken]
+        buffers = [] if model is None else buffer_specs(model, self._options.sync_buffers)
         reduction = Reduction(world, specs, trainable, self._options, buffers)
         self._sync = GradientSync(
             reduction,
@@ -628,6 +696,7 @@ class DistributedOptimizer(Optimizer):
             spec_of=functools.partial(spec_of, self._names, self._sparse),
             owner=self,
         )
+        self._watch_wrapped()
         self._record(world)
         return self._sync
 
@@ -676,6 +745,8 @@ class DistributedOptimizer(Optimizer):
 
     def _disconnect(self) -> None:
         self._drop_early_hooks()
+        while self._step_handles:
+            self._step_handles.pop().remove()
         if self._sync is not None:
             self._sync.close()
             self._sync = None
@@ -741,7 +812,8 @@ class DistributedOptimizer(Optimizer):
         with torch.enable_grad():
             loss = closure()
         if not self._check_before_step(sync):
-            raise _StepSkipped
+            raise _StepSkipped if self._is_stepping else GradientError(_STEPPED_PAST)
+        sync.write_buffers()
         sync.reduction.world.recorder.enter(OPTIMIZER)
         if loss is None:
             return None
@@ -760,6 +832,12 @@ class DistributedOptimizer(Optimizer):
             check_same_parameters(self.optimizer, self._names, rank)
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order
         return sync.check_gradients()
+
+
+_STEPPED_PAST: Final = (
+    "a gradient is not finite, and on_nonfinite='skip' cannot leave out a step of the wrapped optimizer itself; call "
+    "step() of the optimizer that torchring.wrap has returned"
+)
 
 
 class _StepSkipped(BaseException):

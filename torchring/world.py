@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
+import platform
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
@@ -27,13 +29,14 @@ from torchring.errors import (
     with_way_out,
 )
 from torchring.memory.host import HostGroup, connect
-from torchring.releases import check_torch
+from torchring.releases import check_torch, installed_version
 from torchring.rendezvous.rendezvous import Rendezvous, ended_key
 from torchring.stalls.monitor import WARNING_SECONDS, StallMonitor, warn_of_absent
 from torchring.stalls.page import PAGE_BYTES, Progress
 from torchring.tracing import writer
 from torchring.tracing.recorder import Recorder
 
+_logger: Final = logging.getLogger("torchring")
 check_torch(torch.__version__)
 _T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
@@ -77,6 +80,7 @@ class World:
         host: the ranks that share memory with this rank.
         hosts: all ranks, grouped by shared memory, in order of each group's first rank.
         num_cores: number of processor cores that the ranks of this host may use together.
+        machines_differ: how the machines of the ranks differ, if they do; else "".
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
         progress: where this rank says what it is doing. None in a world of one.
         recorder: the steps of this rank.
@@ -118,6 +122,7 @@ class World:
         self.host: HostGroup | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ((rank,),)
         self.num_cores = len(os.sched_getaffinity(0))
+        self.machines_differ = ""
         self.is_open = True
         self.num_reductions = 0
         self.progress: Progress | None = None
@@ -159,13 +164,25 @@ class World:
         self.host = connect(rendezvous)
         rendezvous.watch = self.host.check_peers
         self._watch_stalls(rendezvous, self.host)
-        mine = {"host": self.host.ranks, "cores": sorted(os.sched_getaffinity(0)), "backend": self.backend}
+        mine = {
+            "host": self.host.ranks,
+            "cores": sorted(os.sched_getaffinity(0)),
+            "backend": self.backend,
+            "machine": _machine(),
+        }
         cards = [json.loads(text) for text in rendezvous.all_gather("world", json.dumps(mine).encode())]
         if len(first := {card["backend"]: peer for peer, card in reversed([*enumerate(cards)])}) > 1:
             named = ", ".join(f"{backend!r} on rank {peer}" for backend, peer in sorted(first.items()))
             raise TopologyError(f"ranks were given different backends: {named}; give all the same", rank=self.rank)
         self.hosts = tuple(sorted({tuple(card["host"]) for card in cards}))
         self.num_cores = len(set().union(*(cards[peer]["cores"] for peer in self.host.ranks)))
+        self.machines_differ = differences([card["machine"] for card in cards])
+        if self.machines_differ and self.rank == 0:
+            _logger.warning(
+                "the ranks do not compute alike: %s. So the last bits of their parameters may differ, and torchring "
+                "gives all ranks the parameters of rank 0 now and then",
+                self.machines_differ,
+            )
         rendezvous.confirm_opening()
 
     def _watch_stalls(self, rendezvous: Rendezvous, host: HostGroup) -> None:
@@ -303,6 +320,32 @@ class World:
         if self.host is not None:
             self.host.close()
             self.host = None
+
+
+def _machine() -> dict[str, str]:
+    """What decides the last bits of a result on the CPU."""
+    return {
+        "architecture": platform.machine(),
+        "CPU capability of PyTorch": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "torchring": installed_version("torchring") or "unknown",
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def differences(machines: Sequence[Mapping[str, str]]) -> str:
+    """How the machines of the ranks differ; "" if they do not.
+
+    Example: "torch is 2.12.0 on rank 1, 2.13.0 on rank 0".
+    """
+    found = []
+    for what in machines[0]:
+        first_with = {machine[what]: rank for rank, machine in reversed([*enumerate(machines)])}
+        if len(first_with) > 1:
+            found.append(
+                f"{what} is " + ", ".join(f"{value} on rank {first_with[value]}" for value in sorted(first_with))
+            )
+    return "; ".join(found)
 
 
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()

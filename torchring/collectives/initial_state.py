@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
@@ -95,10 +96,22 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
 
     Raises:
         TypeError: a value cannot be sent; names its place in the optimizer's state_dict().
-        ValueError: the state belongs to another optimizer.
+        ValueError: the state belongs to another optimizer, or each rank has a part of it (ZeroRedundancyOptimizer).
         PlanMismatchError: another rank failed.
     """
+    if is_sharded(optimizer):
+        raise ValueError(
+            "each rank has a part of the state of a ZeroRedundancyOptimizer, so no rank has what the others need; load "
+            "a checkpoint on all ranks instead"
+        )
     broadcast_state(optimizer, src)
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Whether each rank has a part of the optimizer's state."""
+    module = sys.modules.get("torch.distributed.optim")  # which has been imported if there is such an optimizer
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind)
 
 
 def check_sendable(stateful: Stateful) -> None:

@@ -10,19 +10,33 @@ finished steps. A *global batch* is the next B samples, of which each rank draws
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler
 from torch.utils.data import Sampler as _Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchring.errors import GradientError
 
-@dataclass
+_NOT_FOLLOWED: Final = (
+    "torchring cannot tell from which batch this loss is. The last batch of the epoch is smaller, so the ranks' shares "
+    "of it have other weights. The loop has taken several batches before it used one, and the model's arguments are "
+    "tensors of none of them, or of several. Take one batch at a time from the DataLoader, whose workers look ahead; "
+    "or pass the model the DataLoader's own tensors; or say before each backward() how many samples of its batch "
+    "count: optimizer.weigh(sampler.weight(number))"
+)
+
+
+@dataclass(eq=False)
 class _Pass:
     """One iteration over what is left of an epoch.
 
@@ -34,6 +48,9 @@ class _Pass:
         num_used: number of global batches that finished steps have used. While a step is under way that began in the
             pass before, this is minus the number of its batches that came from there.
         is_drawn: all indices have been drawn.
+        is_exhausted: the `DataLoader` has said that there are no more batches.
+        num_taken: number of batches that the loop has taken. Workers of a `DataLoader` may have drawn more.
+        num_ahead: number of batches that the loop seems to hold that are not trained on yet.
     """
 
     start: int
@@ -43,6 +60,9 @@ class _Pass:
     unit: int
     num_used: int = 0
     is_drawn: bool = False
+    is_exhausted: bool = False
+    num_taken: int = 0
+    num_ahead: int = 0
 
     @property
     def num_batches(self) -> int:
@@ -68,6 +88,10 @@ class _Pass:
     def weight(self, batch: int) -> int:
         begin, end = self.bounds(batch)
         return len(range(begin + self.rank, end, self.size))
+
+    @property
+    def has_equal_batches(self) -> bool:
+        return self.num_batches == 1 or (self.length - self.start) % self.unit == 0
 
     @property
     def has_equal_shares(self) -> bool:
@@ -106,8 +130,8 @@ class Sampler(_Sampler[int]):
     batch of an epoch may be smaller. Where fewer samples are left than there are ranks, the other ranks draw one of
     them again, which counts with weight 0. So the mean of the gradients, and an epoch, have each sample once.
 
-    Only finished steps count. A sample that was drawn ahead by a `DataLoader` worker, or for a step that was lost with
-    a rank, is drawn again.
+    Only finished steps count. A sample that was drawn ahead by a `DataLoader` worker or by the loop, or for a step that
+    was lost with a rank, is drawn again.
 
     Epochs: an iteration goes on at `position`. When all samples of the epoch have been used, the next iteration begins
     the next epoch. There is one exception: the first iteration after a change of ranks, after `load_state_dict` and
@@ -145,8 +169,17 @@ class Sampler(_Sampler[int]):
         self._batches_per_step = 0  # of the newest step
         self._num_open = 0  # batches of the epoch before that belong to a step under way
         self._weighs: bool | None = None  # whether batches have weights; None before the first iteration
-        self._loader: weakref.ref[_BaseDataLoaderIter] | None = None  # that draws in the newest iteration
-        self.on_iter: Callable[[], object] | None = None  # called when an iteration has begun; of `State`
+        self.on_batch: Callable[[], object] | None = None  # called when the loop gets a batch; of `State`
+
+        # Which batch is trained on
+        self._trained: tuple[_Pass, int] | None = None  # pass and number of the batch, as far as that is known
+        self._is_certain = False
+        self._source: object = None  # of the newest iteration's batches
+        self._given: dict[int, tuple[weakref.ref[object], _Pass, int]] = {}  # by id: what the loop got, and its batch
+        self._seen: tuple[_Pass, int] | None = None  # pass, and number of batches taken, when this was last looked at
+        self._sees_forward = False  # since the last backward
+        self._follows_forward = False  # a forward has been seen since ranks changed
+        self._looks_ahead: bool | None = None  # whether the loop does; None: it may
 
     @property
     def epoch(self) -> int:
@@ -228,40 +261,119 @@ class Sampler(_Sampler[int]):
         self._batches_per_step = num_batches
 
     def record_step(self, num_batches: int) -> None:
-        """A finished step has used what the loop has taken from its `DataLoader` since the step before.
+        """A finished step has used the batch that is trained on, and those before it.
 
         Args:
-            num_batches: for a step whose batches were not taken from a `DataLoader`.
+            num_batches: for a step of which torchring cannot tell which batches it has used.
         """
-        if self._pass is None:
+        current = self._pass
+        if current is None:
             return
-        taken = self._num_taken()
-        self.record(num_batches if taken is None else max(0, taken - self._pass.num_used))
+        if not self._follows_forward:
+            self._look()
+        self._note_first()
+        used = 0
+        if self._trained is None:
+            used = num_batches
+        elif self._trained[0] is current:
+            used = self._trained[1] + 1 - current.num_used
+            if not self._is_certain:  # a batch that is not lost may come twice
+                left = current.num_taken - current.num_used
+                used = min(left, max(num_batches, left - current.num_ahead))
+        self.record(max(0, used))
 
-    def next_weight(self) -> tuple[float, float] | None:
-        """The weight of the batch that the loop takes next, and the sum of the ranks' weights for it.
+    # Which batch a loss is of
+
+    def see_forward(self, inputs: object) -> None:
+        """A model that trains is about to get these arguments."""
+        if self._pass is not None and self._pass.num_taken:
+            self._sees_forward = self._follows_forward = True
+            self._look(inputs)
+
+    def begin_backward(self, *, is_weighed: bool, is_skipped: bool) -> None:
+        """A backward begins.
+
+        Args:
+            is_weighed: the script has said how many samples count.
+            is_skipped: the script calls `skip()` in place of `backward()`, perhaps before any forward.
+
+        Raises:
+            GradientError: batches have different weights, and torchring cannot tell which of them the loss is of.
+        """
+        if not self._sees_forward:
+            before, changed = self.current_weight(), self._look()
+            if self._follows_forward and not is_skipped and changed and self.current_weight() != before:
+                self._is_certain = False
+        self._sees_forward = False
+        self._note_first()
+        if self._trained is None or not self._weighs or self._is_certain or is_weighed:
+            return
+        if not self._trained[0].has_equal_batches:
+            raise GradientError(_NOT_FOLLOWED)
+
+    def current_weight(self) -> tuple[float, float] | None:
+        """The weight of the batch that is trained on, and the sum of the ranks' weights for it.
 
         The sum is the same for all batches, the smaller last one included: each is a mean over its samples. None if no
-        weights are needed, or the newest iteration has no more batches.
+        weights are needed, or the loop has not got a batch.
         """
-        if self._pass is None or not self._weighs:
+        if self._trained is None or not self._weighs:
             return None
-        taken = self._num_taken()
-        batch = self._pass.num_used + self._batches_per_step if taken is None else taken
-        if not 0 <= batch < self._pass.num_batches:
-            return None
-        begin, end = self._pass.bounds(batch)
-        unit = float(self._pass.unit)
-        return self._pass.weight(batch) * (unit / (end - begin)), unit
+        current, batch = self._trained
+        begin, end = current.bounds(batch)
+        unit = float(current.unit)
+        return current.weight(batch) * (unit / (end - begin)), unit
 
-    def _num_taken(self) -> int | None:
-        """How many batches the loop has taken from the `DataLoader`. None if no `DataLoader` draws.
+    def _look(self, inputs: object = ()) -> bool:
+        """Find out which batch is trained on: that of `inputs`, or else the newest. Returns whether some were taken."""
+        current = self._pass
+        if current is None or not current.num_taken:
+            return False
+        now = current, current.num_taken
+        is_new, self._seen = now != self._seen, now
+        if found := {batch for leaf in tree_leaves(inputs) if (batch := self._batch_of(leaf)) is not None}:
+            self._trained = max(found, key=lambda batch: (batch[0] is current, batch[1]))
+            self._is_certain = len(found) == 1
+        elif is_new:
+            self._trained = current, current.num_taken - 1
+            self._is_certain = self._looks_ahead is False or current.num_taken == 1
+            if not self._is_certain:
+                current.num_ahead = current.num_ahead or current.num_taken - 1
+        return is_new
 
-        The workers of a `DataLoader` draw ahead, so what was drawn says less. torchdata's StatefulDataLoader reads the
-        same attribute.
-        """
-        loader = None if self._loader is None else self._loader()
-        return getattr(loader, "_num_yielded", None)
+    def _note_first(self) -> None:
+        """A batch has been used. A loop that looks ahead would have taken another batch before it uses its first."""
+        if self._seen is not None and self._seen[1] == 1 and self._seen[0].num_batches > 1:
+            self._looks_ahead = False
+
+    def _batch_of(self, leaf: object) -> tuple[_Pass, int] | None:
+        for each in (leaf, getattr(leaf, "_base", None)):  # a view has a base
+            given = self._given.get(id(each))
+            if given is not None and given[0]() is each and given[2] >= 0:
+                return given[1:]
+        return None
+
+    def _end(self) -> None:
+        if self._pass is not None:
+            self._pass.is_exhausted = True
+
+    def _hand_out(self, source: object, number: int, data: object = None) -> None:
+        """The loop gets a batch, or a sample of one."""
+        current = self._pass
+        if source is not self._source or current is None:
+            return
+        number = min(number, current.num_batches - 1)
+        current.num_taken = number + 1
+        self._given = {key: given for key, given in self._given.items() if given[0]() is not None}
+        for leaf in tree_leaves(data):
+            known = self._given.get(id(leaf))
+            is_shared = known is not None and known[1] is current and known[2] != number  # by batches: shows nothing
+            with contextlib.suppress(TypeError):  # a number has no weak references
+                self._given[id(leaf)] = weakref.ref(leaf), current, -1 if is_shared else number
+        if not self._follows_forward:
+            self._trained = current, number
+        if self.on_batch is not None:
+            self.on_batch()
 
     @property
     def recorded(self) -> int:
@@ -319,8 +431,14 @@ class Sampler(_Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         # No generator function: it would run after the BatchSampler has asked, in another frame.
         unit = self._unit()
-        self._loader = self._asking_loader()
-        return self._draw(unit)
+        self._source = source = object()
+        loader = self._asking_loader()
+        if loader is not None:
+            if not getattr(loader, "_in_order", True):
+                raise ValueError("in_order=False would mix up the batches of an epoch: leave in_order=True")
+            num_samples = 1 if self._asking_batch_sampler() else share_of(unit, self._rank, self._size)
+            _watch(loader, lambda number, data: self._hand_out(source, number // num_samples, data), self._end)
+        return self._draw(unit, None if loader is not None else source)
 
     def __len__(self) -> int:
         """Number of samples that this rank draws in the newest iteration, or in the next one if none has begun.
@@ -337,6 +455,9 @@ class Sampler(_Sampler[int]):
         self._goes_on = True
         self._num_open = 0
         self._weighs = None
+        self._source = self._trained = self._seen = None
+        self._given = {}
+        self._follows_forward = False
 
     def _begin(self, epoch: int) -> None:
         """Begin an epoch. A step may be under way that uses the last batches of the one before."""
@@ -349,11 +470,15 @@ class Sampler(_Sampler[int]):
         self._start = 0
         self._pass = None
 
-    def _draw(self, unit: int) -> Iterator[int]:
+    def _draw(self, unit: int, source: object) -> Iterator[int]:
         last = self._pass
         # Batches of a step under way are all drawn. Otherwise the loop was left early, and goes on.
         is_over = self.position == self._length or (
-            last is not None and last.is_drawn and last.num_batches - last.num_used < self._batches_per_step
+            last is not None
+            and (
+                (last.is_exhausted and last.num_used > 0)
+                or (last.is_drawn and last.num_batches - last.num_used < self._batches_per_step)
+            )
         )
         if is_over and not self._goes_on:
             self._begin(self._epoch + 1)
@@ -366,10 +491,10 @@ class Sampler(_Sampler[int]):
         if self._weighs is None:  # decided for all that comes: a step may use batches of two iterations
             whole = _Pass(0, self._length, self._rank, self._size, unit)
             self._weighs = not (current.has_equal_shares and whole.has_equal_shares)
-        if self.on_iter is not None:
-            self.on_iter()
         order = self._order()
         for batch in range(current.num_batches):
+            if source is not None:
+                self._hand_out(source, batch)
             share = current.share(batch)
             drawn = order[share.start : share.stop : share.step]
             yield from drawn.tolist() if isinstance(drawn, torch.Tensor) else drawn
@@ -408,10 +533,12 @@ class Sampler(_Sampler[int]):
             )
         return asking.batch_size * self._size
 
-    def _asking_loader(self) -> weakref.ref[_BaseDataLoaderIter] | None:
-        above = self._caller().f_back  # a BatchSampler has called __iter__, for an iterator of a DataLoader
-        asking = None if above is None else above.f_locals.get("self")
-        return weakref.ref(asking) if isinstance(asking, _BaseDataLoaderIter) else None
+    def _asking_loader(self) -> _BaseDataLoaderIter | None:
+        frame = self._caller()  # a BatchSampler has called __iter__, for an iterator of a DataLoader; or the iterator
+        for asking in (each.f_locals.get("self") for each in (frame, frame.f_back) if each is not None):
+            if isinstance(asking, _BaseDataLoaderIter):
+                return asking
+        return None
 
     def _asking_batch_sampler(self) -> BatchSampler | None:
         asking = self._caller().f_locals.get("self")
@@ -423,3 +550,33 @@ class Sampler(_Sampler[int]):
         while frame.f_back is not None and frame.f_locals.get("self") is self:
             frame = frame.f_back
         return frame
+
+
+def _watch(loader: _BaseDataLoaderIter, hand_out: Callable[[int, object], object], end: Callable[[], object]) -> None:
+    """Have an iterator of a `DataLoader` tell what it yields, and its number; and that there is nothing more.
+
+    PyTorch has no public way to see that. If the iterator has no workers, it is about to fetch the first batch.
+    """
+    kind, watched, numbers = type(loader), weakref.ref(loader), itertools.count()
+    fetcher = vars(loader).get("_dataset_fetcher")
+
+    def next_data() -> object:
+        this, number = watched(), next(numbers)
+        try:
+            data: object = kind._next_data(this)  # type: ignore[arg-type]
+        except StopIteration:
+            end()
+            raise
+        hand_out(number, data)
+        return data
+
+    def fetch(index: object) -> object:
+        if (this := watched()) is not None:
+            this._dataset_fetcher = fetcher  # type: ignore[attr-defined]
+        number, data = next(numbers), fetcher.fetch(index)  # type: ignore[union-attr]
+        hand_out(number, data)
+        return data
+
+    loader._next_data = next_data  # type: ignore[method-assign,assignment]
+    if fetcher is not None:
+        loader._dataset_fetcher = SimpleNamespace(fetch=fetch)  # type: ignore[attr-defined]

@@ -6,8 +6,10 @@ rank is lost, some survivors may have finished the step that others have not. Wh
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from torchring.collectives.initial_state import (
     broadcast_parameters,
@@ -28,7 +31,8 @@ from torchring.collectives.service import collectives_of
 from torchring.elastic.checkpoint import CheckpointWriter, copy_of, newest, newest_step
 from torchring.elastic.membership import Member
 from torchring.elastic.sampler import Sampler, share_of
-from torchring.errors import PlanMismatchError
+from torchring.errors import GradientError, PlanMismatchError
+from torchring.gradients.weights import OTHER_BATCH
 from torchring.optimizer import DistributedOptimizer
 from torchring.tracing.forward import TransientHook
 from torchring.world import World
@@ -135,6 +139,7 @@ class State:
         self._world: World | None = None
         self._agreed: MembershipChange | None = None
         self._agreed_at = 0  # progress at that time
+        self._thread = 0  # that trains
 
         # What can be returned to: progress, and what there was
         self._committed: tuple[int, dict[str, Any]] | None = None  # values only, because the rest is still there
@@ -149,9 +154,10 @@ class State:
             optimizer_.register_step_pre_hook(lambda *_, is_first=is_first: self._before_step(is_first=is_first))
             optimizer_.register_step_post_hook(lambda *_, is_first=is_first: self._after_step(is_first=is_first))
         for module in self._modules.values():
-            module.register_forward_pre_hook(_BeforeForward(self))
+            module.register_forward_pre_hook(_BeforeForward(self), with_kwargs=True)
+            module.register_forward_hook(_AfterForward(self))
         for sampler in self._samplers:
-            sampler.on_iter = self._weigh_first_batch
+            sampler.on_batch = self._weigh_batch
 
     def _check(self, global_batch: int | None, every: int | timedelta | None) -> None:
         if not self._optimizers:
@@ -194,7 +200,7 @@ class State:
 
     # What the training function does
 
-    def _before_forward(self, module: torch.nn.Module) -> None:
+    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
         if torch.compiler.is_compiling():  # would break the graph
             return
         if module.training and torch.is_grad_enabled() and self._world is not None:
@@ -202,6 +208,22 @@ class State:
             # With several optimizers, this may be the forward for the second one, in the middle of an iteration.
             if len(self._optimizers) == 1 and (self._agreed is None or self._progress > self._agreed_at):
                 self._leave_if_agreed()
+            for sampler in self._samplers:
+                sampler.see_forward(inputs)
+            self._weigh_batch()
+
+    def _after_forward(self, output: object) -> None:
+        """Have a backward say which forward it comes from, where batches have weights."""
+        if not torch.compiler.is_compiling() and (weight := self._current_weight()) is not None:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(functools.partial(self._check_batch, weight))  # type: ignore[no-untyped-call]
+
+    def _check_batch(self, weight: tuple[float, float], _: torch.Tensor) -> None:
+        """A backward comes to the output of a forward, whose batch has this weight."""
+        by_script = any(each._sync is not None and each._sync.is_weighed_by_script for each in self._optimizers)
+        if self._current_weight() not in (None, weight) and not by_script:
+            raise GradientError(OTHER_BATCH)
 
     def _before_step(self, *, is_first: bool) -> None:
         if self._world is None:
@@ -238,16 +260,17 @@ class State:
         if self._agreed is not None:
             raise self._agreed
 
-    def _next_weight(self) -> tuple[float, float] | None:
+    def _current_weight(self) -> tuple[float, float] | None:
         if self._world is None or self._world.size == 1:
             return None
-        return next((sampler.next_weight() for sampler in self._samplers), None)
+        return next((sampler.current_weight() for sampler in self._samplers), None)
 
-    def _weigh_first_batch(self) -> None:
-        """A sampler begins to draw."""
-        for optimizer in self._optimizers:
-            if optimizer._sync is not None and not optimizer._sync.in_backward:
-                optimizer._sync.weigh_next_batch()
+    def _weigh_batch(self) -> None:
+        """The loop has got a batch, or a model is about to. A thread that looks ahead must not change gradients."""
+        if threading.get_ident() == self._thread:
+            for optimizer in self._optimizers:
+                if optimizer._sync is not None and not optimizer._sync.in_backward:
+                    optimizer._sync.weigh_batch()
 
     # Between generations
 
@@ -263,6 +286,7 @@ class State:
             ValueError: the checkpoint is of another model.
         """
         self._world, self._member, self._agreed, self._is_between = world, member, None, False
+        self._thread = threading.get_ident()
         if world.size > 1:
             collectives_of(world).check_equal(self._layout())
         if member is not None and world.rank == 0:
@@ -458,8 +482,18 @@ class _BeforeForward(TransientHook):
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def __call__(self, module: torch.nn.Module, _: object) -> None:
-        self._state._before_forward(module)
+    def __call__(self, module: torch.nn.Module, *inputs: object) -> None:
+        self._state._before_forward(module, inputs)
+
+
+class _AfterForward(TransientHook):
+    """A hook on a module of a State."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __call__(self, module: torch.nn.Module, _: object, output: object) -> None:
+        self._state._after_forward(output)
 
 
 class _Batches:
@@ -469,17 +503,18 @@ class _Batches:
         self._state = state
         self._is_first = is_first
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, is_weighed: bool, is_skipped: bool = False) -> None:
         state = self._state
-        if not self._is_first:
-            return
-        state._is_between = False
-        if state._member is not None and state._member.seems_alone() and state._world is not None:
-            state._world.wants_change = True
-        state._leave_if_agreed()
+        if self._is_first:
+            state._is_between = False
+            if state._member is not None and state._member.seems_alone() and state._world is not None:
+                state._world.wants_change = True
+            state._leave_if_agreed()
+        for sampler in state._samplers[:1]:  # the one whose batches have the weights
+            sampler.begin_backward(is_weighed=is_weighed, is_skipped=is_skipped)
 
-    def next_weight(self) -> tuple[float, float] | None:
-        return self._state._next_weight()
+    def current_weight(self) -> tuple[float, float] | None:
+        return self._state._current_weight()
 
     def change_is_agreed(self, *, all_leave: bool) -> None:
         if self._is_first:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.errors import GradientError, in_step
+from torchring.gradients.buffers import Place
 from torchring.gradients.module_wrappers import ModuleWrappers
 from torchring.tracing.recorder import EXPOSED
 from torchring.world import World
@@ -20,13 +21,19 @@ from torchring.world import World
 if TYPE_CHECKING:
     from torchring.gradients.sync import GradientSync
 
+_UNLIKE_NO_SYNC: Final = (
+    "a backward() ran inside no_sync() on some ranks only, or reached another optimizer there that was to reduce. "
+    "Enter no_sync() on all ranks, of all optimizers whose parameters the backward may reach"
+)
+
 
 class OptimizerGroup:
     """The optimizers of a world, in the order in which they were wrapped. `world.shared(OptimizerGroup)` opens it once.
 
     The buckets of a single optimizer leave during backward. With several optimizers, one backward may reach the
     parameters of any of them, and not of the same ones on every rank. So buckets wait for the end of backward, ranks
-    agree in one small message on which optimizers take part, and these reduce in the order of wrapping.
+    agree in one small message on which optimizers take part, and these reduce in the order of wrapping. A backward
+    inside `no_sync()` of all optimizers that it reaches sends nothing, as with a single optimizer.
 
     Attributes:
         guard: runs what takes several collectives, and must not be left between two of them.
@@ -73,11 +80,6 @@ class OptimizerGroup:
         """The optimizers that are still there."""
         return [owner for member in self._members if (owner := member.owner()) is not None]
 
-    def synced_buffers(self) -> set[tuple[weakref.ref[torch.nn.Module], str]]:
-        """Module and key of the buffers that a member makes equal."""
-        syncs = [member.reduction.buffers for member in self._members]
-        return {(spec.module, spec.key) for sync in syncs if sync is not None for spec in sync.specs}
-
     def num_steps(self) -> int:
         """How many steps this rank has made, with all optimizers."""
         return sum(member.num_steps for member in self._members)
@@ -116,8 +118,10 @@ class OptimizerGroup:
 
     def finish_backward(self, caller: GradientSync) -> None:
         """A backward that reached `caller` is about to return: finish the members that it has reached."""
-        is_local = not any(member.wants_reduction for member in (caller, *self._members))
-        if is_local and (not self.are_several or self._world.failure is not None):  # nobody to agree with
+        reached = [member for member in (caller, *self._members) if member.in_backward]
+        is_local = not any(member.wants_reduction for member in reached)
+        is_silent = not self.are_several or self._world.failure is not None  # nobody to agree with
+        if is_local and (is_silent or all(member.is_in_no_sync for member in reached)):
             for member in self._members:
                 if member.in_backward:
                     member.finish_backward(reduces=False)
@@ -137,12 +141,17 @@ class OptimizerGroup:
         try:
             # 0: not reached on any rank; 1: accumulates; 2: reduces on some rank, and so on all.
             wants = [member.in_backward + member.wants_reduction for member in self._members]
-            agreed = torch.tensor([*wants, not self.has_ended], dtype=torch.int64, device="cpu")
+            in_no_sync = [member.is_in_no_sync for member in self._members]
+            agreed = torch.tensor([not self.has_ended, *wants, *in_no_sync], dtype=torch.int64, device="cpu")
             internal_collectives_of(self._world).all_reduce(agreed, "max")
-            *wants, some_have_data = agreed.tolist()
+            some_have_data, *both = agreed.tolist()
+            wants, in_no_sync = both[: len(wants)], both[len(wants) :]
+            if any(want == 2 and is_in for want, is_in in zip(wants, in_no_sync, strict=True)):
+                raise in_step(GradientError(_UNLIKE_NO_SYNC, rank=self._world.rank))
+            carried: set[Place] = set()
             for member, want in zip(list(self._members), wants, strict=True):
                 if want:
-                    member.finish_backward(reduces=want == 2)
+                    member.finish_backward(reduces=want == 2, carried=carried)
             return bool(some_have_data)
         except BaseException:
             for member in self._members:

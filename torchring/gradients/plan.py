@@ -35,9 +35,10 @@ class ControlBits(NamedTuple):
     is_absent: the rank takes part without a gradient, and does not count.
     has_ended: the rank has no data left, inside `torchring.join`.
     buffers_changed: a buffer has changed that is in no wire.
-    buffers_missing: a buffer is gone that is in a wire.
+    buffers_missing: the rank does not contribute all buffers that are in a wire.
     wants_change: the rank has heard that the ranks of its world are to change, in an elastic job.
     leaves: the rank is about to leave an elastic job.
+    has_left_out: the rank has skipped a backward that would have had a weight, in an elastic job.
     weight: of the rank's gradients; 0 if none was given.
     """
 
@@ -52,6 +53,7 @@ class ControlBits(NamedTuple):
     buffers_missing: int = 0
     wants_change: int = 0
     leaves: int = 0
+    has_left_out: int = 0
     weight: float = 0.0
 
     @classmethod

@@ -21,7 +21,7 @@ from torchring.allreduce.select import open_chosen, open_mover
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.buffers import BufferSpec, BufferSync, SyncBuffers
+from torchring.gradients.buffers import BufferSpec, BufferSync, Place, SyncBuffers
 from torchring.gradients.candidates import AUTO_COMPRESSION, what_to_tune
 from torchring.gradients.ledger import GradientStatus
 from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted, wire_dtype
@@ -52,7 +52,7 @@ class Options:
     algorithm: str
     overlap: str
     on_nonfinite: str = "raise"
-    sync_buffers: SyncBuffers | None = None
+    sync_buffers: SyncBuffers = None
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
@@ -69,7 +69,7 @@ class Reduction:
         world: has more than one rank.
         specs, parameters: those that require a gradient, in registration order.
         options: see `Options`.
-        buffers: those of the model, which `options.sync_buffers` makes equal.
+        buffers: those of the model that `options.sync_buffers` is about.
 
     Attributes:
         specs, parameters: grow with `extend`.
@@ -107,7 +107,7 @@ class Reduction:
         self.timing = Timing()
         self._options = options
         # The script's collectives: another rank may be calling one of those, instead of wrapping its optimizer.
-        self._check_agreement(specs, collectives_of(world), buffers if options.sync_buffers else ())
+        self._check_agreement(specs, collectives_of(world), buffers)
         self._tuner: Tuner | None = None
         self._next_plan: Plan | None = None  # to be installed at the end of the round
         on_device = accelerator_of(specs[0].device) is not None
@@ -138,9 +138,8 @@ class Reduction:
         self._add(specs, parameters, plan)
         self._recording.compare_clocks(self.scheduler.round.next_number)
         self.buffers: BufferSync | None = None
-        if options.sync_buffers is not None and buffers:
-            device = specs[0].device
-            self.buffers = BufferSync(world, buffers, options.sync_buffers, self.mover, device, follow)
+        if buffers:
+            self.buffers = BufferSync(world, buffers, self.mover, specs[0].device, follow)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -204,16 +203,18 @@ class Reduction:
             self._tune(self._tuner, hold=hold)
         share = self._share = self.weights.share(is_absent=is_absent)
         self._may_lose_results = share.weight == 0.0 and not is_again and self.holds_results()
+        counts_no_buffers = is_absent or share.weight == 0.0  # no sample of this rank's counts
         control_bits = control_bits._replace(
             is_weighted=int(share.weight is not None),
             is_unweighted=int(share.is_unweighted),
             is_absent=int(is_absent),
             buffers_changed=int(self.buffers is not None and self.buffers.has_changed()),
-            buffers_missing=int(self.buffers is not None and self.buffers.lacks_some()),
+            buffers_missing=int(self.buffers is not None and (self.buffers.lacks_some() or counts_no_buffers)),
             weight=share.weight or 0.0,
+            has_left_out=int(share.left_out > 0),
         )
         if self.buffers is not None:
-            self.buffers.begin(is_absent=is_absent)
+            self.buffers.begin(is_absent=counts_no_buffers)
             scheduler.last = self.buffers if self.buffers.travels else None
         for bucket in self.buckets:
             bucket.share = share
@@ -225,12 +226,21 @@ class Reduction:
         if self._tuner is not None:
             self._tuner.begin_round(is_ordinary=not (is_again or is_absent))
 
-    def finish(self) -> None:
+    def finish(self, carried: set[Place] | None = None) -> None:
         """Backward is over: reduce what is left and return when every gradient holds the result.
 
         Collective, and in the same order on all ranks.
+
+        Args:
+            carried: the buffers that other optimizers have exchanged after this backward; gets those of this one.
         """
         scheduler = self.scheduler
+        buffers = self.buffers
+        if buffers is not None and carried is not None:
+            places = buffers.places
+            if places <= carried:
+                buffers = scheduler.last = None
+            carried |= places
         self._recording.backward_is_over()
         self.rounds.backward_is_over()
         scheduler.finish()
@@ -238,10 +248,9 @@ class Reduction:
             self._tuner.end_round()
         self.control_sums, self.non_finite = self.rounds.agree(scheduler.round, self.buckets)
         scale = self._weigh_result()
-        if self.buffers is not None:
+        if buffers is not None:
             sums = self.control_sums
-            is_complete = not (sums.is_absent or sums.buffers_missing)
-            self.buffers.end_round(is_complete=is_complete, some_changed=sums.buffers_changed > 0)
+            buffers.end_round(is_complete=not sums.buffers_missing, some_changed=sums.buffers_changed > 0)
         scheduler.close_round(scale)
         in_sparse = self._sparse.reduce(self._share, scale)
         self.non_finite = self.non_finite or in_sparse
@@ -286,7 +295,11 @@ class Reduction:
             )
         if self._options.op == "sum":
             return 1.0
-        return self.weights.result_scale(size, sums.is_weighted, sums.is_absent, sums.weight)
+        left_out = 0.0
+        if sums.has_left_out:
+            mine = torch.tensor([self._share.left_out], dtype=torch.float64, device="cpu")
+            left_out = float(internal_collectives_of(self.world).all_reduce(mine, "sum"))
+        return self.weights.result_scale(size, sums.is_weighted, sums.is_absent, sums.weight, left_out)
 
     def has_local(self) -> bool:
         """Whether a gradient is there that no other rank has seen."""
@@ -329,6 +342,8 @@ class Reduction:
     def close(self) -> None:
         """End threads and links. Gradients stay where they are."""
         self.mover.close()
+        if self.buffers is not None:
+            self.buffers.close()
         if self._track is not None and self.world.progress is not None:
             self.world.progress.close_track(self._track)
 

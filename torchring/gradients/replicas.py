@@ -5,15 +5,21 @@ Ranks compare a digest of every parameter at the end of a round, when
 - not all ranks have stepped equally often (modulo 2),
 - and every STEPS_BETWEEN_CHECKS rounds, for changes that leave no trace (`p.data`).
 The first two facts travel as control bits of the round, so they cost no message.
+
+Machines of two kinds round differently, so their parameters drift apart by last bits. Where that is all, a comparison
+gives all ranks the parameters of rank 0.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
+from torch.optim import Optimizer
 
 from torchring.collectives.digests import digests
 from torchring.collectives.service import internal_collectives_of
@@ -22,6 +28,8 @@ from torchring.world import World
 
 STEPS_BETWEEN_CHECKS: Final = 100  # a check reads every parameter: 70 ms for 42 M on one core
 _WATCHED: Final = 64  # how many parameters are watched at a time, in turn: reading a version takes up to 1 us
+_SENT_TOGETHER: Final = 32  # how many parameters of rank 0 are here twice
+_LEAST_SCALE: Final = 1e-3  # of the elements of a parameter, as differences of rounding do not shrink with them
 
 
 class ReplicaCheck:
@@ -30,11 +38,21 @@ class ReplicaCheck:
     Args:
         world: has more than one rank.
         names: the name of every parameter of the optimizer, in its order; may grow.
+        optimizer: for errors; referred to weakly, as is `model`.
+        model: for errors.
     """
 
-    def __init__(self, world: World, names: Mapping[torch.nn.Parameter, str]) -> None:
+    def __init__(
+        self,
+        world: World,
+        names: Mapping[torch.nn.Parameter, str],
+        optimizer: Optimizer | None = None,
+        model: torch.nn.Module | None = None,
+    ) -> None:
         self._world = world
         self._names = names
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._model = None if model is None else weakref.ref(model)
         self._num_rounds = 0
         self._num_steps = 0
         self._num_alarms = 0
@@ -90,36 +108,99 @@ class ReplicaCheck:
     def compare(self) -> None:
         """Collective: raise GradientError naming the first parameter that is not the same on all ranks, and where."""
         mine = torch.cat([torch.tensor([[self._num_steps, 0]], device="cpu"), digests(self._names)])
-        everybody = internal_collectives_of(self._world).all_gather(mine)
-        steps = [int(rows[0, 0]) for rows in everybody]
-        everybody = [rows[1:] for rows in everybody]
-        first = everybody[0]
-        differing = [rank for rank, digest in enumerate(everybody) if not torch.equal(digest, first)]
-        if not differing:
+        everybody = torch.stack(internal_collectives_of(self._world).all_gather(mine))
+        steps = everybody[:, 0, 0].tolist()
+        is_other = (everybody != everybody[0])[:, 1:].any(dim=2)  # [ranks, parameters]
+        if is_other.any() and len(set(steps)) == 1 and self._world.machines_differ:
+            is_other = self._settle(is_other.any(dim=0))
+        if not is_other.any():
             return
-        index = min(int((everybody[rank] != first).any(dim=1).nonzero()[0]) for rank in differing)
-        others = [rank for rank in differing if not torch.equal(everybody[rank][index], first[index])]
-        name = list(self._names.values())[index]
+        index = int(is_other.any(dim=0).nonzero()[0])
+        others = is_other[:, index].nonzero().flatten().tolist()
+        parameter, name = list(self._names.items())[index]
         differ = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(map(str, others))} differ"
+        cause = self._cause(steps, parameter)
+        if self._world.machines_differ:
+            cause += (
+                f". The ranks' machines differ, too, but only last bits differ by that: {self._world.machines_differ}"
+            )
         raise in_step(
             GradientError(
-                f"{name} is not the same on all ranks: {differ} from rank 0. {self._cause(steps)}",
+                f"{name} is not the same on all ranks: {differ} from rank 0. {cause}",
                 rank=self._world.rank,
                 peers=others,
                 parameters=(name,),
             )
         )
 
-    def _cause(self, steps: Sequence[int]) -> str:
-        """What has probably led to the difference. `steps`: how many steps each rank has made."""
+    @torch.no_grad()
+    def _settle(self, is_other: torch.Tensor) -> torch.Tensor:
+        """Collective: where parameters differ from those of rank 0 by rounding alone, take over those of rank 0.
+
+        Args:
+            is_other: [parameters] bool; which ones are not the same on all ranks.
+
+        Returns [ranks, parameters] bool: where parameters differ by more.
+        """
+        collectives = internal_collectives_of(self._world)
+        parameters = list(self._names)
+        is_apart = torch.zeros(len(parameters), dtype=torch.int64, device="cpu")
+        indices = is_other.nonzero().flatten().tolist()
+        while indices:
+            chunk, indices = indices[:_SENT_TOGETHER], indices[_SENT_TOGETHER:]
+            firsts = [parameters[i].detach().clone() for i in chunk]
+            collectives.broadcast_together(firsts, 0)
+            for i, first in zip(chunk, firsts, strict=True):
+                mine = parameters[i].data  # whose version counter stays: a graph may be kept for another backward
+                norm, distance = (float((x.abs().double()).norm()) for x in (first, mine - first))
+                scale = max(norm, _LEAST_SCALE * math.sqrt(first.numel()))
+                has_rounding = first.is_floating_point() or first.is_complex()
+                if has_rounding and distance <= math.sqrt(torch.finfo(first.dtype).eps) / 4 * scale:
+                    mine.copy_(first)
+                else:
+                    is_apart[i] = 1
+        return torch.stack(collectives.all_gather(is_apart)) > 0
+
+    def _cause(self, steps: Sequence[int], parameter: torch.nn.Parameter) -> str:
+        """Collective: what has probably led to the difference. `steps`: how many steps each rank has made."""
+        texts = internal_collectives_of(self._world).all_gather_bytes(json.dumps(self._hyperparameters()).encode())
         other = next((rank for rank, count in enumerate(steps) if count != steps[0]), None)
-        if other is None:
+        if other is not None:
             return (
-                "It was changed outside optimizer.step(), or stepped, on some ranks only; call "
-                "torchring.broadcast_parameters(model) on all of them after such a change"
+                f"In {self._num_rounds} reductions rank 0 has called optimizer.step() {steps[0]} times, rank {other} "
+                f"{steps[other]} times: some rank ran a backward() that the others did not, or left a step out. Run a "
+                "backward() that is not for training inside optimizer.no_sync(), or use torch.autograd.grad()"
             )
+        first, *rest = map(json.loads, texts)
+        for rank, theirs in enumerate(rest, start=1):
+            for place, value in first.items():
+                if theirs.get(place, value) != value:
+                    return (
+                        f"{place} is {theirs[place]} on rank {rank}, {value} on rank 0. A scheduler that decides by a "
+                        "loss, such as ReduceLROnPlateau, must be given the same loss on all ranks: "
+                        "scheduler.step(torchring.all_reduce(loss))"
+                    )
+        model = None if self._model is None else self._model()
+        for module in () if model is None else model.modules():
+            if getattr(module, "max_norm", None) is not None and getattr(module, "weight", None) is parameter:
+                return (
+                    f"It is the weight of an {type(module).__name__} with max_norm, whose forward() rewrites the rows "
+                    "that it looks up, on each rank other rows. Leave max_norm out, and limit all rows after "
+                    "optimizer.step(): with torch.no_grad(): weight.copy_(weight.renorm(2, 0, max_norm))"
+                )
         return (
-            f"In {self._num_rounds} reductions rank 0 has called optimizer.step() {steps[0]} times, rank {other} "
-            f"{steps[other]} times: some rank ran a backward() that the others did not, or left a step out. Run a "
-            "backward() that is not for training inside optimizer.no_sync(), or use torch.autograd.grad()"
+            "It was changed outside optimizer.step(), or stepped, on some ranks only; call "
+            "torchring.broadcast_parameters(model) on all of them after such a change"
         )
+
+    def _hyperparameters(self) -> dict[str, str]:
+        """What each group of the optimizer has beside parameters, as far as it is plain."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        found: dict[str, str] = {}
+        groups: Sequence[Mapping[str, Any]] = [] if optimizer is None else optimizer.param_groups
+        for index, group in enumerate(groups):
+            for key, value in group.items():
+                if isinstance(value, (bool, int, float, str, tuple, torch.Tensor)):
+                    plain = value.tolist() if isinstance(value, torch.Tensor) else value
+                    found[f"{key} of param_groups[{index}]"] = repr(plain)
+        return found

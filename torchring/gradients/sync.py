@@ -17,6 +17,7 @@ from torchring.collectives.service import internal_collectives_of
 from torchring.dynamo import is_compiled_backward
 from torchring.errors import GradientError, in_step, with_way_out
 from torchring.gradients.backward import BackwardWatch
+from torchring.gradients.buffers import Place
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.hooks import attach_hooks, make_hook
 from torchring.gradients.module_wrappers import explain
@@ -24,7 +25,7 @@ from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
 from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.sparse import NonFiniteGradient
-from torchring.gradients.weights import ON_RESULTS
+from torchring.gradients.weights import ON_RESULTS, OTHER_BATCH
 from torchring.stalls.page import Phase
 from torchring.tracing import recorder
 
@@ -32,11 +33,16 @@ from torchring.tracing import recorder
 class Batches(Protocol):
     """What an elastic job wants to know of the backwards, and knows of the batches."""
 
-    def begin_backward(self) -> None:
-        """A backward is about to begin, or its first gradient has come. May raise what ends the training function."""
+    def begin_backward(self, *, is_weighed: bool, is_skipped: bool = False) -> None:
+        """A backward is about to begin, or its first gradient has come. May raise what ends the training function.
 
-    def next_weight(self) -> tuple[float, float] | None:
-        """The weight of this rank's next batch, and the sum of the weights that all ranks have for it.
+        Args:
+            is_weighed: the script has given a weight. Otherwise, raises GradientError if the weight is not known.
+            is_skipped: this rank takes part without a backward of its own.
+        """
+
+    def current_weight(self) -> tuple[float, float] | None:
+        """The weight of this rank's batch that is trained on, and the sum of the weights that all ranks have for it.
 
         None if no batch has a weight, on any rank.
         """
@@ -112,9 +118,19 @@ class GradientSync:
         self._attach()
 
     @property
+    def is_weighed_by_script(self) -> bool:
+        """Whether the script has weighed the backward under way, or the next one."""
+        return self._weights.is_by_script
+
+    @property
     def wants_reduction(self) -> bool:
         """Whether a backward is under way that reduces."""
         return self.in_backward and self._reduces
+
+    @property
+    def is_in_no_sync(self) -> bool:
+        """Whether a backward is under way inside `no_sync()`."""
+        return self.in_backward and not self._reduces and self._no_sync_depth > 0
 
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective: more parameters, some of which may be frozen for now."""
@@ -143,17 +159,21 @@ class GradientSync:
         """The first gradient of a backward arrives; or of an outer backward, after the end of an inner one."""
         if not self.in_backward:
             if self.batches is not None:
-                self.batches.begin_backward()
+                self._begin_batch(self.batches)
             self._enter(Phase.BACKWARD, recorder.BACKWARD)
             self._begin(reduces=self._next_reduces())
         self.watch.arm()
 
-    def finish_backward(self, *, reduces: bool) -> None:
-        """A backward that reached these parameters on some rank is over. It reduces if any rank's was to reduce."""
+    def finish_backward(self, *, reduces: bool, carried: set[Place] | None = None) -> None:
+        """A backward that reached these parameters on some rank is over. It reduces if any rank's was to reduce.
+
+        Args:
+            carried: see `Reduction.finish`.
+        """
         if reduces:
             if not self.wants_reduction:  # only other ranks got as far as to begin
                 self._begin(reduces=True)
-            self._or_fail(self._finish_round)
+            self._or_fail(lambda: self._finish_round(carried))
             self._num_backwards = 0
             self._weights.reset()
         elif self._no_sync_depth == 0:
@@ -168,7 +188,7 @@ class GradientSync:
             self._replicas.after_round(is_alarmed, self.num_steps, is_apart=sums.has_ended > 0)
             if self.batches is not None and (sums.wants_change or sums.leaves):
                 self.batches.change_is_agreed(all_leave=sums.leaves == self.reduction.world.size)
-        self.weigh_next_batch()
+        self.weigh_batch()
 
     def abandon_backward(self) -> None:
         """The backward under way has raised (out of memory, an error in a custom function): drop its round."""
@@ -179,6 +199,7 @@ class GradientSync:
             self._end_zero_weight()
             if self._reduces:
                 self.reduction.scheduler.abandon()
+            self.weigh_batch()
 
     def gradient_failed(self, error: BaseException) -> None:
         """A hook has raised. With no bucket sent yet, backward drops the round as after any other error."""
@@ -195,16 +216,24 @@ class GradientSync:
             self._refuse_results()
         self._weigh(weight)
 
-    def weigh_next_batch(self) -> None:
-        """In an elastic job: give the next backward the weight of its batch, unless the script gives another."""
-        if self.batches is None or (given := self.batches.next_weight()) is None:
+    def weigh_batch(self) -> None:
+        """In an elastic job: give the next backward the weight of its batch, unless the script has given another."""
+        if self.batches is None or self._weights.is_given or (current := self.batches.current_weight()) is None:
             return
-        weight, whole = given
-        if not self.reduction.is_sum:
-            self._weigh(weight, whole)
-        elif not weight:
+        weight, whole = current
+        if self.reduction.is_sum:
             self._end_zero_weight()
-            self._zero_next_backward()
+            if not weight:
+                self._zero_next_backward()
+        elif not self._weights.expects(weight, whole):
+            self._weigh(weight, whole)
+
+    def _begin_batch(self, batches: Batches) -> None:
+        """In an elastic job, a backward begins. Raises GradientError if it has the weight of another batch."""
+        batches.begin_backward(is_weighed=self._weights.is_given)
+        current = None if self._weights.is_given or self.reduction.is_sum else batches.current_weight()
+        if current is not None and not self._weights.expects(*current):
+            raise GradientError(OTHER_BATCH)
 
     def _weigh(self, weight: float, whole: float | None = None) -> None:
         reduction, weights = self.reduction, self._weights
@@ -231,6 +260,9 @@ class GradientSync:
         """Collective: take part in the reduction of the others' next backward. See `DistributedOptimizer.skip`."""
         if self.in_backward:
             raise GradientError("skip() was called inside backward(); call it in place of backward()")
+        if self.batches is not None:
+            self.batches.begin_backward(is_weighed=self._weights.is_given, is_skipped=True)
+            self.weigh_batch()
         self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate)
 
     def _take_part(self, *, reduces: bool) -> None:
@@ -293,7 +325,7 @@ class GradientSync:
     def has_stepped(self) -> None:
         """The optimizer has made a step."""
         self._replicas.accept()
-        self._write_buffers()
+        self.write_buffers()
         self.num_steps += 1
         self._end_step()
 
@@ -308,7 +340,8 @@ class GradientSync:
         self._weights.reset()
         self._replicas.accept_all()
 
-    def _write_buffers(self) -> None:
+    def write_buffers(self) -> None:
+        """All ranks make a step, or all leave one out: the model's buffers get what the last round has found."""
         if self.reduction.buffers is not None:
             self.reduction.buffers.write()
 
@@ -358,7 +391,7 @@ class GradientSync:
             return True
         if skips:
             self.num_skipped_steps += 1
-            self._write_buffers()
+            self.write_buffers()
             self._end_step()
             return False
         rank, name, _ = non_finite
@@ -447,8 +480,8 @@ class GradientSync:
         is_absent = self._group.is_skipping and not self._weights.num_backwards
         self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits, is_absent=is_absent, is_again=is_again)
 
-    def _finish_round(self) -> None:
-        self.reduction.finish()
+    def _finish_round(self, carried: set[Place] | None) -> None:
+        self.reduction.finish(carried)
         if self.reduction.control_sums.has_thawed:
             self._adopt_thawed()
             self._reduce_now()

@@ -14,7 +14,6 @@ from torchring.accelerators import accelerator_of
 from torchring.allreduce.contract import is_finite
 from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 from torchring.errors import GradientError
-from torchring.gradients.buffers import SyncBuffers
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.module_wrappers import WAY_OUT, explain, is_module_wrapper, sharded_by
 from torchring.gradients.plan import COMPRESSIONS, ParameterSpec
@@ -34,7 +33,6 @@ def check_options(options: Options) -> None:
         ("algorithm", options.algorithm, ALGORITHMS),
         ("overlap", options.overlap, OVERLAPS),
         ("on_nonfinite", options.on_nonfinite, get_args(OnNonfinite)),
-        ("sync_buffers", options.sync_buffers, (*get_args(SyncBuffers), None)),
     ):
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

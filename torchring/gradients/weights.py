@@ -29,6 +29,12 @@ ON_RESULTS: Final = (
     "weights were given with gradients of an earlier step in .grad, which would get the weights of this step; call "
     "optimizer.zero_grad() before the first weigh()"
 )
+OTHER_BATCH: Final = (
+    "a backward() is about to get the weight of another batch. The ranks' shares of the two batches have different "
+    "weights, because one of them is the last of an epoch. Call backward() for the losses of one batch before the "
+    "model is called with the next batch; take batches in the thread that calls backward(); or say before each "
+    "backward() how many samples count, with optimizer.weigh()"
+)
 
 
 class Share(NamedTuple):
@@ -38,12 +44,14 @@ class Share(NamedTuple):
     is_unweighted: the rank has run a backward for which it has given no weight.
     factor: by which gradients are multiplied in the wire buffer.
     is_absent: the rank has no gradient, and does not count.
+    left_out: what the weights of backwards that it has skipped would have been, in an elastic job.
     """
 
     weight: float | None = None
     is_unweighted: bool = False
     factor: float = 1.0
     is_absent: bool = False
+    left_out: float = 0.0
 
 
 class Weights:
@@ -63,12 +71,27 @@ class Weights:
         self._whole: float | None = None
         self._unit: float | None = None  # the weight that local gradients are divided by
         self._total: float | None = None
+        self._left_out = 0.0  # of backwards that were skipped
         self._last: float | None = None  # of the backward under way
 
     @property
     def is_weighted(self) -> bool:
         """Whether the backwards since the last reduction have weights."""
         return self._total is not None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the script has given the next backward a weight."""
+        return self._next is not None and self._next_whole is None
+
+    @property
+    def is_by_script(self) -> bool:
+        """Whether the script has weighed the backward under way, or the next one."""
+        return self.is_given or (self._next is None and self._last is not None and self._whole is None)
+
+    def expects(self, weight: float, whole: float) -> bool:
+        """Whether an elastic job has given the next backward this weight."""
+        return (self._next, self._next_whole) == (self.representable(weight), whole)
 
     def expect(self, dtypes: Sequence[torch.dtype]) -> None:
         """Gradients travel in these dtypes, the weight in any of them: another bucket may come to be the first one."""
@@ -129,30 +152,36 @@ class Weights:
 
     def drop_next(self) -> None:
         """The backward that a weight was given for does not come."""
+        if self._next is not None and self._next_whole is not None:
+            self._left_out += self._next
+            self._whole = self._next_whole
         self._next = None
 
     def reset(self) -> None:
         """Local gradients are reduced, or gone. A weight that was given for the next backward stays."""
         self.num_backwards = 0
         self._total = None
+        self._left_out = 0.0
         self._unit = self._next or None
 
     def share(self, *, is_absent: bool) -> Share:
         """What this rank contributes to the round that begins."""
         if is_absent:
-            return Share(is_absent=True)
+            return Share(is_absent=True, left_out=self._left_out)
         if self._total is None:
             return Share(is_unweighted=self.num_backwards > 0)
-        return Share(self._total, factor=(self._unit or 0.0) / self.reference)
+        return Share(self._total, factor=(self._unit or 0.0) / self.reference, left_out=self._left_out)
 
-    def result_scale(self, num_ranks: int, num_weighted: int, num_absent: int, total: float) -> float:
+    def result_scale(
+        self, num_ranks: int, num_weighted: int, num_absent: int, total: float, left_out: float = 0.0
+    ) -> float:
         """By which the result has to be multiplied, which was averaged over all ranks. All arguments are sums."""
         if not num_weighted:
             present = num_ranks - num_absent
             return num_ranks / present if present else 1.0
         scale = num_ranks * self.reference / total if total else 1.0
         if self._whole is not None:
-            scale *= max(1, math.ceil(total / self._whole - 0.001))  # number of batches: alike on all ranks
+            scale *= (total + left_out) / self._whole  # number of batches: alike on all ranks
         if total:
             self.reference = 2.0 ** round(math.log2(total / num_ranks))
         return scale

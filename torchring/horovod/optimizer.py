@@ -262,7 +262,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         return may_step
 
     def _watch_replicas(self, world: World) -> ReplicaCheck:
-        return _LenientReplicaCheck(world, self._names)
+        return _LenientReplicaCheck(world, self._names, self.optimizer, None)
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._reduces_together and self._set is not global_process_set:
