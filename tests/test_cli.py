@@ -299,6 +299,15 @@ def test_the_folder_of_progress_goes_with_the_job_or_the_next_one(
     assert not list(tmp_path.iterdir())
 
 
+def test_without_pytorch_there_is_a_sentence(launcher: Launcher) -> None:
+    code = "import sys; sys.modules['torch'] = None; from torchring.__main__ import main; sys.argv[1:] = ['doctor']; "
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit(main())"], env=launcher.environ, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "torchring needs torch, which is not installed: pip install torch\n"
+
+
 def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> None:
     """torch would try for a minute, and print pages."""
     alone = ["unshare", "--net", "--map-root-user"]

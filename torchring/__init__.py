@@ -19,6 +19,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     stalls/         who keeps the others waiting
     tracing/        where the time of a step goes
     memory/         memory that the ranks of a host share
+    alone.py        warns of ranks that never met
     rendezvous/     where ranks find each other           kernels/                   Triton kernels
 
 Words that are used throughout, beside those of PyTorch and MPI:

@@ -12,7 +12,13 @@ def main() -> int:
     _open_closed_streams()
     from torchring.cli import main as command
 
-    return command()
+    try:
+        return command()
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        print(f"torchring needs {error.name}, which is not installed: pip install {error.name}", file=sys.stderr)
+        return 2
 
 
 def _open_closed_streams() -> None:

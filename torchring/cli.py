@@ -169,6 +169,8 @@ def _is_elastic(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 def _run(options: argparse.Namespace, is_elastic: bool) -> int:
     """Returns the exit code of the first process that failed; 128 + n if signal n ended it, as in a shell."""
     try:
+        if importlib.util.find_spec("torch") is None:  # the processes would say so in a traceback each
+            raise LaunchError("PyTorch is not installed: pip install torch")
         command = horovodrun.without_interpreter(options.script, options.arguments)
         if command is None or options.module:
             command = [*_program(options.script, options.module), *options.arguments]

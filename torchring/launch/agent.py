@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Final
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed import run as torchrun
-from torch.distributed.elastic import multiprocessing
+from torch.distributed.elastic import multiprocessing as elastic_multiprocessing
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -156,7 +156,7 @@ def _run(part: Part, command: Sequence[str], store: TCPStore) -> int:
     config, entrypoint, arguments = torchrun.config_from_args(options)
     output = Output(part.output)
     config.logs_specs = _Pipes(output)
-    multiprocessing.SubprocessContext = _Ranks  # type: ignore[misc]
+    elastic_multiprocessing.SubprocessContext = _Ranks  # type: ignore[misc]
     failure: ChildFailedError | None = None
     try:
         elastic_launch(config, entrypoint)(*arguments)
