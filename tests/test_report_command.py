@@ -7,6 +7,7 @@ import dataclasses
 import io
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torchring.report.findings import Advice
 from torchring.report.merge import merge
 from torchring.tracing.files import path_of, write
 
-NUM_STEPS = 6
+NUM_STEPS = 10
 
 
 @pytest.fixture
@@ -55,8 +56,8 @@ def test_no_page_if_none_is_wanted(folder: Path, capsys: pytest.CaptureFixture[s
     assert sorted(path.name for path in folder.iterdir()) == [f"rank-0000{rank}.npz" for rank in range(3)]
     out = capsys.readouterr().out
     assert "Load data in the background, or faster, on rank 1: 3" in out
-    assert "Rank 1 spends 62.0 ms between step() and forward. If that is loading data" in " ".join(out.split())
-    assert "DataLoader(..., num_workers=4" in out
+    assert "Rank 1 spends 62.0 ms between step() and forward, and no DataLoader is used." in " ".join(out.split())
+    assert "DataLoader(..., num_workers=1, persistent_workers=True)" in out
     for title in ("What would help", "Milliseconds of a step, by rank", "Who waits for whom", "Buckets", "Predicted"):
         assert f"\n{title}" in out
     assert "times of hosts may differ by 0.05 ms" in out
@@ -113,10 +114,11 @@ def test_a_package_that_is_missing_is_named(
         raise ImportError("report.html needs plotly: pip install 'torchring[report]'")
 
     monkeypatch.setattr(command, "_write_page", refuse)
-    assert main(["report", str(folder)]) == 2
+    assert main(["report", str(folder)]) == 0, "the summary is a report, too"
+    assert main(["report", str(folder), "--html", str(folder / "page.html")]) == 2
     out, err = capsys.readouterr()
-    assert "waits for data on rank 1" in out
-    assert err == "torchring report: report.html needs plotly: pip install 'torchring[report]'\n"
+    assert out.count("waits for data on rank 1") == 2
+    assert err == 2 * "torchring report: report.html needs plotly: pip install 'torchring[report]'\n"
 
 
 def test_the_table_has_a_row_for_each_step_and_rank(folder: Path) -> None:
@@ -157,6 +159,50 @@ def test_the_trace_of_all_ranks_has_the_spans_of_the_steps(folder: Path) -> None
     assert {s["name"] for s in spans if s["name"].startswith("waiting")} >= {"waiting for rank 1"}
 
 
+def test_the_trace_of_all_ranks_has_the_phases_of_the_table(tmp_path: Path) -> None:
+    """Backward stands still for 7 ms of each step."""
+    for trace in simulate(2, NUM_STEPS, input_ms=[2, 9], backward_ms=[60, 15], noise=0.0):
+        steps = tuple(dataclasses.replace(step, stall_ns=7_000_000) for step in trace.steps)
+        write(tmp_path, dataclasses.replace(trace, steps=steps))
+    arguments = ["--no-html", "--csv", str(tmp_path / "table.csv"), "--trace-json", str(tmp_path / "trace.json")]
+    assert main(["report", str(tmp_path), *arguments]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    totals: dict[str, float] = {}
+    for event in events:
+        if event.get("cat") == "phase":
+            totals[event["name"]] = totals.get(event["name"], 0.0) + event["dur"] / 1e3
+    rows = list(csv.DictReader((tmp_path / "table.csv").read_text().splitlines()))
+    for name in ("input", "backward", "waiting for a rank", "communication", "between backward and step", "optimizer"):
+        column = f"{name.replace(' ', '_')}_ms"
+        assert totals.get(name, 0.0) == pytest.approx(sum(float(row[column]) for row in rows), abs=1e-3), name
+    assert totals["backward"] == pytest.approx(NUM_STEPS * (60 - 7 + 15 - 7))
+
+
+def test_arrows_and_a_track_show_how_buckets_travel(folder: Path) -> None:
+    file = folder / "trace.json"
+    assert main(["report", str(folder), "--no-html", "--trace-json", str(file)]) == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    begins = {each["id"]: each for each in events if each["ph"] == "s"}
+    ends = {each["id"]: each for each in events if each["ph"] == "f"}
+    assert begins.keys() == ends.keys()
+    assert len(ends) == NUM_STEPS * 3 * 3
+    buckets = {(each["pid"], each["tid"], each["ts"]): each["name"] for each in events if each.get("cat") == "bucket"}
+    for number, end in ends.items():
+        assert buckets[end["pid"], end["tid"], end["ts"]] == end["name"]
+        assert begins[number]["ts"] <= end["ts"]
+    speeds = {each["args"]["GB/s"] for each in events if each["ph"] == "C"}
+    # 25 MB take 0.2 ms and 16.7 ms: each rank sends 33.3 MB.
+    assert max(speeds) == pytest.approx(33.333 / 16.867, rel=1e-3)
+    assert min(speeds) == 0
+
+
+def test_a_host_name_is_no_formula(tmp_path: Path) -> None:
+    (trace,) = simulate(1, 2)
+    write(tmp_path, dataclasses.replace(trace, about=dataclasses.replace(trace.about, host="=HYPERLINK(1)")))
+    assert main(["report", str(tmp_path), "--no-html", "--csv", str(tmp_path / "table.csv")]) == 0
+    assert "0,0,'=HYPERLINK(1)," in (tmp_path / "table.csv").read_text()
+
+
 def test_spans_of_one_lane_are_nested_and_do_not_overlap(folder: Path) -> None:
     file = folder / "trace.json"
     assert main(["report", str(folder), "--no-html", "--trace-json", str(file)]) == 0
@@ -188,6 +234,17 @@ def test_a_terminal_gets_colours_and_no_markup() -> None:
     assert "\x1b[1m" in text
     assert "Use [bold]" in text
     assert "x[red]" in text
+
+
+def test_headings_are_whole_in_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal.show(analyse(merge(simulate(2, 12, ranks_per_host=1))), screen := Screen())
+    text = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
+    words = " ".join(text.split())
+    assert "rank step input forward backward waiting communication between optimizer" in words
+    assert "bucket MB ready ms reduced in ms exposed ms GB/s parameters" in words
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,8 @@ def test_an_error_that_ended_a_rank_is_quoted() -> None:
     first, second = simulate(2, 5)
     job = merge([about(first, ended_by="SIGUSR1"), about(second, ended_by="PeerLostError: rank 0 died")])
     assert job.problems == ('Rank 1 ended with an error: "PeerLostError: rank 0 died".',)
+    assert job.ended_badly == job.problems[0]
+    assert merge([first, second]).ended_badly == ""
 
 
 def test_files_of_an_earlier_job_are_left_out() -> None:
@@ -125,6 +127,7 @@ def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
     job = load(tmp_path)
     assert [len(trace.steps) for trace in job.traces] == [60, 60, 20]
     assert job.problems == ("Rank 2 was killed, or still runs. Of its steps, only 20 are known.",)
+    assert job.ended_badly == "Rank 2 was killed, or still runs."
     nameless = about(third, ended_by="", written_at=11.0, parameters=(), rank=0)
     write_encoded(live_path_of(tmp_path, 0), nameless, list(map(encode, nameless.steps)))
     job = load(tmp_path)
@@ -136,7 +139,9 @@ def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
     assert load(tmp_path).traces[1].about.pid == second.about.pid + 1, "that of SIGUSR1 is of an earlier run"
     for rank in range(3):
         path_of(tmp_path, rank).unlink()
-    assert "Ranks 1 and 2 were killed, or still run." in load(tmp_path).problems[0]
+    job = load(tmp_path)
+    assert "Ranks 1 and 2 were killed, or still run." in job.problems[0]
+    assert job.ended_badly == "", "no rank has ended, so the job may run"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from traces import simulate
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'torchring[report]'")
 
-from torchring.report import captions
+from torchring.report import captions, figures
 from torchring.report.analysis import analyse
 from torchring.report.drawing import COLORS
 from torchring.report.figures import bandwidth_by_bucket
@@ -205,6 +205,21 @@ def test_phases_over_time_of_each_rank(page: str) -> None:
     assert inputs["0"] == pytest.approx([2.0] * 24, abs=0.1)
 
 
+def test_long_points_over_time_leave_the_others_large(analysis: Analysis) -> None:
+    """The first step takes 50 times as long as the others, on rank 3 only."""
+    series = analysis.series
+    phases = {rank: {**of_rank} for rank, of_rank in series.phases.items()}
+    phases[3][Phase.INPUT] = (50 * STEP_MS, *phases[3][Phase.INPUT][1:])
+    page = page_of(dataclasses.replace(analysis, series=dataclasses.replace(series, phases=phases)))
+    marks = {mark["legendgroup"]: mark for mark in data_of(page, "over-time") if mark["name"] == "longer"}
+    assert {rank: [*mark["x"]] for rank, mark in marks.items()} == {"0": [], "1": [], "2": [], "3": [0]}
+    assert [rank for rank, mark in marks.items() if mark["visible"]] == ["3"]
+    assert figures.phases_over_time(analysis).layout.yaxis.range is None
+    top = 3 * STEP_MS
+    assert marks["3"]["y"] == pytest.approx([0.97 * top], rel=0.01)
+    assert f"mark what is longer than {number(top)}\u00a0ms" in Elements(page).text
+
+
 def test_who_waits_for_whom(page: str) -> None:
     (heat,) = traces_of(page, "wait-map").values()
     expected = np.zeros((4, 4))
@@ -235,7 +250,7 @@ def test_bandwidth_of_each_bucket(page: str) -> None:
 
 def test_bandwidths_that_are_far_apart_have_a_logarithmic_axis(analysis: Analysis) -> None:
     assert bandwidth_by_bucket(analysis).layout.yaxis.type is None
-    fast = dataclasses.replace(analysis.buckets[0], bus_bandwidth=Spread(500.0, 400.0, 600.0, "GB/s"))
+    fast = dataclasses.replace(analysis.buckets[0], bus_bandwidth=Spread(500.0, 500.0, 400.0, 600.0, "GB/s"))
     wide = dataclasses.replace(analysis, buckets=(fast, *analysis.buckets[1:]))
     assert bandwidth_by_bucket(wide).layout.yaxis.type == "log"
 
@@ -317,7 +332,7 @@ def test_the_caption_says_whether_a_job_changes(analysis: Analysis) -> None:
 
 def test_the_caption_says_that_reductions_keep_backward_waiting(analysis: Analysis) -> None:
     assert "keep it waiting" not in captions.of_buckets(analysis)
-    slow = dataclasses.replace(analysis.ranks[1], stall=Spread(20.0, 19.0, 21.0))
+    slow = dataclasses.replace(analysis.ranks[1], stall=Spread(20.0, 20.0, 19.0, 21.0))
     text = captions.of_buckets(dataclasses.replace(analysis, ranks=(analysis.ranks[0], slow)))
     assert "keep it waiting for 20.0\u00a0ms\u00a0(19.0–\u206021.0) of each step." in text
 

@@ -25,6 +25,7 @@ from torchring.report.scaling import (
     predict,
     slowest_ms,
 )
+from torchring.report.terminal import plain
 from torchring.tracing.records import Arrivals, ParameterRecord, RankTrace
 
 MB = 1_000_000
@@ -53,7 +54,7 @@ def of(num_ranks: int, **options: Any) -> Analysis:
 def test_two_ranks_predict_three_four_and_eight(options: dict[str, Any]) -> None:
     job = merge(simulated(2, num_steps=60, **options))
     for prediction in analyse(job, sizes=(3, 4, 8)).predictions:
-        measured = of(prediction.num_ranks, num_steps=40, seed=1, **options).step.median
+        measured = of(prediction.num_ranks, num_steps=40, seed=1, **options).step.mean
         assert prediction.step_ms == pytest.approx(measured, rel=0.05)
 
 
@@ -64,7 +65,7 @@ def test_predictions_are_for_powers_of_two_and_for_the_size_of_the_job() -> None
 def test_where_it_was_measured_the_prediction_is_the_measurement() -> None:
     analysis = of(4)
     assert analysis.predictions[1].num_ranks == 4
-    assert analysis.predictions[1].step_ms == pytest.approx(analysis.step.median)
+    assert analysis.predictions[1].step_ms == pytest.approx(analysis.step.mean)
     efficiencies = [each.efficiency for each in analysis.predictions]
     assert efficiencies == sorted(efficiencies, reverse=True)
 
@@ -77,7 +78,7 @@ def test_one_rank_predicts_with_a_network_that_is_given() -> None:
     given = analyse(merge([alone]), Network(0.1, 1.25))
     (prediction, *_) = given.predictions
     assert prediction.exposed_ms == pytest.approx(20.4, rel=0.01)
-    assert prediction.step_ms == pytest.approx(of(2).step.median, rel=0.05)
+    assert prediction.step_ms == pytest.approx(of(2).step.mean, rel=0.05)
     assert given.is_network_given
 
 
@@ -169,7 +170,7 @@ def test_one_slow_rank_stays_one() -> None:
     """Of 4 ranks of 100 ms, one has 60 ms more. Among 1,024 ranks, it is still the only one."""
     analysis = analyse(merge(simulate(4, input_ms=[2, 2, 2, 62], noise=0.02, **{"gigabytes_per_s": 20.0})))
     four, many = (next(each for each in analysis.predictions if each.num_ranks == n) for n in (4, 1024))
-    assert four.step_ms == pytest.approx(analysis.step.median, rel=0.01)
+    assert four.step_ms == pytest.approx(analysis.step.mean, rel=0.01)
     assert four.waiting_ms == pytest.approx(45, rel=0.05)  # 60 ms, less what this rank adds to the mean
     assert many.waiting_ms == pytest.approx(60, rel=0.05)
     assert many.efficiency < four.efficiency
@@ -222,23 +223,76 @@ def test_advice_is_what_a_simulation_with_the_change_shows() -> None:
     options = {"bucket_mb": [1, 12, 12, 12], "noise": 0.01, "num_steps": 20}
     analysis = of(4, **options)
     saves = advice_of(analysis)
-    half = of(4, **(options | {"bucket_mb": [0.5, 6, 6, 6]})).step.median
-    assert saves["Send gradients in 16 bits"] == pytest.approx(1 - half / analysis.step.median, abs=0.01)
+    half = of(4, **(options | {"bucket_mb": [0.5, 6, 6, 6]})).step.mean
+    assert saves["Send gradients in 16 bits"] == pytest.approx(1 - half / analysis.step.mean, abs=0.01)
     late = of(4, input_ms=[2, 2, 62, 2], **options)
-    even = of(4, **options).step.median
+    even = of(4, **options).step.mean
     assert advice_of(late)["Load data in the background, or faster, on rank 2"] == pytest.approx(
-        1 - even / late.step.median, abs=0.02
+        1 - even / late.step.mean, abs=0.02
     )
     assert [each.saves_share for each in late.advice] == sorted(advice_of(late).values(), reverse=True)
     for each in late.advice:
-        assert each.predicted_ms == pytest.approx(late.step.median * (1 - each.saves_share))
+        assert each.predicted_ms == pytest.approx(late.step.mean * (1 - each.saves_share))
 
 
-def test_workers_hide_loading_only_behind_computing() -> None:
-    """Loading takes 200 ms, and the rest of the step 100.5 ms: with workers, a step takes 200 ms."""
-    (best, *_) = of(4, input_ms=200, noise=0.0, gigabytes_per_s=1000.0, latency_ms=0.0, num_steps=10).advice
-    assert best.what == "Load data in the background"
-    assert best.predicted_ms == pytest.approx(200, rel=0.005)
+def changed(traces: list[RankTrace], about: dict[str, Any], **of_steps: int) -> list[RankTrace]:
+    """The same traces, with other facts about the job and about each step."""
+    return [
+        dataclasses.replace(
+            trace,
+            about=dataclasses.replace(trace.about, **about),
+            steps=tuple(dataclasses.replace(step, **of_steps) for step in trace.steps),
+        )
+        for trace in traces
+    ]
+
+
+def loading(
+    loading_ms: float, cpu_ms: float, workers: int, num_cores: int, forward_ms: float = 2.0, threads: int = 1
+) -> Analysis:
+    """Two ranks that load a batch for so long, and then compute for 7 ms longer than forward takes."""
+    options = {"forward_ms": forward_ms, "backward_ms": 6.0, "between_ms": 0.5, "optimizer_ms": 0.5, "noise": 0.0}
+    traces = simulate(2, 20, input_ms=loading_ms, loading_ms=loading_ms, bucket_mb=(0.001,), latency_ms=0.0, **options)
+    about = {"num_cores": num_cores, "num_threads": threads}
+    return analyse(merge(changed(traces, about, num_workers=workers, loading_cpu_ns=round(cpu_ms * MS))))
+
+
+@pytest.mark.parametrize(
+    ("job", "what", "how", "step_ms"),
+    [
+        # 40 ms for a batch, without work for a core: 5 workers load one in 8 ms, and the rank needs 9.5 ms.
+        ((40, 0, 0, 2), "Load data in the background", "num_workers=5", 9.5),
+        # All of it is work for a core. Two ranks need 99 ms of cores for a step: 12.4 ms on 8 cores.
+        ((40, 40, 0, 8), "Load data in the background", "num_workers=4", 12.375),
+        # One worker is there. A step takes as long as it needs for a batch: 41 ms.
+        ((32, 0, 1, 2), "Load data with 5 workers", "num_workers=5", 9.5),
+        # The ranks and workers have no core to spare, whether they are few or many.
+        ((40, 40, 0, 2), "Make batches cheaper to load", "", 29.0),
+        ((40, 40, 0, 8, 2, 4), "Load data in the background", "num_workers=3", 19.125),
+        ((32, 82, 2, 2), "Make batches cheaper to load", "", 25.25),
+        # To take a batch from a worker takes as long as to load it.
+        ((0.6, 0.6, 0, 64, 0.0), "Make batches cheaper to load", "", 7.3),
+    ],
+)
+def test_workers_are_advised_as_far_as_they_help(job: tuple[Any, ...], what: str, how: str, step_ms: float) -> None:
+    analysis = loading(*job)
+    found = {each.what: each for each in analysis.advice}
+    assert what in found
+    assert found[what].predicted_ms == pytest.approx(step_ms, abs=0.1)
+    assert how in found[what].how
+
+
+def test_workers_that_keep_up_need_no_others() -> None:
+    assert not any("Load" in what or "load" in what for what in advice_of(loading(0.6, 8.0, 4, 2)))
+
+
+def test_loading_without_a_data_loader_is_taken_to_need_cores() -> None:
+    """200 ms between step() and forward, and 98.5 ms for the rest: as much work for cores."""
+    traces = simulated(4, input_ms=200, noise=0.0, gigabytes_per_s=1000.0, latency_ms=0.0, num_steps=10)
+    for num_cores, expected in ((1, 198.5), (2, 149.5), (3, 99.7)):  # each rank has a host
+        (best, *_) = analyse(merge(changed(traces, {"num_cores": num_cores}))).advice
+        assert best.what == ("Do less between step() and forward" if num_cores == 1 else "Load data in the background")
+        assert best.predicted_ms == pytest.approx(expected, rel=0.005)
 
 
 def test_what_is_in_use_is_not_advised() -> None:
@@ -269,10 +323,110 @@ def test_ranks_that_share_too_few_cores(num_threads: int, what: str | None) -> N
     assert (what in advice_of(analyse(merge(crowded)))) == (what is not None)
 
 
-def test_one_rank_less_is_advised_where_ranks_outnumber_cores() -> None:
-    traces = simulate(4, 30, noise=0.25, gigabytes_per_s=100)
-    crowded = [dataclasses.replace(trace, about=dataclasses.replace(trace.about, num_cores=2)) for trace in traces]
-    assert "Start one rank less on host0" in advice_of(analyse(merge(crowded)))
+def test_more_ranks_than_cores_are_not_faster_with_fewer_ranks() -> None:
+    """4 ranks on 2 cores have none for half of the time. 2 ranks would be twice as fast, with half of the samples."""
+    crowded = changed(simulate(4, 30, noise=0.25), {"num_cores": 2}, queued_ns=55 * MS, exposed_queued_ns=5 * MS)
+    analysis = analyse(merge(crowded))
+    assert not any(what.startswith("Start") for what in advice_of(analysis))
+    (more,) = (each for each in analysis.advice if each.what == "Give the ranks on host0 more cores")
+    assert "4 ranks with 1 thread each share 2 cores. Fewer ranks would not make the job faster" in more.why
+    busy = changed(crowded, {}, queued_ns=90 * MS, exposed_queued_ns=5 * MS)
+    assert "share 2 cores with other programs. Fewer" in " ".join(each.why for each in analyse(merge(busy)).advice)
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpu_ms", "who"),
+    [
+        (-1, -1, "other programs hold the cores"),
+        (4, 1, "other programs hold the cores"),  # the workers wait for a disk
+        (4, 99, "2 ranks with 1 thread and 4 workers each share 2 cores"),
+    ],
+)
+def test_time_without_a_core_is_no_communication(workers: int, cpu_ms: int, who: str) -> None:
+    """Of 19 ms in which the ranks stand still, rank 1 has no core for 15; and for 10 ms more of its step."""
+    traces = simulate(2, 20, noise=0.0, gigabytes_per_s=1.3275, bucket_mb=(1.0, 25.0))
+    assert "Reduce gradients in every second backward only" in advice_of(analyse(merge(traces)))
+    of_steps = {"num_workers": workers, "loading_cpu_ns": cpu_ms * MS if cpu_ms >= 0 else -1}
+    (first,), (second,) = (
+        changed(traces[i : i + 1], {}, queued_ns=queued * MS, exposed_queued_ns=exposed * MS, **of_steps)
+        for i, (queued, exposed) in enumerate([(10, 0), (25, 15)])
+    )
+    analysis = analyse(merge([first, second]))
+    (cores,) = (each for each in analysis.advice if each.what == "Give the ranks on host0 more cores")
+    assert f"For 25.0 ms of a step, a rank was ready to run, but had no core: {who}." in cores.why
+    assert cores.predicted_ms == pytest.approx(analysis.step.mean - 25)
+    assert (analysis.verdict.kind, analysis.verdict.rank, analysis.verdict.cost.mean) == (
+        "cores",
+        None,
+        pytest.approx(25),
+    )
+    assert f"passes while a rank has no core: {who} (25 ms of 120 ms" in analysis.verdict.sentence
+    assert [rank.queued.mean for rank in analysis.ranks if rank.queued] == pytest.approx([10, 25])
+    assert "no core\n" in plain(analysis)
+    assert "Reduce gradients in every second backward only" not in advice_of(analysis)
+    (unknown,) = changed([second], {}, queued_ns=-1, exposed_queued_ns=-1)
+    assert "Give the ranks on host0 more cores" not in advice_of(analyse(merge([first, unknown])))
+
+
+@pytest.mark.parametrize(("by_ms", "queued_ms", "kind"), [(20, 0, "straggler"), (20, 20, "cores"), (4, 0, "compute")])
+def test_only_a_rank_that_computes_more_slowly_is_accused(by_ms: float, queued_ms: int, kind: str) -> None:
+    """4 ms are less than 5 % of a step; and for 20 ms, another program may have the core of the rank."""
+
+    def of(input_ms: float) -> Analysis:
+        backward_ms = [60, 60 + by_ms]
+        traces = simulate(2, 40, noise=0.01, input_ms=[2, input_ms], backward_ms=backward_ms, gigabytes_per_s=100.0)
+        (other,) = changed(traces[:1], {}, queued_ns=0, exposed_queued_ns=0)
+        (slow,) = changed(traces[1:], {}, queued_ns=queued_ms * MS, exposed_queued_ns=0)
+        return analyse(merge([other, slow]))
+
+    verdict = of(2).verdict
+    assert (verdict.kind, verdict.rank) == (kind, None if kind == "compute" else 1)
+    late = of(62)  # its data are late, too
+    assert (late.verdict.kind, late.verdict.rank) == ("input", 1)
+    assert ("Find out what slows rank 1 on host0 down" in advice_of(late)) == (kind == "straggler")
+    assert any("had no core" in problem for problem in late.problems) == (kind == "cores")
+
+
+def test_noise_accuses_nobody() -> None:
+    """Each rank is slower for a part of the time, one of them a little more often."""
+
+    def backward_ms(number: int, rank: int) -> float:
+        return 90.0 if (number // 4) % 2 == rank else 60.0
+
+    traces = simulate(2, 40, noise=0.3, seed=3, input_ms=[2, 62], backward_ms=backward_ms)
+    assert not any("slows" in what for what in advice_of(analyse(merge(traces))))
+
+
+@pytest.mark.parametrize(
+    ("reason", "algorithm", "factor"),
+    [
+        ("every host has one rank; measured for 12 MiB: ring 30 ms, native 20 ms", "auto", 0.75),
+        ("every host has one rank; measured for 12 MiB: ring 50 ms, native 20 ms", "auto", None),
+        ("of an unknown kind", "auto", None),
+        ("it was asked for", "native", 0.5),
+    ],
+)
+def test_16_bits_may_mean_another_algorithm(reason: str, algorithm: str, factor: float | None) -> None:
+    """algorithm="auto" does not take "native" for 16 bits."""
+    traces = simulated(2, bucket_mb=[50.0], latency_ms=0.0, noise=0.0, num_steps=12)
+    options = {"algorithm": algorithm}
+    analysis = analyse(merge(changed(traces, {"algorithm": "native", "reason": reason, "options": options})))
+    found = {each.what: each for each in analysis.advice}
+    if factor is None:
+        assert "Send gradients in 16 bits" not in found
+    else:
+        exposed = 50 / 1.25
+        assert found["Send gradients in 16 bits"].predicted_ms == pytest.approx(
+            analysis.step.mean - exposed * (1 - factor), rel=0.01
+        )
+
+
+@pytest.mark.parametrize(("name", "is_advised"), [("AdamW", True), ("SGD", True), ("RMSprop", False)])
+def test_fusing_is_advised_for_optimizers_that_can(name: str, is_advised: bool) -> None:
+    traces = simulate(2, 12, optimizer_ms=40)
+    found = [each.how for each in analyse(merge(changed(traces, {"options": {"optimizer": name}}))).advice]
+    assert (f"torch.optim.{name}(model.parameters(), fused=True)" in found) == is_advised
+    assert not any("foreach" in how for how in found), "it is slower on the CPU"
 
 
 def test_larger_buckets_are_advised_for_many_small_ones() -> None:
@@ -291,7 +445,7 @@ def test_larger_buckets_are_advised_for_many_small_ones() -> None:
         sizes[-1] += each
     done = np.cumsum(sizes) / 20
     again = simulate(2, 12, bucket_mb=sizes, ready_at=[*map(float, done)], latency_ms=1.0, noise=0.0, ranks_per_host=1)
-    assert best.predicted_ms == pytest.approx(analyse(merge(again)).step.median, rel=0.03)
+    assert best.predicted_ms == pytest.approx(analyse(merge(again)).step.mean, rel=0.03)
 
 
 def test_arrivals_say_when_buckets_of_one_rank_are_ready() -> None:

@@ -35,10 +35,19 @@ def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert first.startswith("Step 50: ")
     assert first.endswith("2 ranks, the last 47 steps.")
     assert "waits for data on rank 1" in verdict
-    assert any(line.split()[:2] == ["0", "1"] for line in rest), "rank 0 waits for rank 1"
+    assert any(line.split()[:3] == ["rank", "0", "1"] for line in rest), "rank 0 waits for rank 1"
     assert top.look(tmp_path).headline == f"{first} {verdict}"
     write_live(tmp_path, simulate(2, 50), age=60)
     assert "No rank has made a step for 60 s." in top.look(tmp_path).text
+
+
+def test_the_speed_is_steps_and_samples_by_time(tmp_path: Path) -> None:
+    """A pause of 2 s counts, as it does for whoever waits for the job."""
+    traces = simulate(1, 50, bucket_mb=[], noise=0, input_ms=lambda step, rank: 2 + 2000 * (step == 30))
+    write_live(tmp_path, traces)
+    seconds = 47 * 0.1005 + 2
+    speed = f"Step 50: {47 / seconds:.3g} steps/s, {47 * 16 / seconds:,.0f} samples/s, 1 rank, the last 46 steps. "
+    assert top.look(tmp_path).headline.startswith(speed)
 
 
 def test_a_killed_rank_leaves_its_last_steps_behind(tmp_path: Path) -> None:

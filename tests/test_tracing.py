@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import gc
 import itertools
 import logging
 import os
 import pickle
 import signal
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,13 @@ import pytest
 import torch
 from harness import run_pooled, run_ranks
 from torch import nn
+from torch.utils.data import DataLoader
 
 import torchring
 from torchring import default_world as world_module
 from torchring.rendezvous.environment import PROGRESS
+from torchring.tracing import process, writer
 from torchring.tracing import recorder as recorder_module
-from torchring.tracing import writer
 from torchring.tracing.clocks import estimate, measure
 from torchring.tracing.files import find, live_path_of, path_of, read, write
 from torchring.tracing.forward import ForwardWatch
@@ -40,6 +45,9 @@ class Clock:
 
     def perf_counter_ns(self) -> int:
         return self.now
+
+    def thread_time_ns(self) -> int:
+        return 2 * self.now
 
     def time(self) -> float:
         return 1.8e9
@@ -75,6 +83,29 @@ def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: py
     assert (len(steps_of(recorder)), recorder.num_steps) == (1000, 1004)
 
 
+def test_the_recorder_knows_how_long_its_thread_had_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says in how many slices of time a thread had a core; a thread that asks had one at least."""
+    queued_ns, num_slices = 100, 1
+    monkeypatch.setattr(os, "pread", lambda *_: f"5 {queued_ns} {num_slices}\n".encode())
+    recorder = Recorder()
+
+    def run_step() -> tuple[int, int]:
+        nonlocal queued_ns
+        for part in (FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER):
+            queued_ns += part  # 3 of them before EXPOSED begins, and 4 until it ends
+            recorder.enter(part)
+        recorder.end_step()
+        step = steps_of(recorder)[-1]
+        return step.queued_ns, step.exposed_queued_ns
+
+    assert run_step() == (-1, -1), "nothing is known of what was before"
+    assert run_step() == (15, 4)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run_step).result() == (-1, -1), "these are numbers of another thread"
+    num_slices = 0
+    assert run_step() == (-1, -1), "the kernel does not count"
+
+
 def test_a_step_of_very_many_micro_steps_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     for _ in range(100_000):
@@ -84,6 +115,82 @@ def test_a_step_of_very_many_micro_steps_is_cut_off(monkeypatch: pytest.MonkeyPa
     (step,) = steps_of(recorder)
     assert len(step.parts) < 2000
     assert sum(step.ns_in(part) for part in Part) == step.end - step.begin
+
+
+class _Nested(torch.utils.data.Dataset[int]):
+    """Reads a batch of another DataLoader for each sample. Each look at the clock takes 1 ns."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        self.clock.now += 50
+        return int(next(iter(DataLoader([index]))))
+
+
+def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, recorder = Clock(), Recorder()
+    monkeypatch.setattr(process, "time", clock)
+    before = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+    process.watch(recorder)
+    batches = iter(DataLoader(_Nested(clock), batch_size=1))
+    next(batches)
+    recorder.enter(BETWEEN)
+    next(batches)  # the rank would pass this time anyway
+    recorder.end_step()
+    iter(DataLoader(_Nested(clock)))  # gives no batch yet
+    elsewhere = threading.Thread(target=next, args=(batches,))
+    elsewhere.start()
+    elsewhere.join()
+    recorder.end_step()
+    next(batches)
+    next(batches, None)
+    recorder.end_step()
+    loading = [(step.loading_ns, step.loading_cpu_ns, step.num_workers) for step in steps_of(recorder)]
+    assert loading == [(50, 100, 0), (0, 0, -1), (50, 100, 0)]
+    process.forget(recorder)
+    assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before
+
+
+def test_the_work_of_workers_is_that_of_their_processes() -> None:
+    class Worker:
+        pid = os.getpid()  # a worker that works for as long as this test does
+
+    class Batches:
+        _workers = (Worker(), Worker())
+
+    batches, before = Batches(), time.process_time_ns()
+    assert process._since_last_batch(batches) == -1, "nothing is known of what was before"
+    while time.process_time_ns() < before + 1_000_000:
+        pass
+    worked = process._since_last_batch(batches)
+    assert 0 < worked <= 2 * (time.process_time_ns() - before)
+    Worker.pid = 2**22 + 1  # more than there can be
+    assert process._since_last_batch(batches) == -1
+
+
+def test_full_garbage_collections_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, recorder = Clock(), Recorder()
+    clock.now = 1
+    monkeypatch.setattr(process, "time", clock)
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        clock.now += 30 * (phase == "start")
+
+    process.watch(recorder)
+    gc.callbacks.append(look)
+    try:
+        gc.collect()
+        gc.collect(1)
+    finally:
+        gc.callbacks.remove(look)
+    process.forget(recorder)
+    gc.collect()
+    recorder.end_step()
+    assert [step.collecting_ns for step in steps_of(recorder)] == [30]
 
 
 def _model() -> nn.Sequential:
@@ -257,14 +364,14 @@ def _writes(rank: int, size: int, folder: Path) -> None:
         step()
         os.kill(os.getpid(), signal.SIGUSR1)
         now = read(path_of(folder / "block", rank))
-        assert (len(now.steps), now.about.ended_by) == (2, "SIGUSR1")
+        assert ([each.number for each in now.steps], now.about.ended_by) == ([1], "SIGUSR1"), "step 0 was before"
         step()
         writer._writer._write_live()
-        assert len(read(live_path_of(folder / "block", rank)).steps) == 3
+        assert len(read(live_path_of(folder / "block", rank)).steps) == 2
         with pytest.raises(ValueError, match=r"written to .*block already"), torchring.trace(folder / "other"):
             pass
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    assert len(read(path_of(folder / "block", rank)).steps) == 3
+    assert len(read(path_of(folder / "block", rank)).steps) == 2
     assert not live_path_of(folder / "block", rank).exists()
     with torchring.trace(folder / "broken"):
         step()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import tokenize
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from traces import MS, simulate
 
-from torchring.tracing.files import FORMAT, TraceError, find, path_of, read, write
+from torchring.tracing.files import FORMAT, TraceError, find, path_of, read, write, write_encoded
 from torchring.tracing.records import About, Part, RankTrace, decode, encode
 
 
@@ -27,10 +29,12 @@ def test_a_step_is_cut_into_parts_without_gaps() -> None:
 
 def test_an_encoded_step_is_the_same_step_and_a_short_one_is_refused() -> None:
     for trace in simulate(3, 2, skew_ms=[0, 5, -7], ranks_per_host=1):
-        for step in trace.steps:
+        for known in trace.steps:
+            loading = {"loading_ns": 9, "loading_cpu_ns": 8, "num_workers": 2}
+            step = dataclasses.replace(known, queued_ns=7, exposed_queued_ns=5, collecting_ns=3, **loading)
             numbers = encode(step)
             assert decode(numbers) == step
-            for length in (0, 7, 8, len(numbers) - 1):
+            for length in (0, 13, 14, len(numbers) - 1):
                 with pytest.raises(ValueError, match="cut short"):
                     decode(numbers[:length])
 
@@ -63,3 +67,36 @@ def test_another_format_is_named(tmp_path: Path) -> None:
     np.savez(path_of(tmp_path, 0), about=np.frombuffer(about.encode(), np.uint8))
     with pytest.raises(TraceError, match=r"torchring 9\.9, in another format"):
         read(path_of(tmp_path, 0))
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("compression type 99"), tokenize.TokenError("EOF", (1, 0))])
+def test_whatever_a_damaged_file_raises_is_named(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    path = write(tmp_path, simulate(1, 1)[0])
+    monkeypatch.setattr(np, "load", fail)
+    with pytest.raises(TraceError, match=r"rank-00000\.npz is torn, or no trace: "):
+        read(path)
+
+
+@pytest.mark.parametrize("change", [{"rank": "0"}, {"size": None}, {"num_cores": True}, {"host": 7}, {"options": []}])
+def test_what_is_no_number_or_text_is_named(change: dict[str, Any], tmp_path: Path) -> None:
+    trace = simulate(1, 1)[0]
+    path = write(tmp_path, trace)
+    write_encoded(path, dataclasses.replace(trace, about=dataclasses.replace(trace.about, **change)), [])
+    with pytest.raises(TraceError, match=f"no trace: {next(iter(change))} is "):
+        read(path)
+
+
+def test_text_of_a_trace_gives_a_terminal_no_orders(tmp_path: Path) -> None:
+    trace = simulate(1, 1)[0]
+    parameters = tuple(dataclasses.replace(each, name="\x1b]0;title\x07") for each in trace.about.parameters)
+    about = dataclasses.replace(
+        trace.about, host="\x1b[31mred\u202e", options={"a\nb": "\udcff"}, parameters=parameters
+    )
+    read_again = read(write(tmp_path, dataclasses.replace(trace, about=about))).about
+    assert (read_again.host, read_again.options) == ("\ufffd[31mred\ufffd", {"a b": "\ufffd"})
+    assert read_again.parameters[0].name == "\ufffd]0;title\ufffd"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchring.tracing.records import (
     About,
@@ -21,17 +21,20 @@ from torchring.tracing.records import (
 
 MS = 1_000_000
 MB = 1_000_000
+Duration = float | Sequence[float] | Callable[[int, int], float]
 
 
 def simulate(
     num_ranks: int = 2,
     num_steps: int = 50,
     *,
-    input_ms: float | Sequence[float] = 2.0,
-    forward_ms: float | Sequence[float] = 30.0,
-    backward_ms: float | Sequence[float] = 60.0,
-    between_ms: float | Sequence[float] = 0.5,
-    optimizer_ms: float | Sequence[float] = 8.0,
+    input_ms: Duration = 2.0,
+    forward_ms: Duration = 30.0,
+    backward_ms: Duration = 60.0,
+    between_ms: Duration = 0.5,
+    optimizer_ms: Duration = 8.0,
+    loading_ms: Duration | None = None,
+    collecting_ms: Duration = 0.0,
     bucket_mb: Sequence[float] = (1.0, 25.0, 25.0),
     ready_at: Sequence[float] | None = None,
     latency_ms: float = 0.2,
@@ -39,13 +42,15 @@ def simulate(
     noise: float = 0.02,
     skew_ms: Sequence[float] | None = None,
     ranks_per_host: int | None = None,
-    num_samples: int = 16,
+    num_samples: int | Sequence[int] = 16,
     start_up_s: float = 1.0,
     seed: int = 0,
 ) -> list[RankTrace]:
-    """One trace per rank. Durations may be given for each rank.
+    """One trace per rank. Durations may be given for each rank, or as a function of the step and the rank.
 
     Args:
+        loading_ms: how much of the input a DataLoader takes; None if there is no DataLoader.
+        collecting_ms: how much of a step Python's garbage collector takes.
         bucket_mb: bytes of each bucket, in units of 10**6.
         ready_at: for each bucket, after which part of backward it is ready; equally spaced by default.
         latency_ms, gigabytes_per_s: a bucket of b bytes takes latency + 2 (N - 1) / N b / bandwidth.
@@ -59,18 +64,22 @@ def simulate(
     skews = [round(ms * MS) for ms in (skew_ms or [0.0] * num_ranks)]
     fractions = ready_at or [(i + 1) / len(bucket_mb) for i in range(len(bucket_mb))]
 
-    def duration(given: float | Sequence[float], rank: int) -> int:
-        value = given if isinstance(given, float | int) else given[rank]
-        return max(0, round(value * MS * (1.0 + noise * rng.gauss(0.0, 1.0))))
+    def known(given: Duration, number: int, rank: int) -> float:
+        if callable(given):
+            return given(number, rank)
+        return given if isinstance(given, float | int) else given[rank]
+
+    def duration(given: Duration, number: int, rank: int) -> int:
+        return max(0, round(known(given, number, rank) * MS * (1.0 + noise * rng.gauss(0.0, 1.0))))
 
     begins = [1_000_000 * MS] * num_ranks
     steps: list[list[StepRecord]] = [[] for _ in range(num_ranks)]
     for number in range(num_steps):
         cut = []
         for rank, begin in enumerate(begins):
-            forward = begin + duration(input_ms, rank)
-            backward = forward + duration(forward_ms, rank)
-            exposed = backward + duration(backward_ms, rank)
+            forward = begin + duration(input_ms, number, rank)
+            backward = forward + duration(forward_ms, number, rank)
+            exposed = backward + duration(backward_ms, number, rank)
             cut.append((begin, forward, backward, exposed))
         times: list[list[tuple[int, int]]] = []  # per bucket: launched and reduced, per rank
         free = 0
@@ -81,8 +90,8 @@ def simulate(
             times.append([(at, free) for at in launched])
         for rank, (begin, forward, backward, exposed) in enumerate(cut):
             between = max(exposed, free)
-            optimizer = between + duration(between_ms, rank)
-            end = optimizer + duration(optimizer_ms, rank)
+            optimizer = between + duration(between_ms, number, rank)
+            end = optimizer + duration(optimizer_ms, number, rank)
             starts = [begin, forward, backward, exposed, between, optimizer, end]
             parts = tuple(
                 PartRecord(part, a + skews[rank], b + skews[rank])
@@ -98,7 +107,12 @@ def simulate(
                 )
             steps[rank].append(
                 StepRecord(
-                    number, begin + skews[rank], end + skews[rank], num_samples, 0, MS // 2, parts, tuple(buckets)
+                    *(number, begin + skews[rank], end + skews[rank]),
+                    num_samples if isinstance(num_samples, int) else num_samples[rank],
+                    *(0, MS // 2, parts, tuple(buckets)),
+                    loading_ns=round(known(loading_ms or 0.0, number, rank) * MS),
+                    num_workers=0 if known(loading_ms or 0.0, number, rank) else -1,
+                    collecting_ns=round(known(collecting_ms, number, rank) * MS),
                 )
             )
             begins[rank] = end

@@ -17,21 +17,24 @@ import numpy as np
 from torchring.report import buckets as of_buckets
 from torchring.report import lanes, waits
 from torchring.report.advice import Situation, advise
+from torchring.report.change import find_change
+from torchring.report.cores import find_queue, who_has_them
 from torchring.report.findings import (
     Analysis,
     Network,
     Phase,
     Prediction,
     RankSummary,
-    Spread,
     StartUp,
+    Verdict,
 )
 from torchring.report.formats import share_in_words
+from torchring.report.loading import find_loading
 from torchring.report.merge import Job
 from torchring.report.optimizers import of_optimizer
 from torchring.report.pauses import Pauses, find_pauses, without
 from torchring.report.scaling import SIZES, Links, hiding_gigabytes_per_s, predict
-from torchring.report.timing import Timing, groups, spread, spread_of_steps, typical
+from torchring.report.timing import Array, Timing, spread, typical
 from torchring.report.verdict import find_costs, judge
 from torchring.report.waits import Critical, column, examine
 from torchring.report.workload import between_hosts, calibrated, computing, describe, fit_network, links_of
@@ -39,7 +42,9 @@ from torchring.tracing.records import About
 
 __all__ = ["Analysis", "analyse"]
 
-_FEW: Final = 10  # steps
+_FEW: Final = 10  # steps, from which nothing is predicted
+_NO_CORE: Final = 0.05  # of a step
+_FASTER_OR_SLOWER: Final = 0.20  # of a step
 
 
 def analyse(
@@ -62,14 +67,15 @@ def analyse(
     timing, critical = examined[0]
     all_counting = timing
     pauses = find_pauses(timing, critical)
+    changes = _about_change(without(timing, pauses), critical)
     examined = [(without(each, pauses), its_critical) for each, its_critical in examined]
     timing = examined[0][0]
     if len(examined) > 1 or len(timing.rounds) > 1:
         job = of_optimizer(job, timing)
     path, reducing_path = critical.path[timing.counts], critical.path[timing.reduces]
-    step = spread_of_steps(path.sum(1))
+    step = spread(path.sum(1))
     backward_ms = typical(reducing_path[:, column(Phase.BACKWARD)])
-    efficiency = _efficiency(critical, timing, step.median, job.size)
+    efficiency = _efficiency(critical, timing, step.mean, job.size)
     costs = find_costs(timing, critical)
     start_up = _start_up(job)
     buckets = of_buckets.summarise(job, timing, critical)
@@ -81,35 +87,60 @@ def analyse(
     own_links, links = links_of(about, network, None), links_of(about, network, given)
     workload = dataclasses.replace(describe(job, examined), slow_rank=costs.blamed)
     if own_links is not None:
-        workload = calibrated(workload, own_links, job.size, step.median)
+        workload = calibrated(workload, own_links, job.size, step.mean)
     predictions: list[Prediction] = []
     hiding = None
-    if links is not None and workload.bucket_bytes:
+    has_few = len(job.steps) < _FEW
+    if links is not None and workload.bucket_bytes and not has_few:
         num_ranks = max(job.size, SIZES[0])
         predicted = between_hosts(workload) if given and about.local_size == about.size else workload
         predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
         hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
     slow = None if costs.blamed is None else timing.ranks[costs.blamed]
+    queue, who = find_queue(timing, critical), who_has_them(about, timing, critical)
     situation = Situation(
-        job, critical.cycle[timing.counts], costs, step.median, backward_ms, workload, own_links, pauses
+        job,
+        critical.cycle[timing.counts],
+        costs,
+        step.mean,
+        backward_ms,
+        workload,
+        own_links,
+        pauses,
+        queue,
+        who,
+        find_loading(job, timing, critical, is_forward_known=costs.is_forward_known),
     )
+    verdict = judge(
+        timing,
+        critical,
+        costs,
+        *(job.size, buckets, late, network, start_up, pauses, efficiency, typical(exposed), who),
+    )
+    if job.ended_badly:
+        verdict = dataclasses.replace(verdict, sentence=f"{job.ended_badly} {verdict.sentence}")
     return Analysis(
         about=about,
         size=job.size,
         num_steps=int(timing.counts.sum()),
-        num_left_out=int(np.argmax(timing.counts)),
+        num_left_out=int(np.argmax(all_counting.counts)),
+        has_enough_steps=not has_few,
+        is_forward_known=costs.is_forward_known,
         clock_error_ms=job.clock_error_ms,
         problems=(
             *job.problems,
             *timing.problems,
             *_about_optimizers(job, timing, critical, len(examined)),
-            *_remarks(timing, pauses, is_forward_known=costs.is_forward_known, has_model=has_model),
+            *_remarks(timing, pauses, verdict, is_forward_known=costs.is_forward_known, has_model=has_model),
+            *_about_cores(typical(costs.cores), step.mean, who, verdict),
+            *(changes if verdict.steps is None else ()),
         ),
-        verdict=judge(timing, costs, job.size, buckets, late, network, start_up, pauses, efficiency, typical(exposed)),
-        advice=advise(situation),
+        verdict=verdict,
+        advice=() if has_few else advise(situation),
         step=step,
         path=waits.spread_by_phase(path),
-        samples_per_s=_samples_per_s(all_counting, critical),
+        steps_per_s=_per_second(np.ones((len(job.steps), 1)), all_counting),
+        samples_per_s=_per_second(all_counting.num_samples, all_counting) or None,
         efficiency=efficiency,
         ranks=_ranks(job, timing, critical),
         waits=waits.list_waits(timing, critical),
@@ -127,7 +158,9 @@ def analyse(
     )
 
 
-def _remarks(timing: Timing, pauses: Pauses | None, *, is_forward_known: bool, has_model: bool) -> list[str]:
+def _remarks(
+    timing: Timing, pauses: Sequence[Pauses], verdict: Verdict, *, is_forward_known: bool, has_model: bool
+) -> list[str]:
     remarks = []
     if not is_forward_known:
         why = (
@@ -135,17 +168,39 @@ def _remarks(timing: Timing, pauses: Pauses | None, *, is_forward_known: bool, h
             if has_model
             else "because `wrap` was given no model: torchring.wrap(optimizer, model)"
         )
-        remarks.append(f"Forward is not told apart from waiting for data, {why}.")
-    if pauses is not None:
-        these = "This step is" if len(pauses.numbers) == 1 else "These steps are"
+        other = "other code before backward" if timing.saw_loader else "waiting for data"
+        remarks.append(f"Forward is not told apart from {other}, {why}.")
+    for each in pauses:
+        sentence = "" if verdict.sentence.endswith(each.sentence) else f"{each.sentence} "
+        these = f"S{each.named_steps[1:]} {'is' if len(each.numbers) == 1 else 'are'}"
         remarks.append(
-            f"{pauses.sentence} {these} left out of all other numbers but samples/s; the figure over time shows them."
+            f"{sentence}{these} left out of all numbers but steps/s and samples/s; the figure over time shows them."
         )
     number = int(timing.counts.sum())
     if number < _FEW:
         count = "1 step counts" if number == 1 else f"{number} steps count"
-        remarks.append(f"Only {count}. Numbers are more reliable with 50 or more.")
+        remarks.append(f"Only {count}: too few for advice and predictions. Numbers are more reliable with 50 or more.")
+    if not timing.numbers[timing.counts].any():
+        remarks.append("The first step begins in wrap(), so what the script does before its loop is part of that step.")
     return remarks
+
+
+def _about_cores(queued_ms: float, step_ms: float, who: str, verdict: Verdict) -> list[str]:
+    """Time without a core, if the verdict is about something else."""
+    if verdict.kind == "cores" or queued_ms < _NO_CORE * step_ms or step_ms <= 0:
+        return []
+    return [f"For {queued_ms:.3g} ms of a step, a rank was ready to run, but had no core: {who}."]
+
+
+def _about_change(timing: Timing, critical: Critical) -> list[str]:
+    """Whether the job becomes slower or faster."""
+    whole = critical.path[timing.counts].sum(1)
+    change = find_change(whole, _FASTER_OR_SLOWER * typical(whole))
+    if change is None:
+        return []
+    number = timing.numbers[timing.counts][change]
+    before, since = typical(whole[:change]), typical(whole[change:])
+    return [f"From step {number:,} on, a step takes {since:.3g} ms on average; before, {before:.3g} ms."]
 
 
 def _about_optimizers(job: Job, timing: Timing, critical: Critical, count: int) -> list[str]:
@@ -177,23 +232,21 @@ def _ranks(job: Job, timing: Timing, critical: Critical) -> tuple[RankSummary, .
             trace.about.rank,
             trace.about.host,
             trace.about.node_rank,
-            spread_of_steps(durations[:, i]),
+            spread(durations[:, i]),
             waits.spread_by_phase(critical.phases[counts][:, i]),
-            spread_of_steps(timing.packing[counts][:, i]),
-            spread_of_steps(timing.stall[counts][:, i]),
+            spread(timing.packing[counts][:, i]),
+            spread(timing.stall[counts][:, i]),
             waits.is_last_share(timing, critical, i),
+            spread(timing.queued[counts][:, i]) if (timing.queued[counts][:, i] >= 0).all() else None,
         )
         for i, trace in enumerate(job.traces)
     )
 
 
-def _samples_per_s(timing: Timing, critical: Critical) -> Spread | None:
-    """All ranks that have a trace together."""
-    samples = groups(timing.num_samples[timing.counts].sum(1))
-    durations = groups(critical.path[timing.counts].sum(1))
-    if not (samples > 0).all() or not (durations > 0).all():
-        return None
-    return spread(samples / durations * 1e3, "samples/s")
+def _per_second(values: Array, timing: Timing) -> float:
+    """Sum of `values` ([S, R] or [S, 1]) over the steps that count, divided by their time; 0 if unknown on a rank."""
+    counted, seconds = values[timing.counts].sum(0), timing.counted_ms / 1e3
+    return float(counted.sum() / seconds) if counted.all() and seconds > 0 else 0.0
 
 
 def _efficiency(critical: Critical, timing: Timing, step_ms: float, size: int) -> float:

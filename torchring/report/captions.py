@@ -7,8 +7,7 @@ from typing import Final
 
 from torchring.report.drawing import points_in_one
 from torchring.report.findings import Analysis, Bandwidth, Phase
-from torchring.report.formats import median as typical
-from torchring.report.formats import megabytes, milliseconds, number, percent, seconds, with_spread
+from torchring.report.formats import mean_with_spread, megabytes, milliseconds, number, percent, seconds, with_spread
 
 NOTICEABLE_WAIT: Final = 0.005  # of a step
 _NOTICEABLE: Final = 0.02  # of a step: ranks that differ by less are alike
@@ -29,35 +28,42 @@ def of_verdict(analysis: Analysis) -> str:
 def of_advice(analysis: Analysis) -> str:
     """What the gains are gains of."""
     if not analysis.advice:
+        if not analysis.has_enough_steps:
+            return "So few steps do not tell."
         return "No setting that torchring knows of would make a step noticeably shorter."
     best = analysis.advice[0]
     return (
-        f"Predicted from the measured times, each change for itself. The largest gain takes a step from "
-        f"{typical(analysis.step)} to about {milliseconds(best.predicted_ms)}."
+        "Predicted from the measured times, each change for itself, as a share of the time that a sample takes. The "
+        f"largest gain takes a step from {milliseconds(analysis.step.mean)} to about {milliseconds(best.predicted_ms)}."
     )
 
 
 def of_path(analysis: Analysis) -> str:
     """Which phases make up the step."""
-    largest = sorted(analysis.path.items(), key=lambda item: -item[1].median)[:2]
+    largest = sorted(analysis.path.items(), key=lambda item: -item[1].mean)[:2]
     pace = "Ranks wait for each other, so the rank that comes last sets the pace: the table shows that rank. "
     pace = pace if analysis.size > 1 else ""
-    named = " and ".join(f"{phase.value} ({typical(spread)})" for phase, spread in largest)
-    return f"A step takes {with_spread(analysis.step)}. {pace}Most of it is {named}."
+    named = " and ".join(f"{name_of(phase, analysis)} ({milliseconds(spread.mean)})" for phase, spread in largest)
+    return f"A step takes {mean_with_spread(analysis.step)} on average. {pace}Most of it is {named}."
+
+
+def name_of(phase: Phase, analysis: Analysis) -> str:
+    """The name of a phase in this job."""
+    return "input and forward" if phase is Phase.INPUT and not analysis.is_forward_known else phase.value
 
 
 def of_ranks(analysis: Analysis) -> str:
     """Where ranks differ."""
-    text = "A bar for each rank, made of the medians of its phases. The line at its end is the spread of a whole step. "
+    text = "A bar for each rank, made of the means of its phases. The line at its end is the spread of a whole step. "
     differences = []
     for phase in set(Phase) - {Phase.WAITING}:
-        of_phase = [(rank.phases[phase].median, rank.rank) for rank in analysis.ranks if phase in rank.phases]
+        of_phase = [(rank.phases[phase].mean, rank.rank) for rank in analysis.ranks if phase in rank.phases]
         if len(of_phase) > 1:
             differences.append((max(of_phase)[0] - min(of_phase)[0], phase.value, min(of_phase), max(of_phase)))
     if not differences:
         return text
     difference, phase_name, (least, fastest), (most, slowest) = max(differences)
-    if difference < _NOTICEABLE * analysis.step.median:
+    if difference < _NOTICEABLE * analysis.step.mean:
         return f"{text}The ranks are alike: no phase differs by more than {milliseconds(difference)}."
     return (
         f"{text}The ranks differ most in {phase_name}: {milliseconds(least)} on rank {fastest}, "
@@ -95,7 +101,7 @@ def of_waits(analysis: Analysis) -> str:
         f"The longest wait: rank {longest.waiting} for rank {longest.awaited}, {milliseconds(longest.mean_ms)} of each "
         "step on average."
     )
-    if longest.mean_ms < NOTICEABLE_WAIT * analysis.step.median:
+    if longest.mean_ms < NOTICEABLE_WAIT * analysis.step.mean:
         return f"{reading}Ranks hardly wait for each other. {example}"
     by_rank = {wait.awaited: 0.0 for wait in analysis.waits}
     for wait in analysis.waits:
@@ -114,9 +120,9 @@ def of_buckets(analysis: Analysis) -> str:
     )
     hidden = slowest.exposed.median <= 0
     text += ", and none of that is exposed." if hidden else f", of which {with_spread(slowest.exposed)} is exposed."
-    stall = max((rank.stall for rank in analysis.ranks), key=lambda spread: spread.median)
-    if stall.median >= NOTICEABLE_WAIT * analysis.step.median:
-        text += f" Reductions inside backward keep it waiting for {with_spread(stall)} of each step."
+    stall = max((rank.stall for rank in analysis.ranks), key=lambda spread: spread.mean)
+    if stall.mean >= NOTICEABLE_WAIT * analysis.step.mean:
+        text += f" Reductions inside backward keep it waiting for {mean_with_spread(stall)} of each step."
     return text
 
 

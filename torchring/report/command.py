@@ -1,7 +1,7 @@
 """`torchring report DIR`: the command line of the report.
 
-Exit code: 0 if there is a report, 1 if nothing could be read or a file could not be written, 2 for a usage error or a
-package that is missing.
+Exit code: 0 if there is a report, 1 if nothing could be read or a file could not be written, 2 for a usage error, and
+if `--html` asks for a page and plotly is missing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def main(arguments: Sequence[str]) -> int:
     if options.trace_json is not None:
         codes.append(_write(options.trace_json, lambda path: write_trace_json(job, path)))
     if not options.no_html:
-        codes.append(_write(options.html or folder / _PAGE, lambda path: _write_page(analysis, path)))
+        try:
+            codes.append(_write(options.html or folder / _PAGE, lambda path: _write_page(analysis, path)))
+        except ImportError as error:
+            print(f"torchring report: {error}", file=sys.stderr)
+            codes.append(0 if options.html is None else 2)  # the summary is a report, too
     return max(codes)
 
 
@@ -65,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what bounds a job, by how much, and what would help, from the trace that "
         "`torchring run --trace DIR` has written.",
         epilog="Exit code: 0 if there is a report, 1 if nothing could be read or a file could not be written, 2 for a "
-        "usage error or a package that is missing.",
+        "usage error, and if --html asks for a page and plotly is missing.",
     )
     parser.add_argument("folder", metavar="DIR", help="the folder of the trace")
     page = parser.add_mutually_exclusive_group()
@@ -112,9 +116,6 @@ def _write(path: Path, write: Callable[[Path], None]) -> int:
     except OSError as error:
         print(f"torchring report: cannot write {path}: {error.strerror}", file=sys.stderr)
         return 1
-    except ImportError as error:
-        print(f"torchring report: {error}", file=sys.stderr)
-        return 2
     with contextlib.suppress(BrokenPipeError):
         print(f"Written: {path}", flush=True)
     return 0

@@ -33,7 +33,7 @@ def shown_ranks(analysis: Analysis) -> list[RankSummary]:
 
 def shown_phases(analysis: Analysis) -> list[Phase]:
     """Those that some rank spends time in, in the order of a step."""
-    return [phase for phase in Phase if any(phase_median(rank, phase) > 0 for rank in analysis.ranks)]
+    return [phase for phase in Phase if any(phase_mean(rank, phase) > 0 for rank in analysis.ranks)]
 
 
 def shown_buckets(analysis: Analysis, at_most: int = MAX_BUCKETS) -> list[BucketSummary]:
@@ -54,9 +54,9 @@ def points_in_one(analysis: Analysis) -> int:
     return -(-len(shown_ranks(analysis)) // _RANKS_IN_FULL)
 
 
-def phase_median(rank: RankSummary, phase: Phase) -> float:
+def phase_mean(rank: RankSummary, phase: Phase) -> float:
     """Milliseconds; 0 if the rank has no such phase."""
-    return rank.phases[phase].median if phase in rank.phases else 0.0
+    return rank.phases[phase].mean if phase in rank.phases else 0.0
 
 
 def figure(traces: Sequence[Any], height: int, **layout: Any) -> Any:

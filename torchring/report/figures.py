@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from typing import Any, Final
 
@@ -14,22 +13,23 @@ from torchring.report.drawing import (
     OTHER_COLOR,
     default_rank,
     figure,
-    phase_median,
+    phase_mean,
     points_in_one,
     shown_buckets,
     shown_phases,
     shown_ranks,
 )
 from torchring.report.findings import Analysis, Phase
-from torchring.report.formats import megabytes, milliseconds, percent, with_spread
+from torchring.report.formats import mean_with_spread, megabytes, milliseconds, percent, with_spread
 
 _LONG_WAIT: Final = 0.05  # of a step: shorter waits are pale in the heat map
 _WIDE: Final = 30.0  # times the slowest bucket: if the fastest is faster than that, the axis is logarithmic
+_LONG_POINT: Final = 3.0  # times the 95 % quantile: points over time that are longer are cut off
 _MAX_WRITTEN: Final = 8  # ranks: a heat map of more has no numbers in its cells
 
 
 def phases_by_rank(analysis: Analysis) -> Any:
-    """A bar for each rank, made of the medians of its phases."""
+    """A bar for each rank, made of the means of its phases."""
     ranks = shown_ranks(analysis)
     labels = [str(rank.rank) for rank in ranks]
     bars = [
@@ -37,10 +37,10 @@ def phases_by_rank(analysis: Analysis) -> Any:
             name=phase.value,
             orientation="h",
             y=labels,
-            x=[phase_median(rank, phase) for rank in ranks],
+            x=[phase_mean(rank, phase) for rank in ranks],
             marker_color=COLORS[phase],
             hovertext=[
-                f"rank {rank.rank} on {escape(rank.host)}<br>{phase.value}: {with_spread(rank.phases[phase])}"
+                f"rank {rank.rank} on {escape(rank.host)}<br>{phase.value}: {mean_with_spread(rank.phases[phase])}"
                 if phase in rank.phases
                 else ""
                 for rank in ranks
@@ -53,17 +53,17 @@ def phases_by_rank(analysis: Analysis) -> Any:
         name="whole step",
         mode="markers",
         y=labels,
-        x=[rank.step.median for rank in ranks],
+        x=[rank.step.mean for rank in ranks],
         error_x={
-            "array": [rank.step.high - rank.step.median for rank in ranks],
-            "arrayminus": [rank.step.median - rank.step.low for rank in ranks],
+            "array": [max(0.0, rank.step.high - rank.step.mean) for rank in ranks],
+            "arrayminus": [max(0.0, rank.step.mean - rank.step.low) for rank in ranks],
             "thickness": 1.5,
             "width": 3,
         },
         marker={"size": 5},
         meta={"text": ["marker.color", "error_x.color"]},
         hovertext=[
-            f"rank {rank.rank} on {escape(rank.host)}<br>whole step: {with_spread(rank.step)}" for rank in ranks
+            f"rank {rank.rank} on {escape(rank.host)}<br>whole step: {mean_with_spread(rank.step)}" for rank in ranks
         ],
         hoverinfo="text",
     )
@@ -100,17 +100,50 @@ def phases_over_time(analysis: Analysis) -> Any:
         for phase in Phase
         if any(series.phases.get(rank.rank, {}).get(phase, ()))
     ]
+    top = top_over_time(analysis)
+    marks = [] if top is None else [_cut_off(analysis, rank.rank, top, first) for rank in shown_ranks(analysis)]
     return figure(
-        areas,
+        [*areas, *marks],
         height=320,
         hovermode="x unified",
         hoverdistance=-1,  # the nearest point, however far it is
         xaxis={"title": "step", "tickformat": ",d", "showgrid": False, "hoverformat": ",d"},
-        yaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
+        yaxis={"title": "milliseconds of a step", "range": None if top is None else [0, top], "rangemode": "tozero"},
     )
 
 
-def _fold(values: Sequence[float], num_points: int) -> Any:
+def top_over_time(analysis: Analysis) -> float | None:
+    """Where points over time are cut off, in milliseconds, so that the others can be told apart; None if none is."""
+    totals = np.concatenate([_totals(analysis, rank.rank) for rank in shown_ranks(analysis)])
+    top = _LONG_POINT * float(np.quantile(totals, 0.95)) if totals.size else 0.0
+    return top if totals.size and totals.max() > top > 0 else None
+
+
+def _cut_off(analysis: Analysis, rank: int, top: float, first: int) -> Any:
+    """Marks at the top, for the points of a rank that are higher."""
+    totals = _totals(analysis, rank)
+    (points,) = np.nonzero(totals > top)
+    return go.Scatter(
+        name="longer",
+        legendgroup=str(rank),
+        visible=rank == first,
+        x=analysis.series.numbers[0] + points * analysis.series.num_steps_per_point * points_in_one(analysis),
+        y=np.full(len(points), 0.97 * top, np.float32),
+        mode="markers",
+        marker={"symbol": "triangle-up", "size": 9},
+        meta={"text": ["marker.color"]},
+        text=[milliseconds(each) for each in totals[points]],
+        hovertemplate="%{text}<extra>whole step</extra>",
+    )
+
+
+def _totals(analysis: Analysis, rank: int) -> Any:
+    """Of each point over time."""
+    phases = analysis.series.phases.get(rank, {}).values()
+    return _fold(np.sum([*phases], axis=0), points_in_one(analysis)) if phases else np.zeros(0, np.float32)
+
+
+def _fold(values: Any, num_points: int) -> Any:
     """Means of so many neighbouring points."""
     starts = np.arange(0, len(values), num_points)
     return (np.add.reduceat(values, starts) / np.diff([*starts, len(values)])).astype(np.float32)
@@ -126,7 +159,7 @@ def who_waits_for_whom(analysis: Analysis) -> Any:
         if wait.waiting in place and wait.awaited in place:
             cell = place[wait.waiting], place[wait.awaited]
             means[cell] = wait.mean_ms
-            facts[cell] = wait.share, wait.cost.median, wait.cost.low, wait.cost.high
+            facts[cell] = wait.share, wait.cost.mean, wait.cost.low, wait.cost.high
     np.fill_diagonal(means, np.nan)
     labels = [str(rank) for rank in ranks]
     heat = go.Heatmap(
@@ -140,7 +173,7 @@ def who_waits_for_whom(analysis: Analysis) -> Any:
         hoverongaps=False,
         colorscale=[[0.0, "rgba(204,121,167,0.06)"], [1.0, "rgba(204,121,167,0.85)"]],
         zmin=0.0,
-        zmax=max([_LONG_WAIT * analysis.step.median, *(wait.mean_ms for wait in analysis.waits)]),
+        zmax=max([_LONG_WAIT * analysis.step.mean, *(wait.mean_ms for wait in analysis.waits)]),
         texttemplate="%{z:,.1f}" if len(ranks) <= _MAX_WRITTEN else "",
         meta={"text": ["textfont.color"]},
         xgap=1,
@@ -230,14 +263,14 @@ def predicted_step(analysis: Analysis) -> Any:
         name="measured",
         mode="markers",
         x=[f"{analysis.size:,}"],
-        y=[analysis.step.median],
+        y=[analysis.step.mean],
         error_y={
-            "array": [analysis.step.high - analysis.step.median],
-            "arrayminus": [analysis.step.median - analysis.step.low],
+            "array": [max(0.0, analysis.step.high - analysis.step.mean)],
+            "arrayminus": [max(0.0, analysis.step.mean - analysis.step.low)],
         },
         marker={"size": 9, "symbol": "diamond"},
         meta={"text": ["marker.color", "error_y.color"]},
-        hovertext=f"measured with {analysis.size:,} ranks<br>{with_spread(analysis.step)}",
+        hovertext=f"measured with {analysis.size:,} ranks<br>{mean_with_spread(analysis.step)}",
         hoverinfo="text",
     )
     return figure(

@@ -1,11 +1,11 @@
 """What the report says about a job, as plain data. `analysis.analyse` makes it; the terminal and the page show it.
 
-Durations are milliseconds. Every measured number is a `Spread` over the steps that count: the first steps of a job do
-not, because buckets are laid out anew after the first reduction, and memory is touched for the first time.
+Durations are milliseconds. Every measured number is a `Spread` over the steps that count. The first steps of a job do
+not, because buckets are laid out anew after the first reduction, and memory is touched for the first time. Nor do steps
+with a pause, see `pauses.py`.
 
-Medians of durations of steps and phases are those of means over groups of neighbouring steps, at most 32. A loader
-with four workers may keep a rank waiting in each fourth step only. A median over single steps would not show that, and
-a mean over all steps would follow a single accident.
+What phases cost is told as a mean. Means add up to the mean step, and medians do not: a loader with four workers may
+keep a rank waiting in each fourth step only, of which the median shows nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ class Spread:
     """A number that was measured many times.
 
     Attributes:
-        median: half of the measurements are below; for steps and phases, half of the groups of steps, see above.
+        mean: sum of the measurements, divided by their number.
+        median: half of the measurements are below.
         low, high: a fifth of the measurements are below `low`, a fifth above `high`.
-        unit: "ms", "s", "GB/s", "samples/s" or "%".
+        unit: "ms", "s" or "GB/s".
     """
 
+    mean: float
     median: float
     low: float
     high: float
@@ -52,7 +54,7 @@ class Phase(str, Enum):
     OPTIMIZER = "optimizer"
 
 
-Kind = Literal["input", "compute", "communication", "straggler", "optimizer", "start-up"]
+Kind = Literal["input", "compute", "communication", "straggler", "optimizer", "cores", "start-up"]
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,17 @@ class Verdict:
     Attributes:
         kind: see above.
         rank: the rank that is to blame; None if no single rank is.
-        share: of a step, from 0 to 1. For "start-up": of the whole run. For "compute": what the ranks compute.
+        share: of the time of all steps, from 0 to 1. For "start-up": of the whole run. For "compute": what the ranks
+            compute.
         cost: how long that takes, of each step; for "start-up" in seconds of the run.
-        sentence: one sentence for people, with share, duration and spread.
+        sentence: one sentence for people, with share, duration and spread. If the job ended with an error, a sentence
+            about that comes first.
         detail: "" or more exactly what it is: "small buckets", "late parameter" or "slow link" for "communication";
-            "pauses" for an "input" that is long in a few steps only: `share` is that of the time of all steps, and
-            `cost` that of each such step; "jitter" for a "straggler" without a rank; "between" for an "optimizer" that
-            waits for clipping or logging.
+            "pauses" for what is long in a few steps only, where `cost` is that of each such step; "jitter" for a
+            "straggler" without a rank; "between" for an "optimizer" that waits for clipping or logging; "other code"
+            for an "input" of which a DataLoader takes little; "forward or data" for a "compute" of which these two,
+            which the trace does not tell apart, take much.
+        steps: number of the first and of the last step that this is about; None if it is about all.
     """
 
     kind: Kind
@@ -77,17 +83,19 @@ class Verdict:
     cost: Spread
     sentence: str
     detail: str = ""
+    steps: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that would make a step shorter.
+    """Something that would make the job faster.
 
     Attributes:
         what: as an instruction, a few words, without a full stop at the end.
         predicted_ms: duration of a step afterwards.
-        saves_share: of the duration of a step now, from 0 to 1.
-        why: one sentence.
+        saves_share: of the time that a sample takes now, from 0 to 1. Mostly that is the share of a step; with fewer
+            ranks, a step has fewer samples.
+        why: sentences.
         how: a line of code or of shell, or one sentence.
     """
 
@@ -103,10 +111,11 @@ class RankSummary:
     """One rank.
 
     Attributes:
-        phases: of a step. Medians do not add up to the median of `step` exactly.
+        phases: of a step. Their means add up to the mean of `step`.
         packing: of `phases[BACKWARD]` and `phases[COMMUNICATION]`, copies of gradients to wire buffers.
         stall: inside backward, how long buckets that were being reduced kept it waiting.
         is_last_share: in which share of the steps the others wait for this rank.
+        queued: of all phases, how long the rank was ready to run, but had no core; None if that is unknown.
     """
 
     rank: int
@@ -117,6 +126,7 @@ class RankSummary:
     packing: Spread
     stall: Spread
     is_last_share: float
+    queued: Spread | None
 
 
 @dataclass(frozen=True)
@@ -319,12 +329,15 @@ class Analysis:
         size: number of ranks of the job, whether they have a trace or not.
         num_steps: how many steps count.
         num_left_out: how many steps at the beginning of the trace do not.
+        has_enough_steps: for advice and predictions.
+        is_forward_known: whether forward was told apart from input. If not, `Phase.INPUT` is both.
         clock_error_ms: by how much times of different hosts may differ, at most; 0 on one host, None if unknown.
         problems: what is missing or strange, sentences.
         advice: the largest gain first.
         step: from the end of a step to the end of the next, on the rank that the others wait for.
         path: phases of the rank that the others wait for. Nothing else determines how long a step takes.
-        samples_per_s: of all ranks together; None if unknown.
+        steps_per_s: number of steps, divided by the time that they took, with those that have a pause.
+        samples_per_s: of all ranks together, in the same way; None if unknown.
         efficiency: what ranks compute / duration of a step, from 0 to 1: the speed-up is this times `size`.
         ranks: by rank.
         waits: the longest first.
@@ -342,13 +355,16 @@ class Analysis:
     size: int
     num_steps: int
     num_left_out: int
+    has_enough_steps: bool
+    is_forward_known: bool
     clock_error_ms: float | None
     problems: tuple[str, ...]
     verdict: Verdict
     advice: tuple[Advice, ...]
     step: Spread
     path: Mapping[Phase, Spread]
-    samples_per_s: Spread | None
+    steps_per_s: float
+    samples_per_s: float | None
     efficiency: float
     ranks: tuple[RankSummary, ...]
     waits: tuple[Wait, ...]

@@ -59,3 +59,9 @@ def median(spread: Spread) -> str:
 def with_spread(spread: Spread) -> str:
     """The median, its unit and its spread: "101 ms (98–105)"."""
     return f"{median(spread)}{_SPACE}({bounds(spread)})"
+
+
+def mean_with_spread(spread: Spread) -> str:
+    """The mean, its unit and the spread of single measurements: "101 ms (98–105)"."""
+    around = f"{number(spread.low, spread.mean)}–{_JOINED}{number(spread.high, spread.mean)}"
+    return f"{number(spread.mean)}{_SPACE}{spread.unit}{_SPACE}({around})"

@@ -67,19 +67,25 @@ def series(timing: Timing, critical: Critical) -> Series:
 def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]]:
     """What a rank does in a step: phase, begin and end in nanoseconds. It waits before it communicates.
 
-    A stall inside backward has no known place, so that backward includes it.
+    A stall inside backward has no known place. It is shown at the end of the last backward, which reduces.
     """
+    pieces = []  # the last one first
+    stall = step.stall_ns
+    for part in reversed(step.parts):
+        middle = part.end
+        if part.part is Part.BACKWARD and stall > 0:
+            middle = max(part.begin, part.end - stall)
+            stall -= part.end - middle
+        pieces += [(Phase.COMMUNICATION, middle, part.end), (_PHASE_OF[part.part], part.begin, middle)]
     left = round(waiting_ms * 1e6)
     found = []
-    for part in step.parts:
-        begin = part.begin
-        if part.part is Part.EXPOSED and left > 0:
-            begin = min(part.end, part.begin + left)
-            found.append((Phase.WAITING, part.begin, begin))
-            left -= begin - part.begin
-        if part.end > begin:
-            found.append((_PHASE_OF[part.part], begin, part.end))
-    return found
+    for phase, begin, end in reversed(pieces):
+        until = begin
+        if phase is Phase.COMMUNICATION and left > 0:
+            until = min(end, begin + left)
+            left -= until - begin
+        found += [(Phase.WAITING, begin, until), (phase, until, end)]
+    return [(phase, begin, end) for phase, begin, end in found if end > begin]
 
 
 def _spans(rank: int, step: StepRecord, at_ms: float, waiting_ms: float) -> list[LaneSpan]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,14 @@ class Job:
         steps: steps that all these ranks have, at least one; steps[i][j] is the i-th such step of `traces[j]`.
         clock_error_ms: by how much times of different hosts may differ, at most; 0 on one host, None if unknown.
         problems: what is missing or strange, sentences.
+        ended_badly: how the job ended, if it did not end well: a sentence.
     """
 
     traces: tuple[RankTrace, ...]
     steps: tuple[tuple[StepRecord, ...], ...]
     clock_error_ms: float | None
     problems: tuple[str, ...]
+    ended_badly: str = ""
 
     @property
     def size(self) -> int:
@@ -51,6 +54,7 @@ def load(folder: Path) -> Job:
             "and makes a step"
         )
     problems: list[str] = []
+    killed = ""
     whole, live = _read_all(paths, problems), _read_all(live_paths, [])  # a live file may vanish meanwhile
     # A rank that ends well removes its live file. One that is killed leaves it, and maybe a file of an earlier run.
     used = {rank: trace for rank, trace in live.items() if _is_newer(trace, whole.get(rank))}
@@ -60,7 +64,8 @@ def load(folder: Path) -> Job:
     if used:
         was, its = ("were", "their") if len(used) > 1 else ("was", "its")
         names = name_ranks(sorted(used))
-        remark = f"{names[0].upper()}{names[1:]} {was} killed, or still run{'' if len(used) > 1 else 's'}."
+        killed = f"{names[0].upper()}{names[1:]} {was} killed, or still run{'' if len(used) > 1 else 's'}."
+        remark = killed
         if any(trace.steps and trace.steps[0].number > 0 for trace in used.values()):
             remark += f" Of {its} steps, only {max(len(trace.steps) for trace in used.values())} are known."
         problems.append(remark)
@@ -69,7 +74,10 @@ def load(folder: Path) -> Job:
         if named is not None:  # live files name no parameters
             about = dataclasses.replace(trace.about, parameters=named.parameters, others=named.others)
             traces[rank] = dataclasses.replace(trace, about=about)
-    return merge(traces.values(), problems)
+    job = merge(traces.values(), problems)
+    # As long as no rank has ended, the job runs. An error of another rank is what came of it.
+    has_ended = any(trace.about.ended_by != "SIGUSR1" for rank, trace in whole.items() if rank not in used)
+    return dataclasses.replace(job, ended_badly=killed) if killed and has_ended else job
 
 
 def _read_all(paths: Mapping[int, Path], problems: list[str]) -> dict[int, RankTrace]:
@@ -106,14 +114,16 @@ def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
             f"{names[0].upper()}{names[1:]} of {kept[0].about.size} {have} no trace that can be used. Waiting for {it} "
             "counts as communication."
         )
-    for trace in kept:
-        if trace.about.ended_by not in ENDED_WELL:
-            found.append(f'Rank {trace.about.rank} ended with an error: "{trace.about.ended_by}".')
+    failed = [trace.about for trace in kept if trace.about.ended_by not in ENDED_WELL]
+    found += (f'Rank {about.rank} ended with an error: "{about.ended_by}".' for about in failed)
+    # An exception that nobody caught has its class in front. Other texts may say that another rank is lost.
+    failed.sort(key=lambda about: not re.match(r"\w+: ", about.ended_by))
     kept = _with_common_steps(kept, found)
     aligned, error_ms = _on_one_clock(kept, found)
     numbers = set.intersection(*({step.number for step in trace.steps} for trace in aligned))
     rows = [[step for step in trace.steps if step.number in numbers] for trace in aligned]
-    return Job(tuple(aligned), tuple(zip(*rows, strict=True)), error_ms, tuple(found))
+    ended_badly = f'Rank {failed[0].rank} ended with an error: "{failed[0].ended_by}".' if failed else ""
+    return Job(tuple(aligned), tuple(zip(*rows, strict=True)), error_ms, tuple(found), ended_badly)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

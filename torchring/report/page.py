@@ -26,7 +26,7 @@ def page_of(analysis: Analysis) -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ImportError("report.html needs plotly: pip install 'torchring[report]'") from error
+        raise ImportError("report.html is not written. It needs plotly: pip install 'torchring[report]'") from error
     from torchring.report.sections import body
 
     return f"""<!doctype html>

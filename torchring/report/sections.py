@@ -16,8 +16,9 @@ from torchring.report.drawing import (
     shown_ranks,
 )
 from torchring.report.findings import Advice, Analysis, Phase, Spread
-from torchring.report.formats import megabytes, milliseconds, number, percent
+from torchring.report.formats import mean_with_spread, megabytes, milliseconds, number, percent
 from torchring.report.markup import Html, choice, element, html, join, legend, panel, paragraph, section, swatch, table
+from torchring.report.waits import together
 
 _MAX_ROWS: Final = 12
 _TEXT: Final = "currentColor"
@@ -58,10 +59,11 @@ def _verdict(analysis: Analysis) -> Html:
     about = analysis.about
     hosts = len({rank.node_rank for rank in analysis.ranks})
     steps = f"{analysis.num_steps:,}"
+    samples = f"{number(analysis.samples_per_s)} samples/s, all ranks" if analysis.samples_per_s else ""
     left_out = f"{analysis.num_left_out:,} at the beginning left out" if analysis.num_left_out else ""
     facts: list[tuple[str, str | Spread, str]] = [
-        ("Step", analysis.step, ""),
-        ("Samples, all ranks", analysis.samples_per_s or "unknown", ""),
+        ("Step", analysis.step, f"median; {milliseconds(analysis.step.mean)} on average"),
+        ("Speed", f"{number(analysis.steps_per_s)} steps/s", samples),
         ("Efficiency", percent(analysis.efficiency), "ranks compute for this share of a step"),
         ("Ranks", f"{analysis.size:,}", f"on {hosts:,} hosts" if hosts > 1 else f"on one host, {about.device}"),
         ("Steps", steps, left_out),
@@ -99,7 +101,7 @@ def _advice(analysis: Analysis) -> Html:
 
 
 def _card(advice: Advice, analysis: Analysis) -> Html:
-    saved = analysis.step.median - advice.predicted_ms
+    saved = analysis.step.mean - advice.predicted_ms
     note = f"saves {milliseconds(saved)}: {milliseconds(advice.predicted_ms)} a step"
     how = paragraph(advice.how) if advice.how.endswith(".") else element("pre", element("code", advice.how))
     return element(
@@ -112,20 +114,23 @@ def _card(advice: Advice, analysis: Analysis) -> Html:
 
 
 def _time(analysis: Analysis) -> Html:
-    total = sum(spread.median for spread in analysis.path.values())
+    total = sum(spread.mean for spread in analysis.path.values())
     rows: list[list[str | Spread]] = [
         [
-            join([swatch(COLORS[phase]), html(phase.value), element("small", _MEANINGS[phase])]),
-            spread,
-            percent(spread.median / total if total else 0.0),
+            join([swatch(COLORS[phase]), html(captions.name_of(phase, analysis)), element("small", _MEANINGS[phase])]),
+            mean_with_spread(spread),
+            percent(spread.mean / total if total else 0.0),
         ]
         for phase, spread in analysis.path.items()
-        if spread.high > 0
+        if spread.mean > 0
     ]
     first = default_rank(analysis)
     shown = shown_ranks(analysis)
     phases = [(phase.value, COLORS[phase]) for phase in shown_phases(analysis)]
     by_rank, over_time = captions.of_ranks(analysis), captions.of_time(analysis, first)
+    top = figures.top_over_time(analysis)
+    if top is not None:
+        over_time += f" Triangles at the top mark what is longer than {milliseconds(top)}."
     options = [(f"{rank.rank} on {rank.host}", {"group": str(rank.rank)}) for rank in shown]
     selected = [rank.rank for rank in shown].index(first)
     menu = [choice("Rank", "over-time", options, selected)] if len(shown) > 1 else []
@@ -134,7 +139,7 @@ def _time(analysis: Analysis) -> Html:
         "time",
         "Where the time of a step goes",
         paragraph(captions.of_path(analysis)),
-        table(title, ["Phase", "Time in a step", "Share"], rows, texts=(0,)),
+        table(title, ["Phase", "Mean time in a step", "Share"], rows, texts=(0,)),
         paragraph(captions.of_start_up(analysis), class_="note"),
         element("h3", "By rank"),
         paragraph(" ".join(filter(None, [by_rank, _left_out_ranks(analysis)]))),
@@ -162,13 +167,14 @@ def _waits(analysis: Analysis) -> Html:
     if analysis.waits:
         figure = figures.who_waits_for_whom(analysis)
         contents.append(panel("wait-map", figure, f"Heat map. {captions.of_waits(analysis)}"))
-    long = [wait for wait in analysis.waits if wait.mean_ms >= captions.NOTICEABLE_WAIT * analysis.step.median]
+    least = captions.NOTICEABLE_WAIT * analysis.step.mean
+    long = [(who, wait) for who, wait in together(analysis.waits) if wait.mean_ms >= least]
     if long:
         rows: list[list[str | Spread]] = [
-            [f"{wait.waiting}\u00a0for\u00a0{wait.awaited}", milliseconds(wait.mean_ms), percent(wait.share), wait.cost]
-            for wait in long[:_MAX_ROWS]
+            [f"{who} for {wait.awaited}", milliseconds(wait.mean_ms), percent(wait.share), mean_with_spread(wait.cost)]
+            for who, wait in long[:_MAX_ROWS]
         ]
-        columns = ["Rank that waits", "Mean of all steps", "Steps with a wait", "Such a wait"]
+        columns = ["Who waits", "Mean of all steps", "Steps with a wait", "Such a wait"]
         contents.append(table(_first_rows("The longest waits", len(long)), columns, rows, texts=(0,)))
     contents.append(paragraph(captions.of_clock(analysis), class_="note"))
     if analysis.buckets:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib.util
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Final
 
 from torchring.report.findings import Advice, Analysis, BucketSummary, Phase, Spread
 from torchring.report.formats import share_in_words
 from torchring.report.merge import name_ranks
+from torchring.report.waits import together
 
 _WIDTH: Final = 110
 _MAX_ROWS: Final = 8
 _MAX_NAME: Final = 48
+_NOTICEABLE: Final = 0.005  # of a step: shorter waits are left out
 _COLUMNS: Final = {
     Phase.INPUT: "input",
     Phase.FORWARD: "forward",
@@ -80,7 +83,10 @@ def sections(analysis: Analysis) -> list[Section]:
     """What the summary shows below the verdict. A section without content is left out."""
     found = [
         Section("What is missing or strange", sentences=analysis.problems),
-        Section("What would help", sentences=tuple(map(_advice, analysis.advice)) or ("Nothing that is known.",)),
+        Section(
+            "What would help, and how much of the time that a sample takes",
+            sentences=tuple(map(_advice, analysis.advice)) or (_no_advice(analysis),),
+        ),
         table_of_phases(analysis),
         table_of_waits(analysis),
         _buckets(analysis),
@@ -92,15 +98,21 @@ def sections(analysis: Analysis) -> list[Section]:
 def _title(analysis: Analysis) -> str:
     about = analysis.about
     hosts = len({rank.host for rank in analysis.ranks})
-    samples = f", {_number(analysis.samples_per_s)} samples/s" if analysis.samples_per_s else ""
-    left_out = f"; the first {analysis.num_left_out} do not count" if analysis.num_left_out else ""
+    speed = f"{analysis.step.mean:.3g} ms on average, {_short(analysis.steps_per_s)} steps/s"
+    samples = f", {analysis.samples_per_s:,.0f} samples/s" if analysis.samples_per_s else ""
+    first = "first step does" if analysis.num_left_out == 1 else f"first {analysis.num_left_out} do"
+    left_out = f"; the {first} not count" if analysis.num_left_out else ""
     error = analysis.clock_error_ms
     clocks = f"; times of hosts may differ by {error:.2g} ms" if error else ""
     return (
-        f"{_count(analysis.size, 'rank')} on {_count(hosts, 'host')}, {about.device}, algorithm {about.algorithm}, "
-        f"overlap {about.overlap}. {_count(analysis.num_steps, 'step')} of {_number(analysis.step)} ms{samples}"
-        f"{left_out}{clocks}. In brackets: 20 % and 80 % of the steps are below."
+        f"{count(analysis.size, 'rank')} on {count(hosts, 'host')}, {about.device}, algorithm {about.algorithm}, "
+        f"overlap {about.overlap}. {count(analysis.num_steps, 'step')} of {_number(analysis.step)} ms (the median), "
+        f"{speed}{samples}{left_out}{clocks}. In brackets: 20 % and 80 % of the steps are below."
     )
+
+
+def _no_advice(analysis: Analysis) -> str:
+    return "Nothing that is known." if analysis.has_enough_steps else "So few steps do not tell."
 
 
 def _advice(advice: Advice) -> str:
@@ -110,26 +122,41 @@ def _advice(advice: Advice) -> str:
 
 def table_of_phases(analysis: Analysis) -> Section:
     """Milliseconds of a step, by rank and phase."""
-    ranks = sorted(analysis.ranks, key=lambda rank: -rank.is_last_share)[:_MAX_ROWS]
-    used = [phase for phase in Phase if any(rank.phases[phase].high > 0 for rank in analysis.ranks)]
+    ranks, title = list(analysis.ranks), "Milliseconds of a step, by rank, on average"
+    if len(ranks) > _MAX_ROWS:
+        awaited = {wait.awaited for wait in analysis.waits if wait.mean_ms >= _NOTICEABLE * analysis.step.mean}
+        late = sorted((rank for rank in ranks if rank.rank in awaited), key=lambda rank: -rank.is_last_share)
+        other = next((rank for rank in ranks if rank.rank not in awaited), ranks[0])
+        title += f" (those of {len(ranks)} for which others wait most, and rank {other.rank})"
+        shown = {other.rank, *(rank.rank for rank in late[: _MAX_ROWS - 1])}
+        ranks = [rank for rank in ranks if rank.rank in shown]
+    used = [phase for phase in Phase if any(rank.phases[phase].mean > 0 for rank in analysis.ranks)]
+    has_hosts = len({rank.host for rank in analysis.ranks}) > 1
+    least = _NOTICEABLE * analysis.step.mean
+    has_queue = any(rank.queued is not None and rank.queued.mean >= least for rank in analysis.ranks)
     rows = [
-        (f"{rank.rank} ({rank.host})", _number(rank.step), *(_number(rank.phases[phase]) for phase in used))
-        for rank in sorted(ranks, key=lambda rank: rank.rank)
+        (
+            f"{rank.rank} ({rank.host.partition('.')[0]})" if has_hosts else str(rank.rank),
+            *map(_mean, (rank.step, *(rank.phases[phase] for phase in used))),
+            *([_mean(rank.queued) if rank.queued else "?"] if has_queue else []),
+        )
+        for rank in ranks
     ]
-    title = "Milliseconds of a step, by rank"
-    if len(rows) < len(analysis.ranks):
-        title += f" (those {len(rows)} of {len(analysis.ranks)} that the others wait for most often)"
-    return Section(title, ("rank", "step", *(_COLUMNS[phase] for phase in used)), tuple(rows))
+    columns = dict(_COLUMNS)
+    if not analysis.is_forward_known:
+        columns[Phase.INPUT] = "input and forward"
+    names = ("rank", "step", *(columns[phase] for phase in used), *(["no core"] if has_queue else []))
+    return Section(title, names, tuple(rows))
 
 
 def table_of_waits(analysis: Analysis) -> Section:
     """Who waits for whom. No rows if nobody waits for long."""
     rows = [
-        (str(wait.waiting), str(wait.awaited), f"{wait.mean_ms:.3g}", f"{wait.share:.0%}", _number(wait.cost))
-        for wait in analysis.waits[:_MAX_ROWS]
-        if wait.mean_ms >= 0.005 * analysis.step.median
+        (who, str(wait.awaited), f"{wait.mean_ms:.3g}", f"{wait.share:.0%}", _mean(wait.cost))
+        for who, wait in together(analysis.waits)[:_MAX_ROWS]
+        if wait.mean_ms >= _NOTICEABLE * analysis.step.mean
     ]
-    columns = ("rank", "waits for rank", "ms a step", "in so many steps", "then ms")
+    columns = ("who", "waits for rank", "ms a step", "in so many steps", "then ms")
     return Section("Who waits for whom", columns, tuple(rows))
 
 
@@ -175,11 +202,14 @@ def _scaling(analysis: Analysis) -> Section:
     return Section("Predicted", columns, tuple(rows), tuple(sentences))
 
 
-def _number(spread: Spread | None) -> str:
-    """ "61 [58, 66]"."""
-    if spread is None:
-        return ""
+def _number(spread: Spread) -> str:
+    """The median: "61 [58, 66]"."""
     return f"{_short(spread.median)} [{_short(spread.low)}, {_short(spread.high)}]"
+
+
+def _mean(spread: Spread) -> str:
+    """The mean: "61 [58, 66]"."""
+    return f"{_short(spread.mean)} [{_short(spread.low)}, {_short(spread.high)}]"
 
 
 def _short(value: float) -> str:
@@ -187,7 +217,8 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
+    """ "1 rank", "2 ranks"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
@@ -208,9 +239,17 @@ def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:
             if code:
                 console.print(Padding(Text(code, style="green"), (0, 0, 0, 6)))
         if section.rows:
-            table = Table(box=None, pad_edge=True, header_style="dim")
+            table = Table(box=None, pad_edge=True, header_style="dim", collapse_padding=True)
             for name in section.columns:
                 table.add_column(Text(name), overflow="fold")
-            for row in section.rows:
+            for row in _fitting(section, console.width):
                 table.add_row(*map(Text, row))  # names of parameters may look like markup
             console.print(table)
+
+
+def _fitting(section: Section, width: int) -> Sequence[Sequence[str]]:
+    """The rows of a table, without spreads if these do not fit in so many characters: headings would be broken."""
+    longest = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
+    if sum(longest) + len(longest) < width:
+        return section.rows
+    return [[cell.partition(" [")[0] for cell in row] for row in section.rows]

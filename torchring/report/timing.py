@@ -20,12 +20,11 @@ Plan = tuple[tuple[int, int], ...]
 """Number and bytes of each bucket."""
 
 _NUM_FIRST: Final = 3  # buckets are laid out anew after the first reduction, and memory is touched for the first time
+_OFTEN: Final = 0.25  # of the steps: the step of a second optimizer may use the same batch
 _ENOUGH: Final = 10  # steps, to leave some out
 _MANY_CHANGES: Final = 8  # of buckets, which a job with one optimizer does not have
 _TIMES: Final = ("ready", "packed", "launched", "started", "reduced")
 _QUANTILES: Final = (0.5, 0.2, 0.8)
-_NUM_GROUPS: Final = 5  # of neighbouring steps, at least
-_MAX_GROUP: Final = 32  # steps
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,9 @@ class Timing:
         stall, packing: [S, R], durations.
         backward_begin, backward_end: [S, R], of the last backward of the step.
         num_samples: [S, R].
+        loading: [S, R], how much of Part.INPUT was in a DataLoader.
+        collecting: [S, R], duration of full garbage collections.
+        num_workers, loading_cpu, queued, exposed_queued: [S, R], as in `StepRecord`; negative if unknown.
         bucket_indices: [B], numbers of the buckets of one optimizer. If a step has several rounds, as the backward of a
             GAN's generator through its discriminator does, from 0 on over all rounds.
         rounds: where each round begins in [B].
@@ -62,6 +64,12 @@ class Timing:
     backward_begin: Array
     backward_end: Array
     num_samples: Array
+    loading: Array
+    collecting: Array
+    num_workers: Array
+    loading_cpu: Array
+    queued: Array
+    exposed_queued: Array
     bucket_indices: tuple[int, ...]
     rounds: tuple[int, ...]
     bucket_bytes: Array
@@ -77,6 +85,16 @@ class Timing:
         """[S], which steps are part of the statistics of buckets."""
         return np.asarray(self.counts & self.has_buckets)
 
+    @property
+    def saw_loader(self) -> bool:
+        """Whether DataLoaders give the batches. A DataLoader that is used now and then, for evaluation, does not."""
+        return bool((self.num_workers[self.counts] >= 0).mean() >= _OFTEN)
+
+    @property
+    def counted_ms(self) -> float:
+        """How long all steps that count took, on the rank that was last."""
+        return float((self.end - self.begin)[self.counts].sum(0).max())
+
 
 def tabulate(job: Job) -> tuple[Timing, ...]:
     """The arrays of a job's steps, once for the buckets of each optimizer: the one with most steps first."""
@@ -86,7 +104,8 @@ def tabulate(job: Job) -> tuple[Timing, ...]:
     numbers = np.array([row[0].number for row in rows])
     of_optimizers = _plans_of_optimizers(plans, numbers)
     has_plan = np.array([each in of_optimizers for each in plans])
-    counts = has_plan & (numbers >= _NUM_FIRST) if len(rows) > _ENOUGH else has_plan
+    # The step 0 begins in `wrap`, so it has the time until the loop begins.
+    counts = has_plan & (numbers >= (_NUM_FIRST if len(rows) > _ENOUGH else 1))
     if not counts.any():
         counts = has_plan
     others = sum(not has for has, number in zip(has_plan, numbers, strict=True) if number >= _NUM_FIRST)
@@ -110,6 +129,12 @@ def tabulate(job: Job) -> tuple[Timing, ...]:
         backward_begin=_ms([[part.begin - base for part in row] for row in backwards]),
         backward_end=_ms([[part.end - base for part in row] for row in backwards]),
         num_samples=np.array([[step.num_samples for step in row] for row in rows]),
+        loading=_ms([[min(step.loading_ns, step.ns_in(Part.INPUT)) for step in row] for row in rows]),
+        collecting=_ms([[step.collecting_ns for step in row] for row in rows]),
+        num_workers=np.array([[step.num_workers for step in row] for row in rows]),
+        loading_cpu=_ms([[step.loading_cpu_ns for step in row] for row in rows]),
+        queued=_ms([[step.queued_ns for step in row] for row in rows]),
+        exposed_queued=_ms([[step.exposed_queued_ns for step in row] for row in rows]),
         bucket_indices=(),
         rounds=(),
         bucket_bytes=np.zeros(0),
@@ -146,31 +171,16 @@ def _with_buckets(timing: Timing, job: Job, plan: Plan | None, plans: Sequence[P
 
 
 def spread(values: Any, unit: str = "ms") -> Spread:
-    """Median, and the quantiles of 20 % and 80 %. Zeros if there is no value."""
+    """Mean, median, and the quantiles of 20 % and 80 %. Zeros if there is no value."""
     found = np.asarray(values, float).ravel()
     found = found[np.isfinite(found)]
     median, low, high = np.quantile(found, _QUANTILES) if len(found) else (0.0, 0.0, 0.0)
-    return Spread(float(median), float(low), float(high), unit)
-
-
-def groups(values: Any) -> Array:
-    """Means over groups of neighbouring steps, which are the first dimension."""
-    found = np.asarray(values, float)
-    length = min(_MAX_GROUP, max(1, len(found) // _NUM_GROUPS))
-    firsts = np.arange(0, max(1, len(found) - length + 1), length)
-    lengths = np.diff([*firsts, len(found)]).reshape(-1, *[1] * (found.ndim - 1))
-    return np.asarray(np.add.reduceat(found, firsts, axis=0) / lengths)
+    return Spread(float(found.mean()) if len(found) else 0.0, float(median), float(low), float(high), unit)
 
 
 def typical(values: Any) -> float:
-    """Median over groups of neighbouring steps."""
-    return float(np.median(groups(values)))
-
-
-def spread_of_steps(values: Any, unit: str = "ms") -> Spread:
-    """Median over groups of neighbouring steps, and the quantiles of 20 % and 80 % of single steps."""
-    median, single = typical(values), spread(values, unit)
-    return Spread(median, min(single.low, median), max(single.high, median), unit)
+    """Mean over steps; 0 without any. Steps with a pause do not count, so no accident decides."""
+    return float(np.mean(values)) if len(values) else 0.0
 
 
 def _sorted(step: StepRecord) -> list[BucketRecord]:

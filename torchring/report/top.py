@@ -21,7 +21,7 @@ from typing import Final
 from torchring.launch.arguments import duration
 from torchring.report.analysis import analyse
 from torchring.report.merge import merge
-from torchring.report.terminal import table_of_phases, table_of_waits, text_of
+from torchring.report.terminal import count, table_of_phases, table_of_waits, text_of
 from torchring.tracing.files import TraceError, find, find_live, read
 from torchring.tracing.records import ENDED_WELL, RankTrace
 
@@ -84,11 +84,10 @@ def look(folder: Path) -> Picture:
     except TraceError as error:
         return Picture(str(error), is_empty=True)
     analysis = analyse(job)
-    step = analysis.step
     last = max(trace.steps[-1].number for trace in job.traces)
-    speed = f"{1e3 / step.median:.3g} steps/s" if step.median else ""
-    samples = f", {analysis.samples_per_s.median:,.0f} samples/s" if analysis.samples_per_s else ""
-    lines = [f"Step {last + 1:,}: {speed}{samples}, {analysis.size} ranks, the last {analysis.num_steps} steps."]
+    samples = f", {analysis.samples_per_s:,.0f} samples/s" if analysis.samples_per_s else ""
+    facts = f"{analysis.steps_per_s:.3g} steps/s{samples}, {count(analysis.size, 'rank')}"
+    lines = [f"Step {last + 1:,}: {facts}, the last {count(analysis.num_steps, 'step')}."]
     headline = f"{lines[0]} {analysis.verdict.sentence}"
     still = time.time() - max(trace.about.written_at for trace in job.traces)
     if not live:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Final
 
 import numpy as np
 
 from torchring.report.findings import Phase, Spread, Wait
-from torchring.report.merge import Job
-from torchring.report.timing import Array, Timing, spread, spread_of_steps, tabulate
+from torchring.report.merge import Job, name_ranks
+from torchring.report.timing import Array, Timing, spread, tabulate
 from torchring.tracing.records import About, Part
 
 PHASES: Final = tuple(Phase)
@@ -149,6 +150,24 @@ def list_waits(timing: Timing, critical: Critical) -> tuple[Wait, ...]:
     return tuple(sorted(found, key=lambda wait: -wait.mean_ms))
 
 
+def together(waits: Sequence[Wait]) -> list[tuple[str, Wait]]:
+    """The same waits, those of several ranks for one rank as one: who waits, and the mean."""
+    by_awaited: dict[int, list[Wait]] = {}
+    for wait in waits:
+        by_awaited.setdefault(wait.awaited, []).append(wait)
+    found = []
+    for awaited, each in by_awaited.items():
+        costs = [wait.cost for wait in each]
+        cost = Spread(
+            *(fmean(cost.mean for cost in costs), median(cost.median for cost in costs)),
+            *(min(cost.low for cost in costs), max(cost.high for cost in costs)),
+        )
+        mean_ms, share = fmean(wait.mean_ms for wait in each), fmean(wait.share for wait in each)
+        who = name_ranks(sorted(wait.waiting for wait in each))
+        found.append((who, Wait(each[0].waiting, awaited, mean_ms, share, cost)))
+    return sorted(found, key=lambda row: -row[1].mean_ms)
+
+
 def is_last_share(timing: Timing, critical: Critical, position: int) -> float:
     """In which share of the steps the others wait for the rank at that position."""
     waiting, awaited = critical.waiting[timing.counts], critical.awaited[timing.counts]
@@ -159,7 +178,7 @@ def is_last_share(timing: Timing, critical: Critical, position: int) -> float:
 
 def spread_by_phase(durations: Array) -> dict[Phase, Spread]:
     """Spreads of an array [S, 7]."""
-    return {phase: spread_of_steps(durations[:, i]) for i, phase in enumerate(PHASES)}
+    return {phase: spread(durations[:, i]) for i, phase in enumerate(PHASES)}
 
 
 def _heads(all_launched: Array, earlier: Array, about: About) -> Array:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import operator
 import os
 import re
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -25,10 +25,18 @@ from torchring.tracing.records import (
     encode,
 )
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _NAME: Final = re.compile(r"rank-(\d+)\.npz")
 _LIVE_NAME: Final = re.compile(r"live-(\d+)\.npz")
 
+
+_TYPES: Final[dict[str, type | tuple[type, ...]]] = {
+    "int": int,
+    "str": str,
+    "float": (float, int),
+    "dict[str, str]": dict,
+}
+_Record = TypeVar("_Record", About, ParameterRecord)
 
 _numbers = itertools.count()
 
@@ -94,11 +102,20 @@ def read(path: Path) -> RankTrace:
     """Read a rank's file. Raises TraceError if it is torn, or of another version."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return _parse(json.loads(bytes(arrays["about"])), arrays)
+            return _parse(_printable(json.loads(bytes(arrays["about"]))), arrays)
     except TraceError:
         raise
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise TraceError(f"{path} is torn, or no trace: {error}") from error
+    except Exception as error:  # of zipfile, numpy, json and others, which do not say what they raise for damaged files
+        raise TraceError(f"{path} is torn, or no trace: {_printable(str(error))}") from error
+
+
+def _printable(value: Any) -> Any:
+    """The same without characters that a terminal would obey, or that change the direction of text."""
+    if isinstance(value, str):
+        return "".join(each if each.isprintable() else " " if each.isspace() else "\ufffd" for each in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(each) for key, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, list) else value
 
 
 def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
@@ -112,7 +129,7 @@ def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
     about.update(vars(_parse_optimizer(about)))
     about["others"] = tuple(map(_parse_optimizer, about.get("others", ())))
     return RankTrace(
-        About(**about),
+        _typed(About(**about)),
         tuple(decode(part.tolist()) for part in np.split(steps, ends[:-1]) if len(part)),
         num_dropped,
         tuple(Arrivals(step, length, tuple(ready)) for step, length, *ready in arrays["arrivals"].tolist()),
@@ -121,5 +138,14 @@ def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
 
 
 def _parse_optimizer(fields: Mapping[str, Any]) -> OptimizerRecord:
-    parameters = tuple(ParameterRecord(**each) for each in fields["parameters"])
-    return OptimizerRecord(tuple(fields["bucket_bytes"]), parameters)
+    parameters = tuple(_typed(ParameterRecord(**each)) for each in fields["parameters"])
+    return OptimizerRecord(tuple(map(operator.index, fields["bucket_bytes"])), parameters)
+
+
+def _typed(record: _Record) -> _Record:
+    """The record. Raises TypeError if a text, a number or a dictionary of it is something else."""
+    for each in dataclasses.fields(record):
+        value, type_ = getattr(record, each.name), _TYPES.get(str(each.type))
+        if type_ is not None and (not isinstance(value, type_) or isinstance(value, bool)):
+            raise TypeError(f"{each.name} is {value!r:.40}")
+    return record

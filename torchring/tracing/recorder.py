@@ -6,6 +6,7 @@ bucket. Finished steps are kept as arrays of integers, which the garbage collect
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections import deque
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from torchring.tracing.cores import UNKNOWN, CoreQueue, since
 from torchring.tracing.device import Device, DeviceTimes, Reduction
 from torchring.tracing.records import About, Arrivals, ClockOffset, Part, RankTrace, decode
 from torchring.tracing.rows import BUCKET_LENGTH, NUM_BYTES, NUMBER, step_row
@@ -33,9 +35,12 @@ class Recorder:
         num_samples: that forward was given, since the last step ended.
         num_samples_before: that forward was given before that.
         num_bytes: that this rank has contributed to reductions, in all.
+        loading_ns, loading_cpu_ns, num_workers, collecting_ns: since the last step ended, as in a `StepRecord`.
+            `process.py` sets them.
         about: what the steps are steps of; None as long as no optimizer was wrapped. With several optimizers, of the
             one that was wrapped last.
-        part_began: when the part under way has begun.
+        part, part_began: the part under way, and when it has begun.
+        thread: the thread that trains, as `threading.get_ident` returns it.
         arrivals: of a few backwards.
         clock: what is known of the clocks of other hosts.
         is_on: whether steps are written down. Benchmarks turn the recorder off, to find out what it costs.
@@ -46,29 +51,55 @@ class Recorder:
         self.num_samples = 0
         self.num_samples_before = 0
         self.num_bytes = 0
+        self.loading_ns = 0
+        self.loading_cpu_ns = -1
+        self.num_workers = -1
+        self.collecting_ns = 0
         self.about: About | None = None
         self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)
         self.clock: list[ClockOffset] = []
         self.is_on = True
+        self.thread = threading.get_ident()
         self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
         # The step under way
         self._device: DeviceTimes | None = None
-        self._part = INPUT
+        self.part = INPUT
         self.part_began = time.perf_counter_ns()
         self._stamps = [INPUT, self.part_began]  # part, beginning; part, beginning; ...
         self._stall_ns = 0
         self._packing_ns = 0
         self._buckets: list[int] = []
+        self._queue = CoreQueue()
+        self._queued_before_step = self._queued_before_exposed = UNKNOWN
+        self._exposed_queued_ns = 0
 
     def enter(self, part: int) -> None:
         """A part of a step begins."""
-        if part != self._part and self.is_on and len(self._stamps) < _MOST_STAMPS:
-            self._part = part
+        if part != self.part and self.is_on and len(self._stamps) < _MOST_STAMPS:
+            if EXPOSED in (part, self.part) and self._device is None:
+                self._note_exposed(begins=part == EXPOSED)
+            self.part = part
             self.part_began = time.perf_counter_ns()
             self._stamps.append(part)
             self._stamps.append(self.part_began)
             if self._device is not None:
                 self._device.mark(self.part_began)
+
+    def _note_exposed(self, *, begins: bool) -> None:
+        now = self._queue.read_ns()
+        if begins:
+            self._queued_before_exposed = now
+        elif self._exposed_queued_ns != UNKNOWN:
+            waited = since(self._queued_before_exposed, now)
+            self._exposed_queued_ns = UNKNOWN if waited == UNKNOWN else self._exposed_queued_ns + waited
+
+    def _queued_ns(self) -> tuple[int, int]:
+        """In the step that ends, in all and inside EXPOSED."""
+        now = self._queue.read_ns()
+        queued, exposed = since(self._queued_before_step, now), self._exposed_queued_ns
+        self._queued_before_step, self._exposed_queued_ns = now, 0
+        # Phases of a device's step are not what this thread does meanwhile.
+        return queued, exposed if self._device is None and queued != UNKNOWN else UNKNOWN
 
     def last_input(self) -> tuple[int, bool]:
         """When the part INPUT has begun last, in nanoseconds, and whether a forward has been seen since."""
@@ -108,16 +139,23 @@ class Recorder:
         stamps, buckets = self._stamps, self._buckets
         step = None
         if self.is_on:
-            stall_ns, packing_ns = self._stall_ns, self._packing_ns
-            step = step_row(self.num_steps, stamps[1], now, self.num_samples, stall_ns, packing_ns, stamps, buckets)
+            own = (
+                *(self.num_steps, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
+                *(self.loading_ns, self.loading_cpu_ns, self.num_workers),
+                *self._queued_ns(),
+                self.collecting_ns,
+            )
+            step = step_row(own, stamps, buckets)
             self._steps.append(step)
         if self._device is not None:
             self._device.end_step(step, now)
         self.num_bytes += sum(buckets[NUM_BYTES::BUCKET_LENGTH])
         self.num_samples_before += self.num_samples
         self.num_steps += 1
-        self.num_samples = self._stall_ns = self._packing_ns = 0
-        self._part, self.part_began = INPUT, now
+        self.num_samples = self.loading_ns = self.collecting_ns = self._stall_ns = self._packing_ns = 0
+        self.loading_cpu_ns = self.num_workers = -1
+        self.thread = threading.get_ident()
+        self.part, self.part_began = INPUT, now
         self._stamps = [INPUT, now]
         self._buckets = []
 
@@ -132,10 +170,12 @@ class Recorder:
                 continue
         return []
 
-    def trace(self, ended_by: str = "end", count: int = NUM_STEPS) -> tuple[RankTrace, list[array[int]]]:
-        """All that is known, with the steps apart from it, encoded. `decoded` puts the two together."""
+    def trace(
+        self, ended_by: str = "end", count: int = NUM_STEPS, first: int = 0
+    ) -> tuple[RankTrace, list[array[int]]]:
+        """What is known, with the steps from number `first` on apart from it, encoded. `decoded` puts both together."""
         about = replace(self.about or About(), ended_by=ended_by, written_at=time.time())
-        steps = self.last_steps(count)
+        steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
         num_dropped = steps[0][NUMBER] if steps else self.num_steps
         return RankTrace(about, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps
 

@@ -20,8 +20,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
-from torchring.tracing.rows import BUCKET_LENGTH, PART_LENGTH, STEP_LENGTH, bucket_start, part_begin, step_row
+from torchring.tracing.rows import BUCKET_LENGTH, END, PART_LENGTH, STEP_LENGTH, bucket_start, part_begin, step_row
 
+_OWN: Final = (  # attributes of a step, in the order of a row
+    *("number", "begin", "end", "num_samples", "stall_ns", "packing_ns"),
+    *("loading_ns", "loading_cpu_ns", "num_workers", "queued_ns", "exposed_queued_ns", "collecting_ns"),
+)
 ENDED_WELL: Final = ("", "end", "SIGUSR1")  # see `About.ended_by`
 
 
@@ -94,6 +98,12 @@ class StepRecord:
             `stall_ns` is.
         parts: in order, without gaps, from `begin` to `end`.
         buckets: in the order in which they left. Empty if nothing was reduced.
+        loading_ns: how long this rank was in `next()` of a DataLoader, inside INPUT.
+        loading_cpu_ns: how long cores worked for it: this thread in `next()`, and the workers; -1 if unknown.
+        num_workers: of the DataLoader that gave the last batch; -1 if none gave one.
+        queued_ns: how long the thread that trains was ready to run, but had no core; -1 if the kernel does not say.
+        exposed_queued_ns: the same, inside EXPOSED; -1 on a GPU, too.
+        collecting_ns: how long full collections of Python's garbage collector took.
     """
 
     number: int
@@ -104,6 +114,12 @@ class StepRecord:
     packing_ns: int
     parts: tuple[PartRecord, ...]
     buckets: tuple[BucketRecord, ...]
+    loading_ns: int = 0
+    loading_cpu_ns: int = -1
+    num_workers: int = -1
+    queued_ns: int = -1
+    exposed_queued_ns: int = -1
+    collecting_ns: int = 0
 
     def ns_in(self, part: Part) -> int:
         """How long all parts of that kind took together."""
@@ -242,21 +258,21 @@ def encode(step: StepRecord) -> array[int]:
     buckets: list[int] = []
     for b in step.buckets:
         buckets += (b.index, b.num_bytes, b.ready, b.packed, b.launched, b.started, b.reduced)
-    return step_row(step.number, step.begin, step.end, step.num_samples, step.stall_ns, step.packing_ns, parts, buckets)
+    return step_row([getattr(step, name) for name in _OWN], parts, buckets)
 
 
 def decode(numbers: Sequence[int]) -> StepRecord:
     """The step that `encode` has made these integers of. Raises ValueError if there are too few or too many."""
     if len(numbers) < STEP_LENGTH:
         raise ValueError("a step is cut short")
-    number, begin, end, num_samples, stall_ns, packing_ns, num_parts, num_buckets = numbers[:STEP_LENGTH]
+    *own, num_parts, num_buckets = numbers[:STEP_LENGTH]
     if min(num_parts, num_buckets) < 0 or len(numbers) != bucket_start(num_parts, num_buckets):
         raise ValueError("a step is cut short")
     first_bucket = bucket_start(num_parts, 0)
-    starts = [*numbers[part_begin(0) : first_bucket : PART_LENGTH], end]
+    starts = [*numbers[part_begin(0) : first_bucket : PART_LENGTH], numbers[END]]
     kinds = numbers[STEP_LENGTH:first_bucket:PART_LENGTH]
     parts = tuple(PartRecord(Part(kind), starts[i], starts[i + 1]) for i, kind in enumerate(kinds))
     buckets = tuple(
         BucketRecord(*numbers[i : i + BUCKET_LENGTH]) for i in range(first_bucket, len(numbers), BUCKET_LENGTH)
     )
-    return StepRecord(number, begin, end, num_samples, stall_ns, packing_ns, parts, buckets)
+    return StepRecord(parts=parts, buckets=buckets, **dict(zip(_OWN, own, strict=True)))

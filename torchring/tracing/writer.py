@@ -18,7 +18,7 @@ from typing import Final
 from torchring.linux import is_caught
 from torchring.rendezvous.environment import PROGRESS, TRACE
 from torchring.threads import PeriodicThread, at_last
-from torchring.tracing import files
+from torchring.tracing import files, process
 from torchring.tracing.recorder import Recorder
 from torchring.tracing.records import ENDED_WELL
 
@@ -38,15 +38,18 @@ class TraceWriter:
     Args:
         folder: is made when something is written.
         is_for_progress: nobody has asked for a trace, but for `torchring run --progress`, which reads the last steps.
+        is_of_block: steps that have ended before now are not written.
     """
 
-    def __init__(self, folder: Path, *, is_for_progress: bool = False) -> None:
+    def __init__(self, folder: Path, *, is_for_progress: bool = False, is_of_block: bool = False) -> None:
         self.folder = folder
         self.is_for_progress = is_for_progress
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may write while the main thread writes
         self._has_warned = False
         self._is_closed = False
+        begun = {each: each.num_steps for each in _recorders} if is_of_block else {}
+        self._first = weakref.WeakKeyDictionary(begun)  # numbers of the first steps that are written
         self._broken: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._num_live: weakref.WeakKeyDictionary[Recorder, int] = weakref.WeakKeyDictionary()
         self._signals = not is_for_progress and _takes_signal()
@@ -56,12 +59,12 @@ class TraceWriter:
 
     def write(self, recorder: Recorder, ended_by: str = "end") -> None:
         """Write what `recorder` holds. After an error, only what the error has left is kept."""
-        if recorder in self._broken or recorder.about is None or not recorder.num_steps or os.getpid() != self._pid:
+        if recorder in self._broken or not self._has_steps(recorder) or os.getpid() != self._pid:
             return
         if ended_by not in ENDED_WELL:
             self._broken.add(recorder)
         with self._lock, self._warning():
-            trace, steps = recorder.trace(ended_by)
+            trace, steps = recorder.trace(ended_by, first=self._first.get(recorder, 0))
             path = files.write_encoded(files.path_of(self.folder, trace.about.rank), trace, steps)
             files.live_path_of(self.folder, trace.about.rank).unlink(missing_ok=True)
             _log.info("the trace of rank %d is in %s", trace.about.rank, path)
@@ -75,15 +78,18 @@ class TraceWriter:
         if self._signals and signal.getsignal(signal.SIGUSR1) == self._handle:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
+    def _has_steps(self, recorder: Recorder) -> bool:
+        return recorder.about is not None and recorder.num_steps > self._first.get(recorder, 0)
+
     def _write_live(self) -> None:
         for recorder in list(_recorders):
-            if recorder.about is None or not recorder.num_steps or self._num_live.get(recorder) == recorder.num_steps:
+            if not self._has_steps(recorder) or self._num_live.get(recorder) == recorder.num_steps:
                 continue
             self._num_live[recorder] = recorder.num_steps
             with self._lock, self._warning():
                 if self._is_closed or recorder in self._broken:  # the whole trace is written
                     return
-                trace, steps = recorder.trace("", _LIVE_STEPS)
+                trace, steps = recorder.trace("", _LIVE_STEPS, self._first.get(recorder, 0))
                 # The names of all parameters would take most of the time.
                 trace = replace(trace, about=replace(trace.about, parameters=(), others=()), arrivals=())
                 files.write_encoded(files.live_path_of(self.folder, trace.about.rank), trace, steps)
@@ -111,6 +117,7 @@ def _takes_signal() -> bool:
 def add(recorder: Recorder) -> None:
     """A world has been opened, whose steps `recorder` writes down."""
     _recorders.add(recorder)
+    process.watch(recorder)
     global _writer
     if _writer is not None:
         return
@@ -126,15 +133,16 @@ def note_end(recorder: Recorder, ended_by: str = "end") -> None:
         _writer.write(recorder, ended_by)
     if ended_by == "end":
         _recorders.discard(recorder)  # a later world writes to the same file
+        process.forget(recorder)
 
 
-def start(folder: str | os.PathLike[str]) -> TraceWriter:
+def start(folder: str | os.PathLike[str], *, is_of_block: bool = False) -> TraceWriter:
     """Write traces from now on. Raises ValueError if they are written somewhere else already."""
     global _writer
     path = Path(folder).absolute()
     if _writer is not None and not _writer.is_for_progress:
         raise ValueError(f"traces are written to {_writer.folder} already, and cannot be written to {path} as well")
-    _writer = TraceWriter(path)
+    _writer = TraceWriter(path, is_of_block=is_of_block)
     return _writer
 
 
@@ -148,14 +156,14 @@ def _write_at_exit() -> None:
 
 @contextlib.contextmanager
 def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """A context manager: what this rank's last 1,000 steps were is written to `folder` at its end. Not collective.
+    """A context manager: the steps of its block, the last 1,000 at most, are written to `folder`. Not collective.
 
         with torchring.trace("trace"):
             train()
 
     `torchring report trace` shows what the traces of all ranks say. Each rank writes a file of its own: at the end of
-    the block, when it gets SIGUSR1, and when another rank is lost. Steps before the block are written, too. If hosts do
-    not share `folder`, copy the files to one place. Inside the block, `torchring top trace` shows how training goes.
+    the block, when it gets SIGUSR1, and when another rank is lost. If hosts do not share `folder`, copy the files to
+    one place. Inside the block, `torchring top trace` shows how training goes.
 
     `torchring run --trace DIR` and TORCHRING_TRACE=DIR trace a whole script.
 
@@ -171,7 +179,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
         return
     before = _writer  # whose thread goes on
-    writer = start(folder)
+    writer = start(folder, is_of_block=True)
     ended_by = "end"
     try:
         yield
