@@ -256,7 +256,7 @@ def test_conversion_keeps_what_there_is() -> None:
     assert model["a"] is model["twice"]
     layers = [model["a"], model["b"][0], model["theirs"]]
     assert all(type(layer) is torchring.SyncBatchNorm for layer in layers)
-    assert [layer.label for layer in layers] == ["a", "b.0", "theirs"]
+    assert [layer._label for layer in layers] == ["a", "b.0", "theirs"]
     assert isinstance(model["b"][1], nn.LayerNorm)
     model["a"](torch.randn(3, 4))
     assert calls == [1]

@@ -55,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):
         PeerTimeoutError: another rank did not run the layer within the timeout.
     """
 
-    label = ""
+    _label = ""
     """The layer's name in the model, for errors. `convert_sync_batchnorm` sets it."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class SyncBatchNorm(_BatchNorm):
     def _normalize(self, input: Tensor) -> Tensor:
         result: Tensor
         result, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self.label, default_world()
+            input, self.weight, self.bias, self.eps, self._label, default_world()
         )
         if self.track_running_stats and count:
             self._update(mean, variance, int(count))
@@ -127,7 +127,7 @@ def _convert(layer: _BatchNorm, name: str) -> SyncBatchNorm:
         raise ValueError(f"{name or 'the layer'} is a {kind}, which has a forward of its own; convert it by hand")
     new = SyncBatchNorm.__new__(SyncBatchNorm)
     new.__dict__.update(layer.__dict__)
-    new.label = name
+    new._label = name
     return new
 
 
