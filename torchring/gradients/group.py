@@ -18,8 +18,8 @@ from torchring.gradients.module_wrappers import ModuleWrappers
 from torchring.tracing.recorder import EXPOSED
 from torchring.world import World
 
-if TYPE_CHECKING:  # torchring.gradients.buffers imports torchring.norms, which imports this module
-    from torchring.gradients.buffers import Place
+if TYPE_CHECKING:
+    from torchring.gradients.buffers import Place  # imports SyncBatchNorm, which imports this module
     from torchring.gradients.sync import GradientSync
 
 _UNLIKE_NO_SYNC: Final = (
