@@ -96,11 +96,11 @@ class _Regression(nn.Module):
 def _trainer(rank: int) -> dict[str, Any]:
     from transformers import Trainer, TrainingArguments
 
-    def trained(kind: type[Trainer], is_wrapped: bool = False, is_given: bool = False) -> Any:
+    def trained(kind: type[Trainer], is_wrapped: bool = False, is_given: bool = False, use_cpu: bool = True) -> Any:
         model = _Regression()
         batches = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
         quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
-        options = TrainingArguments("checkpoints", use_cpu=True, learning_rate=0.05, **batches, **quiet)
+        options = TrainingArguments("checkpoints", use_cpu=use_cpu, learning_rate=0.05, **batches, **quiet)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0) if is_given else None
         if is_wrapped:
             optimizer = torchring.wrap(torch.optim.AdamW(model.parameters()), model)
@@ -115,10 +115,13 @@ def _trainer(rank: int) -> dict[str, Any]:
         "given": _outcome(given.model, given.optimizer),
         "ddp": _outcome(ddp.model),
         "both": attempt(lambda: trained(Trainer, is_wrapped=True)),
+        "one": attempt(lambda: trained(ring_trainer, use_cpu=False)),
     }
 
 
 def _accelerate(rank: int) -> dict[str, Any]:
+    from accelerate.state import AcceleratorState
+
     code = snippet(FRAMEWORKS, "## Accelerate")
     both = edited(
         code,
@@ -127,6 +130,7 @@ def _accelerate(rank: int) -> dict[str, Any]:
     )
     adamw = ADAMW.format("model")
     ddp = edited(both, (f"torchring.wrap({adamw}, model)", adamw), ("accelerator.no_sync =", "_ ="))
+    AcceleratorState._reset_state(reset_partial_state=True)  # what a Trainer of _trainer has found out
     ring = run(code)
     trained = ring["model"].weight.detach().clone()
     torchring.barrier()  # rank 0 saves
@@ -218,6 +222,11 @@ def test_the_frameworks_own_ddp_beside_torchring_is_an_error(outcomes: list[Any]
         error = rank[name]["both"]
         assert error.startswith(("GradientError: ", "ValueError: ")), error
         assert "belongs to a DistributedDataParallel" in error
+
+
+def test_a_trainer_that_sees_one_process_only_is_an_error(outcomes: list[Any]) -> None:
+    for rank in outcomes:
+        assert rank["_trainer"]["one"].startswith("ValueError: the Trainer sees one process only")
 
 
 def test_every_snippet_is_run_here() -> None:
