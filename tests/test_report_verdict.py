@@ -280,6 +280,12 @@ def test_few_steps_give_facts_only(num_steps: int) -> None:
     assert (analysis.advice, analysis.predictions) == ((), ())
     assert "too few for advice and predictions" in analysis.problems[0]
     assert "So few steps do not tell." in plain(analysis)
+    unseen = [  # as in each first step
+        dataclasses.replace(trace, about=dataclasses.replace(trace.about, options={"model": "given"}))
+        for trace in simulate(**{**BASE, "forward_ms": 0, "num_steps": num_steps})
+    ]
+    problems = analyse(merge(unseen)).problems
+    assert any(problem.startswith("Forward is not told apart") for problem in problems) == (num_steps > 1)
 
 
 def test_how_a_job_ended_comes_first() -> None:

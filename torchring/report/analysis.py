@@ -162,7 +162,8 @@ def _remarks(
     timing: Timing, pauses: Sequence[Pauses], verdict: Verdict, *, is_forward_known: bool, has_model: bool
 ) -> list[str]:
     remarks = []
-    if not is_forward_known:
+    has_first_only = not timing.numbers[timing.counts].any()  # hooks are put on the model after the first step
+    if not is_forward_known and not (has_model and has_first_only):
         why = (
             "because it is not called as model(...), or torch.compile leaves the hooks of the model out"
             if has_model
@@ -180,7 +181,7 @@ def _remarks(
     if number < _FEW:
         count = "1 step counts" if number == 1 else f"{number} steps count"
         remarks.append(f"Only {count}: too few for advice and predictions. Numbers are more reliable with 50 or more.")
-    if not timing.numbers[timing.counts].any():
+    if has_first_only:
         remarks.append("The first step begins in wrap(), so what the script does before its loop is part of that step.")
     return remarks
 
