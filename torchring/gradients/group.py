@@ -14,12 +14,12 @@ from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.backward import BackwardWatch
+from torchring.gradients.buffers import Place
 from torchring.gradients.module_wrappers import ModuleWrappers
 from torchring.tracing.recorder import EXPOSED
 from torchring.world import World
 
 if TYPE_CHECKING:
-    from torchring.gradients.buffers import Place  # imports SyncBatchNorm, which imports this module
     from torchring.gradients.sync import GradientSync
 
 _UNLIKE_NO_SYNC: Final = (
