@@ -16,7 +16,7 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "releases", "rendezvous", "alone", "memory", "stalls", "tracing",
-    "world", "default_world", "accelerators", "transport", "collectives", "norms", "allreduce", "gradients",
+    "world", "default_world", "accelerators", "transport", "collectives", "allreduce", "gradients", "norms",
     "optimizer", "joining", "monitoring", "elastic", "launch", "horovod", "doctor", "report", "cli", "__main__",
     "__init__", "bench",
 ]

@@ -10,9 +10,9 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     joining.py      ranks with more data than others     cli.py, launch/, doctor/, report/   the commands
     monitoring.py   figures for TensorBoard and others
     optimizer.py    wrap
+    norms.py        SyncBatchNorm
     gradients/      from autograd to the optimizer's step
     allreduce/      sums a bucket over ranks
-    norms.py        SyncBatchNorm
     collectives/    all_reduce, broadcast, ... for scripts
     transport/      messages between hosts                accelerators.py            devices with streams
     default_world.py, world.py   which ranks train together

@@ -55,6 +55,8 @@ class SyncBatchNorm(_BatchNorm):
         PeerTimeoutError: another rank did not run the layer within the timeout.
     """
 
+    _keeps_buffers_equal = True
+
     _label = ""
     """The layer's name in the model, for errors. `convert_sync_batchnorm` sets it."""
 

@@ -30,7 +30,6 @@ from torchring.allreduce import Mover, NonFinite, Wire
 from torchring.collectives.digests import digests
 from torchring.collectives.operations import check_dense, check_writable
 from torchring.collectives.service import collectives_of, internal_collectives_of
-from torchring.norms import SyncBatchNorm
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
@@ -117,7 +116,7 @@ def buffer_specs(model: torch.nn.Module, choices: SyncBuffers) -> list[BufferSpe
     seen: set[int] = set()
     specs = []
     for prefix, module in model.named_modules():
-        if isinstance(module, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
+        if isinstance(module, torch.nn.SyncBatchNorm) or getattr(module, "_keeps_buffers_equal", False):
             continue
         own = dict(module.named_buffers(recurse=False))
         has_statistics = not own.keys().isdisjoint(("running_mean", "running_var"))

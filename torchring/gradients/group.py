@@ -14,12 +14,12 @@ from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.backward import BackwardWatch
+from torchring.gradients.buffers import Place
 from torchring.gradients.module_wrappers import ModuleWrappers
 from torchring.tracing.recorder import EXPOSED
 from torchring.world import World
 
 if TYPE_CHECKING:
-    from torchring.gradients.buffers import Place  # imports SyncBatchNorm, which imports this module
     from torchring.gradients.sync import GradientSync
 
 _UNLIKE_NO_SYNC: Final = (
@@ -187,6 +187,8 @@ class OptimizerGroup:
             for member in self._members:
                 if member.in_backward:
                     member.finish_backward(reduces=False)
+                elif self.is_skipping:
+                    member.note_skip()
             return
         self.guard.run("the end of backward()", lambda: self._finish_backward(caller))
 

@@ -149,8 +149,8 @@ def _of_one_size(traces: list[RankTrace], problems: list[str]) -> list[RankTrace
     kept = max(worlds.values(), key=lambda world: (len(world), max(trace.about.written_at for trace in world)))
     told = ", ".join(f"{name_ranks([t.about.rank for t in world])}: {size}" for size, world in sorted(worlds.items()))
     problems.append(
-        f"The ranks do not agree how many they are ({told}). The folder may hold files of several jobs. "
-        f"Only files of a world of {kept[0].about.size} are shown."
+        f"The ranks do not agree how many they are ({told}). An elastic job has lost or got ranks, or the folder holds "
+        f"files of several jobs. Only files of a world of {kept[0].about.size} are shown."
     )
     return kept
 
