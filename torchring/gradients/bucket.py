@@ -269,10 +269,14 @@ class Bucket:
         if not (is_under_way or (self._is_asynchronous and self.state is BucketState.PACKED)):
             return
         self._is_abandoned = True
+        slots = [slot for slot, view in enumerate(self._views) if self.parameters[slot].grad is view]
+        views = [self._views[slot] for slot in slots]
+        kept = {slots[i] for i in held_beside_grad(views)} if views else set()
+        del views
         for slot, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is not None and grad is self._views[slot]:
-                parameter.grad = self._apart(slot, grad)
+                parameter.grad = self._apart(slot, grad, is_held=slot in kept)
                 if self._scales_in_wire and self.share.factor:
                     parameter.grad.div_(self.share.factor)
                 self.ledger.status[slot] = LOCAL
@@ -369,11 +373,12 @@ class Bucket:
             self._replace_view(slot, views[i])
             self.packing.follow_current_stream()  # on a device: packing waits for the copy
 
-    def _apart(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient, outside of the wire buffer."""
+    def _apart(self, slot: int, grad: torch.Tensor, *, is_held: bool) -> torch.Tensor:
+        """The gradient, outside of the wire buffer. One that somebody else has moves itself."""
         if not self._is_asynchronous:
-            if grad.numel():  # `grad` itself moves, as somebody else may have it
-                self._replace_view(slot, leave(grad, self.wire.tensor))
+            if not is_held or not grad.numel():
+                return grad.clone()
+            self._replace_view(slot, leave(grad, self.wire.tensor))
             return grad
         # A copy could meet a reduction that is under way. So a gradient is lost if it was accumulated in the buffer, or
         # if its memory was given back after packing. NaN makes the loss visible.
