@@ -279,12 +279,67 @@ def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
             second.skip()
     first.step()
     second.step()
+
+    for is_local in (False, True):  # what was given for the backward that is left out is forgotten
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+            optimizer.weigh(2)
+        with contextlib.ExitStack() as no_sync:
+            for optimizer in (first, second) if is_local else ():
+                no_sync.enter_context(optimizer.no_sync())
+            if rank == 1:
+                first.skip()
+            else:
+                (parameters[0] * 3 + parameters[1] * 5).sum().backward()
+        first.synchronize()
+        second.synchronize()
+        found += [p.grad.tolist() if p.grad is not None else [] for p in parameters]
     return found
 
 
 def test_skipping_with_micro_steps_and_with_several_optimizers() -> None:
     for found in run_pooled(_skipping_some_of_several, 2):
-        assert found == [[6.5, 6.5], [], [4.0, 4.0], [3.0, 3.0], [5.0, 5.0]]
+        assert found == [[6.5, 6.5], [], [4.0, 4.0], *[[3.0, 3.0], [5.0, 5.0]] * 3]
+
+
+class _Batch:
+    """What an elastic job knows of the only batch, of which each rank has so many samples."""
+
+    def __init__(self, *shares: float) -> None:
+        self.shares = shares
+
+    def begin_backward(self, *, is_weighed: bool, is_skipped: bool = False) -> None: ...
+
+    def change_is_agreed(self, *, all_leave: bool) -> None: ...
+
+    def current_weight(self) -> tuple[float, float]:
+        return self.shares[torchring.rank()], sum(self.shares)
+
+
+def _weights_of_batches(rank: int, size: int) -> list[Any]:
+    """With two optimizers, that one backward reaches; then with weights from the script on one rank only."""
+    parameters = [nn.Parameter(torch.zeros(1).double()) for _ in range(2)]
+    optimizers = [torchring.wrap(torch.optim.SGD([p], lr=1.0)) for p in parameters]
+    for optimizer in optimizers:
+        assert optimizer._sync is not None
+        optimizer._sync.batches = _Batch(3, 1)
+        optimizer._sync.weigh_batch()
+    if rank == 0:
+        optimizers[0].skip()
+    else:
+        (parameters[0] * 3 + parameters[1] * 5).sum().backward()
+    found: list[Any] = _first(*parameters)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        if rank == 0:
+            optimizer.weigh(2)
+    return [*found, attempt(lambda: (parameters[0] * 3 + parameters[1] * 5).sum().backward())]
+
+
+def test_weights_of_an_elastic_job_are_those_of_all_optimizers_and_ranks() -> None:
+    for *means, problem in run_pooled(_weights_of_batches, 2):
+        assert means == [3.0, 5.0]
+        assert problem.startswith("GradientError: some ranks have called optimizer.weigh() before this backward()")
 
 
 def _skipped_while_buckets_are_laid_out_again(rank: int, size: int, skips: Sequence[int]) -> list[Any]:

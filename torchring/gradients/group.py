@@ -187,6 +187,8 @@ class OptimizerGroup:
             for member in self._members:
                 if member.in_backward:
                     member.finish_backward(reduces=False)
+                elif self.is_skipping:
+                    member.note_skip()
             return
         self.guard.run("the end of backward()", lambda: self._finish_backward(caller))
 

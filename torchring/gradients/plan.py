@@ -38,6 +38,7 @@ class ControlBits(NamedTuple):
     buffers_missing: the rank does not contribute all buffers that are in a wire.
     wants_change: the rank has heard that the ranks of its world are to change, in an elastic job.
     leaves: the rank is about to leave an elastic job.
+    is_of_batch: an elastic job has given the rank's weight.
     has_left_out: the rank has skipped a backward that would have had a weight, in an elastic job.
     weight: of the rank's gradients; 0 if none was given.
     """
@@ -53,6 +54,7 @@ class ControlBits(NamedTuple):
     buffers_missing: int = 0
     wants_change: int = 0
     leaves: int = 0
+    is_of_batch: int = 0
     has_left_out: int = 0
     weight: float = 0.0
 

@@ -220,6 +220,7 @@ class Reduction:
             buffers_changed=int(self.buffers is not None and self.buffers.has_changed()),
             buffers_missing=int(self.buffers is not None and (self.buffers.lacks_some() or counts_no_buffers)),
             weight=share.weight or 0.0,
+            is_of_batch=int(share.is_of_batch),
             has_left_out=int(share.left_out > 0),
         )
         if self.buffers is not None:
@@ -296,6 +297,14 @@ class Reduction:
         had_weights = self._has_weights
         if sums.is_weighted or (had_weights is None and sums.is_absent < size):
             self._has_weights = sums.is_weighted > 0
+        if sums.is_of_batch not in (0, sums.is_weighted):
+            raise in_step(
+                GradientError(
+                    "some ranks have called optimizer.weigh() before this backward(), and torchring.elastic has given "
+                    "the weights of the others; call it on all ranks, or on none",
+                    rank=self.world.rank,
+                )
+            )
         if sums.is_weighted and sums.is_unweighted:
             mine = torch.tensor([int(self._share.is_unweighted)], device="cpu")
             without = internal_collectives_of(self.world).all_gather(mine)
@@ -331,7 +340,9 @@ class Reduction:
         if sums.has_left_out:
             mine = torch.tensor([self._share.left_out], dtype=torch.float64, device="cpu")
             left_out = float(internal_collectives_of(self.world).all_reduce(mine, "sum"))
-        return self.weights.result_scale(size, sums.is_weighted, sums.is_absent, sums.weight, left_out)
+        return self.weights.result_scale(
+            size, sums.is_weighted, sums.is_absent, sums.weight, left_out, are_of_batch=sums.is_of_batch > 0
+        )
 
     def has_local(self) -> bool:
         """Whether a gradient is there that no other rank has seen."""

@@ -196,6 +196,8 @@ class GradientSync:
         Args:
             carried: see `Reduction.finish`.
         """
+        if self._group.is_skipping and not self.in_backward:
+            self._leave_out()
         if reduces:
             if not self.wants_reduction:  # only other ranks got as far as to begin
                 self._begin(reduces=True)
@@ -204,7 +206,6 @@ class GradientSync:
             self._weights.reset()
         else:
             self._num_backwards += self._no_sync_depth == 0
-            self._weights.has_skipped |= self._group.is_skipping
             if self._weights.is_weighted:
                 self._local = Snapshot(self._own_parameters())
         self.has_been_skipped = self._group.skipper not in (None, self)
@@ -304,9 +305,22 @@ class GradientSync:
             )
         if self.batches is not None:
             self.batches.begin_backward(is_weighed=self._weights.is_given, is_skipped=True)
-            self.weigh_batch()
-        self.forget_next_backward()
+        self._leave_out()
         self._take_part(reduces=self._no_sync_depth == 0 and self._num_backwards + 1 >= self.accumulate, skipper=self)
+
+    def _leave_out(self) -> None:
+        """This rank has no backward where others have one."""
+        self.note_skip()
+        self.weigh_batch()
+        self.forget_next_backward()
+
+    def note_skip(self) -> None:
+        """The others' backward has reached these parameters, or may have, if it sends nothing."""
+        self._drop_stale_weights()
+        self._weights.has_skipped = True
+        if self._weights.is_given:
+            self._weights.drop_next()
+            self._end_zero_weight()
 
     def _take_part(self, *, reduces: bool, skipper: GradientSync | None = None) -> None:
         """Collective: what a backward would do, with what is local already, or nothing."""

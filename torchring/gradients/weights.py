@@ -47,6 +47,7 @@ class Share(NamedTuple):
     factor: by which gradients are multiplied in the wire buffer.
     is_absent: the rank has no gradient, and does not count.
     left_out: what the weights of backwards that it has skipped would have been, in an elastic job.
+    is_of_batch: an elastic job has given the weight, and not the script.
     """
 
     weight: float | None = None
@@ -54,6 +55,7 @@ class Share(NamedTuple):
     factor: float = 1.0
     is_absent: bool = False
     left_out: float = 0.0
+    is_of_batch: bool = False
 
 
 class Weights:
@@ -184,17 +186,18 @@ class Weights:
             return Share(is_absent=True, left_out=self._left_out)
         if self._total is None:
             return Share(is_unweighted=self.num_backwards > 0)
-        return Share(self._total, factor=(self._unit or 0.0) / self.reference, left_out=self._left_out)
+        factor, is_of_batch = (self._unit or 0.0) / self.reference, self._whole is not None
+        return Share(self._total, factor=factor, left_out=self._left_out, is_of_batch=is_of_batch)
 
     def result_scale(
-        self, num_ranks: int, num_weighted: int, num_absent: int, total: float, left_out: float = 0.0
+        self, num_ranks: int, num_weighted: int, num_absent: int, total: float, left_out: float, *, are_of_batch: bool
     ) -> float:
-        """By which the result has to be multiplied, which was averaged over all ranks. All arguments are sums."""
+        """By which the result has to be multiplied, which was averaged over all ranks. All numbers are sums."""
         if not num_weighted:
             present = num_ranks - num_absent
             return num_ranks / present if present else 1.0
         scale = num_ranks * self.reference / total if total else 1.0
-        if self._whole is not None:
+        if are_of_batch and self._whole is not None:
             scale *= (total + left_out) / self._whole  # number of batches: alike on all ranks
         self.refer_to(total / num_ranks)
         return scale
