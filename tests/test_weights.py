@@ -478,6 +478,29 @@ def _dropped_after_weigh(rank: int, size: int) -> list[list[float | None]]:
     return found
 
 
+def _zeros_of_weight_0(rank: int, size: int) -> list[list[float | None]]:
+    """Rank 1 has weight 0. The script changes gradients before they are reduced, or drops them."""
+    found = []
+    for change in (lambda p: p.grad.mul_(2.0), lambda p: setattr(p, "grad", None)):
+        (a, b), optimizer = _pair()
+        with optimizer.no_sync():
+            optimizer.weigh(2.0 * (1 - rank))
+            (a + b).sum().backward()
+        change(a), change(b)
+        if a.grad is None:
+            (a + 3 * b).sum().backward()  # without a weight
+        else:
+            optimizer.synchronize()
+        found.append(_first(a, b))
+        optimizer.close()
+    return found
+
+
+def test_zeros_of_weight_0_are_not_taken_for_gradients_that_were_zeroed() -> None:
+    for found in run_pooled(_zeros_of_weight_0, 2):
+        assert found == [[2.0, 2.0], [1.0, 3.0]]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_weight_goes_with_its_gradients(size: int) -> None:
     for found in run_pooled(_dropped_after_weigh, size):

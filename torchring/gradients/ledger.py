@@ -263,12 +263,15 @@ class Snapshot:
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         self._seen = [(p, weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
-    def is_gone(self, arrived: torch.Tensor | None = None) -> bool:
+    def is_gone(self, arrived: torch.Tensor | None = None, *, were_zero: bool = False) -> bool:
         """Whether nothing is left.
 
         Args:
             arrived: a parameter to whose gradient backward has added since.
+            were_zero: all gradients were zeros. To zero these looks like any other change, and changes nothing.
         """
+        if were_zero:
+            return all(p.grad is None or (p is arrived and p.grad is not before()) for p, before, _ in self._seen)
         return all(_is_gone(*each, has_arrived=each[0] is arrived) for each in self._seen)
 
 

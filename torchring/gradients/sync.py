@@ -627,7 +627,11 @@ class GradientSync:
         weights = self._weights
         if not weights.num_backwards:
             return
-        if self._local.is_gone(self._arrived) if weights.is_weighted else not self.reduction.has_local():
+        if weights.is_weighted:
+            is_gone = self._local.is_gone(self._arrived, were_zero=not weights.total)
+        else:
+            is_gone = not self.reduction.has_local()
+        if is_gone:
             weights.reset()
 
     def _end_zero_weight(self) -> None:

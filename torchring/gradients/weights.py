@@ -90,6 +90,11 @@ class Weights:
         return self._total is not None
 
     @property
+    def total(self) -> float:
+        """Of the backwards since the last reduction."""
+        return self._total or 0.0
+
+    @property
     def is_given(self) -> bool:
         """Whether the script has given the next backward a weight."""
         return self.next is not None and self._next_whole is None
