@@ -289,6 +289,7 @@ class DistributedOptimizer(Optimizer):
         Args:
             closure: evaluates the model and calls `backward()`, as for any optimizer. The loss that it returns is
                 averaged over ranks, so that an optimizer that decides by the loss (LBFGS) decides alike on all ranks.
+                On a rank that calls `skip()`, the closure returns None.
             *args: passed to the wrapped optimizer's `step()`.
             **kwargs: passed to the wrapped optimizer's `step()`.
 
@@ -473,8 +474,8 @@ class DistributedOptimizer(Optimizer):
         not skip. With `accumulate`, one of the n backwards is left out; if that is the last one, earlier gradients of
         this rank are reduced with those of the others. If all ranks skip, gradients are zero, or stay None. If one
         backward reaches the parameters of several optimizers, call this on one of them.
-        Not for closures, nor for models with SyncBatchNorm layers, which the other ranks run meanwhile: give such a
-        model an empty batch, with weight 0.
+        Not for models with SyncBatchNorm layers, which the other ranks run meanwhile: give such a model an empty
+        batch, with weight 0.
 
         Raises:
             GradientError: called inside `backward()`.
@@ -848,11 +849,14 @@ class DistributedOptimizer(Optimizer):
             raise _StepSkipped if self._is_stepping else GradientError(_STEPPED_PAST)
         sync.write_buffers()
         sync.reduction.world.recorder.enter(OPTIMIZER)
-        if loss is None:
+        # A rank whose closure has called skip() has no loss, and takes the mean of the others.
+        mine = [0.0, 0.0] if loss is None else [float(loss.detach() if isinstance(loss, torch.Tensor) else loss), 1.0]
+        sums = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        total, num_losses = internal_collectives_of(sync.reduction.world).all_reduce(sums, "sum").tolist()
+        if not num_losses:
             return None
-        mean = torch.as_tensor(loss, dtype=None if isinstance(loss, torch.Tensor) else torch.float64).detach().clone()
-        internal_collectives_of(sync.reduction.world).all_reduce(mean, "mean")
-        return mean if isinstance(loss, torch.Tensor) else float(mean)
+        mean = total / num_losses
+        return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
 
     def _check_before_step(self, sync: GradientSync) -> bool:
         """Raise GradientError rather than train on something that is known to be wrong. Returns whether to step."""
