@@ -591,6 +591,8 @@ class GradientSync:
                 "weigh() was called before synchronize(), and no backward() came in between; call skip() in place of a "
                 "backward() that is left out"
             )
+        if self._weights.has_skipped and not self._weights.num_backwards:
+            self.reduction.notice_zeroing()  # or zeros of the script's would count as this rank's gradients
         return self.reduction.needs_synchronize()
 
     def _count_local(self, *, needs: bool) -> None:
