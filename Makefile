@@ -25,7 +25,7 @@ tests: $(INSTALLED)
 
 # Not `python tests/soak.py`: processes for ranks would import it, and hypothesis, once more.
 SECONDS ?= 600
-soak: $(INSTALLED)  ## random models, options and steps on 1 to 4 ranks against one process, for SECONDS
+soak: $(INSTALLED)  ## random models, options and steps, and all pairs of features, against one process, for SECONDS
 	PYTHONPATH=tests $(BIN)/python -c "import soak, sys; sys.exit(soak.main())" --seconds $(SECONDS) \
 	    $(if $(SEED),--seed $(SEED))
 

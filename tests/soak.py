@@ -1,9 +1,10 @@
-"""`make soak`: random models, options and steps, on 1 to 4 ranks, against one process. See `soak_cases.py`.
+"""`make soak`: random models, options and steps, on 1 to 4 ranks, and all pairs of features, against one process.
 
     python tests/soak.py --seconds 600         other cases in each run
     python tests/soak.py --seconds 60 --seed 7 those of seed 7, as long as nothing else differs
 
-A case that fails is shrunk, printed and ends the run with exit code 1.
+A third of the time is for pairs. `soak_cases.py` and `pairs.py` say more. A case that fails is shrunk, printed and ends
+the run with exit code 1.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from pair_training import find_faults, not_refused, shrunk
+from pairs import REFUSED, all_pairs, covering, describe, refused_pairs, uncovered
 from soak_cases import LAYERS, NUM_STEPS, Batch, Case, Part, Step, check
 
 _HOSTS = {1: [(0,)], 2: [(0, 0), (0, 1)], 3: [(0, 0, 0), (0, 0, 1), (0, 1, 2)], 4: [(0, 0, 0, 0), (0, 0, 1, 1)]}
@@ -26,6 +29,7 @@ _MAX_MICROS = 3
 _CASES_PER_BATCH = 5  # what a call to the ranks costs, a few cases share
 _EXAMPLES_PER_ROUND = 100
 _LONGEST = 3000  # characters of an error
+_MOST_LISTED = 50  # pairs
 
 
 @st.composite
@@ -173,6 +177,38 @@ def soak(seconds: float, first_seed: int) -> Counter[str]:
     return counts
 
 
+def soak_pairs(seconds: float, first_seed: int) -> bool:
+    """Train covering arrays for so long, and what is refused in turn; print the coverage. Returns whether all agree."""
+    end = time.monotonic() + seconds
+    number, trained, refused = first_seed, [], set()
+    missing: list[Any] = []
+    are_right = True
+    while are_right and time.monotonic() < end:
+        missing = missing or sorted(REFUSED, key=sorted)
+        for training in covering(number):
+            if time.monotonic() > end:
+                break
+            faults = find_faults([training])
+            trained.append(training)
+            if not faults and missing:
+                ways = missing.pop()
+                faults = not_refused([ways])
+                refused |= {ways}
+            elif faults:
+                faults += ["shrunk:", *find_faults([shrunk(training)])]
+            if faults:
+                print("\n".join(faults), flush=True)
+                are_right = False
+                break
+        number += 1
+    left = uncovered(trained)
+    num_pairs = len(all_pairs() - refused_pairs())
+    print(f"{num_pairs - len(left)} of {num_pairs} pairs that can meet were trained, in {len(trained)} trainings;")
+    print(f"{len(refused)} of {len(REFUSED)} entries of the table of errors were refused as documented;")
+    print(f"uncovered: {'; '.join(sorted(map(describe, left))[:_MOST_LISTED]) or 'none'}")
+    return are_right
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=600)
@@ -181,7 +217,9 @@ def main() -> int:
     print(f"seed {arguments.seed}", flush=True)
     os.environ.setdefault("RES_OPTIONS", "timeout:1")  # as in conftest.py
     try:
-        counts = soak(arguments.seconds, arguments.seed)
+        if not soak_pairs(arguments.seconds / 3, arguments.seed):
+            return 1
+        counts = soak(arguments.seconds * 2 / 3, arguments.seed)
     except Exception as error:  # hypothesis has errors of its own: a case failed once, and then passed
         print("\n".join([*getattr(error, "__notes__", [])[:1], str(error)[:_LONGEST]]))
         return 1

@@ -376,7 +376,7 @@ def _train(rank: int, case: Case) -> list[list[Tensor]]:
 
 
 @contextlib.contextmanager
-def _hasty_tuner() -> Iterator[None]:
+def hasty_tuner() -> Iterator[None]:
     """Inside, what tunes itself tries random buckets, or 16 bits, from the second round on, and changes in each round.
 
     All ranks draw the same buckets, as they do so from the same plan.
@@ -413,7 +413,7 @@ def _hasty_tuner() -> Iterator[None]:
 def _train_all(rank: int, size: int, batch: Batch) -> list[Any]:
     """For each case, what the parameters are after each step on rank 0, and their digests on the others."""
     host = unittest.mock.patch.object(host_module, "_host_identity", return_value=f"host {batch.hosts[rank]}")
-    with host, _hasty_tuner():
+    with host, hasty_tuner():
         torchring.init(timeout_seconds=60)
         found = [_train(rank, case) for case in batch.cases]
         torchring.shutdown()

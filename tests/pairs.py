@@ -1,0 +1,169 @@
+"""All pairs of features: single features are right, so what is left to go wrong is that two of them meet.
+
+`FEATURES` lists what a script may do, each in a few ways. The first way is to do nothing special. `covering` makes some
+trainings in which every pair of ways meets that can meet (a covering array, by allpairspy). `pair_training.py` runs a
+training on ranks and in one process. `REFUSED` says what torchring refuses, and by which error. `APART` says which
+pairs cannot meet, or have no result that is right, and why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, TypeAlias
+
+from allpairspy import AllPairs
+
+Training: TypeAlias = "Mapping[str, str]"  # a way for each feature
+Way: TypeAlias = tuple[str, str]  # a feature, and a way of it
+Ways: TypeAlias = frozenset[Way]  # two; one, of a way that is refused beside anything
+
+FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
+    # what counts in a mean
+    "weights": ("none", "samples", "zero"),
+    "skip": ("none", "one", "with forward"),
+    "data": ("even", "join"),
+    # when gradients are reduced
+    "accumulate": ("1", "2"),
+    "local": ("none", "no_sync", "synchronize"),
+    "step": ("plain", "closure", "scaler"),
+    "clip": ("none", "norm"),
+    "optimizers": ("one", "two"),
+    "nonfinite": ("raise", "skip"),
+    # the model
+    "norm": ("none", "batch", "sync"),
+    "buffers": ("none", "counter", "average", "own"),
+    "layers": ("dense", "sparse", "complex"),
+    "frozen": ("none", "thaws", "freezes"),
+    "groups": ("same", "added"),
+    "forward": ("plain", "checkpointed", "compiled"),
+    # how gradients travel
+    "wire": ("own", "fp16", "bf16"),
+    "buckets": ("default", "tiny", "tuned"),
+    "algorithm": ("auto", "ring", "native", "hierarchical"),
+    "overlap": ("inline", "thread"),
+    "hosts": ("one", "two"),
+    # what the script does with tensors
+    "gradients": ("none", "zeros", "model", "flat", "listed"),
+    "layout": ("same", "transposed"),
+    "load": ("none", "copy"),
+    "dtype": ("same", "changed"),
+    "copy": ("none", "model", "pickle"),
+    "hook": ("none", "before wrap"),
+    "kind": ("sgd", "momentum", "fused"),
+    # what else goes on
+    "resume": ("none", "same ranks", "from one"),
+    "workers": ("none", "fork"),
+    "collectives": ("none", "script", "thread"),
+    "api": ("torchring", "horovod", "process set"),
+}
+
+
+def _table(*rows: tuple[str, Any]) -> dict[Ways, Any]:
+    """{ways: what a row says of them}. "skip=one|with forward + data=join" is two pairs."""
+    found = {}
+    for text, what in rows:
+        each = [[(feature, way) for way in ways.split("|")] for feature, ways in _ways(text)]
+        for ways in itertools.product(*each):
+            assert all(way in FEATURES[feature] for feature, way in ways), text
+            assert frozenset(ways) not in found, text
+            found[frozenset(ways)] = what
+    return found
+
+
+def _ways(text: str) -> list[tuple[str, str]]:
+    return [(part.split("=")[0], part.split("=")[1]) for part in text.split(" + ")]
+
+
+_NOT_IN_JOIN: Final = ("ValueError", "inside torchring.join()")
+_NEEDS_ENGINE: Final = ("ValueError", "does not work with a process set")
+
+# What is refused: (class of the error, words of its text).
+REFUSED: Final[dict[Ways, tuple[str, str]]] = _table(
+    ("dtype=changed", ("GradientError", "is not what it was when it was wrapped")),
+    ("data=join + step=closure", _NOT_IN_JOIN),
+    ("data=join + collectives=script|thread", _NOT_IN_JOIN),
+    ("data=join + norm=sync", _NOT_IN_JOIN),
+    ("data=join + groups=added", _NOT_IN_JOIN),
+    ("api=process set + weights=samples|zero", _NEEDS_ENGINE),
+    ("api=process set + skip=one|with forward", _NEEDS_ENGINE),
+)
+
+_ENDED: Final = "no forward of a rank that skips takes part in the statistics of the others"
+_NO_OPTION: Final = "Horovod's optimizer has no such option"
+_NOT_ALL: Final = "this needs all ranks, and one is not in the process set"
+
+# Which pairs cannot meet, or have no result that is right, and why.
+APART: Final[dict[Ways, str]] = _table(
+    ("layers=sparse + kind=fused", "AdamW takes no sparse gradients"),
+    ("layers=complex + kind=fused", "fused optimizers take no complex parameters"),
+    ("layers=complex + step=scaler", "GradScaler takes no complex gradients on the CPU"),
+    ("layers=sparse + clip=norm", "clip_grad_norm_ takes no sparse gradients"),
+    ("layers=sparse + gradients=flat|listed", "a sparse gradient is another tensor after each backward"),
+    ("layers=complex + gradients=flat", "one tensor has one dtype"),
+    ("norm=sync + skip=one", _ENDED),
+    ("norm=sync + skip=with forward", "forward without backward leaves the layers of the others waiting"),
+    ("api=horovod|process set + buckets=tiny|tuned", _NO_OPTION),
+    ("api=horovod|process set + overlap=thread", _NO_OPTION),
+    ("api=horovod|process set + algorithm=ring|native|hierarchical", _NO_OPTION),
+    ("api=horovod|process set + nonfinite=skip", _NO_OPTION),
+    ("api=horovod|process set + buffers=average", _NO_OPTION),
+    ("api=process set + norm=sync", _NOT_ALL),
+    ("api=process set + collectives=script|thread", _NOT_ALL),
+    ("api=process set + data=join", _NOT_ALL),
+)
+
+
+def describe(ways: Iterable[Way]) -> str:
+    return " + ".join(f"{feature}={way}" for feature, way in sorted(ways))
+
+
+def pairs_of(training: Training) -> Iterator[Ways]:
+    return (frozenset(two) for two in itertools.combinations(training.items(), 2))
+
+
+def all_pairs() -> set[Ways]:
+    """Those that can meet, refused ones included."""
+    ways = [[(feature, way) for way in ways] for feature, ways in FEATURES.items()]
+    every = {frozenset(two) for a, b in itertools.combinations(ways, 2) for two in itertools.product(a, b)}
+    return every - APART.keys()
+
+
+def refused_pairs() -> set[Ways]:
+    return {two for two in all_pairs() if two in REFUSED or any(frozenset({way}) in REFUSED for way in two)}
+
+
+def training_of(ways: Iterable[Way]) -> Training:
+    """One that has nothing special but these."""
+    return {feature: choices[0] for feature, choices in FEATURES.items()} | dict(ways)
+
+
+def is_possible(ways: Iterable[Way]) -> bool:
+    """Whether all of these can be trained together."""
+    ways = list(ways)
+    groups = itertools.chain(((way,) for way in ways), itertools.combinations(ways, 2))
+    return not any((group := frozenset(each)) in APART or group in REFUSED for each in groups)
+
+
+def covering(seed: int) -> list[Training]:
+    """Trainings that together have every pair that is neither refused nor apart; others for each seed."""
+    shuffled = random.Random(seed)
+    names = shuffled.sample(list(FEATURES), len(FEATURES))
+    ways = [[(name, way) for way in shuffled.sample(FEATURES[name], len(FEATURES[name]))] for name in names]
+    ways = [[way for way in each if frozenset({way}) not in REFUSED] for each in ways]
+    rows = [dict(row) for row in AllPairs(ways, filter_func=is_possible)]
+    while left := sorted(map(sorted, uncovered(rows))):  # allpairspy does not go back where it has come to an end
+        row = dict(left[0])
+        for two in shuffled.sample(left, len(left)):
+            more = row | dict(two)
+            if row.items() <= more.items() and is_possible(more.items()):
+                row = more
+        rows.append(dict(training_of(row.items())))
+    return rows
+
+
+def uncovered(trainings: Iterable[Training]) -> set[Ways]:
+    """Pairs that can meet and are not refused, and that no training has."""
+    met = {two for training in trainings for two in pairs_of(training)}
+    return all_pairs() - refused_pairs() - met
