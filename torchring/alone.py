@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from torchring.dynamo import run_eagerly
 from torchring.errors import TopologyError
 from torchring.rendezvous.environment import read_environment, started_by_member
 
@@ -20,6 +21,7 @@ _imported_by: Final = os.getpid()
 _num_reducing = 0  # modules that reduce gradients by themselves: DistributedDataParallel, FullyShardedDataParallel
 
 
+@run_eagerly
 def _notice(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
     """A submodule is assigned to `module`. In the constructor of DDP or FSDP, the submodule is the model."""
     global _num_reducing
