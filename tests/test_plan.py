@@ -59,11 +59,11 @@ def members(plan: Plan) -> list[list[int]]:
 def test_worked_example() -> None:
     plan = build_plan(fp32(4, 2, 3), bucket_bytes=16)
     assert plan.buckets == (
-        BucketPlan(0, torch.float32, torch.float32, (Slot(2, 0, 3), Slot(1, 16, 2)), flags_offset=32, numel=47),
+        BucketPlan(0, torch.float32, torch.float32, (Slot(2, 0, 3), Slot(1, 16, 2)), flags_offset=32, numel=48),
         BucketPlan(1, torch.float32, torch.float32, (Slot(0, 0, 4),), flags_offset=16, numel=17),
     )
-    assert [bucket.num_bytes for bucket in plan.buckets] == [188, 68]
-    assert plan.num_bytes == 256
+    assert [bucket.num_bytes for bucket in plan.buckets] == [192, 68]
+    assert plan.num_bytes == 260
 
 
 def test_worked_example_of_the_announced_constants() -> None:
@@ -73,7 +73,7 @@ def test_worked_example_of_the_announced_constants() -> None:
         (
             *("odd_steps", "parameters_changed", "has_thawed", "is_weighted", "is_unweighted"),
             *("is_absent", "has_ended", "buffers_changed", "buffers_missing", "wants_change", "leaves"),
-            *("has_left_out", "weight"),
+            *("is_of_batch", "has_left_out", "weight"),
         ),
     )
 
@@ -197,9 +197,9 @@ def test_one_flag_per_slot_and_the_control_bits_in_the_first_bucket() -> None:
     for count in range(1, 5):
         (bucket,) = build_plan(fp32(*[16] * count), bucket_bytes=1000).buckets
         assert (bucket.flags_offset, bucket.control_offset) == (16 * count, 16 * count + count)
-        assert bucket.numel == bucket.control_offset + 13
+        assert bucket.numel == bucket.control_offset + 14
     first, *others = build_plan(fp32(*[16] * 4), bucket_bytes=0).buckets
-    assert first.numel == first.control_offset + 13
+    assert first.numel == first.control_offset + 14
     assert [bucket.numel - bucket.control_offset for bucket in others] == [0, 0, 0]
 
 
@@ -213,9 +213,9 @@ def test_empty_and_0_dim_parameters() -> None:
     specs = [spec("scalar"), spec("none", 0, 3), spec("row", 2)]
     (bucket,) = build_plan(specs, bucket_bytes=1000).buckets
     assert bucket.slots == (Slot(2, 0, 2), Slot(1, 16, 0), Slot(0, 16, 1))
-    assert (bucket.flags_offset, bucket.numel) == (32, 32 + 3 + 13)
+    assert (bucket.flags_offset, bucket.numel) == (32, 32 + 3 + 14)
     (alone,) = build_plan([spec("none", 0)], bucket_bytes=1000).buckets
-    assert (alone.slots, alone.flags_offset, alone.numel) == ((Slot(0, 0, 0),), 0, 1 + 13)
+    assert (alone.slots, alone.flags_offset, alone.numel) == ((Slot(0, 0, 0),), 0, 1 + 14)
 
 
 def test_sparse_parameters_are_in_no_bucket() -> None:

@@ -179,6 +179,7 @@ def _odd_training(rank: int, size: int, bucket_mb: Any) -> tuple[list[str], str]
                 model.loss(rank, step).backward()  # type: ignore[no-untyped-call]
             handle.remove()
             optimizer.zero_grad()
+            model.loss(rank, step).backward()  # type: ignore[no-untyped-call]
         if step == 8 and rank == 1:
             optimizer.skip()
         else:

@@ -90,12 +90,17 @@ def watch(recorder: Recorder) -> None:
         _BaseDataLoaderIter.__next__ = _timed_load  # type: ignore[method-assign, assignment]
         if _note_collection not in gc.callbacks:
             gc.callbacks.append(_note_collection)
+    weakref.finalize(recorder, _unwrap).atexit = False  # of a world that was dropped and not closed
     _recorders.add(recorder)
 
 
 def forget(recorder: Recorder) -> None:
     """Tell `recorder` no more. After the last one, nothing is wrapped."""
     _recorders.discard(recorder)
+    _unwrap()
+
+
+def _unwrap() -> None:
     if _recorders:
         return
     if DataLoader.__iter__ is _timed_begin:
