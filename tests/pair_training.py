@@ -327,11 +327,11 @@ class _Script:
         how, parameters = self.training["gradients"], list(self.net.parameters())
         if how == "flat":
             if self.flat is None:
-                sizes = [p.numel() for p in parameters]
-                self.flat = torch.zeros(sum(sizes), dtype=torch.float64)
-                for p, part in zip(parameters, self.flat.split(sizes), strict=True):
-                    p.grad = part.view_as(p)
+                self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
             self.flat.zero_()
+            for p, part in zip(parameters, self.flat.split([p.numel() for p in parameters]), strict=True):
+                if p.grad is None and p.requires_grad:  # at first, and when a layer thaws
+                    p.grad = part.view_as(p)
         elif how == "listed":
             grads = [p.grad for p in parameters if p.grad is not None]
             if len(self.kept) != len(grads):

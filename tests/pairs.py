@@ -98,6 +98,7 @@ _NOT_ALL: Final = "this needs all ranks, and one is not in the process set"
 APART: Final[dict[Ways, str]] = _table(
     ("layers=sparse + kind=fused", "AdamW takes no sparse gradients"),
     ("layers=complex + kind=fused", "fused optimizers take no complex parameters"),
+    ("layout=transposed + kind=fused", "fused AdamW pairs elements by address, and its state keeps the old strides"),
     ("layers=complex + step=scaler", "GradScaler takes no complex gradients on the CPU"),
     ("layers=sparse + clip=norm", "clip_grad_norm_ takes no sparse gradients"),
     ("layers=sparse + gradients=flat|listed", "a sparse gradient is another tensor after each backward"),
