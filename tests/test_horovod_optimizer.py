@@ -231,6 +231,18 @@ def _contract(rank: int, size: int) -> None:
     loss_of(net, rank, 3).backward()
     assert optimizer.stats().num_reductions == (before + 1 if size > 1 else 0)
     optimizer.step()
+    optimizer.close()
+
+    weight = nn.Parameter(torch.zeros(2))
+    sgd = torch.optim.SGD([weight], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, [("weight", weight)], backward_passes_per_step=2)
+    weight.grad = torch.zeros_like(weight)  # no gradient of a rank that skips
+    if rank == 1:
+        optimizer.skip()
+    else:
+        (weight * 4).sum().backward()
+    optimizer.synchronize()  # ends an incomplete group
+    assert weight.grad.tolist() == [4.0, 4.0]
 
 
 def test_what_a_script_does_with_an_optimizer() -> None:

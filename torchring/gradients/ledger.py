@@ -101,6 +101,13 @@ class GradientLedger:
             if grad is self._views[slot]:
                 self._versions[slot] = grad._version
 
+    def ignore_zeros(self) -> None:
+        """Zeros that the script has put into `.grad` are no gradients of this rank."""
+        for slot, parameter in enumerate(self._parameters):
+            grad = parameter.grad
+            if grad is not None and not self.is_settled(slot, grad) and is_zero(grad):
+                self.mark_slot_zeroed(slot)
+
     def mark_zeroed(self) -> None:
         """The optimizer has zeroed all gradients in place, or set them to None."""
         self.status = [ZEROED] * len(self.status)

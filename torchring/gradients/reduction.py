@@ -381,6 +381,12 @@ class Reduction:
         for mark in zeroed:
             mark()
 
+    def ignore_zeros(self) -> None:
+        """This rank has no gradient of its own, so zeros that the script has written are none, either."""
+        self.notice_zeroing()
+        for bucket in self.buckets:
+            bucket.ledger.ignore_zeros()
+
     def scale_local(self, factor: float) -> None:
         """Multiply the gradients that no other rank has seen."""
         for bucket in self.buckets:

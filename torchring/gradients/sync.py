@@ -335,6 +335,7 @@ class GradientSync:
         """
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
+        self._ignore_zeros()
         if self._weights.has_skipped and self.reduction.first_unsettled() is None:
             self._take_part(reduces=True)
             return
@@ -591,9 +592,13 @@ class GradientSync:
                 "weigh() was called before synchronize(), and no backward() came in between; call skip() in place of a "
                 "backward() that is left out"
             )
-        if self._weights.has_skipped and not self._weights.num_backwards:
-            self.reduction.notice_zeroing()  # or zeros of the script's would count as this rank's gradients
+        self._ignore_zeros()
         return self.reduction.needs_synchronize()
+
+    def _ignore_zeros(self) -> None:
+        """Zeros that the script has written to `.grad` do not make this rank count if it has skipped."""
+        if self._weights.has_skipped and not self._weights.num_backwards:
+            self.reduction.ignore_zeros()
 
     def _count_local(self, *, needs: bool) -> None:
         """Gradients that the script has put into `.grad`, and a weight for them, count as those of a backward do."""
