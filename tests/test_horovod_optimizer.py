@@ -243,6 +243,12 @@ def _contract(rank: int, size: int) -> None:
         (weight * 4).sum().backward()
     optimizer.synchronize()  # ends an incomplete group
     assert weight.grad.tolist() == [4.0, 4.0]
+    optimizer.zero_grad()
+    optimizer.weigh(1 + 2 * rank)
+    (weight * (1 + rank)).sum().backward()
+    optimizer.synchronize()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.75, 1.75]  # (1 * 1 + 3 * 2) / 4
 
 
 def test_what_a_script_does_with_an_optimizer() -> None:

@@ -339,6 +339,9 @@ class GradientSync:
         if self._weights.has_skipped and self.reduction.first_unsettled() is None:
             self._take_part(reduces=True)
             return
+        self._drop_stale_weights()
+        if self._weights.is_weighted and self._weights.next is None:
+            self._weights.give(0.0)  # this call adds nothing to what the backwards before have
         with torch.no_grad():
             self._begin(reduces=True)
             self._group.finish_backward(self)
