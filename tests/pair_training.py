@@ -239,7 +239,7 @@ class _Script:
         if training["forward"] == "compiled":
             net.middle.compile(backend="aot_eager")
         self.optimizers = self._wrapped(_optimizers(net, training))
-        if models is not None:
+        if models is not None and self.optimizers:  # a rank outside of the process set has none
             net.load_state_dict(models)
             for optimizer, state in zip(self.optimizers, optimizers, strict=True):
                 optimizer.load_state_dict(state)
