@@ -49,7 +49,7 @@ def _run_pages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         torch.manual_seed(rank)
         names = run_page(page)
         if page.name == "elastic.md":  # started again, its script finds a checkpoint
-            assert rank > 0 or [*Path("checkpoints").iterdir()]  # rank 0 writes it, and the next init() waits for rank 0
+            assert rank > 0 or [*Path("checkpoints").iterdir()]  # rank 0 writes it; the next init() waits for rank 0
             torchring.shutdown()
             run_page(page)
         assert torchring.size() == world_size
