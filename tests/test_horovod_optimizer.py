@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import pickle
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 
 import torchring
 import torchring.horovod as hvd
+from torchring.default_world import default_world
 from torchring.horovod.adasum import adasum
+from torchring.memory import host as host_module
 
 
 def run(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
@@ -364,24 +367,35 @@ def _uneven_data(rank: int, size: int) -> list[float]:
     return values
 
 
-def _layers_in_join(rank: int, size: int) -> str:
-    """All ranks join together first. Then rank 0 has another batch."""
-    hvd.init()
+def _layers_in_join(rank: int, size: int, shares_memory: bool) -> str:
+    """All ranks join together first. Then rank 0 has another batch, on one host after more than the timeout."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not shares_memory:
+            patch.setattr(host_module, "_host_identity", lambda: f"host {rank}")
+        hvd.init()
     layer = hvd.SyncBatchNorm(3)
     problem = ""
     try:
-        for num_batches in (2, 2 - min(rank, 1)):
-            for _ in range(num_batches):
-                layer(torch.randn(4, 3))
-            hvd.join()
+        layer(torch.randn(4, 3))
+        hvd.join()
+        layer(torch.randn(4, 3))
+        if rank and (host := default_world().host) is not None:
+            host.timeout_seconds = 1.0
+        if not rank:
+            end = time.monotonic() + 1.5
+            while shares_memory and time.monotonic() < end:
+                hvd.allreduce(torch.ones(1), name="of rank 0")
+            layer(torch.randn(4, 3))
+        hvd.join()
     except hvd.HorovodInternalError as error:
         problem = str(error)
     hvd.shutdown()
     return problem
 
 
-def test_a_rank_that_has_joined_ends_the_layers_of_the_others() -> None:
-    problem, of_joined = run_pooled(_layers_in_join, 2)
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_a_rank_that_has_joined_ends_the_layers_of_the_others(shares_memory: bool) -> None:
+    problem, of_joined = run_pooled(_layers_in_join, 2, shares_memory)
     assert "hvd.join(no SyncBatchNorm layer may train meanwhile)" in problem
     assert of_joined  # the same, or that rank 0 has left
 

@@ -11,22 +11,24 @@ pairwise algorithm for computing sample variances", COMPSTAT 1982.
 from __future__ import annotations
 
 import weakref
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from torchring.collectives import operations
 from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import Collectives
 from torchring.collectives.signature import Signature
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
+from torchring.errors import PlanMismatchError
 from torchring.gradients.group import OptimizerGroup
 from torchring.world import World
+
+_T = TypeVar("_T")
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -244,27 +246,48 @@ def _gather(world: World, own: Tensor, number: float, detail: str) -> tuple[Tens
     """
     mine = torch.cat([own.new_tensor([number], dtype=torch.float64), own.double().flatten()])
     signature = Signature("SyncBatchNorm", detail.strip(), f"{own.shape[1]} channels")
-    everybody = torch.stack(_collectives_of(world).all_gather(mine, signature))
+    turns = world.shared(LayerTurns)
+    everybody = torch.stack(turns.run(signature, lambda: _collectives_of(world).all_gather(mine, signature)))
     counts, first, second = torch.split(everybody, [1, own.shape[1], own.shape[1]], dim=1)
     return counts, first, second
 
 
-def refuse_layers(world: World, what: str) -> Future[Any] | None:
-    """This rank runs no layer until all ranks have called this. A rank that runs one breaks the world.
+class LayerTurns:
+    """Counts the collectives of SyncBatchNorm layers, and refuses them while another rank takes no part in them."""
 
-    Returns what is done when all ranks have called this. None if no layer has run yet.
-    """
-    if (collectives := world.opened(_open)) is None:
-        return None
-    signature = Signature(what, "no SyncBatchNorm layer may train meanwhile")
-    future = collectives.start(what, operations.all_gather, torch.zeros(1, 1, device="cpu"), signature)
+    def __init__(self, world: World) -> None:
+        self.num_begun = 0
+        self._world = world
+        self._under_way: Signature | None = None
+        self._most: int | None = None
+        self._reason = ""
 
-    def tell(done: Future[Any]) -> None:
-        if (error := done.exception()) is not None:
-            world.break_off(what, error)
+    def run(self, signature: Signature, operation: Callable[[], _T]) -> _T:
+        """Run `operation()`, the next collective of a layer, or break the world if it is refused."""
+        self.num_begun += 1  # before _under_way: whichever of two threads comes later has to see both
+        self._under_way = signature
+        try:
+            self._check()
+            return operation()
+        finally:
+            self._under_way = None
 
-    future.add_done_callback(tell)
-    return future
+    def limit(self, most: int | None, reason: str = "") -> None:
+        """From now on this rank may begin `most` collectives in all; None: any number. From any thread.
+
+        If a later one is under way, break the world, and so end its wait. Raises PlanMismatchError then.
+        """
+        self._reason = reason
+        self._most = most
+        self._check()
+
+    def _check(self) -> None:
+        most, signature = self._most, self._under_way
+        if most is not None and signature is not None and self.num_begun > most:
+            rank = self._world.rank
+            error = PlanMismatchError(f"rank {rank} called {signature}, while {self._reason}", rank=rank)
+            self._world.break_off(signature.operation, error)
+            raise error
 
 
 def _collectives_of(world: World) -> Collectives:

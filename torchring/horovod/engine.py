@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import Collectives
 from torchring.dynamo import run_eagerly
+from torchring.errors import RingError
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Plane, carry_out, carry_out_inline, payload_of
 from torchring.horovod.negotiation import (
@@ -44,6 +45,7 @@ from torchring.horovod.negotiation import (
 from torchring.horovod.rounds import HostRounds, HostsRounds, Rounds
 from torchring.horovod.settings import Settings
 from torchring.horovod.timeline import Timeline
+from torchring.norms import LayerTurns
 from torchring.threads import SerialThread, at_last
 from torchring.world import World
 
@@ -89,6 +91,7 @@ class Engine:
     Attributes:
         planes: process set -> how its members exchange data. Sets without this rank have None.
         sets: process set -> its global ranks, ascending.
+        turns: of the SyncBatchNorm layers of this world.
     """
 
     def __init__(self, world: World, settings: Settings, timeline: Timeline | None = None) -> None:
@@ -99,6 +102,7 @@ class Engine:
         self._settings = settings
         self._fusion_bytes = settings.fusion_threshold_bytes
         self._negotiation = Negotiation(self.sets)
+        self.turns = world.shared(LayerTurns)
         self._collectives = Collectives(world, "horovod", is_scripts=False)
         self._rounds: Rounds | None = None
         self._submitted: list[Operation] = []
@@ -117,6 +121,7 @@ class Engine:
             self._rounds = self._collectives.run("hvd.init()", self._open_rounds)
             self._thread.submit(self._serve)
         world.on_close(self.close)
+        world.on_failure(self)
         _engines.add(self)
 
     def _open_rounds(self, backend: Backend) -> Rounds:
@@ -265,6 +270,13 @@ class Engine:
                 break
         if self.world.failure is not None:
             self._end_all(self.world.failure)
+            if self._negotiation.joined:  # they wait for rounds alone, which tell them
+                self._rounds.wake_others()
+
+    def fail(self, error: RingError) -> None:
+        """The world is broken: have the engine's thread look."""
+        if self._rounds is not None:
+            self._rounds.wake()
 
     def _take_part(self) -> None:
         """Run a round if there is reason for it."""
@@ -338,7 +350,18 @@ class Engine:
                 values.append(text[len(header) + 1 :])
         if (timeline := self.timeline) is not None:
             timeline.round(submitted)
-        self._carry_out(self._negotiation.advance(submitted), submitted, values)
+        responses = self._negotiation.advance(submitted)
+        self._limit_layers()
+        self._carry_out(responses, submitted, values)
+
+    def _limit_layers(self) -> None:
+        """SyncBatchNorm layers would wait for a rank that has joined."""
+        most = self._negotiation.layers_before_join()
+        if most is None:
+            self.turns.limit(None)
+            return
+        ranks = _ranks(sorted(self._negotiation.joined))
+        self.turns.limit(most, f"{ranks} called hvd.join(no SyncBatchNorm layer may train meanwhile)")
 
     def _message(self, operations: Sequence[Operation]) -> tuple[bytes, list[bytes]]:
         """The requests, and the values of small ones."""

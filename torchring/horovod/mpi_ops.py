@@ -56,8 +56,7 @@ from torchring.horovod.context import (
 )
 from torchring.horovod.engine import Operation
 from torchring.horovod.exceptions import HorovodInternalError
-from torchring.horovod.negotiation import ALLREDUCE, BARRIER, JOIN, request_of
-from torchring.norms import refuse_layers
+from torchring.horovod.negotiation import ALLREDUCE, BARRIER, JOIN, LAYERS, request_of
 
 __all__ = [
     "Adasum",
@@ -703,16 +702,13 @@ def join(device: int = -1) -> int:
         The rank that has joined last. Of several in the same moment, the highest.
     """
     here = context_of_collectives()
-    operation = _operation(here, JOIN, [], "join", global_process_set, label="join")
+    arguments = {LAYERS: here.engine.turns.num_begun}
+    operation = _operation(here, JOIN, [], "join", global_process_set, arguments, label="join")
     here.engine.submit(operation)  # from now on, the engine's thread contributes zeros
-    layers = refuse_layers(here.world, "hvd.join")
     if here.world.size > 1:
         group = here.world.shared(OptimizerGroup)
         group.guard.run("hvd.join()", lambda: group.follow_others(counts=True))
-    last: int = here.engine.wait(operation)
-    if layers is not None:
-        layers.result()
-    return last
+    return int(here.engine.wait(operation))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -25,6 +25,7 @@ BARRIER: Final = "barrier"
 JOIN: Final = "join"
 ADD_SET: Final = "add_process_set"
 REMOVE_SET: Final = "remove_process_set"
+LAYERS: Final = "SyncBatchNorm layers that have run"  # argument of "join"
 _FREE_ROWS: Final = ("allgather", "alltoall")  # the size of dimension 0 may differ between ranks
 
 
@@ -177,6 +178,11 @@ class Negotiation:
     def joined(self) -> Collection[int]:
         """The ranks that have joined."""
         return self._joined
+
+    def layers_before_join(self) -> int | None:
+        """LAYERS of the ranks that have joined. None if no rank has joined."""
+        joins = self._waiting.get((0, JOIN))
+        return None if joins is None else int(next(iter(joins.values())).arguments[LAYERS])
 
     def waiting(self) -> Mapping[tuple[int, str], Sequence[int]]:
         """(process set, name) -> the ranks whose requests are missing, for warnings about stalls."""

@@ -51,6 +51,9 @@ class Rounds(Protocol):
     def wake(self) -> None:
         """End a `wait` of this rank, or the next one."""
 
+    def wake_others(self) -> None:
+        """Have the other ranks find out that this rank has failed."""
+
     def close(self) -> None:
         """Nobody exchanges any more."""
 
@@ -129,6 +132,9 @@ class HostRounds:
     def wake(self) -> None:
         semaphore.post(self._bell)
 
+    def wake_others(self) -> None:
+        """They watch the processes of this host anyway."""
+
     def close(self) -> None:
         """Nothing to release: the memory is freed with the last tensor that views it."""
 
@@ -166,6 +172,10 @@ class HostsRounds:
 
     def wake(self) -> None:
         self._bell.set()
+
+    def wake_others(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            self._ring(self._num_rounds + 1)
 
     def close(self) -> None:
         if self._is_closed:
