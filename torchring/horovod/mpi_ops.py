@@ -695,6 +695,9 @@ def join(device: int = -1) -> int:
     zeros. An average is divided by the number of all ranks all the same. Other collectives of the others, and
     SyncBatchNorm layers in training, raise HorovodInternalError.
 
+    The others may go on for longer than the timeout. Only if there is a DistributedOptimizer, each of its steps has to
+    come within the timeout after the one before.
+
     Args:
         device: for Horovod's signature. Zeros need no GPU.
 
