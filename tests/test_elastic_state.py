@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import pickle
 import re
@@ -102,6 +103,32 @@ def test_a_world_of_one_is_left_where_a_forward_or_a_closure_begins() -> None:
     optimizer.step(closure)
     with pytest.raises(MembershipChange):
         optimizer.step(closure)
+
+
+@pytest.mark.parametrize("makes_step", [False, True])
+def test_after_the_last_commit_of_an_epoch_it_is_not_trained_again(makes_step: bool) -> None:
+    """An exception comes at the first batch of the next epoch, or after its step, which is not committed."""
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+    sampler = torchring.elastic.Sampler(data)
+    state = torchring.elastic.State(**parts(), sampler=sampler, epoch=0, global_batch=2)
+    entered(state)
+
+    def train(num_steps: int) -> None:
+        sampler.set_epoch(state.epoch)
+        for (x,) in itertools.islice(torch.utils.data.DataLoader(data, state.batch_size, sampler=sampler), num_steps):
+            state.model(x).sum().backward()
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+
+    train(2)
+    state._began_at -= 3600  # there is time for a copy
+    state.commit()
+    state.epoch = 1
+    train(int(makes_step))
+    state._return_to_commit()
+    assert (state.epoch, sampler.position) == (0, 4)
+    sampler.set_epoch(0)
+    assert list(sampler) == []
 
 
 def test_a_step_that_was_left_half_way_is_undone() -> None:

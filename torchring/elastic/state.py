@@ -154,7 +154,7 @@ class State:
         self._thread = 0  # that trains
 
         # What can be returned to: progress, and what there was
-        self._committed: tuple[int, dict[str, Any]] | None = None  # values only, because the rest is still there
+        self._committed: tuple[int, dict[str, Any]] | None = None  # what changes between steps: the rest is still there
         self._copied: tuple[int, dict[str, Any]] | None = None  # everything
         self._copying_seconds = 0.0
         self._began_at = time.monotonic()
@@ -208,7 +208,7 @@ class State:
         """
         self._is_between = False
         self._leave_if_agreed()
-        self._committed = (self._progress, copy_of(_Values(self).state_dict()))
+        self._committed = (self._progress, self._point())
 
     # What the training function does
 
@@ -261,7 +261,7 @@ class State:
         now = time.monotonic()
         if self._copying_seconds <= _SHARE_OF_COPIES * (now - self._began_at):
             spare = None if self._copied is None else self._copied[1]
-            self._copied = (self._progress, copy_of(self._everything(values=committed[1]), spare))
+            self._copied = (self._progress, copy_of(self._everything(point=committed[1]), spare))
             self._copying_seconds += time.monotonic() - now
 
     def _after_step(self, is_first: bool, *_: object) -> None:
@@ -343,7 +343,7 @@ class State:
         if old not in (0, world.size) and self._on_resize is not None:
             self._on_resize(old, world.size)
         self._copied = None
-        self._committed = (self._progress, copy_of(_Values(self).state_dict())) if uses_commits else None
+        self._committed = (self._progress, self._point()) if uses_commits else None
         self._saved_at = (self._num_steps, time.monotonic())
         if member is not None:
             member.num_steps, member.num_made = self._num_steps, max(member.num_made, 0)
@@ -444,11 +444,21 @@ class State:
 
     def _return_to_commit(self) -> None:
         if self._committed is not None and self._committed[0] == self._progress:
-            _Values(self).load_state_dict(copy_of(self._committed[1]))
+            point = copy_of(self._committed[1])
+            _Values(self).load_state_dict(point["values"])
+            for name, sampler in point["stateful"].items():
+                self._stateful[name].load_state_dict(sampler)
         elif self._copied is not None:
             self._become(copy_of(self._copied[1]))
 
-    def _everything(self, values: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _point(self) -> dict[str, Any]:
+        """Values and samplers, which change before the first step of an epoch does."""
+        samplers = {name: each.state_dict() for name, each in self._stateful.items() if isinstance(each, Sampler)}
+        return copy_of({"values": _Values(self).state_dict(), "stateful": samplers})
+
+    def _everything(self, point: dict[str, Any] | None = None) -> dict[str, Any]:
+        """All of it as it is now, but values and samplers as they were at a point."""
+        point = point or {"values": _Values(self).state_dict(), "stateful": {}}
         return {
             "format": _FORMAT,
             "layout": self._layout(),
@@ -456,8 +466,8 @@ class State:
             "time": time.time(),
             "modules": {name: module.state_dict() for name, module in self._modules.items()},
             "parameters": _Parameters(self).state_dict(),
-            "stateful": {name: each.state_dict() for name, each in self._stateful.items()},
-            "values": _Values(self).state_dict() if values is None else values,
+            "stateful": {name: each.state_dict() for name, each in self._stateful.items()} | point["stateful"],
+            "values": point["values"],
             "counters": _Counters(self).state_dict(),
         }
 
