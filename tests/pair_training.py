@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from checks import digest
 from harness import run_ranks
-from pairs import FEATURES, REFUSED, Training, Ways, describe, training_of
+from pairs import PAIRS, REFUSED, Training, Ways, describe
 from soak_cases import hasty_tuner
 from torch import Tensor, nn
 from torch.nn import functional
@@ -531,12 +531,8 @@ def find_faults(trainings: Sequence[Training]) -> list[str]:
     for i, training in enumerate(trainings):
         wrong = compare(training, [found[i] for found in results])
         if wrong is not None:
-            faults.append(f"{wrong}\n    with {special(training)}")
+            faults.append(f"{wrong}\n    with {PAIRS.special(training)}")
     return faults
-
-
-def special(training: Training) -> str:
-    return describe((feature, way) for feature, way in training.items() if way != FEATURES[feature][0])
 
 
 def not_refused(entries: Sequence[Ways]) -> list[str]:
@@ -546,19 +542,10 @@ def not_refused(entries: Sequence[Ways]) -> list[str]:
     """
     faults = []
     for ways in entries:
-        found = [each for [each] in run_ranks(train, NUM_RANKS, [training_of(ways)])]
+        found = [each for [each] in run_ranks(train, NUM_RANKS, [PAIRS.training_of(ways)])]
         kind, words = REFUSED[ways]
         is_found = any(str(each).startswith(f"{kind}: ") and words in each for each in found)
         if not is_found or not all(isinstance(each, str) for each in found):
             what = [each if isinstance(each, str) else "it trains" for each in found]
             faults.append(f"{describe(ways)} is to raise {kind}: ... {words} ..., but ranks say {what}")
     return faults
-
-
-def shrunk(training: Training) -> Training:
-    """A training that is wrong, too, and has fewer features."""
-    for feature, way in training.items():
-        less = {**training, feature: FEATURES[feature][0]}
-        if way != FEATURES[feature][0] and find_faults([less]):
-            training = less
-    return training

@@ -3,14 +3,15 @@
 `FEATURES` lists what a script may do, each in a few ways. The first way is to do nothing special. `covering` makes some
 trainings in which every pair of ways meets that can meet (a covering array, by allpairspy). `pair_training.py` runs a
 training on ranks and in one process. `REFUSED` says what torchring refuses, and by which error. `APART` says which
-pairs cannot meet, or have no result that is right, and why.
+pairs cannot meet, or have no result that is right, and why. `elastic_pairs.py` has the same for elastic jobs.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from allpairspy import AllPairs
@@ -124,47 +125,67 @@ def pairs_of(training: Training) -> Iterator[Ways]:
     return (frozenset(two) for two in itertools.combinations(training.items(), 2))
 
 
-def all_pairs() -> set[Ways]:
-    """Those that can meet, refused ones included."""
-    ways = [[(feature, way) for way in ways] for feature, ways in FEATURES.items()]
-    every = {frozenset(two) for a, b in itertools.combinations(ways, 2) for two in itertools.product(a, b)}
-    return every - APART.keys()
+@dataclass(frozen=True)
+class Pairs:
+    """All pairs of ways of some features, but those that are apart."""
+
+    features: Mapping[str, tuple[str, ...]]
+    refused: Mapping[Ways, tuple[str, str]]
+    apart: Mapping[Ways, str]
+
+    def all_pairs(self) -> set[Ways]:
+        """Those that can meet, refused ones included."""
+        ways = [[(feature, way) for way in ways] for feature, ways in self.features.items()]
+        every = {frozenset(two) for a, b in itertools.combinations(ways, 2) for two in itertools.product(a, b)}
+        return every - self.apart.keys()
+
+    def refused_pairs(self) -> set[Ways]:
+        refused = self.refused
+        return {two for two in self.all_pairs() if two in refused or any(frozenset({way}) in refused for way in two)}
+
+    def training_of(self, ways: Iterable[Way]) -> Training:
+        """One that has nothing special but these."""
+        return {feature: choices[0] for feature, choices in self.features.items()} | dict(ways)
+
+    def special(self, training: Training) -> str:
+        return describe((feature, way) for feature, way in training.items() if way != self.features[feature][0])
+
+    def is_possible(self, ways: Iterable[Way]) -> bool:
+        """Whether all of these can be trained together."""
+        ways = list(ways)
+        groups = itertools.chain(((way,) for way in ways), itertools.combinations(ways, 2))
+        return not any((group := frozenset(each)) in self.apart or group in self.refused for each in groups)
+
+    def covering(self, seed: int) -> list[Training]:
+        """Trainings that together have every pair that is neither refused nor apart; others for each seed."""
+        shuffled = random.Random(seed)
+        names = shuffled.sample(list(self.features), len(self.features))
+        choices = {name: shuffled.sample(self.features[name], len(self.features[name])) for name in names}
+        ways = [
+            [(name, way) for way in choices[name] if frozenset({(name, way)}) not in self.refused] for name in names
+        ]
+        rows = [dict(row) for row in AllPairs(ways, filter_func=self.is_possible)]
+        while left := sorted(map(sorted, self.uncovered(rows))):  # allpairspy does not go back from a dead end
+            row = dict(left[0])
+            for two in shuffled.sample(left, len(left)):
+                more = row | dict(two)
+                if row.items() <= more.items() and self.is_possible(more.items()):
+                    row = more
+            rows.append(dict(self.training_of(row.items())))
+        return rows
+
+    def uncovered(self, trainings: Iterable[Training]) -> set[Ways]:
+        """Pairs that can meet and are not refused, and that no training has."""
+        met = {two for training in trainings for two in pairs_of(training)}
+        return self.all_pairs() - self.refused_pairs() - met
+
+    def shrunk(self, training: Training, find_faults: Callable[[Sequence[Training]], object]) -> Training:
+        """A training that is wrong, too, and has fewer features."""
+        for feature, way in training.items():
+            less = {**training, feature: self.features[feature][0]}
+            if way != self.features[feature][0] and find_faults([less]):
+                training = less
+        return training
 
 
-def refused_pairs() -> set[Ways]:
-    return {two for two in all_pairs() if two in REFUSED or any(frozenset({way}) in REFUSED for way in two)}
-
-
-def training_of(ways: Iterable[Way]) -> Training:
-    """One that has nothing special but these."""
-    return {feature: choices[0] for feature, choices in FEATURES.items()} | dict(ways)
-
-
-def is_possible(ways: Iterable[Way]) -> bool:
-    """Whether all of these can be trained together."""
-    ways = list(ways)
-    groups = itertools.chain(((way,) for way in ways), itertools.combinations(ways, 2))
-    return not any((group := frozenset(each)) in APART or group in REFUSED for each in groups)
-
-
-def covering(seed: int) -> list[Training]:
-    """Trainings that together have every pair that is neither refused nor apart; others for each seed."""
-    shuffled = random.Random(seed)
-    names = shuffled.sample(list(FEATURES), len(FEATURES))
-    ways = [[(name, way) for way in shuffled.sample(FEATURES[name], len(FEATURES[name]))] for name in names]
-    ways = [[way for way in each if frozenset({way}) not in REFUSED] for each in ways]
-    rows = [dict(row) for row in AllPairs(ways, filter_func=is_possible)]
-    while left := sorted(map(sorted, uncovered(rows))):  # allpairspy does not go back where it has come to an end
-        row = dict(left[0])
-        for two in shuffled.sample(left, len(left)):
-            more = row | dict(two)
-            if row.items() <= more.items() and is_possible(more.items()):
-                row = more
-        rows.append(dict(training_of(row.items())))
-    return rows
-
-
-def uncovered(trainings: Iterable[Training]) -> set[Ways]:
-    """Pairs that can meet and are not refused, and that no training has."""
-    met = {two for training in trainings for two in pairs_of(training)}
-    return all_pairs() - refused_pairs() - met
+PAIRS: Final = Pairs(FEATURES, REFUSED, APART)

@@ -3,7 +3,8 @@
     python tests/soak.py --seconds 600         other cases in each run
     python tests/soak.py --seconds 60 --seed 7 those of seed 7, as long as nothing else differs
 
-A third of the time is for pairs. `soak_cases.py` and `pairs.py` say more. A case that fails is shrunk, printed and ends
+A third of the time is for pairs, after those of elastic jobs, which take half a minute. `soak_cases.py`, `pairs.py` and
+`elastic_pairs.py` say more. A case that fails is shrunk, printed and ends
 the run with exit code 1.
 """
 
@@ -15,13 +16,15 @@ import secrets
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import elastic_pairs
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from pair_training import find_faults, not_refused, shrunk
-from pairs import REFUSED, all_pairs, covering, describe, refused_pairs, uncovered
+from pair_training import find_faults, not_refused
+from pairs import PAIRS, REFUSED, Pairs, Training, describe
 from soak_cases import LAYERS, NUM_STEPS, Batch, Case, Part, Step, check
 
 _HOSTS = {1: [(0,)], 2: [(0, 0), (0, 1)], 3: [(0, 0, 0), (0, 0, 1), (0, 1, 2)], 4: [(0, 0, 0, 0), (0, 0, 1, 1)]}
@@ -185,7 +188,7 @@ def soak_pairs(seconds: float, first_seed: int) -> bool:
     are_right = True
     while are_right and time.monotonic() < end:
         missing = missing or sorted(REFUSED, key=sorted)
-        for training in covering(number):
+        for training in PAIRS.covering(number):
             if time.monotonic() > end:
                 break
             faults = find_faults([training])
@@ -195,18 +198,37 @@ def soak_pairs(seconds: float, first_seed: int) -> bool:
                 faults = not_refused([ways])
                 refused |= {ways}
             elif faults:
-                faults += ["shrunk:", *find_faults([shrunk(training)])]
+                faults += ["shrunk:", *find_faults([PAIRS.shrunk(training, find_faults)])]
             if faults:
                 print("\n".join(faults), flush=True)
                 are_right = False
                 break
         number += 1
-    left = uncovered(trained)
-    num_pairs = len(all_pairs() - refused_pairs())
-    print(f"{num_pairs - len(left)} of {num_pairs} pairs that can meet were trained, in {len(trained)} trainings;")
     print(f"{len(refused)} of {len(REFUSED)} entries of the table of errors were refused as documented;")
-    print(f"uncovered: {'; '.join(sorted(map(describe, left))[:_MOST_LISTED]) or 'none'}")
+    _print_coverage("ordinary", PAIRS, trained)
     return are_right
+
+
+def soak_elastic_pairs(seconds: float, number: int) -> bool:
+    """Run the elastic jobs of a covering array, but no longer than that. Returns whether all agree."""
+    end = time.monotonic() + seconds
+    trained: list[Training] = []
+    for training in elastic_pairs.PAIRS.covering(number):
+        if time.monotonic() > end:
+            break
+        trained.append(training)
+        if faults := elastic_pairs.find_faults([training]):
+            less = elastic_pairs.PAIRS.shrunk(training, elastic_pairs.find_faults)
+            print("\n".join([*faults, "shrunk:", *elastic_pairs.find_faults([less])]), flush=True)
+            return False
+    _print_coverage("elastic", elastic_pairs.PAIRS, trained)
+    return True
+
+
+def _print_coverage(jobs: str, pairs: Pairs, trained: Sequence[Training]) -> None:
+    left, num = pairs.uncovered(trained), len(pairs.all_pairs() - pairs.refused_pairs())
+    print(f"{num - len(left)} of {num} pairs of {jobs} jobs that can meet were trained, in {len(trained)} trainings;")
+    print(f"uncovered: {'; '.join(sorted(map(describe, left))[:_MOST_LISTED]) or 'none'}", flush=True)
 
 
 def main() -> int:
@@ -217,7 +239,10 @@ def main() -> int:
     print(f"seed {arguments.seed}", flush=True)
     os.environ.setdefault("RES_OPTIONS", "timeout:1")  # as in conftest.py
     try:
-        if not soak_pairs(arguments.seconds / 3, arguments.seed):
+        began = time.monotonic()
+        if not soak_elastic_pairs(arguments.seconds / 6, arguments.seed):
+            return 1
+        if not soak_pairs(began + arguments.seconds / 3 - time.monotonic(), arguments.seed):
             return 1
         counts = soak(arguments.seconds * 2 / 3, arguments.seed)
     except Exception as error:  # hypothesis has errors of its own: a case failed once, and then passed
