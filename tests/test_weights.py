@@ -706,3 +706,20 @@ def test_odd_ways_in_a_world_of_one() -> None:
     optimizer.close()
     weight.sum().backward()
     assert _first(weight) == [2.0]
+
+
+def _sparse_alone(rank: int, size: int) -> Tensor:
+    words = nn.Embedding(3, 1, sparse=True)
+    with torch.no_grad():
+        words.weight.fill_(1.0)
+    optimizer = torchring.wrap(torch.optim.SGD(words.parameters(), lr=1.0), words, accumulate=2)
+    for weight in (1.0, 3.0):
+        optimizer.weigh(weight)
+        words(torch.tensor([int(weight) - 1])).sum().backward()
+    optimizer.step()
+    return words.weight.detach().flatten()
+
+
+def test_sparse_gradients_of_one_rank_have_the_weights_of_their_micro_steps() -> None:
+    [found] = run_ranks(_sparse_alone, 1)
+    assert found.tolist() == [0.75, 1.0, 0.25]

@@ -134,8 +134,11 @@ class Alone:
             self._is_next_used = True
             self._is_next_local = self._no_sync_depth > 0
             for parameter in self._parameters:
-                if before and weight and parameter.grad is not None:
-                    parameter.grad.detach().mul_(1.0 - share)
+                if before and weight and (grad := parameter.grad) is not None:
+                    if grad.is_sparse:  # its detach() has values of its own
+                        parameter.grad = grad * (1.0 - share)
+                    else:
+                        grad.detach().mul_(1.0 - share)
         if not weight:
             return torch.zeros_like(gradient)
         return gradient * share if before else gradient
