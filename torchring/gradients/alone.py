@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from torchring.errors import GradientError
-from torchring.gradients.ledger import Snapshot, is_zero
+from torchring.gradients.ledger import SeenGradients, is_zero
 from torchring.gradients.validation import is_finite_gradient
 from torchring.gradients.weights import ON_RESULTS
 
@@ -43,7 +43,7 @@ class Alone:
 
         # The next backward, or the one whose gradients have come
         self._next = 0.0
-        self._before = Snapshot()  # when the weight was given
+        self._before = SeenGradients()  # when the weight was given
         self._is_next_used = False
         self._is_next_local = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -57,7 +57,7 @@ class Alone:
         if self._holds_results and (self.accumulate > 1 or self._no_sync_depth or self._num_backwards):
             raise GradientError(ON_RESULTS)
         self._next = weight
-        self._before = Snapshot(self._parameters)
+        self._before = SeenGradients(self._parameters)
         for parameter in self._parameters:
             if parameter.requires_grad:
                 handle = parameter.register_hook(self._weigh_gradient)  # type: ignore[no-untyped-call]

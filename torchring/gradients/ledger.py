@@ -264,7 +264,7 @@ class GradientLedger:
         return self._versions[slot] if lives_here else self._settled_versions[slot]
 
 
-class Snapshot:
+class SeenGradients:
     """The gradients that parameters have, to find out later whether the script has dropped or zeroed all of them."""
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:

@@ -21,7 +21,7 @@ from torchring.gradients.backward import BackwardWatch
 from torchring.gradients.buffers import Place
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.hooks import attach_hooks, make_hook
-from torchring.gradients.ledger import Snapshot
+from torchring.gradients.ledger import SeenGradients
 from torchring.gradients.module_wrappers import explain
 from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
@@ -114,7 +114,7 @@ class GradientSync:
         self.in_backward = False
         self.thread = 0
         self._arrived: torch.nn.Parameter | None = None  # has got its gradient just now, before all others
-        self._local = Snapshot()  # what backwards with weights have left in `.grad`
+        self._local = SeenGradients()  # what backwards with weights have left in `.grad`
         self._reduces = False
         self.mark_ready: Callable[[int], None] = reduction.scheduler.mark_local  # or `mark_ready`
 
@@ -207,7 +207,7 @@ class GradientSync:
         else:
             self._num_backwards += self._no_sync_depth == 0
             if self._weights.is_weighted:
-                self._local = Snapshot(self._own_parameters())
+                self._local = SeenGradients(self._own_parameters())
         self.has_been_skipped = self._group.skipper not in (None, self)
         self.in_backward, self.thread = False, 0
         self._enter(Phase.OUTSIDE, recorder.BETWEEN if reduces else recorder.INPUT)
@@ -282,7 +282,7 @@ class GradientSync:
             reduction.scale_local(factor)
             for grad in (p.grad for p in thawed if p.grad is not None):
                 grad.mul_(factor)
-            self._local = Snapshot(self._own_parameters())
+            self._local = SeenGradients(self._own_parameters())
         if not weight:
             self._zero_next_backward()
 
