@@ -277,10 +277,9 @@ class GradientSync:
         self._end_zero_weight()
         weight = weights.representable(weight)
         factor = weights.give(weight, whole)
-        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]  # not adopted yet
         if factor != 1.0:
             reduction.scale_local(factor)
-            for grad in (p.grad for p in thawed if p.grad is not None):
+            for grad in (p.grad for p in self._thawed() if p.grad is not None):
                 grad.mul_(factor)
             self._local = SeenGradients(self._own_parameters())
         if not weight:
@@ -615,8 +614,11 @@ class GradientSync:
         weights.begin()
 
     def _own_parameters(self) -> list[torch.nn.Parameter]:
-        """Those that have thawed and are not adopted yet, too."""
-        return [*self.reduction.parameters, *(parameter for parameter in self._frozen if parameter.requires_grad)]
+        return [*self.reduction.parameters, *self._thawed()]
+
+    def _thawed(self) -> list[torch.nn.Parameter]:
+        """Parameters that require a gradient by now, and are not adopted yet."""
+        return [parameter for parameter in self._frozen if parameter.requires_grad]
 
     def _begin_weight(self, *, reduces: bool) -> None:
         if self._weights.is_weighted and not torch.is_grad_enabled():  # or autograd leaves another tensor in `.grad`
@@ -655,7 +657,7 @@ class GradientSync:
 
     def _adopt_thawed(self) -> None:
         """Collective: parameters that have come to require a gradient are reduced from now on."""
-        thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
+        thawed = self._thawed()
         self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
         self.reduction.extend([self._spec_of(parameter) for parameter in thawed], thawed)
         self._attach()
