@@ -61,10 +61,10 @@ from torchring.launch.arguments import hosts_of, setting
 from torchring.launch.launcher import LAUNCHERS, Host, LaunchError, is_here, share_out, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import STOPPING
+from torchring.observe.recorder import files
+from torchring.observe.recorder.recorder import NUM_STEPS
+from torchring.observe.recorder.records import RankTrace
 from torchring.rendezvous.environment import TRACE
-from torchring.tracing import files
-from torchring.tracing.recorder import NUM_STEPS
-from torchring.tracing.records import RankTrace
 
 _LAST_LINES: Final = 20  # of a rank whose run has failed
 

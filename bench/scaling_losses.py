@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from torchring.bench.measure import Spread
-from torchring.tracing.records import RankTrace
+from torchring.observe.recorder.records import RankTrace
 
 NEGLIGIBLE: Final = 0.03  # of a step
 GIVEN, SYNTHETIC, SILENT, COMPUTE, ONE, IDEAL = "given", "synthetic", "silent", "compute", "one", "ideal"

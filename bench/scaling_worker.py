@@ -108,7 +108,7 @@ class Run:
 
     def install(self) -> None:
         """Patch what the script will import."""
-        patches = {"torchring.tracing.recorder": self._count_steps}
+        patches = {"torchring.observe.recorder.recorder": self._count_steps}
         if self._settings.repeats_batches:
             patches["torch"] = self._repeat_batches
         if self._settings.is_silent:
@@ -128,7 +128,7 @@ class Run:
         self._loaders.install()
 
     def _count_steps(self) -> None:
-        from torchring.tracing.recorder import Recorder
+        from torchring.observe.recorder.recorder import Recorder
 
         end_step = Recorder.end_step
         num_warm_up, last = self._settings.num_warm_up, self._settings.num_steps_in_all

@@ -21,8 +21,9 @@ from torchring.allreduce import Mover, Wire
 from torchring.allreduce.choice import Choice
 from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.errors import RingError
-from torchring.gradients import buffers, group, replicas, rounds, sparse, sync
-from torchring.gradients.buffers import BufferSync
+from torchring.gradients import group, rounds, sync
+from torchring.gradients.participants import buffers, replicas, sparse
+from torchring.gradients.participants.buffers import BufferSync
 from torchring.gradients.plan import Plan
 from torchring.gradients.reduction import Reduction
 from torchring.world import World

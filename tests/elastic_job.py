@@ -25,11 +25,11 @@ from typing import Any
 import pytest
 from harness import _clean_environ, _leave_server, _Leftovers, _start_method, patient
 
-from torchring.launch.elastic import driver as drivers
-from torchring.launch.elastic.driver import Driver
-from torchring.launch.elastic.hosts import Hosts, fixed
-from torchring.launch.elastic.membership import Limits
-from torchring.launch.elastic.store import DriverStore, Listener
+from torchring.elastic.driver import driver as drivers
+from torchring.elastic.driver.coordinator import Limits
+from torchring.elastic.driver.driver import Driver
+from torchring.elastic.driver.hosts import Hosts, fixed
+from torchring.elastic.driver.store import DriverStore, Listener
 from torchring.launch.launcher import Host
 from torchring.launch.output import Output, OutputOptions
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
-from torchring.elastic import membership
+from torchring.elastic.worker import member as membership
 
 FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "shares": ("equal", "unequal"),

@@ -21,10 +21,10 @@ from harness import run_pooled
 from torch import Tensor, nn
 
 import torchring
-from torchring.gradients import tuning
-from torchring.gradients.candidates import Candidate, groups_of
+from torchring.gradients.participants.tuning import tuning
+from torchring.gradients.participants.tuning.candidates import Candidate, groups_of
+from torchring.gradients.participants.tuning.trial import Times
 from torchring.gradients.plan import Plan
-from torchring.gradients.trial import Times
 from torchring.memory import host as host_module
 
 WIDTH = 4

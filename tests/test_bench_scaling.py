@@ -26,7 +26,7 @@ from torchring.bench.repeated_batch import FirstBatches, RepeatedBatch
 from torchring.bench.scaling_losses import Losses, Measured, Stretches, in_words, losses_of, stretches
 from torchring.bench.scaling_worker import Settings
 from torchring.bench.silent_mover import silence
-from torchring.tracing.records import About, Part, PartRecord, RankTrace, StepRecord
+from torchring.observe.recorder.records import About, Part, PartRecord, RankTrace, StepRecord
 
 # Batches
 

@@ -9,8 +9,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from torchring.gradients import boundaries
-from torchring.gradients.boundaries import MOST_GRADIENTS, Cut, ReductionCost, best_cut, finish_seconds
+from torchring.gradients.participants.tuning import boundaries
+from torchring.gradients.participants.tuning.boundaries import (
+    MOST_GRADIENTS,
+    Cut,
+    ReductionCost,
+    best_cut,
+    finish_seconds,
+)
 
 ONE_PLUS_BYTES = ReductionCost((0.0, 1.0), (1.0, 2.0))
 

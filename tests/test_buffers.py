@@ -15,7 +15,7 @@ from test_optimizer_contract import TINY_MB, attempt
 from torch import Tensor, nn
 
 import torchring
-from torchring.gradients.buffers import buffer_specs
+from torchring.gradients.participants.buffers import buffer_specs
 
 _STEPS = 4
 

@@ -21,8 +21,8 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, Dataset
 
 import torchring
-from torchring.elastic import membership
-from torchring.elastic.checkpoint import newest_step
+from torchring.elastic.worker import member as membership
+from torchring.elastic.worker.checkpoint import newest_step
 
 GLOBAL_BATCH = 60
 LR = 0.05
@@ -330,8 +330,8 @@ def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpo
 ENDS_EARLY = """
 import sys
 from torch.distributed import TCPStore
-from torchring.elastic import membership
-from torchring.elastic.checkpoint import CheckpointWriter
+from torchring.elastic.worker import member as membership
+from torchring.elastic.worker.checkpoint import CheckpointWriter
 from torchring.rendezvous import protocol as p
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

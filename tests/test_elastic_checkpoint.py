@@ -22,7 +22,7 @@ import torch
 from checks import assert_bitwise
 from torch import nn
 
-from torchring.elastic.checkpoint import CheckpointWriter, copy_of, newest, newest_step
+from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
 
 _PATIENCE_SECONDS = 60.0
 _FORK = multiprocessing.get_context("fork")  # torch is there already

@@ -20,14 +20,14 @@ from harness import is_running, patient, wait_until
 from torch.distributed import TCPStore
 
 from torchring import cli
+from torchring.elastic.driver import coordinator as m
+from torchring.elastic.driver import hosts as hosts_module
+from torchring.elastic.driver import store as store_module
+from torchring.elastic.driver.cooldown import Cooldown
+from torchring.elastic.driver.coordinator import Limits, Membership
+from torchring.elastic.driver.hosts import Hosts
+from torchring.elastic.driver.store import DriverStore, Listener
 from torchring.errors import PeerLostError, decode_error
-from torchring.launch.elastic import hosts as hosts_module
-from torchring.launch.elastic import membership as m
-from torchring.launch.elastic import store as store_module
-from torchring.launch.elastic.cooldown import Cooldown
-from torchring.launch.elastic.hosts import Hosts
-from torchring.launch.elastic.membership import Limits, Membership
-from torchring.launch.elastic.store import DriverStore, Listener
 from torchring.launch.launcher import Host, LaunchError
 from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 from torchring.rendezvous.protocol import (

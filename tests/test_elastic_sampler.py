@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from torchring.elastic.sampler import Sampler
+from torchring.elastic.worker.sampler import Sampler
 
 
 class _World:

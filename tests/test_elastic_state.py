@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import torchring
-from torchring.elastic.state import MembershipChange
+from torchring.elastic.worker.state import MembershipChange
 from torchring.world import World
 
 

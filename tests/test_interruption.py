@@ -23,7 +23,7 @@ import torchring
 from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import collectives_of
 from torchring.errors import RingError
-from torchring.gradients import replicas
+from torchring.gradients.participants import replicas
 from torchring.memory import host as host_module
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World

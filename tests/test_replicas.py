@@ -14,7 +14,7 @@ import torchring
 from torchring import world
 from torchring.collectives import digests
 from torchring.errors import GradientError
-from torchring.gradients import replicas
+from torchring.gradients.participants import replicas
 
 
 def model_and_optimizer(**options: object) -> tuple[torch.nn.Module, torchring.DistributedOptimizer]:

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 from traces import MS, shifted, simulate
 
-from torchring.report.analysis import Analysis, analyse
-from torchring.report.findings import Network, Phase
-from torchring.report.merge import merge
-from torchring.tracing.records import (
+from torchring.observe.recorder.records import (
     About,
     Arrivals,
     BucketRecord,
@@ -23,6 +20,9 @@ from torchring.tracing.records import (
     RankTrace,
     StepRecord,
 )
+from torchring.report.analysis import Analysis, analyse
+from torchring.report.findings import Network, Phase
+from torchring.report.merge import merge
 
 QUICK = {"gigabytes_per_s": 20.0, "latency_ms": 0.05}
 # Each with the cost in ms of the step, and the length of the step, that follow from the durations that are given.

@@ -15,11 +15,11 @@ import pytest
 from traces import simulate
 
 from torchring.cli import main
+from torchring.observe.recorder.files import path_of, write
 from torchring.report import command, terminal
 from torchring.report.analysis import analyse
 from torchring.report.findings import Advice
 from torchring.report.merge import merge
-from torchring.tracing.files import path_of, write
 
 NUM_STEPS = 10
 

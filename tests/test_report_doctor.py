@@ -9,11 +9,11 @@ import pytest
 from traces import simulate
 
 from torchring import cli
+from torchring.observe.recorder.files import write
 from torchring.report.analysis import analyse
 from torchring.report.captions import of_bandwidth
 from torchring.report.doctor import bus_bandwidths
 from torchring.report.merge import merge
-from torchring.tracing.files import write
 
 
 def path(kind: str, ranks: list[int], gigabytes_per_second: float) -> dict[str, object]:

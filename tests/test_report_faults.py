@@ -19,10 +19,10 @@ from torch import nn
 import torchring
 from torchring import default_world as world_module
 from torchring.bench.netns import Network
+from torchring.observe.recorder.recorder import decoded
+from torchring.observe.recorder.records import RankTrace
 from torchring.report.analysis import Analysis, analyse
 from torchring.report.merge import merge
-from torchring.tracing.recorder import decoded
-from torchring.tracing.records import RankTrace
 
 _STEPS = 30
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from traces import MS, shifted, simulate
 
+from torchring.observe.recorder.files import TraceError, live_path_of, path_of, write, write_encoded
+from torchring.observe.recorder.records import About, ClockOffset, RankTrace, encode
 from torchring.report.analysis import analyse
 from torchring.report.merge import Job, load, merge, name_ranks
-from torchring.tracing.files import TraceError, live_path_of, path_of, write, write_encoded
-from torchring.tracing.records import About, ClockOffset, RankTrace, encode
 
 
 def write_all(folder: Path, traces: list[RankTrace]) -> Path:

@@ -20,6 +20,7 @@ from traces import simulate
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'torchring[report]'")
 
+from torchring.observe.recorder.records import RankTrace
 from torchring.report import captions, figures
 from torchring.report.analysis import analyse
 from torchring.report.drawing import COLORS
@@ -28,7 +29,6 @@ from torchring.report.findings import Analysis, Phase, Spread
 from torchring.report.formats import number, percent, seconds
 from torchring.report.merge import merge
 from torchring.report.page import page_of, write_page
-from torchring.tracing.records import RankTrace
 
 STEP_MS = 2.0 + 40.0 + 30.0 + 60.0 + 18.95 + 0.5 + 8.0  # of the rank whose data comes late
 FIGURES = ["by-rank", "over-time", "wait-map", "lanes", "bus-bandwidth", "step-time", "efficiency"]

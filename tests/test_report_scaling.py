@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from traces import MS, simulate
 
+from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace
 from torchring.report.analysis import Analysis, analyse
 from torchring.report.findings import Network
 from torchring.report.layout import imagined, laid_out, ready_shares
@@ -26,7 +27,6 @@ from torchring.report.scaling import (
     slowest_ms,
 )
 from torchring.report.terminal import plain
-from torchring.tracing.records import Arrivals, ParameterRecord, RankTrace
 
 MB = 1_000_000
 COMPUTING = np.full((5, 2), 100.0)

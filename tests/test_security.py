@@ -298,8 +298,8 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
         ("horovod/functions.py", "broadcast_object: pickle.loads"),
         ("horovod/functions.py", "allgather_object: pickle.loads"),
         # a copy of this process's own state, which goes nowhere
-        ("elastic/checkpoint.py", ": pickle.Pickler"),
-        ("elastic/checkpoint.py", ": pickle.Unpickler"),
+        ("elastic/worker/checkpoint.py", ": pickle.Pickler"),
+        ("elastic/worker/checkpoint.py", ": pickle.Unpickler"),
         # a message of Horovod's driver whose HMAC was checked, of the classes that this module lists
         ("horovod/notices.py", ": pickle.Unpickler"),
         # torchring.horovod.run: files in a folder of the user's own

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import torchring
 from torchring.errors import GradientError, RingError
+from torchring.gradients.participants.sparse import SparseReduction
+from torchring.gradients.participants.weights import Share
 from torchring.gradients.plan import ParameterSpec
-from torchring.gradients.sparse import SparseReduction
-from torchring.gradients.weights import Share
 
 ROWS, WIDTH = 7, 3
 

@@ -28,12 +28,12 @@ from torchring.errors import RingError
 from torchring.linux import open_process
 from torchring.memory import host as host_module
 from torchring.memory.host import HostGroup
-from torchring.rendezvous.environment import STACKS
-from torchring.rendezvous.rendezvous import Rendezvous
-from torchring.stalls import monitor as monitor_module
-from torchring.stalls import places, stacks
-from torchring.stalls.monitor import StallMonitor
-from torchring.stalls.page import (
+from torchring.observe.flight_recorder import call_sites as places
+from torchring.observe.flight_recorder import monitor as monitor_module
+from torchring.observe.flight_recorder import stacks
+from torchring.observe.flight_recorder.call_sites import place_of
+from torchring.observe.flight_recorder.monitor import StallMonitor
+from torchring.observe.flight_recorder.page import (
     PAGE_BYTES,
     CurrentWait,
     Phase,
@@ -46,8 +46,9 @@ from torchring.stalls.page import (
     read_page,
     want_stacks,
 )
-from torchring.stalls.places import place_of
-from torchring.stalls.report import Peer, describe_ranks, describe_wait, missing_ranks
+from torchring.observe.flight_recorder.report import Peer, describe_ranks, describe_wait, missing_ranks
+from torchring.rendezvous.environment import STACKS
+from torchring.rendezvous.rendezvous import Rendezvous
 
 _LIMIT = 0.3
 _LATE = 1  # the rank that is late

@@ -25,14 +25,22 @@ from torch.utils.data import DataLoader
 
 import torchring
 from torchring import default_world as world_module
+from torchring.observe.recorder import process, writer
+from torchring.observe.recorder import recorder as recorder_module
+from torchring.observe.recorder.clocks import estimate, measure
+from torchring.observe.recorder.files import find, live_path_of, path_of, read, write
+from torchring.observe.recorder.forward import ForwardWatch
+from torchring.observe.recorder.recorder import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Recorder, decoded
+from torchring.observe.recorder.records import (
+    About,
+    Arrivals,
+    ClockOffset,
+    ParameterRecord,
+    Part,
+    RankTrace,
+    StepRecord,
+)
 from torchring.rendezvous.environment import PROGRESS
-from torchring.tracing import process, writer
-from torchring.tracing import recorder as recorder_module
-from torchring.tracing.clocks import estimate, measure
-from torchring.tracing.files import find, live_path_of, path_of, read, write
-from torchring.tracing.forward import ForwardWatch
-from torchring.tracing.recorder import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Recorder, decoded
-from torchring.tracing.records import About, Arrivals, ClockOffset, ParameterRecord, Part, RankTrace, StepRecord
 
 SIZES = (300, 300, 300)  # 360 kB a layer: copied on arrival
 

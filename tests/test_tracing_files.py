@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from traces import MS, simulate
 
-from torchring.tracing.files import FORMAT, TraceError, find, path_of, read, write, write_encoded
-from torchring.tracing.records import About, Part, RankTrace, decode, encode
+from torchring.observe.recorder.files import FORMAT, TraceError, find, path_of, read, write, write_encoded
+from torchring.observe.recorder.records import About, Part, RankTrace, decode, encode
 
 
 def test_a_step_is_cut_into_parts_without_gaps() -> None:

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 import torchring
 from torchring.allreduce.device.stream import OnStream
-from torchring.gradients import best_plan, candidates, plan_cache, tuning
-from torchring.gradients.best_plan import cost_alone, find_groups, predict, slowdown, slowed
-from torchring.gradients.boundaries import Cut, ReductionCost
-from torchring.gradients.candidates import Tuned
+from torchring.gradients.participants.tuning import best_plan, candidates, plan_cache, tuning
+from torchring.gradients.participants.tuning.best_plan import cost_alone, find_groups, predict, slowdown, slowed
+from torchring.gradients.participants.tuning.boundaries import Cut, ReductionCost
+from torchring.gradients.participants.tuning.candidates import Tuned
+from torchring.gradients.participants.tuning.plan_cache import FoundBuckets
+from torchring.gradients.participants.tuning.trial import Times
+from torchring.gradients.participants.tuning.tuning import open_tuner, tunes_by_default
 from torchring.gradients.plan import ParameterSpec, Plan, build_plan
-from torchring.gradients.plan_cache import FoundBuckets
-from torchring.gradients.trial import Times
-from torchring.gradients.tuning import open_tuner, tunes_by_default
 from torchring.memory import host as host_module
 
 _NUM_LAYERS = 4

@@ -20,13 +20,13 @@ import torchring
 from torchring.allreduce import select
 from torchring.allreduce.device.stream import OnStream
 from torchring.default_world import default_world
-from torchring.gradients import best_plan, candidates, tuning
-from torchring.gradients.boundaries import Cut, ReductionCost
-from torchring.gradients.candidates import Candidate, Tuned, what_to_tune, worth_trying
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.participants.tuning import best_plan, candidates, tuning
+from torchring.gradients.participants.tuning.boundaries import Cut, ReductionCost
+from torchring.gradients.participants.tuning.candidates import Candidate, Tuned, what_to_tune, worth_trying
+from torchring.gradients.participants.tuning.trial import Times, Trial
+from torchring.gradients.participants.tuning.tuning import open_tuner
 from torchring.gradients.plan import ParameterSpec, Plan, build_plan
-from torchring.gradients.trial import Times, Trial
-from torchring.gradients.tuning import open_tuner
 
 _NUM_STEPS = 31
 _DEFAULT_ROUNDS, _TURN = 5, 4  # until the first trial; one that warms up, and three that are measured

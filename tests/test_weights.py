@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import torchring
 from torchring.errors import GradientError
-from torchring.gradients import weights
+from torchring.gradients.participants import weights
 
 _STEPS = 4
 

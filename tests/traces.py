@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
-from torchring.tracing.records import (
+from torchring.observe.recorder.records import (
     About,
     Arrivals,
     BucketRecord,

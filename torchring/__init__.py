@@ -75,8 +75,8 @@ if TYPE_CHECKING:
     from torchring.joining import join
     from torchring.monitoring import metrics
     from torchring.norms import SyncBatchNorm, convert_sync_batchnorm
+    from torchring.observe.recorder.writer import trace
     from torchring.optimizer import DistributedOptimizer, wrap
-    from torchring.tracing.writer import trace
 
 __version__ = "0.1.0"
 
@@ -145,7 +145,7 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
         "monitoring": "metrics",
         "norms": "SyncBatchNorm convert_sync_batchnorm",
         "optimizer": "DistributedOptimizer wrap",
-        "tracing.writer": "trace",
+        "observe.recorder.writer": "trace",
         "collectives.initial_state": "broadcast_optimizer_state broadcast_parameters",
     }
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from torchring.elastic.driver import options as elastic
+from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
 from torchring.launch.arguments import hosts_of, positive, setting
-from torchring.launch.elastic import options as elastic
-from torchring.launch.elastic.driver import start_elastic
 from torchring.launch.launcher import LAUNCHERS, LaunchError, is_here, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import Stopped, signals_raise

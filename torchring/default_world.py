@@ -21,6 +21,7 @@ from torchring.errors import (
     RingError,
     TopologyError,
 )
+from torchring.observe.flight_recorder.monitor import WARNING_SECONDS
 from torchring.rendezvous.environment import (
     CHOICE,
     ELASTIC,
@@ -33,7 +34,6 @@ from torchring.rendezvous.environment import (
 )
 from torchring.rendezvous.frameworks import refuse_lone_tasks
 from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
-from torchring.stalls.monitor import WARNING_SECONDS
 from torchring.world import ADVICE, DEFAULT_TIMEOUT_SECONDS, World
 
 Backend = Literal["auto", "gloo", "mpi"]

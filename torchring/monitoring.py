@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from torchring.default_world import default_world
-from torchring.tracing.records import Part, decode
+from torchring.observe.recorder.records import Part, decode
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

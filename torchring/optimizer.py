@@ -33,14 +33,15 @@ from torchring.collectives.service import collectives_of, internal_collectives_o
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
-from torchring.gradients.about import about
 from torchring.gradients.alone import Alone
-from torchring.gradients.buffers import SyncBuffers, buffer_specs, check_choices
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.participants.about import about
+from torchring.gradients.participants.buffers import SyncBuffers, buffer_specs, check_choices
+from torchring.gradients.participants.recording import with_others
+from torchring.gradients.participants.replicas import ReplicaCheck
+from torchring.gradients.participants.weights import check_weight
 from torchring.gradients.plan import Compression
-from torchring.gradients.recording import with_others
 from torchring.gradients.reduction import Options, Reduction
-from torchring.gradients.replicas import ReplicaCheck
 from torchring.gradients.snapshot import Snapshot
 from torchring.gradients.stats import Stats, stats_alone, stats_of
 from torchring.gradients.sync import Batches, GradientSync
@@ -57,9 +58,8 @@ from torchring.gradients.validation import (
     spec_of,
     steps_exactly,
 )
-from torchring.gradients.weights import check_weight
-from torchring.tracing.forward import ForwardWatch
-from torchring.tracing.recorder import INPUT, OPTIMIZER, Recorder
+from torchring.observe.recorder.forward import ForwardWatch
+from torchring.observe.recorder.recorder import INPUT, OPTIMIZER, Recorder
 from torchring.world import World
 
 _T = TypeVar("_T")

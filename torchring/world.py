@@ -29,12 +29,12 @@ from torchring.errors import (
     with_way_out,
 )
 from torchring.memory.host import HostGroup, connect
+from torchring.observe.flight_recorder.monitor import WARNING_SECONDS, StallMonitor, warn_of_absent
+from torchring.observe.flight_recorder.page import PAGE_BYTES, Progress
+from torchring.observe.recorder import writer
+from torchring.observe.recorder.recorder import Recorder
 from torchring.releases import check_torch, installed_version
 from torchring.rendezvous.rendezvous import Rendezvous, ended_key
-from torchring.stalls.monitor import WARNING_SECONDS, StallMonitor, warn_of_absent
-from torchring.stalls.page import PAGE_BYTES, Progress
-from torchring.tracing import writer
-from torchring.tracing.recorder import Recorder
 
 _logger: Final = logging.getLogger("torchring")
 check_torch(torch.__version__)

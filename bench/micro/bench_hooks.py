@@ -20,7 +20,7 @@ from torchring.bench.micro.conftest import Remark
 from torchring.bench.models import small
 from torchring.errors import RingError
 from torchring.gradients import reduction
-from torchring.gradients.replicas import ReplicaCheck
+from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.sync import GradientSync
 from torchring.gradients.validation import spec_of
 from torchring.world import World

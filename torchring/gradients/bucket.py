@@ -21,9 +21,9 @@ from torchring.allreduce import NonFinite, Wire
 from torchring.errors import GradientError
 from torchring.gradients.ledger import LOCAL, GradientLedger, grad_of
 from torchring.gradients.packing import HostPacking, Packing
+from torchring.gradients.participants.weights import Share
 from torchring.gradients.plan import BucketPlan, ControlBits, ParameterSpec, Slot
 from torchring.gradients.views import as_real, gradient_view, held, held_beside_grad, leave, storage_of
-from torchring.gradients.weights import Share
 
 # A gradient of this size or more is copied the moment it arrives: it is still in cache, and its memory goes straight
 # back to the allocator for the next gradient. Smaller gradients are only counted, and copied by one call per bucket: a

@@ -14,9 +14,9 @@ from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.backward import BackwardWatch
-from torchring.gradients.buffers import Place
 from torchring.gradients.module_wrappers import ModuleWrappers
-from torchring.tracing.recorder import EXPOSED
+from torchring.gradients.participants.buffers import Place
+from torchring.observe.recorder.recorder import EXPOSED
 from torchring.world import World
 
 if TYPE_CHECKING:

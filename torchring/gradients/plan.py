@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
-from torchring.gradients import weights
+from torchring.gradients.participants import weights
 
 ALIGNMENT_BYTES: Final = 64  # of each parameter in its bucket: a cache line, and 128-bit accesses on a GPU
 FIRST_BUCKET_BYTES: Final = 1 << 20  # small, so that the link is busy early in backward

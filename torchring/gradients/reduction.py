@@ -22,16 +22,16 @@ from torchring.allreduce.select import open_chosen, open_mover
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.bucket import Bucket
-from torchring.gradients.buffers import BufferSpec, BufferSync, Place, SyncBuffers
-from torchring.gradients.candidates import AUTO_COMPRESSION, what_to_tune
 from torchring.gradients.ledger import GradientStatus, is_zero
+from torchring.gradients.participants.buffers import BufferSpec, BufferSync, Place, SyncBuffers
+from torchring.gradients.participants.recording import RoundRecording, has_arrivals
+from torchring.gradients.participants.sparse import NonFiniteGradient, SparseReduction
+from torchring.gradients.participants.tuning.candidates import AUTO_COMPRESSION, what_to_tune
+from torchring.gradients.participants.tuning.tuning import Tuner, open_tuner, tunes_by_default
+from torchring.gradients.participants.weights import Share, Weights
 from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted, wire_dtype
-from torchring.gradients.recording import RoundRecording, has_arrivals
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
 from torchring.gradients.scheduler import Round, Scheduler
-from torchring.gradients.sparse import NonFiniteGradient, SparseReduction
-from torchring.gradients.tuning import Tuner, open_tuner, tunes_by_default
-from torchring.gradients.weights import Share, Weights
 from torchring.world import World
 
 _BUCKET_MB: Final = 25.0

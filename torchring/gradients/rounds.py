@@ -30,9 +30,9 @@ from torchring.allreduce.device.watchdog import has_come
 from torchring.collectives.service import internal_collectives_of
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import DevicePacking, HostPacking, Packing, slots_of
+from torchring.gradients.participants.sparse import NonFiniteGradient
 from torchring.gradients.plan import BucketPlan, ControlBits, ParameterSpec, Plan
 from torchring.gradients.scheduler import Round
-from torchring.gradients.sparse import NonFiniteGradient
 from torchring.gradients.unread import UnreadGradients
 from torchring.kernels import ChunkTable
 from torchring.memory.heap import give_back, keep_freed

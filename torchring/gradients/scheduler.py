@@ -23,8 +23,8 @@ from torchring.allreduce import TAGS_PER_ROUND, Mover, NonFinite, PendingReducti
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.plan import ControlBits
-from torchring.stalls.page import Track, Wait
-from torchring.tracing.rows import BUCKET_LENGTH, REDUCED, STARTED
+from torchring.observe.flight_recorder.page import Track, Wait
+from torchring.observe.recorder.rows import BUCKET_LENGTH, REDUCED, STARTED
 
 _T = TypeVar("_T")
 
@@ -107,7 +107,7 @@ class Scheduler:
         ready_order: the order in which the gradients of the first round became ready, by parameter index. None while
             that round is still to be finished, and after `forget_order`.
         is_waiting: whether `advance` may be able to do this rank's part of a bucket that has left.
-        times: of the buckets that have left in this round: a row each, see `torchring.tracing.rows`.
+        times: of the buckets that have left in this round: a row each, see `torchring.observe.recorder.rows`.
     """
 
     def __init__(

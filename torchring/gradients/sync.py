@@ -18,18 +18,18 @@ from torchring.collectives.service import internal_collectives_of
 from torchring.dynamo import is_compiled_backward
 from torchring.errors import GradientError, in_step, with_way_out
 from torchring.gradients.backward import BackwardWatch
-from torchring.gradients.buffers import Place
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.hooks import attach_hooks, make_hook
 from torchring.gradients.ledger import SeenGradients
 from torchring.gradients.module_wrappers import explain
+from torchring.gradients.participants.buffers import Place
+from torchring.gradients.participants.replicas import ReplicaCheck
+from torchring.gradients.participants.sparse import NonFiniteGradient
+from torchring.gradients.participants.weights import ON_RESULTS, OTHER_BATCH
 from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
-from torchring.gradients.replicas import ReplicaCheck
-from torchring.gradients.sparse import NonFiniteGradient
-from torchring.gradients.weights import ON_RESULTS, OTHER_BATCH
-from torchring.stalls.page import Phase
-from torchring.tracing import recorder
+from torchring.observe.flight_recorder.page import Phase
+from torchring.observe.recorder import recorder
 
 
 class Batches(Protocol):

@@ -30,8 +30,8 @@ import torch
 
 from torchring import default_world as worlds
 from torchring.collectives.service import collectives_of
-from torchring.elastic.loop import Signals
-from torchring.elastic.membership import JobOverError, Member, member_of_process
+from torchring.elastic.worker.loop import Signals
+from torchring.elastic.worker.member import JobOverError, Member, member_of_process
 from torchring.errors import TopologyError
 from torchring.horovod.notices import NoticeService
 from torchring.horovod.settings import Settings

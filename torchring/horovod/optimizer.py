@@ -26,7 +26,7 @@ from torchring import optimizer as wrapping
 from torchring.default_world import default_world
 from torchring.errors import GradientError
 from torchring.gradients.group import OptimizerGroup
-from torchring.gradients.replicas import ReplicaCheck
+from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.sync import GradientSync, is_still_there
 from torchring.gradients.validation import parameters_of, sparse_parameters
 from torchring.horovod import drivers, mpi_ops

@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observe.recorder.records import About
 from torchring.report.cores import Queue, is_crowded, sharing, threads_of
 from torchring.report.findings import Advice, Phase
 from torchring.report.formats import share_in_words
@@ -25,7 +26,6 @@ from torchring.report.timing import Array, typical
 from torchring.report.verdict import Costs
 from torchring.report.waits import COMPUTING, column
 from torchring.report.workload import between_hosts, with_layout
-from torchring.tracing.records import About
 
 _WORTH_IT: Final = 0.02  # share of a step
 _SIZES_MB: Final = (1, 2, 5, 12, 25, 50, 100, 200)

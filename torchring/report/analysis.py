@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observe.recorder.records import About
 from torchring.report import buckets as of_buckets
 from torchring.report import lanes, waits
 from torchring.report.advice import Situation, advise
@@ -38,7 +39,6 @@ from torchring.report.timing import Array, Timing, spread, typical
 from torchring.report.verdict import find_costs, judge
 from torchring.report.waits import Critical, column, examine
 from torchring.report.workload import between_hosts, calibrated, computing, describe, fit_network, links_of
-from torchring.tracing.records import About
 
 __all__ = ["Analysis", "analyse"]
 

@@ -7,12 +7,12 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observe.recorder.records import About
 from torchring.report.findings import Bandwidth, BucketSummary, LateParameter
 from torchring.report.layout import nominal_bytes, ready_shares
 from torchring.report.merge import Job
 from torchring.report.timing import Array, Timing, spread
 from torchring.report.waits import Critical
-from torchring.tracing.records import About
 
 WITHIN_HOST: Final = "within a host"
 BETWEEN_HOSTS: Final = "between hosts"

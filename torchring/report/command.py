@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from torchring.observe.recorder.files import TraceError
 from torchring.report.analysis import Analysis, analyse
 from torchring.report.doctor import bus_bandwidths
 from torchring.report.exports import write_csv, write_trace_json
 from torchring.report.findings import Network
 from torchring.report.merge import load
 from torchring.report.terminal import show
-from torchring.tracing.files import TraceError
 
 _TYPICAL_ALPHA_MS: Final = 0.05  # latency of a message over TCP between neighbouring hosts
 _GOODPUT: Final = 0.94  # of the bandwidth: headers of Ethernet and TCP take the rest of frames of 1,500 bytes

@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observe.recorder.records import About
 from torchring.report.findings import Phase
 from torchring.report.timing import Array, Timing
 from torchring.report.waits import Critical, column
-from torchring.tracing.records import About
 
 _ENOUGH: Final = 1.1  # times the cores: threads and workers that need no more leave each other the cores
 

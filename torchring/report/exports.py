@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from torchring.observe.recorder.records import StepRecord
 from torchring.report.buckets import bus_bytes
 from torchring.report.lanes import spans_of
 from torchring.report.merge import Job
 from torchring.report.waits import PHASES, column, examine
-from torchring.tracing.records import StepRecord
 
 _COMPUTE: Final = 0  # number of the lane; those of buckets follow
 

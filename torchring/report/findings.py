@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from torchring.tracing.records import About
+from torchring.observe.recorder.records import About
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Spread:
 class Phase(str, Enum):
     """What a rank does in a step. The phases of a step add up to its duration.
 
-    INPUT, FORWARD, BETWEEN, OPTIMIZER: as `torchring.tracing.records.Part`.
+    INPUT, FORWARD, BETWEEN, OPTIMIZER: as `torchring.observe.recorder.records.Part`.
     BACKWARD: without the time in which communication kept it waiting.
     WAITING: communication cannot go on, because another rank is late.
     COMMUNICATION: the rank stands still while gradients are being reduced; all ranks are there.

@@ -6,11 +6,11 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observe.recorder.records import Part, StepRecord
 from torchring.report.findings import LaneBucket, LaneSpan, MedianStep, Phase, Series
 from torchring.report.merge import Job
 from torchring.report.timing import Timing
 from torchring.report.waits import PHASES, Critical
-from torchring.tracing.records import Part, StepRecord
 
 _MAX_POINTS: Final = 300
 _PHASE_OF: Final = {

@@ -10,9 +10,9 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observe.recorder.records import About
 from torchring.report.merge import Job
 from torchring.report.timing import Array
-from torchring.tracing.records import About
 
 _MIB: Final = 1 << 20
 _FIRST_BYTES: Final = 1 << 20

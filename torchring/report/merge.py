@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from torchring.tracing.files import TraceError, find, find_live, read
-from torchring.tracing.records import ENDED_WELL, ClockOffset, RankTrace, StepRecord
+from torchring.observe.recorder.files import TraceError, find, find_live, read
+from torchring.observe.recorder.records import ENDED_WELL, ClockOffset, RankTrace, StepRecord
 
 
 @dataclass(frozen=True)

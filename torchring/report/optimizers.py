@@ -7,9 +7,9 @@ import itertools
 import math
 from typing import Final
 
+from torchring.observe.recorder.records import About, OptimizerRecord, ParameterRecord
 from torchring.report.merge import Job
 from torchring.report.timing import Array, Timing
-from torchring.tracing.records import About, OptimizerRecord, ParameterRecord
 
 _ALIKE: Final = 0.01  # compression makes all buckets smaller, by the same factor
 

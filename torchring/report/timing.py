@@ -11,9 +11,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from torchring.observe.recorder.records import BucketRecord, Part, PartRecord, StepRecord
 from torchring.report.findings import Spread
 from torchring.report.merge import Job
-from torchring.tracing.records import BucketRecord, Part, PartRecord, StepRecord
 
 Array = NDArray[Any]
 Plan = tuple[tuple[int, int], ...]

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Final
 
 from torchring.launch.arguments import duration
+from torchring.observe.recorder.files import TraceError, find, find_live, read
+from torchring.observe.recorder.records import ENDED_WELL, RankTrace
 from torchring.report.analysis import analyse
 from torchring.report.merge import merge
 from torchring.report.terminal import count, table_of_phases, table_of_waits, text_of
-from torchring.tracing.files import TraceError, find, find_live, read
-from torchring.tracing.records import ENDED_WELL, RankTrace
 
 _STILL_SECONDS: Final = 10.0  # without a new step, after which the picture says so
 

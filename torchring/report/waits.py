@@ -10,10 +10,10 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observe.recorder.records import About, Part
 from torchring.report.findings import Phase, Spread, Wait
 from torchring.report.merge import Job, name_ranks
 from torchring.report.timing import Array, Timing, spread, tabulate
-from torchring.tracing.records import About, Part
 
 PHASES: Final = tuple(Phase)
 COMPUTING: Final = (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN, Phase.OPTIMIZER)

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from torchring.observe.recorder.records import About
 from torchring.report import network
 from torchring.report.buckets import bus_bytes
 from torchring.report.findings import Network, Phase
@@ -16,7 +17,6 @@ from torchring.report.merge import Job
 from torchring.report.scaling import Links, Workload, exposed_ms, slowest_ms
 from torchring.report.timing import Array, Timing, typical
 from torchring.report.waits import COMPUTING, Critical, column
-from torchring.tracing.records import About
 
 _NUM_LANES: Final = 2  # buckets that cross the network at a time, on threads
 

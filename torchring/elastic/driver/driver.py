@@ -1,0 +1,361 @@
+"""Runs an elastic job: processes, signals, and the loop around the decisions of membership.py.
+
+    driver --- lifeline --- reaper --- worker        this machine
+           --- ssh's stdin - reaper --- worker       another
+
+The loop reads what workers say, looks which processes have ended, and carries out what `Membership` decides. It does so
+when a process ends, and every 50 ms, or every 10 ms while workers meet.
+
+When the driver ends, even by SIGKILL, the lifelines close, and the reapers (launch/reaper.py) tell the workers to end:
+workers finish their step, save, and end. Nothing here imports torch before the first workers are started. Then a thread
+imports torch and opens the store, while workers do the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from torchring.elastic.driver import coordinator as membership
+from torchring.elastic.driver.coordinator import Action, Limits, Membership
+from torchring.elastic.driver.hosts import Hosts
+from torchring.elastic.driver.store import DriverStore, Listener
+from torchring.launch.launcher import (
+    HEARTBEAT_SECONDS,
+    KILL_SECONDS,
+    Job,
+    LaunchError,
+    open_output,
+    remote_job,
+    why_no_loopback,
+)
+from torchring.launch.output import Output, OutputOptions
+from torchring.launch.signals import noted_signals
+from torchring.linux import open_process
+from torchring.rendezvous.environment import JOB
+from torchring.rendezvous.protocol import VARIABLE, Beat, Card, Invitation, beat_key, card_key
+
+# A tick takes 0.2 ms of a core, most of which is to wake the store's thread and this one.
+_TICK_SECONDS: Final = 0.05
+_BUSY_TICK_SECONDS: Final = 0.01  # while workers meet
+_BEAT_SECONDS: Final = 0.2  # beats are read less often than cards
+_PATIENCE_SECONDS: Final = 120.0  # for a worker to finish its step and save, after it was told to end
+_SILENCE_SECONDS: Final = 60.0  # without a heartbeat, after which reapers of other hosts end their workers
+_CONNECT_SECONDS: Final = 20  # for ssh
+# What an outer launcher has told the driver must not reach workers: they would take it for themselves.
+_OTHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OTHERS_BEGIN: Final = ("GROUP_", "ROLE_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_",
+                        "PALS_", "MPI_LOCAL", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "HOROVOD_RANK",
+                        "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_",
+                        "TORCHRING_MEMBER", "TORCHRING_LAUNCHER", VARIABLE)  # fmt: skip
+# Gives each worker of another host its share of the cores there.
+_SHARE_CORES: Final = (
+    'if [ -z "$OMP_NUM_THREADS" ]; then n=$(( $(nproc) / %d )); export OMP_NUM_THREADS=$(( n > 0 ? n : 1 )); fi; '
+    'exec "$@"'
+)
+
+
+def start_elastic(
+    command: Sequence[str],
+    limits: Limits,
+    hosts: Hosts,
+    env: Mapping[str, str] | None = None,
+    output: OutputOptions | None = None,
+    ssh_options: Sequence[str] = (),
+) -> int:
+    """Run `python COMMAND...` in workers that come and go, until the training has finished.
+
+    Call this from the main thread: after the first SIGINT, SIGTERM or SIGHUP all workers finish their step, save and
+    end. They get the same signal, but SIGTERM for SIGHUP. A second signal kills them.
+
+    Args:
+        command: the arguments of `python`: a script, or `-m` and a module, and their arguments.
+        limits: how many workers, and how long to wait for them.
+        hosts: where workers start. `start_elastic` starts and closes it.
+        env: variables to set for the workers, on every host. Other hosts get these variables, PYTHONPATH,
+            OMP_NUM_THREADS and HOROVOD_*, and no others.
+        output: how to show the output of the workers. Log files are written on this machine.
+        ssh_options: arguments for ssh, such as -p and a port.
+
+    Returns 0 if the training has finished and no worker of the last generation failed, otherwise the exit code of the
+    first that failed; 1 if the job was given up; 128 + n if signal n ended the job.
+
+    Raises:
+        LaunchError: nothing was started.
+    """
+    if trouble := why_no_loopback():
+        raise LaunchError(trouble)
+    env = {JOB: secrets.token_hex(8), **(env or {})}
+    interface = (env.get("GLOO_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME", "")).split(",")[0]
+    shown = open_output(output or OutputOptions(), "worker{}.log")
+    with contextlib.ExitStack() as stack:
+        stack.callback(shown.close)
+        listener = Listener(hosts, interface)
+        stack.callback(listener.close)
+        shown.start()
+        hosts.start()
+        stack.callback(hosts.close)
+        received = stack.enter_context(noted_signals())
+        driver = Driver(command, limits, hosts, env, shown, ssh_options, listener)
+        stack.callback(driver.close)
+        return driver.run(received)
+
+
+@dataclass
+class _Process:
+    """A worker's process, or the reaper or ssh in front of it."""
+
+    worker: int
+    job: Job
+    card: bytes = b""  # as read last
+    beat: bytes = b""
+    kill_at: float = float("inf")
+    code: int | None = None  # once it has ended
+    is_noted: bool = False  # whether the membership knows
+    descriptor: int = -1  # readable once it has ended
+
+
+class Driver:
+    """See `start_elastic`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        limits: Limits,
+        hosts: Hosts,
+        env: Mapping[str, str],
+        output: Output,
+        ssh_options: Sequence[str],
+        listener: Listener,
+    ) -> None:
+        self._command = command
+        self._limits = limits
+        self._hosts = hosts
+        self._env = env
+        self._output = output
+        self._ssh_options = ["-o", f"ConnectTimeout={_CONNECT_SECONDS}", *ssh_options]
+        self._listener = listener
+        # As it is now: the driver sets variables for torch.
+        self._environ = {
+            key: value for key, value in os.environ.items() if key not in _OTHERS and not key.startswith(_OTHERS_BEGIN)
+        }
+        self._membership = Membership(limits, time.monotonic())
+        self._processes: dict[int, _Process] = {}
+        self._opening: Future[DriverStore] | None = None
+        self._store: DriverStore | None = None
+        self._reason = ""  # why the job is over
+        self._ending = select.poll()
+        self._beats_at = 0.0
+        self._num_signals = 0
+        self._heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS
+        self._code: int | None = None
+
+    def run(self, received: Sequence[int]) -> int:
+        """Run the job. Signals that this process gets are appended to `received`."""
+        with ThreadPoolExecutor(1, "torchring-store") as executor:
+            while self._code is None:
+                self.tick(received)
+                if self._opening is None and self._processes:
+                    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # workers that are killed are no news
+                    self._opening = executor.submit(DriverStore, self._listener)
+                self._sleep()
+        return self._code
+
+    def close(self) -> None:
+        """Kill what is left. Does nothing after a regular end."""
+        for process in self._processes.values():
+            if process.code is None:
+                process.job.tell(signal.SIGKILL)
+        end = time.monotonic() + KILL_SECONDS
+        for process in self._processes.values():
+            while process.code is None and process.job.process.poll() is None and time.monotonic() < end:
+                time.sleep(_BUSY_TICK_SECONDS)
+            if process.code is None:
+                process.job.close()
+
+    def _take_store(self) -> None:
+        """Once torch is imported, and the store is there."""
+        if self._store is not None or self._opening is None or not self._opening.done():
+            return
+        self._store = self._opening.result()
+        for worker in self._processes:
+            self._store.add_worker(worker)
+        if self._reason:
+            self._store.end(self._reason)
+
+    def tick(self, received: Sequence[int]) -> None:
+        """Look once at what has happened, and do what follows."""
+        now = time.monotonic()
+        for number in received[self._num_signals :]:
+            self._num_signals += 1
+            self._membership.note_signal(number)
+        if self._hosts.known is not None:
+            self._membership.set_hosts(self._hosts.known)
+        for warning in self._hosts.take_warnings():
+            _say(warning)
+        ended = [process for process in self._processes.values() if process.code is not None and not process.is_noted]
+        self._look_at_processes(now)
+        self._take_store()
+        if self._store is not None:
+            self._read(self._store)
+        # What a worker said last may reach the store a moment after its process has ended.
+        killed = [process for process in self._processes.values() if process.code is not None and process.code > 128]
+        for process in [*ended, *killed]:
+            if not process.is_noted:
+                self._note_end(process)
+        for action in self._membership.tick(now):
+            self._carry_out(action, now)
+
+    def _sleep(self) -> None:
+        """Until the next tick, or the end of a process."""
+        is_settled = self._membership.is_settled and all(
+            process.code is None or process.is_noted for process in self._processes.values()
+        )
+        self._ending.poll((_TICK_SECONDS if is_settled else _BUSY_TICK_SECONDS) * 1e3)
+
+    def _look_at_processes(self, now: float) -> None:
+        for process in self._processes.values():
+            if process.code is not None:
+                continue
+            code = process.job.process.poll()
+            if code is not None:
+                process.code = code if code >= 0 else 128 - code
+                process.job.close()
+                if process.descriptor >= 0:
+                    self._ending.unregister(process.descriptor)
+                    os.close(process.descriptor)
+            elif now > process.kill_at:  # the connection is cut
+                process.kill_at = float("inf")
+                process.job.process.kill()
+        if now > self._heartbeat_at:
+            self._heartbeat_at = now + HEARTBEAT_SECONDS
+            for process in self._processes.values():
+                if process.job.is_remote and process.code is None:
+                    process.job.tell(0)
+
+    def _note_end(self, process: _Process) -> None:
+        assert process.code is not None
+        process.is_noted = True
+        is_ssh = process.job.is_remote and process.code == 255 and not process.beat
+        self._membership.note_end(process.worker, process.code, is_ssh=is_ssh)
+
+    def _read(self, store: DriverStore) -> None:
+        processes = [process for process in self._processes.values() if not process.is_noted]
+        # A worker that has just ended may have made its first step since the last beat that was read.
+        with_beats = time.monotonic() > self._beats_at or any(process.code is not None for process in processes)
+        keys = [card_key(process.worker) for process in processes]
+        if with_beats:
+            self._beats_at = time.monotonic() + _BEAT_SECONDS
+            keys += [beat_key(process.worker) for process in processes]
+        values = store.read(keys)
+        for process, data in zip(processes, values[: len(processes)], strict=True):
+            if data != process.card:
+                process.card = data
+                self._membership.note_card(process.worker, Card.decode(data))
+        for process, data in zip(processes, values[len(processes) :], strict=False):
+            if data == process.beat:
+                continue
+            beat = Beat.decode(data)
+            if beat.count == 0 and not process.beat:  # what `add_worker` has set
+                continue
+            if not process.beat and (pid := _child_of(process.job)):
+                self._membership.note_pid(process.worker, pid)
+            process.beat = data
+            self._membership.note_beat(process.worker, beat)
+
+    def _carry_out(self, action: Action, now: float) -> None:
+        store = self._store
+        if isinstance(action, membership.Start):
+            self._start(action)
+        elif isinstance(action, membership.Send):
+            process = self._processes[action.worker]
+            if process.code is None:
+                process.job.tell(action.number)
+                if action.number == signal.SIGKILL:
+                    process.kill_at = now + KILL_SECONDS
+        elif isinstance(action, membership.Say):
+            _say(action.text)
+        elif isinstance(action, membership.Exit):
+            self._code = action.code
+        elif isinstance(action, membership.Forget):
+            del self._processes[action.worker]
+            if store is not None:
+                store.forget_worker(action.worker)
+        elif isinstance(action, membership.Over):
+            self._reason = action.reason
+            if store is not None:
+                store.end(action.reason)
+        elif store is not None:  # without a store, no worker has come
+            if isinstance(action, membership.Publish):
+                store.publish(action.plan)
+            elif isinstance(action, membership.Break):
+                store.break_off(action.broken)
+            else:
+                store.call(action.generation)
+
+    def _start(self, action: membership.Start) -> None:
+        """Start a worker's process. A failure is an end of the process."""
+        if self._store is not None:
+            self._store.add_worker(action.worker)
+        listener, is_here = self._listener, self._hosts.is_here(action.host)
+        addresses = listener.addresses
+        if is_here and listener.own_address not in addresses[:1]:
+            addresses = (listener.own_address, *(address for address in addresses if address != listener.own_address))
+        invitation = Invitation(
+            action.worker, action.slot, self._membership.size, addresses, listener.port, listener.token, action.host
+        )
+        own = {**self._env, VARIABLE: invitation.to_json(), "LOCAL_RANK": str(action.slot)}
+        slots = next(host.slots for host in self._hosts.known or () if host.name == action.host)
+        num_sharing = max(1, min(slots, self._limits.max_size))
+        python = [sys.executable, "-u", *self._command]
+        if is_here:
+            cores = max(1, len(os.sched_getaffinity(0)) // num_sharing)
+            environ = {"OMP_NUM_THREADS": str(cores), **self._environ, **own}
+            job = Job(action.host, python, environ, patience=_PATIENCE_SECONDS)
+        else:
+            shared = ["sh", "-c", _SHARE_CORES % num_sharing, "sh", *python]
+            job = remote_job(
+                action.host,
+                shared,
+                own,
+                self._ssh_options,
+                silence=_SILENCE_SECONDS,
+                patience=_PATIENCE_SECONDS,
+            )
+        process = _Process(action.worker, job)
+        try:
+            job.start(self._output, action.worker)
+            with contextlib.suppress(OSError):  # the next tick sees the end of the process
+                process.descriptor = open_process(job.process.pid)
+                self._ending.register(process.descriptor, select.POLLIN)
+        except OSError as error:
+            what = shlex.quote(str(error.filename or job.command[0]))
+            _say(f"cannot start worker {action.worker} on {action.host}: {what}: {error.strerror or error}")
+            process.code = 127
+        self._processes[action.worker] = process
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads
+        print(f"torchring run: {text}", file=sys.stderr, flush=True)
+
+
+def _child_of(job: Job) -> int | None:
+    """The number of the worker's process, a child of the reaper. None on another host, or if unknown."""
+    if job.is_remote:
+        return None
+    pid = job.process.pid
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+    return None

@@ -1,0 +1,165 @@
+"""The options of `torchring run --elastic`, among them those of horovodrun's elastic mode."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from torchring.elastic.driver import hosts as hosts_module
+from torchring.elastic.driver.cooldown import DEFAULT_RANGE
+from torchring.elastic.driver.coordinator import UNLIMITED, Limits
+from torchring.elastic.driver.hosts import Hosts
+from torchring.launch.arguments import duration, positive
+from torchring.launch.launcher import Host, LaunchError, parse_hosts
+
+_ELASTIC_TIMEOUT: Final = 600.0  # Horovod's
+_HEARTBEAT_TIMEOUT: Final = 10.0
+# Options that imply --elastic, as they do for horovodrun, and those that mean nothing without it.
+_IMPLYING: Final = {"min_np": "--min-np", "max_np": "--max-np", "discover": "--discover"}
+_OTHERS: Final = {
+    "reset_limit": "--reset-limit",
+    "elastic_timeout": "--elastic-timeout",
+    "heartbeat_timeout": "--heartbeat-timeout",
+    "slots": "--slots",
+    "cooldown": "--blacklist-cooldown-range",
+}
+
+
+def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclusiveGroup) -> None:
+    """Add the options of elastic jobs. `where` has the options that name hosts."""
+    where.add_argument(
+        "--discover",
+        "--host-discovery-script",
+        metavar="SCRIPT",
+        help="an executable that prints `host:slots` lines, asked every second; implies --elastic",
+    )
+    group = parser.add_argument_group(
+        "elastic jobs",
+        "With --elastic, a job goes on when workers are lost, and takes new ones in; the script uses "
+        "torchring.elastic. The job starts with -np workers. Lost workers are replaced as long as there are slots. "
+        "Once the script has made its first steps, slots that are free get workers, up to --max-np. A host file is "
+        "read again when it changes. A slot whose workers fail again and again is left out for a while.",
+    )
+    group.add_argument("--elastic", action="store_true", help="go on when workers are lost, and take new ones in")
+    group.add_argument(
+        *("--min-np", "--min-num-proc"),
+        dest="min_np",
+        type=positive,
+        metavar="N",
+        help="wait for workers if there are fewer; 1 by default; implies --elastic",
+    )
+    group.add_argument(
+        *("--max-np", "--max-num-proc"),
+        dest="max_np",
+        type=positive,
+        metavar="N",
+        help="start no more workers; -np by default, without -np all slots; implies --elastic",
+    )
+    group.add_argument(
+        "--reset-limit",
+        type=_count,
+        metavar="N",
+        help="end the job when the workers change once more after N changes; any number by default",
+    )
+    group.add_argument(
+        "--elastic-timeout",
+        type=duration,
+        metavar="SECONDS",
+        help=f"end the job if there are fewer than --min-np workers for so long; {_ELASTIC_TIMEOUT:g} by default",
+    )
+    group.add_argument(
+        "--heartbeat-timeout",
+        type=duration,
+        metavar="SECONDS",
+        help=f"kill a worker that gives no sign of life for so long; {_HEARTBEAT_TIMEOUT:g} by default",
+    )
+    group.add_argument(
+        *("--slots", "--slots-per-host"),
+        dest="slots",
+        type=positive,
+        metavar="N",
+        help="of hosts for which the discovery script prints no number; 1 by default",
+    )
+    group.add_argument(
+        "--blacklist-cooldown-range",
+        dest="cooldown",
+        nargs=2,
+        type=duration,
+        metavar=("MIN", "MAX"),
+        help="seconds for which a slot is left out whose workers fail again and again; the time doubles from MIN to "
+        "MAX; {:g} and {:g} by default".format(*DEFAULT_RANGE),
+    )
+
+
+def is_elastic(options: argparse.Namespace) -> bool:
+    """Whether the job is elastic. Raises LaunchError for options that mean nothing in other jobs."""
+    if options.elastic or any(getattr(options, name) is not None for name in _IMPLYING):
+        return True
+    given = [flag for name, flag in _OTHERS.items() if getattr(options, name) is not None]
+    if given:
+        raise LaunchError(f"{', '.join(given)}: of a meaning with --elastic only")
+    return False
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """What the options allow. Raises LaunchError for options that contradict each other."""
+    num, least, most = options.num_proc, options.min_np or 1, options.max_np
+    num_given = num is not None
+    if most is not None and least > most:
+        raise LaunchError(f"--min-np {least} is more than --max-np {most}")
+    if num_given and num < least:
+        raise LaunchError(f"-np {num} is less than --min-np {least}")
+    if num_given and most is not None and num > most:
+        raise LaunchError(f"-np {num} is more than --max-np {most}")
+    if options.launcher == "mpirun" or options.mpi:
+        raise LaunchError("mpirun ends a job when one of its processes ends; an elastic job is started without it")
+    cooldown = tuple(options.cooldown or DEFAULT_RANGE)
+    if cooldown[0] > cooldown[1]:
+        raise LaunchError("--blacklist-cooldown-range takes the shorter time first, got {:g} {:g}".format(*cooldown))
+    if options.slots is not None and options.discover is None:
+        raise LaunchError("--slots is for hosts that a discovery script prints: --discover SCRIPT")
+    has_hosts = not (options.hosts is None and options.hostfile is None and options.discover is None)
+    if not has_hosts and not num_given and most is None:
+        raise LaunchError("say how many workers: -np N, or --max-np N, or -H, --hostfile or --discover for hosts")
+    if most is None:
+        most = num if num_given else UNLIMITED
+    limit = options.elastic_timeout or _ELASTIC_TIMEOUT
+    return Limits(
+        size=num if num_given else (most if not has_hosts else UNLIMITED),
+        min_size=least,
+        max_size=most,
+        elastic_timeout=limit,
+        heartbeat_timeout=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT,
+        reset_limit=options.reset_limit,
+        cooldown=(cooldown[0], cooldown[1]),
+    )
+
+
+def hosts_of(options: argparse.Namespace, limits: Limits) -> Hosts:
+    """The hosts that the options name; without such options, this machine. Raises LaunchError."""
+    if options.hosts is not None:
+        hosts = hosts_module.fixed(parse_hosts(options.hosts))
+    elif options.hostfile is not None:
+        hosts = hosts_module.from_file(options.hostfile)
+    elif options.discover is not None:
+        hosts = hosts_module.from_script(options.discover, options.slots or 1)
+    else:
+        hosts = hosts_module.fixed([Host("localhost", limits.max_size)])
+    if hosts.known is not None and not hosts.may_change:
+        slots = sum(host.slots for host in hosts.known)
+        needed = limits.size if options.num_proc is not None else limits.min_size
+        if needed > slots:
+            flag = "-np" if options.num_proc is not None else "--min-np"
+            offers = ", ".join(f"{host.name}:{host.slots}" for host in hosts.known)
+            raise LaunchError(f"{flag} {needed} is more than the {slots} slots of {offers}")
+    if options.launcher == "local":
+        remote = [host.name for host in hosts.known or () if not hosts.is_here(host.name)]
+        if remote or hosts.may_change:
+            raise LaunchError(f"launcher 'local' starts nothing on {', '.join(remote) or 'other hosts'}; use 'ssh'")
+    return hosts
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"needs a number, 0 or more, got {text!r}")
+    return int(text)

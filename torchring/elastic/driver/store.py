@@ -1,0 +1,166 @@
+"""The store of an elastic job, which the driver hosts.
+
+The socket is there before torch is: workers can be started at once, and import torch while the driver does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from torchring.elastic.driver.hosts import Hosts
+from torchring.errors import PeerLostError, encode_error
+from torchring.launch.launcher import LaunchError, address_towards
+from torchring.rendezvous.addresses import list_interfaces, own_addresses
+from torchring.rendezvous.protocol import (
+    BROKEN,
+    CALL,
+    END,
+    LATEST,
+    PREFIX,
+    TOKEN,
+    Beat,
+    Broken,
+    Card,
+    Plan,
+    beat_key,
+    card_key,
+    plan_key,
+    world_prefix,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+_LOOPBACK: Final = "127.0.0.1"
+_MOST_ADDRESSES: Final = 16
+_BACKLOG: Final = 1024  # workers may connect before torch is there
+_TIMEOUT: Final = timedelta(seconds=60)
+_KEPT: Final = 2  # generations whose keys stay
+
+
+class Listener:
+    """A socket for the store.
+
+    It listens on loopback if all hosts are this machine and no others can come. Otherwise it listens at the address
+    through which this machine reaches the other hosts. It listens everywhere if there are several such addresses, or if
+    the hosts may change.
+
+    Args:
+        hosts: where workers start.
+        interface: the name of the network interface to listen at; "" to choose.
+
+    Attributes:
+        addresses: where workers can reach the store, the likeliest address first.
+        port: of the store.
+        token: by which workers know that the store is the right one.
+
+    Raises LaunchError.
+    """
+
+    def __init__(self, hosts: Hosts, interface: str = "") -> None:
+        self.token = secrets.token_hex(16)
+        address, self.addresses = _choose(hosts, interface)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise LaunchError(f"cannot listen at {address or 'any address'}: {error.strerror or error}") from error
+        self.port = int(self._socket.getsockname()[1])
+        self.own_address = address or _LOOPBACK
+
+    def detach(self) -> int:
+        """The descriptor of the socket, which the caller owns from now on."""
+        return self._socket.detach()
+
+    def close(self) -> None:
+        """Close the socket, unless it was detached."""
+        self._socket.close()
+
+
+def _choose(hosts: Hosts, interface: str) -> tuple[str, tuple[str, ...]]:
+    """The address to listen at, "" for all, and the addresses to tell workers."""
+    remote = [host.name for host in hosts.known or () if not hosts.is_here(host.name)]
+    if not remote and not hosts.may_change:
+        return _LOOPBACK, (_LOOPBACK,)
+    if interface:
+        address = next((address for name, address in list_interfaces() if name == interface), None)
+        if address is None:
+            raise LaunchError(f"this machine has no network interface {interface!r} with an address")
+        return address, (address,)
+    towards = list(dict.fromkeys(address_towards(name.rpartition("@")[2].strip("[]")) for name in remote))
+    if not hosts.may_change and len(towards) == 1:
+        return towards[0], (towards[0],)
+    addresses = [address for address in dict.fromkeys([*towards, *own_addresses()]) if ":" not in address]
+    return "", tuple(addresses[:_MOST_ADDRESSES])
+
+
+class DriverStore:
+    """What the driver writes and reads. The store's server runs in threads of its own, from the constructor on.
+
+    Imports torch, which takes seconds.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        from torch.distributed import TCPStore
+
+        self._store: TCPStore = TCPStore(
+            listener.own_address,
+            listener.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_TIMEOUT,
+            master_listen_fd=listener.detach(),
+        )
+        self._set({CALL: b"0", BROKEN: Broken().encode(), LATEST: b"0", END: b"", TOKEN: listener.token.encode()})
+
+    def add_worker(self, worker: int) -> None:
+        """Reading this worker's keys waits no more. A worker that was started before the store may have set them."""
+        for key, value in ((card_key(worker), Card("starting").encode()), (beat_key(worker), Beat(0).encode())):
+            self._store.compare_set(PREFIX + key, "", value.decode())
+
+    def forget_worker(self, worker: int) -> None:
+        """Remove the keys of a worker that has ended."""
+        for key in (card_key(worker), beat_key(worker)):
+            self._store.delete_key(PREFIX + key)
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of keys that are there."""
+        return list(self._store.multi_get([PREFIX + key for key in keys])) if keys else []
+
+    def publish(self, plan: Plan) -> None:
+        """A generation begins. The keys of earlier ones go."""
+        self._set({plan_key(plan.generation): plan.encode()})
+        self._set({LATEST: str(plan.generation).encode()})
+        self._clean(plan.generation - _KEPT)
+
+    def break_off(self, broken: Broken) -> None:
+        """A generation is broken: its members hear of it, also those that are opening its world."""
+        error = PeerLostError(broken.reason, peers=broken.ranks)
+        gave_up = f"{world_prefix(broken.generation)}/gave_up"
+        self._set({BROKEN: broken.encode(), gave_up: encode_error(error)})
+
+    def call(self, generation: int) -> None:
+        """The generation is to meet at the end of its step."""
+        self._set({CALL: str(generation).encode()})
+
+    def end(self, reason: str) -> None:
+        """The job is over."""
+        self._set({END: reason.encode()})
+
+    def _set(self, values: Mapping[str, bytes]) -> None:
+        for key, value in values.items():
+            self._store.set(PREFIX + key, value)  # type: ignore[arg-type]  # takes bytes, too
+
+    def _clean(self, generation: int) -> None:
+        if generation < 1 or not hasattr(self._store, "list_keys"):  # of torch 2.10 and later
+            return
+        begin = f"{PREFIX}{world_prefix(generation)}/"
+        with contextlib.suppress(RuntimeError):
+            old = [key for key in self._store.list_keys() if key.startswith(begin)]
+            for key in [*old, PREFIX + plan_key(generation)]:
+                self._store.delete_key(key)

@@ -1,0 +1,1 @@
+"""A worker of an elastic job: its state, its training loop, its data."""

@@ -1,0 +1,712 @@
+"""What an elastic job carries from one generation to the next: models, optimizers, and whatever else changes with them.
+
+Replicas are equal after each step. So a survivor has everything, and nothing needs to be saved for the others. When a
+rank is lost, some survivors may have finished the step that others have not. Whoever is furthest passes on what it has.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from torchring.collectives.initial_state import (
+    Stateful,
+    broadcast_parameters,
+    broadcast_state,
+    check_broadcastable,
+    check_sendable,
+)
+from torchring.collectives.service import collectives_of
+from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
+from torchring.elastic.worker.member import Member
+from torchring.elastic.worker.sampler import Sampler, share_of
+from torchring.errors import GradientError, PeerLostError, PlanMismatchError
+from torchring.gradients.participants.weights import OTHER_BATCH
+from torchring.gradients.validation import parameters_of
+from torchring.observe.recorder.forward import TransientHook
+from torchring.optimizer import DistributedOptimizer
+from torchring.world import World
+
+_FORMAT: Final = 1  # of checkpoints
+_SHARE_OF_COPIES: Final = 0.004  # of the time, for copies that commits need
+_EVERY: Final = timedelta(minutes=5)
+
+_log = logging.getLogger("torchring.elastic")
+
+
+class MembershipChange(BaseException):
+    """Leaves the training function, which is called again with other ranks.
+
+    Not an Exception, so that a script that goes on after errors does not swallow it.
+
+    Attributes:
+        all_leave: whether all ranks were told to end.
+    """
+
+    def __init__(self, *, all_leave: bool) -> None:
+        super().__init__("the ranks of this elastic job change")
+        self.all_leave = all_leave
+
+
+class State:
+    """What all ranks have, and a new one gets: models, optimizers, samplers, schedulers and any other values.
+
+        state = torchring.elastic.State(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
+
+    Modules and objects with `state_dict()` and `load_state_dict()` are changed in place. Other values are attributes:
+    `state.epoch`. They hold numbers, strings, tensors, and lists, tuples and dicts of those.
+
+    A step is a `step()` of the first optimizer. If there are several, the first is the one that steps first in an
+    iteration. Change values between this step and the next forward or backward, and call collectives of your own before
+    or after all of these changes, so that values and step belong together wherever a rank is lost.
+
+    New ranks, and jobs that start from a checkpoint, also take over which parameters require a gradient, and the
+    parameter groups of the optimizers. Parameters that are added to an optimizer later belong to a module of the State.
+
+    A GradScaler forgets `unscale_()` when ranks change. A step of LBFGS that was left half way is undone.
+
+    Args:
+        model: a module. Others may have other names.
+        optimizer: what `torchring.wrap` has returned. Others may have other names.
+        global_batch: number of samples of a step, of all ranks together. Ranks get shares of it that differ by one at
+            most, see `batch_size`, and gradients are weighted means over samples. So the learning rate need not change
+            with the number of ranks. By default each rank has a batch size of its own, which does not change.
+        checkpoint: a folder. Rank 0 writes checkpoints there in the background, and a last one when the training
+            function has returned. If all ranks were lost, or the job is started anew, the newest valid one is loaded,
+            into any number of ranks.
+        every: how often a checkpoint is written: a number of steps, or a timedelta. Default: 5 minutes.
+        on_resize: called as `on_resize(old, new)` on all ranks if the number of ranks has changed, before the training
+            function is called again: to scale a learning rate, say. `old` is the number with which the state was
+            trained last, by other workers and before a checkpoint, too.
+        values: whatever else belongs to the state, under the names of the attributes.
+
+    Raises:
+        TypeError: a value cannot be sent to other ranks, or there is no optimizer from `torchring.wrap`.
+        ValueError: an argument is out of range, or a tensor of a module cannot be sent.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        global_batch: int | None = None,
+        checkpoint: str | Path | None = None,
+        every: int | timedelta | None = None,
+        on_resize: Callable[[int, int], object] | None = None,
+        **values: Any,
+    ) -> None:
+        named = {"model": model, "optimizer": optimizer}
+        given = {**{name: value for name, value in named.items() if value is not None}, **values}
+        for name, value in given.items():
+            if name.startswith("_") or hasattr(type(self), name):
+                raise ValueError(f"a State has something else under the name {name!r}; choose another")
+            setattr(self, name, value)
+        self._modules = {name: value for name, value in given.items() if isinstance(value, torch.nn.Module)}
+        self._stateful = {
+            name: value
+            for name, value in given.items()
+            if name not in self._modules and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        }
+        self._names_of_values = [name for name in given if name not in self._modules and name not in self._stateful]
+        self._optimizers = [each for each in self._stateful.values() if isinstance(each, DistributedOptimizer)]
+        self._samplers = [each for each in self._stateful.values() if isinstance(each, Sampler)]
+        self._check(global_batch, every)
+        self._global_batch = global_batch
+        self._on_resize = on_resize
+        self._folder = None if checkpoint is None else Path(checkpoint)
+        self._every: int | timedelta = _EVERY if every is None else every
+
+        # How far the state is
+        self._is_fresh = True  # nothing trained, loaded or received
+        self._num_steps = 0  # of the first optimizer
+        self._progress = 0  # steps of all optimizers: more is further
+        self._size = 0  # of the world that trained last; 0 for none
+        self._is_between = False  # a step has been made, and values may not have been changed yet
+        self._sees_forward = False  # since the last step
+        self._is_in_closure = False  # a step is under way that evaluates the model itself
+        self._before_closure: dict[str, Any] | None = None  # everything, if such a step changes it bit by bit
+
+        # The generation
+        self._member: Member | None = None
+        self._world: World | None = None
+        self._agreed: MembershipChange | None = None
+        self._agreed_at = 0  # progress at that time
+        self._thread = 0  # that trains
+
+        # What can be returned to: progress, and what there was
+        self._committed: tuple[int, dict[str, Any]] | None = None  # what changes between steps: the rest is still there
+        self._copied: tuple[int, dict[str, Any]] | None = None  # everything
+        self._copying_seconds = 0.0
+        self._began_at = time.monotonic()
+        self._writer: CheckpointWriter | None = None
+        self._saved_at = (0, time.monotonic())  # steps, and time
+
+        for optimizer_ in self._optimizers:
+            is_first = optimizer_ is self._optimizers[0]
+            optimizer_.register_step_pre_hook(functools.partial(self._before_step, is_first))
+            optimizer_.register_step_post_hook(functools.partial(self._after_step, is_first))
+        for module in self._modules.values():
+            module.register_forward_pre_hook(_BeforeForward(self), with_kwargs=True)
+            module.register_forward_hook(_AfterForward(self))
+        for sampler in self._samplers:
+            sampler.on_batch = self._weigh_batch
+
+    def _check(self, global_batch: int | None, every: int | timedelta | None) -> None:
+        if not self._optimizers:
+            raise TypeError("a State needs an optimizer that torchring.wrap() has returned")
+        if global_batch is not None and global_batch < 1:
+            raise ValueError(f"global_batch must be a number of samples, 1 or more, got {global_batch!r}")
+        if every is not None and not (timedelta() < every if isinstance(every, timedelta) else every >= 1):
+            raise ValueError(f"every must be a number of steps, 1 or more, or a positive timedelta, got {every!r}")
+        for name, module in self._modules.items():
+            try:
+                check_broadcastable(module)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        for stateful in (*self._stateful.values(), _Values(self)):
+            check_sendable(stateful)
+
+    @property
+    def batch_size(self) -> int:
+        """This rank's share of `global_batch`, for `DataLoader(batch_size=...)`. 1 for a rank without a share.
+
+        Raises:
+            ValueError: there is no `global_batch`, or this is not called from the training function.
+        """
+        if self._global_batch is None or self._world is None:
+            raise ValueError("batch_size is known in the training function, of a State with global_batch")
+        return share_of(self._global_batch, self._world.rank, self._world.size)
+
+    def commit(self) -> None:
+        """Mark a point to return to after an exception: a lack of memory on one rank, a NaN. Not needed otherwise.
+
+        Sends nothing. All ranks call it after the same steps. A commit costs next to nothing: what it holds is copied
+        to host memory when the next step is about to change it, unless copies have taken more than 0.4 % of the time
+        so far. A commit that is not copied can be returned to until that step, and the last copied one after that.
+
+        Ranks may come and leave at this point.
+        """
+        self._is_between = False
+        self._leave_if_agreed()
+        self._committed = (self._progress, self._point())
+
+    # What the training function does
+
+    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
+        if torch.compiler.is_compiling():  # would break the graph
+            return
+        if module.training and torch.is_grad_enabled() and self._world is not None:
+            self._is_between = False
+            # With several optimizers, this may be the forward for the second one, in the middle of an iteration.
+            if len(self._optimizers) == 1 and (self._agreed is None or self._progress > self._agreed_at):
+                self._leave_if_agreed()
+                self._sees_forward = True
+            for sampler in self._samplers:
+                sampler.see_forward(inputs)
+            self._weigh_batch()
+
+    def _after_forward(self, output: object) -> None:
+        """Have a backward say which forward it comes from, where batches have weights."""
+        if not torch.compiler.is_compiling() and (weight := self._current_weight()) is not None:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(functools.partial(self._check_batch, weight))  # type: ignore[no-untyped-call]
+
+    def _check_batch(self, weight: tuple[float, float], _: torch.Tensor) -> None:
+        """A backward comes to the output of a forward, whose batch has this weight."""
+        by_script = any(each._sync is not None and each._sync.is_weighed_by_script for each in self._optimizers)
+        if self._current_weight() not in (None, weight) and not by_script:
+            raise GradientError(OTHER_BATCH)
+
+    def _before_step(
+        self, is_first: bool, optimizer: DistributedOptimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._world is None:
+            return
+        has_closure = kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+        if is_first:
+            # A world of one notices no backward. Nothing has changed since the last step.
+            if has_closure or (self._world.size == 1 and not self._sees_forward):
+                self._leave_if_agreed()
+            self._write_if_due()
+        self._is_in_closure = has_closure
+        self._before_closure = (
+            copy_of(self._everything(), self._before_closure)
+            if has_closure and isinstance(optimizer.optimizer, torch.optim.LBFGS)
+            else None
+        )
+        committed = self._committed
+        if committed is None or committed[0] != self._progress or (self._copied or (-1,))[0] == self._progress:
+            return
+        now = time.monotonic()
+        if self._copying_seconds <= _SHARE_OF_COPIES * (now - self._began_at):
+            spare = None if self._copied is None else self._copied[1]
+            self._copied = (self._progress, copy_of(self._everything(point=committed[1]), spare))
+            self._copying_seconds += time.monotonic() - now
+
+    def _after_step(self, is_first: bool, *_: object) -> None:
+        self._progress += 1
+        self._is_between, self._sees_forward, self._is_in_closure = True, False, False
+        if is_first:
+            self._num_steps += 1
+            if self._member is not None:
+                self._member.has_stepped(self._num_steps)
+            accumulate = self._optimizers[0]._options.accumulate
+            for sampler in self._samplers:
+                sampler.record_step(accumulate)
+
+    def _leave_if_agreed(self) -> None:
+        """Raise MembershipChange if the ranks are to change now, and no step is half done."""
+        if self._is_in_closure:
+            return
+        world = self._world
+        if world is not None and world.size == 1 and world.wants_change:
+            self._agreed = MembershipChange(all_leave=world.leaves)
+        if self._agreed is not None:
+            raise self._agreed
+
+    def _current_weight(self) -> tuple[float, float] | None:
+        if self._world is None or self._world.size == 1:
+            return None
+        return next((sampler.current_weight() for sampler in self._samplers), None)
+
+    def _weigh_batch(self) -> None:
+        """The loop has got a batch, or a model is about to. A thread that looks ahead must not change gradients."""
+        if threading.get_ident() == self._thread:
+            for optimizer in self._optimizers:
+                if optimizer._sync is not None and not optimizer._sync.in_backward:
+                    optimizer._sync.weigh_batch()
+
+    # Between generations
+
+    def _enter(self, world: World, member: Member | None, *, has_failed: bool) -> None:
+        """Become what the rank is that is furthest, and have everything reduce with the ranks of `world`. Collective.
+
+        Args:
+            has_failed: this rank returns to its last commit, and so do all ranks.
+
+        Raises:
+            PlanMismatchError: ranks have states that differ in what they consist of, or a rank could not load.
+            RingError: a rank is lost, or a new one does not fit the others.
+            ValueError: the checkpoint is of another model.
+        """
+        self._world, self._member, self._agreed = world, member, None
+        self._thread = threading.get_ident()
+        if self._is_in_closure and self._before_closure is not None:  # ranks were lost at different trial points
+            self._become(copy_of(self._before_closure))
+        self._is_in_closure = False
+        for each in self._stateful.values():
+            if isinstance(each, torch.amp.GradScaler):  # takes a step that was lost for one under way
+                getattr(each, "_per_optimizer_states", {}).clear()
+        rows = self._compare(world, has_failed=has_failed)
+        is_new = [row.progress < 0 for row in rows]
+        try:
+            if world.size > 1:
+                collectives_of(world).check_equal(self._layout())
+            if member is not None and world.rank == 0:
+                member.publish_layout(json.dumps(self._layout()).encode())
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+            uses_commits = self._share(world, rows)
+            batches = [_Batches(self, is_first=i == 0) for i in range(len(self._optimizers))]
+            for optimizer, told in zip(self._optimizers, batches, strict=True):
+                optimizer._join_generation(world, told)
+        except PlanMismatchError as error:
+            if is_new[world.rank] or not any(is_new):
+                raise
+            peers = [rank for rank, new in enumerate(is_new) if new]  # they end, and this rank goes on
+            raise PeerLostError(f"a new worker does not fit: {error.message}", rank=world.rank, peers=peers) from error
+        self._is_fresh = self._is_between = False
+        for sampler in self._samplers:
+            sampler.share_out(world.rank, world.size, self._global_batch)
+        old, self._size = self._size, world.size
+        if old not in (0, world.size) and self._on_resize is not None:
+            self._on_resize(old, world.size)
+        self._copied = None
+        self._committed = (self._progress, self._point()) if uses_commits else None
+        self._saved_at = (self._num_steps, time.monotonic())
+        if member is not None:
+            member.num_steps, member.num_made = self._num_steps, max(member.num_made, 0)
+        if self._folder is not None and world.rank == 0 and self._writer is None:
+            self._writer = CheckpointWriter(self._folder)
+
+    def _compare(self, world: World, *, has_failed: bool) -> list[_Row]:
+        """How far all ranks are. Collective."""
+        saved = newest_step(self._folder) if self._is_fresh and self._folder is not None else None
+        progress = -1 if self._is_fresh else self._progress
+        mine = _Row(
+            progress, not self._is_between, self._returns_to(), has_failed, -1 if saved is None else saved, self._size
+        )
+        if world.size == 1:
+            return [mine]
+        tensors = collectives_of(world).all_gather(torch.tensor([mine], dtype=torch.int64, device="cpu"))
+        return [_Row(*tensor.flatten().tolist()) for tensor in tensors]
+
+    def _share(self, world: World, rows: list[_Row]) -> bool:
+        """Give all ranks what one of them has. Collective. Returns whether some rank has committed."""
+        commits = [row.returns_to for row in rows]
+        some_failed = any(row.has_failed for row in rows)
+        if some_failed and max(commits) >= 0:
+            src = commits.index(max(commits))
+            change: Callable[[], object] = self._return_to_commit
+        elif any(row.progress >= 0 for row in rows):
+            ends = [row[:2] for row in rows]  # of equals, one whose values are certain
+            src, change = ends.index(max(ends)), lambda: None
+        else:
+            saved = [row.saved for row in rows]
+            src, change = saved.index(max(saved)), self._load_newest
+        problem: Exception | None = None
+        if world.rank == src:
+            try:
+                change()
+            except Exception as error:
+                problem = error
+        if world.size == 1:
+            if problem is not None:
+                raise problem
+            return max(commits) >= 0
+        collectives_of(world).raise_together(problem, "could not give the others its state")
+        are_equal = len({(row.progress, row.size) for row in rows}) == 1 and rows[0].progress >= 0
+        if some_failed or not are_equal or not all(row.is_certain for row in rows):
+            self._receive(src, world.rank)
+        else:  # a step that GradScaler has left out changes more than a forward does, but no parameter
+            broadcast_state(_Rest(self), src)
+            for module in self._modules.values():
+                broadcast_parameters(dict(module.named_buffers()), src)
+        return max(commits) >= 0
+
+    def _receive(self, src: int, rank: int) -> None:
+        """Give all ranks what rank `src` has. Collective."""
+        # Rank `src` may be lost on the way. Then this rank may be the furthest, and has to have what it had.
+        before = None if self._is_fresh or rank == src else copy_of(self._everything())
+        try:
+            broadcast_state(_Rest(self), src)  # first: optimizers load into groups that are alike
+            for module in self._modules.values():
+                broadcast_parameters(module, src)
+            for optimizer in self._optimizers:
+                broadcast_state(optimizer, src)
+        except BaseException:
+            if before is not None:
+                self._become(before)
+            raise
+
+    def _leave(self) -> None:
+        """The generation is over for this rank."""
+        self._world = self._agreed = None
+
+    def _check_layout(self, theirs: list[str]) -> None:
+        """Raise PlanMismatchError if this state consists of other things than that of the workers that train."""
+        mine = self._layout()
+        if mine != theirs:
+            theirs_has, mine_has = _difference(theirs, mine)
+            raise PlanMismatchError(
+                f"this worker's State is not that of the workers that train: they have {theirs_has}, it has "
+                f"{mine_has}; start the same script everywhere"
+            )
+
+    def _layout(self) -> list[str]:
+        """What ranks must agree on."""
+        lines = []
+        for name, module in self._modules.items():
+            tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            lines += [f"{name}.{key}: {tuple(t.shape)} {t.dtype}" for key, t in tensors.items()]
+        lines += [f"{name}: {type(each).__name__}" for name, each in self._stateful.items()]
+        lines += [f"{name}: a value" for name in self._names_of_values]
+        return [*lines, f"global_batch={self._global_batch}"]
+
+    # Points to return to
+
+    def _returns_to(self) -> int:
+        """Progress of the newest commit that this rank can return to; -1 for none."""
+        if self._committed is not None and self._committed[0] == self._progress:
+            return self._progress
+        return -1 if self._copied is None else self._copied[0]
+
+    def _return_to_commit(self) -> None:
+        if self._committed is not None and self._committed[0] == self._progress:
+            point = copy_of(self._committed[1])
+            _Values(self).load_state_dict(point["values"])
+            for name, sampler in point["stateful"].items():
+                self._stateful[name].load_state_dict(sampler)
+        elif self._copied is not None:
+            self._become(copy_of(self._copied[1]))
+
+    def _point(self) -> dict[str, Any]:
+        """Values and samplers, which change before the first step of an epoch does."""
+        samplers = {name: each.state_dict() for name, each in self._stateful.items() if isinstance(each, Sampler)}
+        return copy_of({"values": _Values(self).state_dict(), "stateful": samplers})
+
+    def _everything(self, point: dict[str, Any] | None = None) -> dict[str, Any]:
+        """All of it as it is now, but values and samplers as they were at a point."""
+        point = point or {"values": _Values(self).state_dict(), "stateful": {}}
+        return {
+            "format": _FORMAT,
+            "layout": self._layout(),
+            "command": _command(),
+            "time": time.time(),
+            "modules": {name: module.state_dict() for name, module in self._modules.items()},
+            "parameters": _Parameters(self).state_dict(),
+            "stateful": {name: each.state_dict() for name, each in self._stateful.items()} | point["stateful"],
+            "values": point["values"],
+            "counters": _Counters(self).state_dict(),
+        }
+
+    def _become(self, everything: dict[str, Any]) -> None:
+        if "parameters" in everything:  # older checkpoints have none
+            _Parameters(self).load_state_dict(everything["parameters"])
+        for name, module in self._modules.items():
+            module.load_state_dict(everything["modules"][name])
+        for name, each in self._stateful.items():
+            each.load_state_dict(everything["stateful"][name])
+        _Values(self).load_state_dict(everything["values"])
+        _Counters(self).load_state_dict(everything["counters"])
+
+    # Checkpoints
+
+    def _load_newest(self) -> None:
+        found = None if self._folder is None else newest(self._folder)
+        if found is None:
+            return
+        step, everything = found
+        if everything.get("format") != _FORMAT:
+            raise ValueError(f"the checkpoint of step {step} in {self._folder} is of another version of torchring")
+        if everything["layout"] != self._layout():
+            saved_has, mine_has = _difference(everything["layout"], self._layout())
+            raise ValueError(
+                f"the checkpoint of step {step} in {self._folder} is of another model or State: it has {saved_has}, "
+                f"the script has {mine_has}; use another folder, or remove the checkpoints"
+            )
+        self._become(everything)
+        age = timedelta(seconds=round(time.time() - everything.get("time", 0)))
+        is_another = everything.get("command", _command()) != _command()
+        doubt = (
+            "; a job with another command line has written it: if that job has nothing to do with this one, end this "
+            "job, and give it another folder"
+        )
+        _log.warning(
+            "training goes on from the checkpoint of step %d in %s, which is %s old%s",
+            *(step, self._folder, age, doubt if is_another else ""),
+        )
+
+    def _write_if_due(self) -> None:
+        if self._writer is None or self._world is None or self._world.rank != 0:
+            return
+        steps, at = self._saved_at
+        every = self._every
+        if isinstance(every, int):
+            is_due = self._num_steps >= steps + every
+        else:
+            is_due = self._num_steps > steps and time.monotonic() >= at + every.total_seconds()
+        if is_due:
+            self._saved_at = (self._num_steps, time.monotonic())
+            self._writer.write(self._num_steps, self._writer.copy_of(self._everything()))
+        if self._member is not None:
+            self._member.checkpoint = str(self._writer.newest or "")
+
+    def _save_now(self) -> str:
+        """Write a checkpoint, unless the newest has this step. Returns its path; "" without a folder, or on failure."""
+        if self._folder is None or self._is_fresh:
+            return ""
+        if self._writer is None:
+            self._writer = CheckpointWriter(self._folder)
+        try:
+            self._writer.flush(60.0)
+            if newest_step(self._folder) != self._num_steps:
+                self._writer.write_now(self._num_steps, self._everything())
+        except Exception as error:
+            _log.warning("no checkpoint was written to %s: %s", self._folder, error)
+            return ""
+        return str(self._writer.newest or "")
+
+
+def _command() -> int:
+    """A number for the command line of this job, which may hold secrets."""
+    return zlib.crc32("\0".join([Path(sys.argv[0]).name, *sys.argv[1:]]).encode(errors="replace"))
+
+
+def _difference(theirs: list[str], mine: list[str]) -> tuple[str, str]:
+    """The first line that differs, in both."""
+    return next(pair for pair in zip_longest(theirs, mine, fillvalue="nothing more") if pair[0] != pair[1])
+
+
+class _Row(NamedTuple):
+    """How far a rank is.
+
+    Attributes:
+        progress: -1 for a rank that has nothing yet.
+        is_certain: whether values belong to this progress.
+        returns_to: progress of its newest commit; -1 for none.
+        has_failed: whether it returns to its commit, and so all ranks do.
+        saved: step of the newest checkpoint; -1 for none, or if the rank needs none.
+        size: of the world that trained last.
+    """
+
+    progress: int
+    is_certain: bool
+    returns_to: int
+    has_failed: bool
+    saved: int
+    size: int
+
+
+class _BeforeForward(TransientHook):
+    """A hook on a module of a State."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __call__(self, module: torch.nn.Module, *inputs: object) -> None:
+        self._state._before_forward(module, inputs)
+
+
+class _AfterForward(TransientHook):
+    """A hook on a module of a State."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __call__(self, module: torch.nn.Module, _: object, output: object) -> None:
+        self._state._after_forward(output)
+
+
+class _Batches:
+    """What a State wants to know of the backwards of one optimizer. See `gradients.sync.Batches`."""
+
+    def __init__(self, state: State, *, is_first: bool) -> None:
+        self._state = state
+        self._is_first = is_first
+
+    def begin_backward(self, *, is_weighed: bool, is_skipped: bool = False) -> None:
+        state = self._state
+        if self._is_first:
+            state._is_between = False
+            if state._member is not None and state._member.seems_alone() and state._world is not None:
+                state._world.wants_change = True
+            state._leave_if_agreed()
+        for sampler in state._samplers[:1]:  # the one whose batches have the weights
+            sampler.begin_backward(is_weighed=is_weighed, is_skipped=is_skipped)
+
+    def current_weight(self) -> tuple[float, float] | None:
+        return self._state._current_weight()
+
+    def change_is_agreed(self, *, all_leave: bool) -> None:
+        if self._is_first:
+            self._state._agreed = MembershipChange(all_leave=all_leave)
+            self._state._agreed_at = self._state._progress
+
+
+class _Parameters:
+    """Which parameters a State's optimizers have, in which groups, and which parameters require a gradient."""
+
+    def __init__(self, state: State) -> None:
+        self._optimizers = {
+            name: each for name, each in state._stateful.items() if isinstance(each, DistributedOptimizer)
+        }
+        self._places = {
+            parameter: f"{each} of {name}"
+            for name, optimizer in self._optimizers.items()
+            for parameter, each in optimizer._names.items()
+        }
+        for name, module in state._modules.items():
+            self._places |= {parameter: f"{name}.{each}" for each, parameter in module.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "groups": {name: list(map(self._group, each.param_groups)) for name, each in self._optimizers.items()},
+            "names": {
+                name: [each._names.get(parameter, "") for parameter in parameters_of(each)]
+                for name, each in self._optimizers.items()
+            },
+            "requires_grad": {place: parameter.requires_grad for parameter, place in self._places.items()},
+        }
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        # A parameter that came past torchring has no place. The next step refuses it.
+        return {**group, "params": [self._places.get(parameter, "") for parameter in group["params"]]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        parameters = {place: parameter for parameter, place in self._places.items()}
+        for name, optimizer in self._optimizers.items():
+            groups = [{**group} for group in state_dict["groups"][name]]
+            for group in groups:
+                if unknown := [place for place in group["params"] if place not in parameters]:
+                    raise ValueError(
+                        f"{name} has {unknown[0]} where training goes on, which no module of this State has; build "
+                        "the same model, and keep all modules in the State whose parameters are added later"
+                    )
+                group["params"] = [parameters[place] for place in group["params"]]
+            optimizer._take_groups(groups, state_dict["names"][name])
+        for place, requires_grad in state_dict["requires_grad"].items():
+            if place in parameters and parameters[place].requires_grad != requires_grad:
+                parameters[place].requires_grad_(requires_grad)
+
+
+class _Rest:
+    """All that a State has but the tensors of its modules and optimizers."""
+
+    def __init__(self, state: State) -> None:
+        self._parts: dict[str, Stateful] = {
+            "parameters": _Parameters(state),
+            "values": _Values(state),
+            "counters": _Counters(state),
+        }
+        for name, each in state._stateful.items():
+            if not isinstance(each, DistributedOptimizer):
+                self._parts[f"stateful {name}"] = each
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in self._parts.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, each in self._parts.items():
+            each.load_state_dict(state_dict[name])
+
+
+class _Values:
+    """The plain values of a State, as something that has a state."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._state, name) for name in self._state._names_of_values}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name in self._state._names_of_values:
+            setattr(self._state, name, state_dict[name])
+
+
+class _Counters:
+    """How far a State is, as something that has a state."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._state
+        return {"num_steps": state._num_steps, "progress": state._progress, "size": state._size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = self._state
+        state._num_steps, state._progress = state_dict["num_steps"], state_dict["progress"]
+        state._size = state_dict["size"]

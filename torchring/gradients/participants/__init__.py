@@ -1,0 +1,1 @@
+"""Features that take part in a round of reduction."""

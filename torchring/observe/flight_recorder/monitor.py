@@ -1,0 +1,335 @@
+"""The timer thread of a rank: it looks where the script is, and warns if this rank waits for too long.
+
+Between hosts the thread also sends this rank's page to the store, three times within the limit, on the connection that
+the rendezvous has, without waiting for an answer. Nothing of this happens on the way of a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from torchring.memory.host import HostGroup, SharedBlock
+from torchring.observe.flight_recorder import stacks
+from torchring.observe.flight_recorder.call_sites import place_of
+from torchring.observe.flight_recorder.page import (
+    CurrentWait,
+    Progress,
+    Snapshot,
+    key_of,
+    read_page,
+    want_stacks,
+)
+from torchring.observe.flight_recorder.report import (
+    Peer,
+    describe_ranks,
+    describe_wait,
+    duration,
+    is_silent,
+    missing_ranks,
+)
+from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.threads import PeriodicThread, is_done_within
+
+WARNING_SECONDS: Final = 30.0
+_SHORTEST_TICK_SECONDS: Final = 0.02
+_LONGEST_TICK_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 10.0  # between two messages to the store
+_SILENT_PAUSES: Final = 1.4  # without a message
+_SILENT_SECONDS: Final = 3.0
+_FIRST_LOOK: Final = 0.4  # of the limit. The second look, at the limit, shows who has been silent since.
+_LASTING: Final = 0.1  # of the limit: a wait that is worth a message
+_ANSWER_SECONDS: Final = 2.0  # for the store
+_JOIN_SECONDS: Final = 1.0
+# Number of the message, time of the page, seconds between two messages, seconds since the ranks have met.
+_HEADER: Final = struct.Struct("=qqdd")
+_logger: Final = logging.getLogger("torchring")
+
+
+def warn_of_absent(rank: int, limit: float) -> Callable[[Sequence[int], float], None]:
+    """For `Rendezvous.on_wait` before ranks have pages: logs one warning after `limit` seconds. 0 turns it off."""
+    has_warned = limit == 0
+
+    def on_wait(ranks: Sequence[int], seconds: float) -> None:
+        nonlocal has_warned
+        if not has_warned and ranks and seconds >= limit:
+            has_warned = True
+            names = ", ".join(map(str, ranks))
+            _logger.warning(
+                f"rank {rank} has waited for {duration(seconds)} in torchring.init() for rank {names}, which has not "
+                "come there yet, or cannot reach the store"
+            )
+
+    return on_wait
+
+
+@dataclass(frozen=True)
+class _Message:
+    """The last message of a rank of another host.
+
+    Attributes:
+        number: counts the messages of that rank.
+        sent: when, by this rank's clock. Not when this rank read it first, which it does only when it waits.
+        pause: seconds between two messages of that rank.
+    """
+
+    number: int
+    sent: float
+    pause: float
+    snapshot: Snapshot | None
+
+
+class StallMonitor:
+    """Watches how long this rank waits, and knows what the other ranks do.
+
+    Args:
+        block: the pages of the ranks of this host, `page.PAGE_BYTES` each.
+        limit: seconds of waiting after which this rank warns; 0 for never. Then there is no timer thread.
+
+    Attributes:
+        progress: this rank's page.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, host: HostGroup, block: SharedBlock, limit: float) -> None:
+        self._rank = rendezvous.rank
+        self._limit = limit
+        self._rendezvous = rendezvous
+        self._host = host
+        self._pages = {
+            rank: memoryview(part.numpy())  # type: ignore[arg-type]  # numpy's stubs before 3.12 lack Buffer
+            for rank, part in zip(host.ranks, block.parts, strict=True)
+        }
+        self.progress = Progress(self._pages[self._rank])
+        self._has_warned: set[tuple[int, int]] = set()  # (key, since) of the waits under way
+        self._prints_stacks = stacks.is_wanted()
+        self._printed_for = 0
+        if self._prints_stacks:
+            self.progress.offer_stacks(stacks.offer())
+
+        # Ranks of other hosts
+        self._others = [rank for rank in range(rendezvous.size) if rank not in self._pages]
+        # All ranks have just met in the store. From here on they count seconds alike, whatever their clocks say.
+        self._met_at = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._messages: dict[int, _Message] = {}
+        self._num_published = 0
+        self._publish_at = 0.0
+        self._publishing: Future[Any] | None = None
+        self._reading: Future[Any] | None = None
+        self._asking: Future[Any] | None = None
+        self._published_waits: set[tuple[int, int]] = set()
+        self._looked_for: set[tuple[int, int]] = set()
+
+        self._thread: PeriodicThread | None = None
+        self._seconds = max(_SHORTEST_TICK_SECONDS, min(_LONGEST_TICK_SECONDS, limit / 4))
+        self._ticked_at = time.monotonic()
+        if limit > 0:
+            self._thread = PeriodicThread("torchring-stalls", self.tick, self._seconds)
+
+    def close(self) -> None:
+        """End the thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close()
+            thread.join(_JOIN_SECONDS)
+
+    def tick(self) -> None:
+        """What the timer thread does each time."""
+        waits = self.progress.waits()
+        self.progress.write_sample(*place_of(self.progress.thread), waits)
+        ticked_at, self._ticked_at = self._ticked_at, time.monotonic()
+        # This process may have been stopped itself, and not have taken in yet what has come meanwhile.
+        was_stopped = self._ticked_at - ticked_at > _SILENT_SECONDS + self._seconds
+        if self._others:
+            self._take_in(0.0)
+            self._publish(waits)
+        now = time.monotonic_ns()
+        under_way = {(wait.key, wait.since) for wait in waits}
+        for kept in (self._has_warned, self._published_waits, self._looked_for):
+            kept &= under_way
+        for wait in waits:
+            seconds, identity = (now - wait.since) / 1e9, (wait.key, wait.since)
+            if self._others and seconds >= self._limit * _FIRST_LOOK and identity not in self._looked_for:
+                self._looked_for.add(identity)
+                self._look()
+            if seconds >= self._limit and not was_stopped and identity not in self._has_warned:
+                self._has_warned.add(identity)
+                self._warn(wait, seconds)
+        if self._prints_stacks:
+            self._print_own_stacks()
+
+    def explain(self, ranks: Iterable[int]) -> str:
+        """What `ranks` did last, a sentence each; all other ranks if there are none. From any thread."""
+        late = [rank for rank in sorted(ranks) or range(self._rendezvous.size) if rank != self._rank]
+        if any(rank in self._others for rank in late):
+            self._look(wait=True)
+        return describe_ranks(late, self._peers()) if late else ""
+
+    def _warn(self, wait: CurrentWait, seconds: float) -> None:
+        if self._others:
+            self._look(wait=True)
+        peers = self._peers()
+        if self._prints_stacks:
+            asked = self._ask_for_stacks(wait, missing_ranks(wait, peers))
+            peers = {rank: replace(peer, was_asked=rank in asked) for rank, peer in peers.items()}
+        _logger.warning(describe_wait(self._rank, wait, peers, seconds, self._limit))
+
+    def _peers(self) -> dict[int, Peer]:
+        """What is known of all other ranks."""
+        found = {}
+        for rank, page in self._pages.items():
+            if rank != self._rank:
+                process = self._host.process_of(rank)
+                snapshot = read_page(page)
+                is_stopped = process is not None and stacks.is_stopped(process[0])
+                found[rank] = Peer(snapshot, is_stopped, snapshot is not None and is_silent(snapshot))
+        now = time.monotonic()
+        for rank in self._others:
+            message = self._messages.get(rank)
+            if message is None or message.snapshot is None:
+                found[rank] = Peer(None)
+            else:
+                age = now - message.sent
+                is_late = age > max(_SILENT_SECONDS, _SILENT_PAUSES * message.pause)
+                found[rank] = Peer(message.snapshot.older(age), is_silent=is_late, heard=age)
+        return dict(sorted(found.items()))
+
+    # Messages between hosts
+
+    def _publish(self, waits: Sequence[CurrentWait]) -> None:
+        """Send this rank's page to the store, if that is due, or if a wait has begun that lasts."""
+        now = time.monotonic_ns()
+        lasting = {(wait.key, wait.since) for wait in waits if (now - wait.since) / 1e9 > self._limit * _LASTING}
+        is_due = time.monotonic() >= self._publish_at or not lasting <= self._published_waits
+        if not is_due or _is_under_way(self._publishing):
+            return
+        self._published_waits |= lasting
+        pause = min(_LONGEST_PAUSE_SECONDS, self._limit / 3)
+        self._publish_at = time.monotonic() + pause
+        self._num_published += 1
+        header = _HEADER.pack(self._num_published, now, pause, self._seconds_since_meeting())
+        message = header + zlib.compress(bytes(self._pages[self._rank]), 1)
+        may_be_gone = self._rendezvous.store_host not in (None, self._rank)
+        self._publishing = self._start(partial(_send, _page_key(self._rank), message, may_be_gone))
+
+    def _look(self, *, wait: bool = False) -> None:
+        """Read the messages of the ranks of other hosts; if `wait` is false, take them in at a later call."""
+        if self._reading is None:
+            keys = [_page_key(rank) for rank in self._others]
+            self._reading = self._start(lambda store: _read(store, keys))
+        if wait:
+            self._take_in(_ANSWER_SECONDS)
+
+    def _take_in(self, seconds: float) -> None:
+        reading = self._reading
+        if reading is None or not is_done_within(reading, seconds):  # the store has not answered yet
+            return
+        messages: list[bytes | None] = [None] * len(self._others)
+        with contextlib.suppress(Exception):  # the store is gone
+            messages = reading.result()
+        self._reading = None
+        for rank, data in zip(self._others, messages, strict=True):
+            if data is not None:
+                number, then, pause, seconds_then = _HEADER.unpack_from(data)
+                known = self._messages.get(rank)
+                if known is None or known.number != number:
+                    snapshot = read_page(zlib.decompress(data[_HEADER.size :]), then)
+                    if snapshot is not None and snapshot.waits is not None and snapshot.waits[1] < _LASTING * pause:
+                        snapshot = replace(snapshot, waits=None)  # over by now, or there would be another message
+                    age = max(0.0, self._seconds_since_meeting() - seconds_then)
+                    self._messages[rank] = _Message(number, time.monotonic() - age, pause, snapshot)
+
+    def _seconds_since_meeting(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - self._met_at
+
+    def _start(self, operation: Callable[[Store], Any]) -> Future[Any] | None:
+        """Have the store called, without waiting. None if the store is gone."""
+        with contextlib.suppress(DistError):
+            return self._rendezvous.start(operation)
+        return None
+
+    # Stacks
+
+    def _ask_for_stacks(self, wait: CurrentWait, missing: Sequence[int]) -> set[int]:
+        """Have ranks print their stacks, once for each stall. Returns the ranks that do so now, or have done so."""
+        stall = key_of(f"{wait.key} {wait.position}")
+        asked = set()
+        for rank in missing:
+            page = self._pages.get(rank)
+            if page is None:
+                self._start(partial(_set, key=_wanted_key(rank), value=str(stall)))
+                asked.add(rank)
+                continue
+            snapshot = read_page(page)
+            if snapshot is not None and snapshot.stack_signal:
+                want_stacks(page, stall, partial(self._signal, rank))
+                asked.add(rank)
+        return asked
+
+    def _signal(self, rank: int, number: int) -> bool:
+        process = self._host.process_of(rank)
+        return process is not None and stacks.ask(*process, number)
+
+    def _print_own_stacks(self) -> None:
+        """If other ranks want to see the stacks of this rank, and could not send the signal."""
+        if stacks.is_taken():  # by the script, since `offer`
+            self.progress.offer_stacks(stacks.NO_SIGNAL)
+        wanted = self.progress.stacks_wanted()
+        if self._others and self._num_published and not _is_under_way(self._asking):
+            if self._asking is not None and self._asking.exception() is None:
+                wanted = wanted or int(self._asking.result() or 0)
+            key = _wanted_key(self._rank)
+            self._asking = self._start(lambda store: _read(store, [key])[0])
+        if wanted and wanted != self._printed_for:
+            self._printed_for = wanted
+            stacks.print_own(self._rank)
+
+
+def _send(key: str, message: bytes, may_be_gone: bool, store: Store) -> None:
+    """Publish a page. Sends nothing if the rank that hosts the store has ended: TCPStore would print a page itself."""
+    if not may_be_gone or _listens(store):
+        store.set(key, message)  # type: ignore[arg-type]  # takes bytes, too
+
+
+def _listens(store: Store) -> bool:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        try:
+            socket.create_connection((store.host, store.port), timeout=_ANSWER_SECONDS).close()
+        except OSError:
+            return False
+    return True
+
+
+def _set(store: Store, key: str, value: str) -> None:
+    store.set(key, value)
+
+
+def _read(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+    """What is published under `keys`."""
+    if store.check(list(keys)):
+        return list(store.multi_get(list(keys)))
+    return [store.get(key) if store.check([key]) else None for key in keys]
+
+
+def _is_under_way(future: Future[Any] | None) -> bool:
+    return future is not None and not future.done()
+
+
+def _page_key(rank: int) -> str:
+    return f"stalls/page/{rank}"
+
+
+def _wanted_key(rank: int) -> str:
+    return f"stalls/wanted/{rank}"

@@ -1,0 +1,116 @@
+"""Who is missing, in words. Pure functions of what the pages say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torchring.observe.flight_recorder.page import CurrentWait, Snapshot
+
+_SILENT_SECONDS: Final = 5.0  # timer threads run once a second
+_MOST_NAMED: Final = 8
+_LONG_WAIT: Final = 0.1  # of the limit: a shorter wait of another rank may be a moment of its normal work
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What is known of another rank.
+
+    Attributes:
+        snapshot: None if the rank has not told anything yet.
+        is_stopped: by SIGSTOP or a debugger.
+        is_silent: nothing has been heard of the rank for longer than ranks keep silent.
+        heard: how many seconds ago the last message of a rank of another host came. None on this host.
+        was_asked: the rank was told to print its stacks.
+    """
+
+    snapshot: Snapshot | None
+    is_stopped: bool = False
+    is_silent: bool = False
+    heard: float | None = None
+    was_asked: bool = False
+
+
+def is_silent(snapshot: Snapshot) -> bool:
+    """Whether the timer thread of a rank of this host has not run for long."""
+    return snapshot.last_seen is not None and snapshot.last_seen > _SILENT_SECONDS
+
+
+def missing_ranks(wait: CurrentWait, peers: Mapping[int, Peer]) -> list[int]:
+    """The ranks that keep this rank waiting.
+
+    These are the ranks that have not begun the operation. If all ranks have begun it: those whose signal is missing. A
+    rank that has begun a bucket may also compute elsewhere, or may have been stopped since.
+    """
+    if not wait.key:
+        return sorted(wait.awaited)
+    behind, unfinished = [], []
+    for rank, peer in sorted(peers.items()):
+        track = peer.snapshot.tracks.get(wait.key) if peer.snapshot is not None else None
+        if track is None or track.num_begun <= wait.position:
+            behind.append(rank)
+        elif track.num_finished <= wait.position and (not track.waits or peer.is_stopped or peer.is_silent):
+            unfinished.append(rank)
+    return behind or sorted(wait.awaited) or unfinished
+
+
+def describe_wait(rank: int, wait: CurrentWait, peers: Mapping[int, Peer], seconds: float, limit: float) -> str:
+    """The warning of a rank that has waited for `seconds`."""
+    missing = missing_ranks(wait, peers)
+    head = f"rank {rank} has waited for {duration(seconds)} in {wait.wait}"
+    if not missing:
+        return f"{head}. All ranks have come there: the transfer is slow, or the network is cut"
+    text = f"{head} for {_names(missing)}. {describe_ranks(missing, peers)}"
+    waits = [peer.snapshot.waits if peer.snapshot is not None else None for peer in peers.values()]
+    can_run = not any(peer.is_stopped or peer.is_silent for peer in peers.values())
+    if can_run and all(other is not None and other[1] >= _LONG_WAIT * limit for other in waits):
+        text += (
+            ". All ranks wait, in different operations, so none of them can go on: let every rank call the same "
+            "operations in the same order"
+        )
+    return text
+
+
+def describe_ranks(ranks: Sequence[int], peers: Mapping[int, Peer]) -> str:
+    """What each rank did last, a sentence each."""
+    sentences = [_describe(rank, peers.get(rank, Peer(None))) for rank in ranks[:_MOST_NAMED]]
+    return ". ".join(sentences)
+
+
+def _describe(rank: int, peer: Peer) -> str:
+    snapshot = peer.snapshot
+    if snapshot is None:
+        return f"Rank {rank} has not said yet what it is doing"
+    text = f"Rank {rank} (pid {snapshot.pid})"
+    if peer.heard is not None and peer.heard >= 1.0:
+        text += f", last heard of {duration(peer.heard)} ago,"
+    is_old = peer.heard is not None and peer.is_silent  # what the rank does by now is not known
+    if snapshot.waits is not None:
+        what, seconds = snapshot.waits
+        had_waited = f"had then waited for {duration(seconds - (peer.heard or 0.0))}"
+        text += f" itself {had_waited if is_old else f'has waited for {duration(seconds)}'} in {what}"
+    elif is_old:
+        text += f" was then {snapshot.phase}, in step {snapshot.step}"
+    else:
+        text += f" has been {snapshot.phase} for {duration(snapshot.age)}, in step {snapshot.step}"
+    if snapshot.place:
+        text += f", at {snapshot.place}"
+    if peer.is_stopped:
+        text += "; its process is stopped (SIGSTOP, Ctrl-Z or a debugger)"
+    if snapshot.last_seen is not None and (peer.is_silent or peer.is_stopped):
+        text += f"; it has shown no sign of life for {duration(snapshot.last_seen)}"
+    if peer.was_asked:
+        text += "; it was told to print its Python stacks to its standard error"
+    return text
+
+
+def _names(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}{more}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words."""
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

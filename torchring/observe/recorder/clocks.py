@@ -1,0 +1,64 @@
+"""How far the clocks of two hosts are apart, from messages that ranks exchange.
+
+A message arrives after it was sent. If a rank's clock is ahead by x, then in each exchange
+
+    it has received (on its clock) - x  >=  rank 0 has sent           so x is at most   received - sent by rank 0
+    rank 0 has received  >=  it has sent (on its clock) - x           so x is at least  sent - received by rank 0
+
+The bounds of a few exchanges leave an interval as long as the fastest message there and back. Its middle is the
+estimate, and half of its length bounds the error, whatever the network does.
+
+Example: rank 0 sends at 100 and has all messages at 104; a rank whose clock is ahead by 50 sends at 151 and has all
+messages at 153. So 47 <= x <= 53: the offset is 50, with an error of 3 at most.
+
+Source: K. Marzullo and S. Owicki, "Maintaining the time in a distributed system", 1983.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from torchring.observe.recorder.records import ClockOffset
+
+_NUM_EXCHANGES: Final = 10
+_TIMES: Final = struct.Struct("2q")  # this exchange was sent, the exchange before was received
+
+
+def estimate(mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> ClockOffset:
+    """How far a clock is ahead of another clock.
+
+    Args:
+        mine, theirs: for each exchange, when a message was sent, and when all messages had arrived. Each on the clock
+            of its own host.
+    """
+    pairs = list(zip(mine, theirs, strict=True))
+    most = min(received - sent for (_, received), (sent, _) in pairs)
+    least = max(sent - received for (sent, _), (_, received) in pairs)
+    return ClockOffset(mine[-1][1], (most + least) // 2, max(0, most - least + 1) // 2)
+
+
+def measure(exchange: Callable[[bytes], Sequence[bytes]], *, is_same_host: bool) -> ClockOffset:
+    """Collective: compare this rank's clock with that of rank 0.
+
+    Args:
+        exchange: sends bytes to all ranks, and returns those of all ranks, in rank order.
+        is_same_host: rank 0 is on this host, so the clock is the same.
+    """
+    mine: list[tuple[int, int]] = []
+    sent_by_first: list[int] = []
+    received_by_first: list[int] = []
+    received = 0
+    for _ in range(_NUM_EXCHANGES + 1):  # the last one tells when the one before was received
+        sent = time.perf_counter_ns()
+        first = exchange(_TIMES.pack(sent, received))[0]
+        received = time.perf_counter_ns()
+        mine.append((sent, received))
+        their_sent, their_received = _TIMES.unpack(first)
+        sent_by_first.append(their_sent)
+        received_by_first.append(their_received)
+    if is_same_host:
+        return ClockOffset(received, 0, 0)
+    return estimate(mine[:-1], list(zip(sent_by_first[:-1], received_by_first[1:], strict=True)))

@@ -1,0 +1,157 @@
+"""Times of a device that works in streams: when its work was done, and not when the host launched it.
+
+The host runs ahead of the device. So each stamp is an event in the current stream, too. Steps are written down with the
+host's times at first, and get the device's times when the device has come to their end. Nobody waits for that.
+
+Events tell how far they are apart, but not what the host's clock said. The device reaches an event after the host has
+recorded it. So the device's times are shifted to where no event of the last 64 steps is reached before it was recorded,
+and no further: that is exact if the device was idle once in these steps. Both clocks may drift apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+from torchring.observe.recorder.rows import (
+    BEGIN,
+    END,
+    LAUNCHED,
+    NUM_BUCKETS,
+    NUM_PARTS,
+    PACKED,
+    PACKING_NS,
+    READY,
+    REDUCED,
+    STALL_NS,
+    STARTED,
+    bucket_start,
+    part_begin,
+)
+
+_NUM_SHIFTS: Final = 64
+
+
+class Mark(Protocol):
+    """A point in a stream's work, see `torchring.accelerators.Mark`."""
+
+    def is_reached(self) -> bool: ...
+    def milliseconds_since(self, earlier: Any) -> float: ...
+
+
+class Device(Protocol):
+    """See `torchring.accelerators.Accelerator`."""
+
+    def mark_current(self) -> Mark: ...
+    def is_capturing(self) -> bool: ...
+
+
+class Reduction(Protocol):
+    """A reduction in a stream."""
+
+    @property
+    def begin(self) -> Mark: ...
+    @property
+    def end(self) -> Mark: ...
+
+
+class _Step(NamedTuple):
+    """A step that the device has not finished, as far as the host knows."""
+
+    encoded: array[int]
+    marks: list[Mark]
+    recorded: list[int]
+    reductions: list[Reduction]
+
+    def is_finished(self) -> bool:
+        return self.marks[-1].is_reached() and all(reduction.end.is_reached() for reduction in self.reductions)
+
+
+class DeviceTimes:
+    """Gives steps the times of a device. For the thread that trains.
+
+    Args:
+        device: its current stream computes.
+        now: of the host, in nanoseconds.
+    """
+
+    def __init__(self, device: Device, now: int) -> None:
+        self._device = device
+        self._marks = [device.mark_current()]
+        self._recorded = [now]
+        self._reductions: list[Reduction] = []
+        self._is_complete = True  # all stamps of this step have a mark
+        self._unfinished: deque[_Step] = deque()
+        self._elapsed_ns = 0  # from the first mark to the end of the last finished step
+        self._shifts_ns = deque([now], maxlen=_NUM_SHIFTS)  # the least that each of the last steps allows
+
+    def mark(self, now: int) -> None:
+        """A part of a step begins."""
+        if self._device.is_capturing():  # an event would become part of the graph
+            self._is_complete = False
+        else:
+            self._marks.append(self._device.mark_current())
+            self._recorded.append(now)
+
+    def add_reductions(self, reductions: Sequence[Reduction]) -> None:
+        """A round has started these, in this order."""
+        self._reductions += reductions
+
+    def end_step(self, step: array[int] | None, now: int) -> None:
+        """A step has ended. `step`: as `records.encode` does it, with a bucket for each reduction; may be None."""
+        self.mark(now)
+        if step is not None and self._is_complete and len(self._marks) == step[NUM_PARTS] + 1:
+            self._unfinished.append(_Step(step, self._marks, self._recorded, self._reductions))
+            self._marks, self._recorded = self._marks[-1:], self._recorded[-1:]
+            self._reductions = []
+        else:
+            self._begin_anew(now)
+        self.take_finished()
+
+    def _begin_anew(self, now: int) -> None:
+        """The next step is the first again: the times of those before do not go on with its times."""
+        self._marks, self._recorded, self._reductions = [], [], []
+        self._unfinished.clear()
+        self._elapsed_ns = 0
+        self._shifts_ns = deque([now], maxlen=_NUM_SHIFTS)
+        self._is_complete = True
+        self.mark(now)
+
+    def take_finished(self) -> None:
+        """Give times to the steps that the device has finished since."""
+        try:
+            while self._unfinished and self._unfinished[0].is_finished():
+                self._date(self._unfinished[0])
+                self._unfinished.popleft()
+        except RuntimeError as error:  # training goes on without
+            logging.getLogger("torchring").debug("a step keeps the host's times: %s", error)
+            self._begin_anew(self._recorded[-1] if self._recorded else 0)
+
+    def is_unfinished(self, step: array[int]) -> bool:
+        """Whether a step still has the host's times."""
+        return any(each.encoded is step for each in self._unfinished)
+
+    def _date(self, finished: _Step) -> None:
+        step, first = finished.encoded, finished.marks[0]
+        offsets = [0, *(_ns_between(first, mark) for mark in finished.marks[1:])]
+        least = (recorded - offset for recorded, offset in zip(finished.recorded, offsets, strict=True))
+        self._shifts_ns.append(max(least) - self._elapsed_ns)
+        begin = self._elapsed_ns + max(self._shifts_ns)
+        step[BEGIN], step[END] = begin, begin + offsets[-1]
+        step[STALL_NS] = step[PACKING_NS] = 0  # the host has only launched them
+        for number, offset in enumerate(offsets[:-1]):
+            step[part_begin(number)] = begin + offset
+        for number, reduction in enumerate(finished.reductions[: step[NUM_BUCKETS]]):
+            bucket = bucket_start(step[NUM_PARTS], number)
+            started = begin + _ns_between(first, reduction.begin)
+            for time in (READY, PACKED, LAUNCHED, STARTED):
+                step[bucket + time] = started
+            step[bucket + REDUCED] = begin + _ns_between(first, reduction.end)
+        self._elapsed_ns += offsets[-1]
+
+
+def _ns_between(earlier: Mark, later: Mark) -> int:
+    return round(later.milliseconds_since(earlier) * 1e6)

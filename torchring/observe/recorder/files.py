@@ -1,0 +1,151 @@
+"""A trace is a folder with one file per rank, `rank-00003.npz`: numpy arrays, read without pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import operator
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from torchring.observe.recorder.records import (
+    About,
+    Arrivals,
+    ClockOffset,
+    OptimizerRecord,
+    ParameterRecord,
+    RankTrace,
+    decode,
+    encode,
+)
+
+FORMAT: Final = 2
+_NAME: Final = re.compile(r"rank-(\d+)\.npz")
+_LIVE_NAME: Final = re.compile(r"live-(\d+)\.npz")
+
+
+_TYPES: Final[dict[str, type | tuple[type, ...]]] = {
+    "int": int,
+    "str": str,
+    "float": (float, int),
+    "dict[str, str]": dict,
+}
+_Record = TypeVar("_Record", About, ParameterRecord)
+
+_numbers = itertools.count()
+
+
+class TraceError(Exception):
+    """A file of a trace cannot be read. The text says why."""
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """Where a rank writes its trace."""
+    return folder / f"rank-{rank:05d}.npz"
+
+
+def live_path_of(folder: Path, rank: int) -> Path:
+    """Where a rank writes its newest steps while it trains."""
+    return folder / f"live-{rank:05d}.npz"
+
+
+def find(folder: Path) -> dict[int, Path]:
+    """The files of a trace, by rank. Raises OSError if the folder cannot be read."""
+    return _matching(folder, _NAME)
+
+
+def find_live(folder: Path) -> dict[int, Path]:
+    """The files of a job that is being traced, by rank. Raises OSError if the folder cannot be read."""
+    return _matching(folder, _LIVE_NAME)
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def write(folder: Path, trace: RankTrace) -> Path:
+    """Write a rank's file, whole or not at all, over an older one. Raises OSError."""
+    return write_encoded(path_of(folder, trace.about.rank), trace, [encode(step) for step in trace.steps])
+
+
+def write_encoded(path: Path, trace: RankTrace, steps: Sequence[Sequence[int]]) -> Path:
+    """As `write`, with steps that are encoded already, in place of `trace.steps`."""
+    # Parameters may have been added since.
+    arrivals = [each for each in trace.arrivals if len(each.ready_ns) == len(trace.about.parameters)]
+    about = {"format": FORMAT, "num_dropped": trace.num_dropped, **dataclasses.asdict(trace.about)}
+    arrays = {
+        "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
+        "step_lengths": np.array([len(step) for step in steps], np.int64),
+        "steps": np.concatenate([np.asarray(step, np.int64) for step in steps] or [np.empty(0, np.int64)]),
+        "arrivals": np.array([(a.step, a.backward_ns, *a.ready_ns) for a in arrivals], np.int64),
+        "clock": np.array([dataclasses.astuple(each) for each in trace.clock], np.int64),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}-{next(_numbers)}.tmp")  # a signal handler may write meanwhile
+    try:
+        with open(unfinished, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stubs take the arrays for its options
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def read(path: Path) -> RankTrace:
+    """Read a rank's file. Raises TraceError if it is torn, or of another version."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return _parse(_printable(json.loads(bytes(arrays["about"]))), arrays)
+    except TraceError:
+        raise
+    except Exception as error:  # of zipfile, numpy, json and others, which do not say what they raise for damaged files
+        raise TraceError(f"{path} is torn, or no trace: {_printable(str(error))}") from error
+
+
+def _printable(value: Any) -> Any:
+    """The same without characters that a terminal would obey, or that change the direction of text."""
+    if isinstance(value, str):
+        return "".join(each if each.isprintable() else " " if each.isspace() else "\ufffd" for each in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(each) for key, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, list) else value
+
+
+def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
+    if about.pop("format") != FORMAT:
+        raise TraceError(f"it was written by torchring {about['versions'].get('torchring', '?')}, in another format")
+    ends = np.cumsum(arrays["step_lengths"])
+    steps = arrays["steps"]
+    if len(steps) != (ends[-1] if len(ends) else 0):
+        raise ValueError("steps are missing")
+    num_dropped = about.pop("num_dropped")
+    about.update(vars(_parse_optimizer(about)))
+    about["others"] = tuple(map(_parse_optimizer, about.get("others", ())))
+    return RankTrace(
+        _typed(About(**about)),
+        tuple(decode(part.tolist()) for part in np.split(steps, ends[:-1]) if len(part)),
+        num_dropped,
+        tuple(Arrivals(step, length, tuple(ready)) for step, length, *ready in arrays["arrivals"].tolist()),
+        tuple(ClockOffset(*each) for each in arrays["clock"].tolist()),
+    )
+
+
+def _parse_optimizer(fields: Mapping[str, Any]) -> OptimizerRecord:
+    parameters = tuple(_typed(ParameterRecord(**each)) for each in fields["parameters"])
+    return OptimizerRecord(tuple(map(operator.index, fields["bucket_bytes"])), parameters)
+
+
+def _typed(record: _Record) -> _Record:
+    """The record. Raises TypeError if a text, a number or a dictionary of it is something else."""
+    for each in dataclasses.fields(record):
+        value, type_ = getattr(record, each.name), _TYPES.get(str(each.type))
+        if type_ is not None and (not isinstance(value, type_) or isinstance(value, bool)):
+            raise TypeError(f"{each.name} is {value!r:.40}")
+    return record

@@ -1,0 +1,111 @@
+"""Notices what keeps a rank from training, apart from its own code: a DataLoader, and Python's garbage collector.
+
+PyTorch has no public way to see when a DataLoader gives a batch. So `__iter__` of DataLoaders and `__next__` of their
+iterators are wrapped while there is a recorder. That adds 4 us to a batch, and 2 us for each worker. `gc.callbacks`
+tells of full collections.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from torchring.observe.recorder.cores import UNKNOWN, since
+from torchring.observe.recorder.recorder import INPUT, Recorder
+
+_FULL: Final = 2  # generation of a collection that looks at all objects; others are short
+_CPU_TIME: Final = 2  # with the inverted process id, the number of the clock: as clock_getcpuclockid(3) makes it
+_workers_ns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+_collection_began = 0
+
+
+def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A method of a DataLoader, or of its iterator, that tells recorders how long it takes."""
+
+    @functools.wraps(call)
+    def timed(self: Any) -> Any:
+        thread = threading.get_ident()
+        training = [each for each in list(_recorders) if each.thread == thread and each.part == INPUT]
+        waiting = [(each, each.loading_ns, each.loading_cpu_ns) for each in training]
+        worked, began = time.thread_time_ns(), time.perf_counter_ns()
+        try:
+            return call(self)
+        finally:
+            took, worked = time.perf_counter_ns() - began, time.thread_time_ns() - worked
+            gives = isinstance(self, _BaseDataLoaderIter)
+            if waiting and gives and self._num_workers:
+                worked = _since_last_batch(self)
+            for recorder, before, cpu_before in waiting:  # not `+=`: the data set may read another DataLoader
+                recorder.loading_ns = before + took
+                if gives:
+                    recorder.num_workers = self._num_workers
+                if worked != UNKNOWN:
+                    recorder.loading_cpu_ns = max(0, cpu_before) + worked
+
+    return timed
+
+
+_begin: Final = DataLoader.__iter__  # starts workers
+_load: Final = _BaseDataLoaderIter.__next__
+_timed_begin: Final = _timed(_begin)
+_timed_load: Final = _timed(_load)
+
+
+def _since_last_batch(iterator: Any) -> int:
+    """CPU time of its workers. UNKNOWN for the first batch, and if a worker is gone."""
+    try:
+        total = sum(time.clock_gettime_ns((~worker.pid << 3) | _CPU_TIME) for worker in iterator._workers)
+    except OSError:
+        return UNKNOWN
+    before, _workers_ns[iterator] = _workers_ns.get(iterator, UNKNOWN), total
+    return since(before, total)
+
+
+def _note_collection(phase: str, info: dict[str, int]) -> None:
+    global _collection_began
+    if info["generation"] != _FULL:
+        return
+    now = time.perf_counter_ns()
+    if phase == "start":
+        _collection_began = now
+    elif _collection_began:
+        for recorder in list(_recorders):  # other threads stand still, too
+            recorder.collecting_ns += now - _collection_began
+
+
+def watch(recorder: Recorder) -> None:
+    """Tell `recorder` from now on."""
+    if not _recorders:
+        if DataLoader.__iter__ is _begin:  # `torchring bench scaling` may have put in its own
+            DataLoader.__iter__ = _timed_begin  # type: ignore[method-assign]
+        _BaseDataLoaderIter.__next__ = _timed_load  # type: ignore[method-assign, assignment]
+        if _note_collection not in gc.callbacks:
+            gc.callbacks.append(_note_collection)
+    weakref.finalize(recorder, _unwrap).atexit = False  # of a world that was dropped and not closed
+    _recorders.add(recorder)
+
+
+def forget(recorder: Recorder) -> None:
+    """Tell `recorder` no more. After the last one, nothing is wrapped."""
+    _recorders.discard(recorder)
+    _unwrap()
+
+
+def _unwrap() -> None:
+    if _recorders:
+        return
+    if DataLoader.__iter__ is _timed_begin:
+        DataLoader.__iter__ = _begin  # type: ignore[method-assign]
+    if _BaseDataLoaderIter.__next__ is _timed_load:
+        _BaseDataLoaderIter.__next__ = _load  # type: ignore[method-assign]
+    if _note_collection in gc.callbacks:
+        gc.callbacks.remove(_note_collection)

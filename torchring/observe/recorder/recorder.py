@@ -1,0 +1,185 @@
+"""Gathers what a rank writes down about its steps, while training runs. Always on.
+
+A stamp is a look at the clock and two appended integers, 0.2 us. A step has about a dozen stamps, and five for each
+bucket. Finished steps are kept as arrays of integers, which the garbage collector does not look at.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from torchring.observe.recorder.cores import UNKNOWN, CoreQueue, since
+from torchring.observe.recorder.device import Device, DeviceTimes, Reduction
+from torchring.observe.recorder.records import About, Arrivals, ClockOffset, Part, RankTrace, decode
+from torchring.observe.recorder.rows import BUCKET_LENGTH, NUM_BYTES, NUMBER, step_row
+
+NUM_STEPS: Final = 1_000  # that are kept
+NUM_ARRIVALS: Final = 16
+_MOST_STAMPS: Final = 2_048  # of one step; a script with more micro-steps gets the rest in one part
+_MOST_NUMBERS: Final = BUCKET_LENGTH * 8_192  # about the buckets of one step: a script may never call step()
+
+INPUT, FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER = map(int, Part)  # to look up a member of an enum takes 0.1 us
+
+
+class Recorder:
+    """The last steps of one rank in one world. For the thread that trains; others may read.
+
+    Attributes:
+        num_steps: how many steps have ended.
+        num_samples: that forward was given, since the last step ended.
+        num_samples_before: that forward was given before that.
+        num_bytes: that this rank has contributed to reductions, in all.
+        loading_ns, loading_cpu_ns, num_workers, collecting_ns: since the last step ended, as in a `StepRecord`.
+            `process.py` sets them.
+        about: what the steps are steps of; None as long as no optimizer was wrapped. With several optimizers, of the
+            one that was wrapped last.
+        part, part_began: the part under way, and when it has begun.
+        thread: the thread that trains, as `threading.get_ident` returns it.
+        arrivals: of a few backwards.
+        clock: what is known of the clocks of other hosts.
+        is_on: whether steps are written down. Benchmarks turn the recorder off, to find out what it costs.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_samples = 0
+        self.num_samples_before = 0
+        self.num_bytes = 0
+        self.loading_ns = 0
+        self.loading_cpu_ns = -1
+        self.num_workers = -1
+        self.collecting_ns = 0
+        self.about: About | None = None
+        self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)
+        self.clock: list[ClockOffset] = []
+        self.is_on = True
+        self.thread = threading.get_ident()
+        self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
+        # The step under way
+        self._device: DeviceTimes | None = None
+        self.part = INPUT
+        self.part_began = time.perf_counter_ns()
+        self._stamps = [INPUT, self.part_began]  # part, beginning; part, beginning; ...
+        self._stall_ns = 0
+        self._packing_ns = 0
+        self._buckets: list[int] = []
+        self._queue = CoreQueue()
+        self._queued_before_step = self._queued_before_exposed = UNKNOWN
+        self._exposed_queued_ns = 0
+
+    def enter(self, part: int) -> None:
+        """A part of a step begins."""
+        if part != self.part and self.is_on and len(self._stamps) < _MOST_STAMPS:
+            if EXPOSED in (part, self.part) and self._device is None:
+                self._note_exposed(begins=part == EXPOSED)
+            self.part = part
+            self.part_began = time.perf_counter_ns()
+            self._stamps.append(part)
+            self._stamps.append(self.part_began)
+            if self._device is not None:
+                self._device.mark(self.part_began)
+
+    def _note_exposed(self, *, begins: bool) -> None:
+        now = self._queue.read_ns()
+        if begins:
+            self._queued_before_exposed = now
+        elif self._exposed_queued_ns != UNKNOWN:
+            waited = since(self._queued_before_exposed, now)
+            self._exposed_queued_ns = UNKNOWN if waited == UNKNOWN else self._exposed_queued_ns + waited
+
+    def _queued_ns(self) -> tuple[int, int]:
+        """In the step that ends, in all and inside EXPOSED."""
+        now = self._queue.read_ns()
+        queued, exposed = since(self._queued_before_step, now), self._exposed_queued_ns
+        self._queued_before_step, self._exposed_queued_ns = now, 0
+        # Phases of a device's step are not what this thread does meanwhile.
+        return queued, exposed if self._device is None and queued != UNKNOWN else UNKNOWN
+
+    def last_input(self) -> tuple[int, bool]:
+        """When the part INPUT has begun last, in nanoseconds, and whether a forward has been seen since."""
+        is_forward_known = False
+        for i in range(len(self._stamps) - 2, 0, -2):
+            if self._stamps[i] == INPUT:
+                return self._stamps[i + 1], is_forward_known
+            is_forward_known = is_forward_known or self._stamps[i] == FORWARD
+        return self._stamps[1], is_forward_known
+
+    def follow(self, device: Device) -> None:
+        """From now on, times are those at which the work of `device` is done."""
+        if self._device is None:
+            self._device = DeviceTimes(device, time.perf_counter_ns())
+
+    def add_round(
+        self, buckets: Sequence[int], stall_ns: int, packing_ns: int, reductions: Sequence[Reduction] = ()
+    ) -> None:
+        """Buckets have been reduced.
+
+        Args:
+            buckets: a row for each bucket, one after the other, see `rows.py`.
+            stall_ns, packing_ns: as in a `StepRecord`.
+            reductions: of these buckets, on a device.
+        """
+        if not self.is_on or len(self._buckets) + len(buckets) > _MOST_NUMBERS:
+            return
+        if self._device is not None:
+            self._device.add_reductions(reductions)
+        self._buckets += buckets
+        self._stall_ns += stall_ns
+        self._packing_ns += packing_ns
+
+    def end_step(self) -> None:
+        """The optimizer has stepped, or left the step out."""
+        now = time.perf_counter_ns()
+        stamps, buckets = self._stamps, self._buckets
+        step = None
+        if self.is_on:
+            own = (
+                *(self.num_steps, stamps[1], now, self.num_samples, self._stall_ns, self._packing_ns),
+                *(self.loading_ns, self.loading_cpu_ns, self.num_workers),
+                *self._queued_ns(),
+                self.collecting_ns,
+            )
+            step = step_row(own, stamps, buckets)
+            self._steps.append(step)
+        if self._device is not None:
+            self._device.end_step(step, now)
+        self.num_bytes += sum(buckets[NUM_BYTES::BUCKET_LENGTH])
+        self.num_samples_before += self.num_samples
+        self.num_steps += 1
+        self.num_samples = self.loading_ns = self.collecting_ns = self._stall_ns = self._packing_ns = 0
+        self.loading_cpu_ns = self.num_workers = -1
+        self.thread = threading.get_ident()
+        self.part, self.part_began = INPUT, now
+        self._stamps = [INPUT, now]
+        self._buckets = []
+
+    def last_steps(self, count: int = NUM_STEPS) -> list[array[int]]:
+        """The newest steps, encoded, the oldest first. Without those that a device has not finished."""
+        device = self._device
+        for _ in range(3):
+            try:
+                steps = list(self._steps)[-count:]
+                return steps if device is None else [step for step in steps if not device.is_unfinished(step)]
+            except RuntimeError:  # a step has ended meanwhile, on the thread that trains
+                continue
+        return []
+
+    def trace(
+        self, ended_by: str = "end", count: int = NUM_STEPS, first: int = 0
+    ) -> tuple[RankTrace, list[array[int]]]:
+        """What is known, with the steps from number `first` on apart from it, encoded. `decoded` puts both together."""
+        about = replace(self.about or About(), ended_by=ended_by, written_at=time.time())
+        steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
+        num_dropped = steps[0][NUMBER] if steps else self.num_steps
+        return RankTrace(about, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps
+
+
+def decoded(trace: RankTrace, steps: Sequence[Sequence[int]]) -> RankTrace:
+    """The trace with its steps."""
+    return RankTrace(trace.about, tuple(map(decode, steps)), trace.num_dropped, trace.arrivals, trace.clock)

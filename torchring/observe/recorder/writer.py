@@ -1,0 +1,191 @@
+"""Writes what the recorders of this process hold to a folder: at the end, on SIGUSR1, and when training breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from torchring.linux import is_caught
+from torchring.observe.recorder import files, process
+from torchring.observe.recorder.recorder import Recorder
+from torchring.observe.recorder.records import ENDED_WELL
+from torchring.rendezvous.environment import PROGRESS, TRACE
+from torchring.threads import PeriodicThread, at_last
+
+_LIVE_SECONDS: Final = 2.0
+_LIVE_STEPS: Final = 50
+_log = logging.getLogger("torchring")
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+_writer: TraceWriter | None = None
+
+
+class TraceWriter:
+    """Writes traces of this process to a folder. For any thread.
+
+    Every other second a thread writes the last 50 steps, for `torchring top`: to a file of its own, which goes when the
+    whole trace is written. What cannot be written is said once, as a warning; training goes on.
+
+    Args:
+        folder: is made when something is written.
+        is_for_progress: nobody has asked for a trace, but for `torchring run --progress`, which reads the last steps.
+        is_of_block: steps that have ended before now are not written.
+    """
+
+    def __init__(self, folder: Path, *, is_for_progress: bool = False, is_of_block: bool = False) -> None:
+        self.folder = folder
+        self.is_for_progress = is_for_progress
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # a signal handler may write while the main thread writes
+        self._has_warned = False
+        self._is_closed = False
+        begun = {each: each.num_steps for each in _recorders} if is_of_block else {}
+        self._first = weakref.WeakKeyDictionary(begun)  # numbers of the first steps that are written
+        self._broken: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        self._num_live: weakref.WeakKeyDictionary[Recorder, int] = weakref.WeakKeyDictionary()
+        self._signals = not is_for_progress and _takes_signal()
+        if self._signals:
+            signal.signal(signal.SIGUSR1, self._handle)
+        self._thread = PeriodicThread("torchring-trace", self._write_live, _LIVE_SECONDS)
+
+    def write(self, recorder: Recorder, ended_by: str = "end") -> None:
+        """Write what `recorder` holds. After an error, only what the error has left is kept."""
+        if recorder in self._broken or not self._has_steps(recorder) or os.getpid() != self._pid:
+            return
+        if ended_by not in ENDED_WELL:
+            self._broken.add(recorder)
+        with self._lock, self._warning():
+            trace, steps = recorder.trace(ended_by, first=self._first.get(recorder, 0))
+            path = files.write_encoded(files.path_of(self.folder, trace.about.rank), trace, steps)
+            files.live_path_of(self.folder, trace.about.rank).unlink(missing_ok=True)
+            _log.info("the trace of rank %d is in %s", trace.about.rank, path)
+
+    def close(self, ended_by: str = "end") -> None:
+        """Write all traces, and no more after that."""
+        self._thread.close()
+        for recorder in list(_recorders):
+            self.write(recorder, ended_by)
+        self._is_closed = True
+        if self._signals and signal.getsignal(signal.SIGUSR1) == self._handle:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+    def _has_steps(self, recorder: Recorder) -> bool:
+        return recorder.about is not None and recorder.num_steps > self._first.get(recorder, 0)
+
+    def _write_live(self) -> None:
+        for recorder in list(_recorders):
+            if not self._has_steps(recorder) or self._num_live.get(recorder) == recorder.num_steps:
+                continue
+            self._num_live[recorder] = recorder.num_steps
+            with self._lock, self._warning():
+                if self._is_closed or recorder in self._broken:  # the whole trace is written
+                    return
+                trace, steps = recorder.trace("", _LIVE_STEPS, self._first.get(recorder, 0))
+                # The names of all parameters would take most of the time.
+                trace = replace(trace, about=replace(trace.about, parameters=(), others=()), arrivals=())
+                files.write_encoded(files.live_path_of(self.folder, trace.about.rank), trace, steps)
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._has_warned:
+                _log.warning("no trace is written to %s: %s; training goes on", self.folder, error)
+            self._has_warned = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        for recorder in list(_recorders):
+            self.write(recorder, "SIGUSR1")
+
+
+def _takes_signal() -> bool:
+    """Whether this thread may handle SIGUSR1, and nobody else does."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and not is_caught(signal.SIGUSR1)
+
+
+def add(recorder: Recorder) -> None:
+    """A world has been opened, whose steps `recorder` writes down."""
+    _recorders.add(recorder)
+    process.watch(recorder)
+    global _writer
+    if _writer is not None:
+        return
+    if os.environ.get(TRACE):
+        start(os.environ[TRACE])
+    elif os.environ.get(PROGRESS):
+        _writer = TraceWriter(Path(os.environ[PROGRESS]), is_for_progress=True)
+
+
+def note_end(recorder: Recorder, ended_by: str = "end") -> None:
+    """The world of `recorder` has ended, or broken. Nothing happens unless traces are written."""
+    if _writer is not None:
+        _writer.write(recorder, ended_by)
+    if ended_by == "end":
+        _recorders.discard(recorder)  # a later world writes to the same file
+        process.forget(recorder)
+
+
+def start(folder: str | os.PathLike[str], *, is_of_block: bool = False) -> TraceWriter:
+    """Write traces from now on. Raises ValueError if they are written somewhere else already."""
+    global _writer
+    path = Path(folder).absolute()
+    if _writer is not None and not _writer.is_for_progress:
+        raise ValueError(f"traces are written to {_writer.folder} already, and cannot be written to {path} as well")
+    _writer = TraceWriter(path, is_of_block=is_of_block)
+    return _writer
+
+
+@at_last
+def _write_at_exit() -> None:
+    if _writer is not None:
+        # Python sets last_value to an exception that nobody caught. In an interactive session it may be an old one.
+        error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
+        _writer.close("end" if error is None else f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """A context manager: the steps of its block, the last 1,000 at most, are written to `folder`. Not collective.
+
+        with torchring.trace("trace"):
+            train()
+
+    `torchring report trace` shows what the traces of all ranks say. Each rank writes a file of its own: at the end of
+    the block, when it gets SIGUSR1, and when another rank is lost. If hosts do not share `folder`, copy the files to
+    one place. Inside the block, `torchring top trace` shows how training goes.
+
+    `torchring run --trace DIR` and TORCHRING_TRACE=DIR trace a whole script.
+
+    Args:
+        folder: is made if it does not exist. Files of an earlier trace are overwritten. If it cannot be written to, a
+            warning is logged, and training goes on.
+
+    Raises:
+        ValueError: this process is being traced already.
+    """
+    global _writer
+    if _writer is not None and _writer.folder == Path(folder).absolute():  # the environment asks for the same
+        yield
+        return
+    before = _writer  # whose thread goes on
+    writer = start(folder, is_of_block=True)
+    ended_by = "end"
+    try:
+        yield
+    except BaseException as error:
+        ended_by = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        _writer = before
+        writer.close(ended_by)
