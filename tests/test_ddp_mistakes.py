@@ -4,7 +4,7 @@ Each test runs one script three times: under DDP on two ranks, under torchring o
 that has the batches of both. Under DDP the script ends without an exception, and what it leaves is wrong. Under
 torchring the result is that of one process, or step() raises an error that says what is wrong.
 
-docs/ddp.md has these tests in a table. `test_silent_desync.py` has variations: options, places, ways out.
+docs/guides/ddp.md has these tests in a table. `test_silent_desync.py` has variations: options, places, ways out.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from torchring import cli
 from torchring.default_world import default_world
 
 DOCS = ROOT / "docs"
-TROUBLESHOOTING = DOCS / "troubleshooting.md"
+OPTIONS = DOCS / "reference" / "options.md"
+TROUBLESHOOTING = DOCS / "guides" / "troubleshooting.md"
 IN_OTHER_TESTS = {"frameworks.md"}  # test_frameworks.py
 
 
@@ -269,9 +270,7 @@ def _strings(file: Path) -> list[str]:
 def test_options_have_the_defaults_of_the_code(heading: str, function: str) -> None:
     parameters = inspect.signature(getattr(torchring, function)).parameters.values()
     expected = {f"{p.name}={p.default!r}".replace("'", '"') for p in parameters if p.name not in ("optimizer", "model")}
-    described = {
-        code_spans(cells[0])[0] for cells in rows(section(DOCS / "options.md", heading).partition("\n### ")[0])
-    }
+    described = {code_spans(cells[0])[0] for cells in rows(section(OPTIONS, heading).partition("\n### ")[0])}
     assert described == expected
 
 
@@ -279,19 +278,19 @@ def test_every_algorithm_is_described() -> None:
     from torchring.allreduce.select import ALGORITHMS, OVERLAPS
 
     for heading, values in (("### `algorithm`", ALGORITHMS), ("### `overlap`", OVERLAPS)):
-        described = [code_spans(cells[0])[0] for cells in rows(section(DOCS / "options.md", heading))]
+        described = [code_spans(cells[0])[0] for cells in rows(section(OPTIONS, heading))]
         assert sorted(described) == sorted(f'"{value}"' for value in values)
 
 
 def test_every_mistake_of_ddp_has_its_row_and_its_test() -> None:
-    table = rows(section(DOCS / "ddp.md", "## Mistakes that DDP does not notice"))
+    table = rows(section(DOCS / "guides" / "ddp.md", "## Mistakes that DDP does not notice"))
     tests = re.findall(r"^def (test_\w+)", (ROOT / "tests" / "test_ddp_mistakes.py").read_text(), re.MULTILINE)
     assert len(table) == 9
     assert ["test_without_a_mistake_all_agree", *(code_spans(cells[3])[0] for cells in table)] == tests
 
 
 def test_the_reference_has_every_public_name() -> None:
-    named = re.findall(r"^::: torchring\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    named = re.findall(r"^::: torchring\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE)
     assert sorted(named) == torchring.__all__
 
 
@@ -306,7 +305,7 @@ def target_of(page: Path, link: str) -> str | None:
     target = (page.parent / path).resolve() if path else page
     if not target.exists():
         return f"there is no {path}"
-    if page.parent == DOCS and target.parent != DOCS:
+    if DOCS in page.parents and DOCS not in target.parents:
         return f"{path} is not part of the site"
     if anchor and anchor not in anchors(target):
         return f"{target.name} has no heading #{anchor}"
@@ -322,12 +321,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_check_of_links_can_fail() -> None:
     page = DOCS / "index.md"
-    assert links(DOCS / "launching.md")
-    for link in ("no_such_page.md", "limits.md#no-such-heading", "#no-such-heading", "../README.md"):
+    assert links(DOCS / "start" / "launching.md")
+    for link in ("no_such_page.md", "reference/limits.md#no-such-heading", "#no-such-heading", "../README.md"):
         assert target_of(page, link), link
-    assert target_of(page, "api.md#torchring.wrap") is None
-    assert target_of(page, "troubleshooting.md#backward-and-step") is None
-    assert target_of(page, "security.md#what-is-trusted") is None
+    assert target_of(page, "reference/api.md#torchring.wrap") is None
+    assert target_of(page, "guides/troubleshooting.md#backward-and-step") is None
+    assert target_of(page, "background/security.md#what-is-trusted") is None
 
 
 def test_included_files_exist() -> None:
@@ -340,7 +339,7 @@ def test_included_files_exist() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(page.name for page in PAGES if page.parent == DOCS)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES if DOCS in page.parents)
 
 
 def test_files_that_pages_name_exist() -> None:
@@ -352,7 +351,9 @@ def test_files_that_pages_name_exist() -> None:
 
 def test_the_way_of_a_gradient_names_at_most_ten_files() -> None:
     steps = re.findall(
-        r"^\d+\. `([\w/]+\.py)`: ", section(DOCS / "how-it-works.md", "## The same in the code"), re.MULTILINE
+        r"^\d+\. `([\w/]+\.py)`: ",
+        section(DOCS / "background" / "how-it-works.md", "## The same in the code"),
+        re.MULTILINE,
     )
     assert "torchring/gradients/hooks.py" in steps
     assert len(steps) <= 10

@@ -1,4 +1,4 @@
-"""Code of docs/ddp.md and docs/frameworks.md, as pasted: it trains as DDP does.
+"""Code of docs/guides/ddp.md and docs/guides/frameworks.md, as pasted: it trains as DDP does.
 
 Where torchring and the framework's own DDP would both reduce, the framework's run ends with torchring's error.
 """
@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 import torchring
 
-DDP, FRAMEWORKS = ROOT / "docs" / "ddp.md", ROOT / "docs" / "frameworks.md"
+DDP, FRAMEWORKS = (ROOT / "docs" / "guides" / f"{name}.md" for name in ("ddp", "frameworks"))
 ADAMW = "torch.optim.AdamW({}.parameters())"
 
 

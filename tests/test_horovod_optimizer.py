@@ -468,8 +468,8 @@ def test_parameters_that_differ_and_a_nan_are_warnings() -> None:
 
 
 def _documented(rank: int, size: int) -> list[list[Tensor]]:
-    """The script in docs/horovod.md, before and after."""
-    text = blocks(ROOT / "docs" / "horovod.md", "diff")[1].code
+    """The script in docs/guides/horovod.md, before and after."""
+    text = blocks(ROOT / "docs" / "guides" / "horovod.md", "diff")[1].code
     trained = []
     for sign in "-+":
         lines = [line[1:] for line in text.splitlines() if line[:1] in (sign, " ")]
@@ -485,7 +485,7 @@ def test_the_documented_script_trains_the_same_before_and_after() -> None:
     for i in range(2):
         assert_same_on_all_ranks([rank[0][i] for rank in ranks])
         torch.testing.assert_close(ranks[0][0][i], ranks[0][1][i])
-    assert len(blocks(ROOT / "docs" / "horovod.md", "diff")) == 2
+    assert len(blocks(ROOT / "docs" / "guides" / "horovod.md", "diff")) == 2
 
 
 def _death_in_backward(rank: int, size: int) -> bool:

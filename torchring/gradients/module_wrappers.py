@@ -28,7 +28,7 @@ WAY_OUT: Final = (
     "of accelerator.prepare(model); with a transformers Trainer, set trainer.accelerator.prepare_model = "
     "functools.partial(trainer.accelerator.prepare_model, evaluation_mode=True) before train(); with Ray, call "
     "ray.train.torch.prepare_model(model, parallel_strategy=None); with Lightning, use a strategy that adds no "
-    "DistributedDataParallel (docs/frameworks.md shows one)"
+    "DistributedDataParallel (docs/guides/frameworks.md shows one)"
 )
 
 

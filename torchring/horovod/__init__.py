@@ -1,7 +1,7 @@
 """Horovod's API on torchring's engine: `import torchring.horovod as hvd` in place of `import horovod.torch as hvd`.
 
-All public names of horovod.torch are here, with Horovod's arguments, results and errors; docs/horovod.md says what is
-different. Scripts that cannot be edited start with `torchring run --horovod`.
+All public names of horovod.torch are here, with Horovod's arguments, results and errors. docs/guides/horovod.md says
+what is different. Scripts that cannot be edited start with `torchring run --horovod`.
 
     optimizer.py            DistributedOptimizer
     functions.py            parameters, optimizer state and objects from one rank to all
