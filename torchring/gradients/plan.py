@@ -5,6 +5,7 @@ Every rank computes the plan by itself. Ranks compare what `describe` returns be
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -258,6 +259,25 @@ def plan_of(specs: Sequence[ParameterSpec], groups: Sequence[Sequence[int]], *, 
     return Plan(
         tuple(_lay_out(i, specs[group[0]].real_dtype, group, specs, compression) for i, group in enumerate(groups))
     )
+
+
+def last_reduced(
+    launched: Sequence[float], latencies: Sequence[float], transfers: Sequence[float], num_lanes: int = 1
+) -> float:
+    """When the last bucket is reduced, if buckets leave in plan order and each takes a latency and a transfer.
+
+    Args:
+        launched: when each bucket is launched, in plan order. No bucket leaves before the bucket in front of it.
+        num_lanes: how many buckets are reduced at a time. They hide each other's latency, and share the bandwidth.
+    """
+    lanes = [-math.inf] * num_lanes
+    before = end = -math.inf
+    for launch, latency, transfer in zip(launched, latencies, transfers, strict=True):
+        before = max(before, launch)
+        begin = max(before, heapq.heappop(lanes))
+        end = max(begin + latency, end) + transfer
+        heapq.heappush(lanes, end)
+    return end
 
 
 def shifted(plan: Plan, *, buckets: int, parameters: int) -> Plan:
