@@ -35,7 +35,7 @@ from torchring.bench.netns import Network
 from torchring.bench.step import Trainer
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
-from torchring.gradients.reduction import default_bucket_mb
+from torchring.gradients.plan import default_bucket_mb
 from torchring.launch.arguments import duration
 
 _TUNED: Final[dict[str, dict[str, Any]]] = {
@@ -122,7 +122,8 @@ def work(options: argparse.Namespace) -> int:
     workload = asleep(MODELS[name]()) if options.asleep else MODELS[name]()
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
     trainers: dict[str, Trainer] = {}
-    size = {"bucket_mb": default_bucket_mb(default_world(), "auto", on_device=False)}
+    world = default_world()
+    size = {"bucket_mb": default_bucket_mb(world.size, world.num_nodes, "auto", on_device=False)}
     settings: dict[str, dict[str, Any]] = {"default": size, "auto": size | _TUNED[options.tune]}
     for rival, tuned in settings.items():
         model = copy.deepcopy(workload.model)

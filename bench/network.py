@@ -54,8 +54,7 @@ from torchring.bench.netns import Network
 from torchring.bench.step import Trainer
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
-from torchring.gradients.plan import Compression
-from torchring.gradients.reduction import default_bucket_mb
+from torchring.gradients.plan import Compression, default_bucket_mb
 from torchring.launch.arguments import duration
 
 ROUNDED = ("torchring bf16", "ddp fp16")
@@ -242,7 +241,8 @@ def time_backward(alone: Trainer, workload: Workload, batches: Sequence[Batch]) 
 
 def with_torchring(model: torch.nn.Module, compression: Compression | None = None) -> Trainer:
     # All ranks have used the same seed, so the initial state is already the same.
-    size = default_bucket_mb(default_world(), "auto", on_device=False)
+    world = default_world()
+    size = default_bucket_mb(world.size, world.num_nodes, "auto", on_device=False)
     optimizer = torchring.wrap(
         step.sgd(model), model, compression=compression, bucket_mb=size, sync_initial_state=False
     )

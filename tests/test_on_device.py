@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,9 +33,9 @@ import torchring
 from torchring.allreduce import choice
 from torchring.allreduce.cost import seconds_together
 from torchring.allreduce.device import engines, select
-from torchring.gradients import reduction as reduction_module
+from torchring.gradients import plan as plan_module
 from torchring.gradients.packing import DevicePacking
-from torchring.gradients.plan import ControlBits, ParameterSpec
+from torchring.gradients.plan import ControlBits, ParameterSpec, default_bucket_mb
 from torchring.gradients.reduction import Options, Reduction
 from torchring.memory import host as host_module
 from torchring.world import World
@@ -595,7 +594,7 @@ def _measured_on_one_host(rank: int, size: int) -> list[Any]:
         with (
             make().installed() as accelerator,
             mock.patch.multiple(select, FEWEST_MEASURED=2, **_ONCE),
-            mock.patch.object(reduction_module, "FEWEST_MEASURED", 2),
+            mock.patch.object(plan_module, "_FEWEST_SHARING_GPUS", 2),
             mock.patch.object(choice, "seconds_together", time_together),
             mock.patch.object(engines, "prepare_direct", without_switch),
             mock.patch.object(select, "all_reduce", connect),
@@ -1027,10 +1026,7 @@ def test_wires_that_are_measured_stand_for_the_bytes_of_all(sizes_mib: list[int]
     ],
 )
 def test_how_large_buckets_are(hosts: list[int], algorithm: str, on_device: bool, expected: float) -> None:
-    ranks = iter(range(100))
-    grouped = tuple(tuple(next(ranks) for _ in range(size)) for size in hosts)
-    world: Any = SimpleNamespace(hosts=grouped, size=sum(hosts), shares_memory=len(hosts) == 1)
-    assert reduction_module.default_bucket_mb(world, algorithm, on_device=on_device) == expected
+    assert default_bucket_mb(sum(hosts), len(hosts), algorithm, on_device=on_device) == expected
 
 
 def test_capture_into_a_graph_is_refused() -> None:

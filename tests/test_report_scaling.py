@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from traces import MS, simulate
 
-from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace
+from torchring.gradients.plan import ParameterSpec, build_plan
+from torchring.observe.recorder.records import About, Arrivals, ParameterRecord, RankTrace
 from torchring.report.analysis import Analysis, analyse
 from torchring.report.findings import Network
-from torchring.report.layout import imagined, laid_out, ready_shares
-from torchring.report.merge import merge
+from torchring.report.layout import imagined, laid_out, nominal_bytes, ready_shares
+from torchring.report.merge import Job, merge
 from torchring.report.network import fit
 from torchring.report.scaling import (
     Links,
@@ -108,6 +110,58 @@ def test_a_gradient_that_never_comes_waits_for_the_end() -> None:
     job = merge([dataclasses.replace(trace, about=about, arrivals=arrivals)])
     assert ready_shares(job) == pytest.approx([0.6, 0.1, np.nan], nan_ok=True)
     assert laid_out(job, 1.5 * MB, 1.0) == (pytest.approx((1.0 * MB, 0.5 * MB)), pytest.approx((0.6, 1.0)))
+
+
+def layers(num_bytes: list[int]) -> Job:
+    """Parameters in the order of forward, whose gradients come one after the other in a backward of 60 ms."""
+    (trace,) = simulated(1, bucket_mb=[])
+    records = tuple(ParameterRecord(f"layer{i}", each, 0) for i, each in enumerate(num_bytes))
+    ready = tuple(60 * MS * (len(records) - i) // len(records) for i in range(len(records)))
+    facts = dataclasses.replace(trace.about, parameters=records)
+    return merge([dataclasses.replace(trace, about=facts, arrivals=(Arrivals(5, 60 * MS, ready),))])
+
+
+@pytest.mark.parametrize("bucket_mb", [1, 10, 25, 100])
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_buckets_are_predicted_as_wrap_makes_them(bucket_mb: float, compression: str | None) -> None:
+    """Caps are soft, and count bytes of gradient: layers of 20 MiB and a cap of 25 MiB make buckets of 40 MiB."""
+    mib = 1 << 20
+    num_bytes = [20 * mib] * 5 + [1 * mib] * 8 + [60 * mib, 256, 256]
+    job = layers(num_bytes)
+    specs = [
+        ParameterSpec(str(i), (each // 4,), (1,), torch.float32, torch.device("cpu"))
+        for i, each in enumerate(num_bytes)
+    ]
+    plan = build_plan(specs, bucket_bytes=bucket_mb * mib, compression=compression)
+    predicted = laid_out(job, sum(num_bytes) / (2 if compression else 1), bucket_mb)
+    assert predicted is not None
+    sizes, ready = predicted
+    # A bucket has flags and control bits, too, and each parameter begins at 64 bytes.
+    assert sizes == pytest.approx([bucket.num_bytes for bucket in plan.buckets], abs=5000)
+    last = [bucket.slots[-1].parameter for bucket in plan.buckets]
+    assert ready == pytest.approx([(len(specs) - i) / len(specs) for i in last])
+
+
+def test_layers_of_20_mib_make_buckets_of_40() -> None:
+    mib = 1 << 20
+    job = layers([20 * mib] * 5)
+    assert laid_out(job, 100 * mib, 25) == (pytest.approx((20 * mib, 40 * mib, 40 * mib)), pytest.approx((0.2, 0.6, 1)))
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ({"size": 2, "local_size": 2}, 25),
+        ({"size": 4, "local_size": 2}, 12),
+        ({"size": 1, "local_size": 1}, 12),  # as between hosts, which is what is predicted
+        ({"size": 4, "local_size": 4, "device": "NVIDIA H100", "algorithm": "direct"}, 10),
+        ({"size": 4, "local_size": 4, "device": "NVIDIA H100", "algorithm": "native"}, 25),
+        ({"size": 4, "local_size": 4, "options": {"bucket_mb": "auto"}}, 25),
+        ({"size": 4, "local_size": 4, "options": {"bucket_mb": "3.5"}}, 3.5),
+    ],
+)
+def test_the_default_size_of_a_bucket_is_that_of_wrap(about: dict[str, Any], expected: float) -> None:
+    assert nominal_bytes(About(**about)) == expected * 2**20
 
 
 def test_the_example_of_exposed_communication() -> None:
@@ -436,10 +490,10 @@ def test_larger_buckets_are_advised_for_many_small_ones() -> None:
     (best, *_) = analysis.advice
     assert best.what.startswith("Use buckets of ")
     size_mb = float(best.what.split()[3])
-    # As `wrap` lays them out: the first of 1 MiB, then of the size that is asked for.
+    # As `wrap` lays them out: 1 MiB, then the size that is asked for; the gradient that crosses it still goes in.
     sizes, limit = [0.0], 1.048576
     for each in [0.05, 0.15] * 100:
-        if sizes[-1] + each > limit:
+        if sizes[-1] >= limit:
             sizes.append(0.0)
             limit = size_mb * 1.048576
         sizes[-1] += each

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 
 from torchring.accelerators import accelerator_of
 from torchring.allreduce import Mover
 from torchring.allreduce.choice import Choice
-from torchring.allreduce.device.select import FEWEST_MEASURED, open_on_device
+from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.allreduce.select import open_chosen, open_mover
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
@@ -29,17 +29,19 @@ from torchring.gradients.participants.sparse import NonFiniteGradient, SparseRed
 from torchring.gradients.participants.tuning.candidates import AUTO_COMPRESSION, what_to_tune
 from torchring.gradients.participants.tuning.tuning import Tuner, open_tuner, tunes_by_default
 from torchring.gradients.participants.weights import Share, Weights
-from torchring.gradients.plan import ControlBits, ParameterSpec, Plan, build_plan, describe, shifted, wire_dtype
+from torchring.gradients.plan import (
+    ControlBits,
+    ParameterSpec,
+    Plan,
+    build_plan,
+    default_bucket_mb,
+    describe,
+    shifted,
+    wire_dtype,
+)
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
 from torchring.gradients.scheduler import Round, Scheduler
 from torchring.world import World
-
-_BUCKET_MB: Final = 25.0
-_BUCKET_MB_BETWEEN_HOSTS: Final = 12.0
-# For four GPUs or more that reduce in each other's memory. Among 8 H100, direct's two shots take 0.065 ms for 8 MiB and
-# NCCL 0.076; for 32 MiB 0.242 and 0.195. NVLS takes 0.046 and 0.165 (vllm-project/vllm#42324). Smaller buckets would
-# cost the host more launches.
-_BUCKET_MB_SHARED_BY_GPUS: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,11 @@ class Reduction:
         self._tuner: Tuner | None = None
         self._next_plan: Plan | None = None  # to be installed at the end of the round
         on_device = accelerator_of(specs[0].device) is not None
-        self._bucket_mb = default_bucket_mb(world, options.algorithm, on_device=on_device)
+        ranks = world.size, world.num_nodes
+        self._bucket_mb = default_bucket_mb(*ranks, options.algorithm, on_device=on_device)
         plan = self._plan(specs)
         self.mover, self.choice = self._open_mover(plan, specs[0].device)
-        if (size := default_bucket_mb(world, self.choice.algorithm, on_device=on_device)) != self._bucket_mb:
+        if (size := default_bucket_mb(*ranks, self.choice.algorithm, on_device=on_device)) != self._bucket_mb:
             self._bucket_mb = size
             plan = self._plan(specs)
         world.on_failure(self.mover)
@@ -538,18 +541,6 @@ class Reduction:
             self._install(plan)
         if tuner.reason != before:
             self._recording.note_plan(self.buckets, self.specs, self.reason)
-
-
-def default_bucket_mb(world: World, algorithm: str, *, on_device: bool) -> float:
-    """MiB of a bucket, unless the script says how many.
-
-    With "auto", "auto" measures buckets of the size for the kernels that share memory. NCCL gets the size that it is
-    best with, once it is chosen.
-    """
-    if not on_device:
-        return _BUCKET_MB if world.shares_memory else _BUCKET_MB_BETWEEN_HOSTS
-    shares_memory = len(world.hosts) == 1 and algorithm in ("auto", "direct", "ring", "nvls")
-    return _BUCKET_MB_SHARED_BY_GPUS if shares_memory and world.size >= FEWEST_MEASURED else _BUCKET_MB
 
 
 def _nothing() -> None: ...

@@ -17,6 +17,7 @@ from torchring.report.waits import Critical
 WITHIN_HOST: Final = "within a host"
 BETWEEN_HOSTS: Final = "between hosts"
 _OVERSIZED: Final = 1.5  # times the size that was asked for
+_LEAST_LARGE_BYTES: Final = 1 << 20  # a larger parameter is large, however small buckets are meant to be
 _MOST: Final = 0.5  # of a bucket, or of what is exposed
 _LATE: Final = 0.8  # share of backward
 _HOLDS: Final = 0.05  # share of backward for which a parameter is alone not ready
@@ -114,7 +115,7 @@ def late_parameters(
         largest = max(inside, key=lambda i: about.parameters[i].num_bytes)
         ready_share = shares.get(largest, min(1.0, summary.ready.median / backward_ms) if backward_ms else 1.0)
         size = about.parameters[largest].num_bytes
-        nominal = nominal_bytes(about)
+        nominal = max(_LEAST_LARGE_BYTES, nominal_bytes(about))
         if size >= _MOST * total and total >= _OVERSIZED * nominal and ready_share >= _LATE:
             why = (
                 f"Its gradient of {size / 1e6:.0f} MB makes a bucket of its own, and is ready after "

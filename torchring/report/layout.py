@@ -1,7 +1,4 @@
-"""Which gradients share a bucket, as `wrap` would lay them out, and when each bucket would be ready.
-
-The first bucket is small, so that the link is busy early in backward. Gradients are in the order in which they come.
-"""
+"""Which gradients share a bucket, as `wrap` lays them out, and when each bucket is ready."""
 
 from __future__ import annotations
 
@@ -9,27 +6,27 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import torch
 
-from torchring.observe.recorder.records import About
+from torchring.gradients.plan import ParameterSpec, build_plan, default_bucket_mb
+from torchring.observe.recorder.records import About, ParameterRecord
 from torchring.report.merge import Job
 from torchring.report.timing import Array
 
 _MIB: Final = 1 << 20
-_FIRST_BYTES: Final = 1 << 20
-_BUCKET_MIB: Final = 25.0  # what `wrap` chooses on one host
-_BUCKET_MIB_BETWEEN_HOSTS: Final = 12.0
-_LEAST_BUCKET_MIB: Final = 1.0  # a parameter above that is large, however small buckets are meant to be
+_CPU: Final = torch.device("cpu")
 
 Layout = tuple[tuple[float, ...], tuple[float, ...]]
 """Bytes of each bucket, and the share of backward after which it is ready."""
 
 
 def nominal_bytes(about: About) -> float:
-    """The size of a bucket that `wrap` aims at."""
+    """The size of a bucket that `wrap` aims at; for one rank, the size between hosts."""
     try:
-        return max(_LEAST_BUCKET_MIB, float(about.options.get("bucket_mb", ""))) * _MIB
-    except ValueError:
-        return (_BUCKET_MIB if about.local_size == about.size > 1 else _BUCKET_MIB_BETWEEN_HOSTS) * _MIB
+        return float(about.options.get("bucket_mb", "")) * _MIB
+    except ValueError:  # "None" or "auto"
+        num_hosts = 1 if about.local_size == about.size > 1 else 2
+        return default_bucket_mb(about.size, num_hosts, about.algorithm, on_device=about.device != "cpu") * _MIB
 
 
 def ready_shares(job: Job) -> Array | None:
@@ -50,25 +47,25 @@ def ready_shares(job: Job) -> Array | None:
     return np.array([np.median(column) if len(column) else np.nan for column in columns])
 
 
-def fill(num_bytes: Sequence[float], shares: Sequence[float], bucket_bytes: float) -> Layout:
-    """Fill buckets with gradients.
+def lay_out(parameters: Sequence[ParameterRecord], shares: Array, bucket_bytes: float, ratio: float = 1.0) -> Layout:
+    """The buckets that `wrap` makes of parameters.
 
     Args:
-        num_bytes, shares: of each gradient, in the order in which they come.
-        bucket_bytes: limit of all buckets but the first one. A larger gradient has a bucket of its own.
+        shares: for each parameter, the share of backward after which its gradient is ready. NaN if it never comes:
+            then its bucket leaves at the end of backward.
+        bucket_bytes: cap of a bucket, in bytes of gradient.
+        ratio: bytes in the bucket for each byte of gradient; less than 1 if gradients are compressed.
     """
-    sizes: list[float] = []
-    ready: list[float] = []
-    limit, size = min(_FIRST_BYTES, bucket_bytes), 0.0
-    for each, share in zip(num_bytes, shares, strict=True):
-        if size and size + each > limit:
-            limit, size = bucket_bytes, 0.0
-        if not size:
-            sizes.append(0.0)
-            ready.append(0.0)
-        size += each
-        sizes[-1], ready[-1] = size, share
-    return tuple(sizes), tuple(ready)
+    shares = np.nan_to_num(shares, nan=1.0)
+    order = sorted(range(len(parameters)), key=lambda i: (shares[i], -i))
+    # A trace does not tell dtypes. Here all parameters have one, and share buckets.
+    specs = [ParameterSpec(each.name, (-(-each.num_bytes // 4),), (1,), torch.float32, _CPU) for each in parameters]
+    members = [
+        [slot.parameter for slot in bucket.slots]
+        for bucket in build_plan(specs, bucket_bytes=int(bucket_bytes), order=order).buckets
+    ]
+    sizes = tuple(sum(parameters[i].num_bytes for i in each) * ratio for each in members)
+    return sizes, tuple(float(max(shares[i] for i in each)) for each in members)
 
 
 def laid_out(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
@@ -82,30 +79,23 @@ def laid_out(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
     dense = [i for i, parameter in enumerate(parameters) if parameter.bucket >= 0]
     if shares is None or not dense:
         return None
-    shares = np.nan_to_num(shares, nan=1.0)  # the place of a gradient that does not come waits for the end of backward
-    dense.sort(key=lambda i: (shares[i], -i))
     ratio = sent_bytes / max(1, sum(parameters[i].num_bytes for i in dense))
-    return fill([parameters[i].num_bytes * ratio for i in dense], [float(shares[i]) for i in dense], bucket_mb * _MIB)
+    return lay_out([parameters[i] for i in dense], shares[dense], bucket_mb * _MIB, ratio)
 
 
 def imagined(job: Job) -> Layout:
     """The buckets that a job of one rank would have between hosts."""
     about, shares = job.traces[0].about, ready_shares(job)
     parameters = about.parameters
-    order = list(reversed(range(len(parameters))))  # gradients come about in the opposite order of forward
     if shares is None:
-        # Without anything better, each byte takes equally long.
-        total = np.cumsum([parameters[i].num_bytes for i in order])
-        in_order = [float(share) for share in total / max(1, total[-1])] if order else []
-    else:
-        shares = np.nan_to_num(shares, nan=1.0)
-        order.sort(key=lambda i: shares[i])
-        in_order = [float(shares[i]) for i in order]
+        # Gradients come in about the opposite order of forward, and each byte takes equally long.
+        total = np.cumsum([parameter.num_bytes for parameter in reversed(parameters)])[::-1]
+        shares = total / max(1, total.max(initial=0))
     if not about.bucket_bytes:
-        return fill([parameters[i].num_bytes for i in order], in_order, nominal_bytes(about))
-    by_parameter = dict(zip(order, in_order, strict=True))
-    of_buckets = [
-        max((by_parameter[i] for i in order if parameters[i].bucket == index), default=1.0)
+        return lay_out(parameters, shares, nominal_bytes(about))
+    shares = np.nan_to_num(shares, nan=1.0)
+    ready = [
+        max((float(shares[i]) for i, parameter in enumerate(parameters) if parameter.bucket == index), default=1.0)
         for index in range(len(about.bucket_bytes))
     ]
-    return tuple(map(float, about.bucket_bytes)), tuple(of_buckets)
+    return tuple(map(float, about.bucket_bytes)), tuple(ready)

@@ -11,13 +11,13 @@ A step takes as long as the slowest of N ranks computes, and then as long as com
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from torchring.gradients.plan import last_reduced
 from torchring.report.buckets import bus_bytes
 from torchring.report.findings import Network, Prediction
 from torchring.report.timing import Array, typical
@@ -102,16 +102,8 @@ def exposed_ms(workload: Workload, num_ranks: int, links: Links) -> float:
     costs = [split_ms(num_bytes, num_ranks, links) for num_bytes in workload.bucket_bytes]
     if not workload.is_overlapped:
         return sum(map(sum, costs))
-    lanes = [-np.inf] * workload.num_lanes
-    transferred, launched, end = -np.inf, -np.inf, 0.0
-    for ready, (latency, transfer) in zip(workload.ready_ms, costs, strict=True):
-        launched = max(launched, ready)  # in the order of the plan
-        begin = max(launched, heapq.heappop(lanes))
-        # Lanes hide the latency of each other. They share the bandwidth.
-        transferred = max(begin + latency, transferred) + transfer
-        heapq.heappush(lanes, transferred)
-        end = max(end, transferred)
-    return end
+    latencies, transfers = [latency for latency, _ in costs], [transfer for _, transfer in costs]
+    return max(0.0, last_reduced(workload.ready_ms, latencies, transfers, workload.num_lanes))
 
 
 def slowest_ms(computing_ms: Array, num_ranks: int, slow_rank: int | None = None) -> float:

@@ -25,6 +25,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from torchring.gradients.plan import last_reduced
+
 Floats = npt.NDArray[np.float64]
 
 # Gradients that follow each other are counted as one, where there are more. The time to solve grows with the square.
@@ -93,10 +95,8 @@ def finish_seconds(leaves: Sequence[float], num_bytes: Sequence[float], cost: Re
     seconds = cost.of(num_bytes)
     if not cost.in_background:
         return float(max(leaves) + (seconds + cost.launch_seconds).sum())
-    time = -np.inf
-    for number, (full, taken) in enumerate(zip(leaves, seconds, strict=True), start=1):
-        time = max(time, full + number * cost.launch_seconds) + taken
-    return float(time)
+    launched = [full + number * cost.launch_seconds for number, full in enumerate(leaves, start=1)]
+    return last_reduced(launched, seconds.tolist(), [0.0] * len(launched))
 
 
 def best_cut(
