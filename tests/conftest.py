@@ -8,11 +8,11 @@ import pytest
 import torch
 
 # They take longest, so they begin first: at the end of a run with several processes, all have something to do.
-_LONG = ["on_device", "kernels_interpreter", "doctor", "cli", "examples", "bench_gpu", "bench", "run", "transport_mpi"]
+_LONG = ("allreduce/device", "kernels", "doctor", "launch", "docs/test_examples", "bench", "transport/test_mpi")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in _LONG)
+    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(_LONG))
 
 
 # PyTorch's store asks the name server for the name of each host that connects, 127.0.0.1 included. Where a question now
@@ -21,7 +21,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    import interpreted  # noqa: F401
+    from tests.support import interpreted  # noqa: F401
 
 
 def pytest_configure() -> None:

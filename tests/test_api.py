@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import patient
 
 import torchring
+from tests.support.harness import patient
 
 _ERROR = (
     "(message: 'str', *, rank: 'int | None' = None, peers: 'Sequence[int]' = (), bucket: 'int | None' = None, "

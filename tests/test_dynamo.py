@@ -13,13 +13,13 @@ from typing import Any, Literal, cast
 
 import pytest
 import torch
-from checks import assert_bitwise
-from harness import run_ranks
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._inductor.utils import get_donated_idxs
 
 import torchring
+from tests.support.checks import assert_bitwise
+from tests.support.harness import run_ranks
 from torchring import dynamo
 from torchring.dynamo import has_compiled_whole
 from torchring.gradients import bursts

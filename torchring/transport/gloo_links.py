@@ -1,8 +1,8 @@
 """What torchring needs of Gloo's links and Gloo has no call for: close all, find out whether one is open, let go.
 
 Each function uses a side effect of a call that Gloo does have. The comment in the function names the source file that
-the side effect is in, of https://github.com/pytorch/gloo or of torch. tests/test_gloo_links.py fails if a release of
-torch changes one.
+the side effect is in, of https://github.com/pytorch/gloo or of torch. tests/transport/test_gloo_links.py fails if a
+release of torch changes one.
 """
 
 from __future__ import annotations

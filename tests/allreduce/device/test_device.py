@@ -1,0 +1,786 @@
+"""The pieces of the device path by themselves: accelerators, packing, rounds, symmetric memory's arrangements."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.fake_device import COMPUTE, FakeAccelerator, FakeStream, Race
+from torchring import accelerators
+from torchring.accelerators import ACCELERATORS, CudaAccelerator, accelerator_of, span
+from torchring.allreduce.device import engines
+from torchring.allreduce.device.engines import BackendEngine, HierarchicalEngine, SharedMemoryEngine
+from torchring.allreduce.device.select import open_on_device
+from torchring.allreduce.device.stream import NOTHING_FOUND, DeviceWire, OnStream, PendingOnStream
+from torchring.allreduce.select import open_mover
+from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
+from torchring.gradients import rounds as rounds_module
+from torchring.gradients.packing import DevicePacking, slots_of
+from torchring.gradients.plan import ControlBits, ParameterSpec, build_plan
+from torchring.gradients.rounds import DeviceRounds, Timing, _first_finding
+from torchring.gradients.scheduler import Round
+from torchring.gradients.unread import UnreadGradients
+from torchring.kernels import ChunkTable
+from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
+from torchring.memory.cuda import (
+    CudaBlock,
+    CudaGroup,
+    ExchangeStore,
+    LonelyGroup,
+    find_problem,
+    register_group,
+    share_memory,
+)
+from torchring.memory.handover import describe_handover, why_no_handover
+from torchring.world import World
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def accelerator() -> Iterator[FakeAccelerator]:
+    with FakeAccelerator().installed() as accelerator:
+        yield accelerator
+
+
+# Accelerators
+
+
+def test_a_cpu_is_no_device_that_works_in_streams() -> None:
+    assert accelerator_of(CPU) is None
+    assert accelerator_of(torch.device("meta")) is None
+    assert ACCELERATORS["cuda"] is CudaAccelerator
+    with FakeAccelerator().installed() as accelerator:
+        assert accelerator_of(CPU) is accelerator
+    assert accelerator_of(CPU) is None
+
+
+def test_ranges_are_there_while_a_profiler_looks() -> None:
+    with span("torchring.unseen"):
+        pass
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, span("torchring.seen"):
+        pass
+    names = {event.name for event in profile.events() or ()}
+    assert "torchring.seen" in names
+    assert "torchring.unseen" not in names
+
+
+# The fake itself
+
+
+def test_work_is_done_when_somebody_waits_and_in_order(accelerator: FakeAccelerator) -> None:
+    stream = accelerator.open_stream()
+    value = torch.zeros(8)
+    stream.follow()
+    stream.run(lambda: value.fill_(1.0))
+    first = stream.mark()
+    stream.run(lambda: value.mul_(3.0))
+    last = stream.mark()
+    assert not first.is_reached()
+    first.hold_current()
+    assert first.is_reached()
+    assert not last.is_reached()
+    last.hold_current()
+    assert value.tolist() == [3.0] * 8
+    assert last.milliseconds_since(first) >= 0
+    assert accelerator.races == []
+
+
+def test_what_was_fetched_is_not_there_before_its_time(accelerator: FakeAccelerator) -> None:
+    stream = accelerator.open_stream()
+    value, fetched = torch.full((4,), 7, dtype=torch.int32), []
+    stream.follow()
+    stream.run(lambda: fetched.append(accelerator.fetch(value)))
+    assert fetched[0].tolist() == [-1] * 4
+    accelerator.synchronize()
+    assert fetched[0].tolist() == [7] * 4
+
+
+@pytest.mark.parametrize("mode", ["late", "eager"])
+def test_an_order_that_nothing_says_is_a_race(mode: str) -> None:
+    with FakeAccelerator(mode).installed() as accelerator:
+        stream = accelerator.open_stream()
+        value = torch.zeros(8)
+
+        def write() -> None:
+            stream.run(lambda: value.fill_(1.0))
+            stream.mark().hold_current()
+
+        with pytest.raises(Race, match=r"writes what .* writes on compute, in no order"):
+            write()
+        assert len(accelerator.races) == 1
+
+
+def test_a_result_that_was_not_waited_for_is_a_race(accelerator: FakeAccelerator) -> None:
+    stream = accelerator.open_stream()
+    value = torch.zeros(8)
+    stream.follow()
+    stream.run(lambda: value.fill_(1.0))
+    assert value.sum() == 0  # too early
+    with pytest.raises(Race, match=r"writes what aten\.sum\.default reads on compute"):
+        stream.mark().hold_current()
+
+
+def test_other_streams_have_to_be_followed_by_name(accelerator: FakeAccelerator) -> None:
+    stream = accelerator.open_stream()
+    value = torch.zeros(8)
+    for streams in ((), ("another",)):
+        accelerator.synchronize()
+        with accelerator.on_stream("another"):
+            value.fill_(5.0)
+        stream.follow(streams)
+        stream.run(lambda: value.fill_(6.0))
+        mark = stream.mark()
+        if streams:
+            mark.hold_current()
+        else:
+            with pytest.raises(Race, match="on another, in no order"):
+                mark.hold_current()
+    assert accelerator.current == COMPUTE
+
+
+# Packing
+
+
+def _packing(
+    accelerator: FakeAccelerator, *, compression: str | None = None, shapes: Any = ((40,), (3, 5), (2,))
+) -> Any:
+    specs = [ParameterSpec(f"p{i}", s, torch.empty(s).stride(), torch.float32, CPU) for i, s in enumerate(shapes)]
+    [plan] = build_plan(specs, bucket_bytes=1 << 20, compression=compression, order=range(len(specs))).buckets
+    wire = torch.zeros(plan.numel, dtype=plan.wire_dtype)
+    found = torch.full((1,), NOTHING_FOUND, dtype=torch.int32)
+    stream, unread = accelerator.open_stream(), UnreadGradients(accelerator)
+    packing = DevicePacking(
+        0.5, plan, wire, found, stream, accelerator, reduction_stream=accelerator.open_stream(), unread=unread
+    )
+    views = [wire[slot.offset : slot.offset + slot.numel].view(shapes[slot.parameter]) for slot in plan.slots]
+    return SimpleNamespace(packing=packing, plan=plan, wire=wire, found=found, stream=stream, views=views)
+
+
+def test_every_stream_that_computed_a_gradient_is_followed(accelerator: FakeAccelerator) -> None:
+    here = _packing(accelerator)
+    followed: list[set[object]] = []
+    here.stream.follow = lambda streams=(): followed.append(set(streams))
+    here.packing.follow_current_stream()
+    with accelerator.on_stream("another"):
+        here.packing.follow_current_stream()
+    with accelerator.on_stream("a third"):
+        here.packing.follow_current_stream()
+        here.packing.pack([0], [torch.ones(40)], here.views[:1])
+        here.packing.finish_packing()
+    here.packing.follow_current_stream()
+    here.packing.finish_packing()  # accumulated in place: nothing to copy, but what reduces it follows all the same
+    assert followed == [{COMPUTE, "another"}, set()]
+
+
+def test_gradients_laid_out_otherwise_are_copied_by_index(accelerator: FakeAccelerator) -> None:
+    here = _packing(accelerator, shapes=((3, 5), (4,), (2, 2)))
+    transposed, expanded, plain = (
+        torch.arange(15.0).view(5, 3).t(), torch.tensor(2.0).expand(4), torch.arange(4.0).view(2, 2)
+    )  # fmt: skip
+    here.packing.pack([0, 1, 2], [transposed, expanded, plain], here.views)
+    accelerator.synchronize()
+    for view, gradient in zip(here.views, (transposed, expanded, plain), strict=True):
+        assert torch.equal(view, gradient * 0.5)
+    results = [torch.zeros(5, 3).t(), torch.zeros(4), torch.zeros(2, 2)]
+    here.packing.unpack([0, 1, 2], here.views, results)
+    for result, view in zip(results, here.views, strict=True):
+        assert torch.equal(result, view)
+
+
+def test_a_table_for_each_set_of_parameters_and_not_ever_more(accelerator: FakeAccelerator) -> None:
+    here = _packing(accelerator, shapes=tuple((1,) for _ in range(6)))
+    for mask in range(1, 64):
+        slots = [i for i in range(6) if mask >> i & 1]
+        here.packing.pack(slots, [torch.full((1,), float(mask)) for _ in slots], [here.views[i] for i in slots])
+        accelerator.synchronize()
+        assert {float(here.views[i]) for i in slots} == {mask / 2}
+        assert len(here.packing._tables) <= 16
+    assert len(here.packing.take_packed()) == 63
+    assert here.packing.take_packed() == []
+
+
+def test_the_slots_of_a_chunk() -> None:
+    table = ChunkTable([5000, 3], [0, 5008], wire_dtype=torch.float32, device="cpu")
+    assert [slots_of([([7, 9], table)], chunk) for chunk in range(3)] == [[7], [7], [9]]
+    small = ChunkTable([3], [0], wire_dtype=torch.float32, device="cpu")
+    assert slots_of([([7, 9], table), ([2], small)], 0) == [7, 2]
+    assert slots_of([([7, 9], table), ([2], small)], 1) == [7]
+
+
+# Rounds
+
+
+class _Mark:
+    def __init__(self, milliseconds: float) -> None:
+        self.milliseconds = milliseconds
+
+    def is_reached(self) -> bool:
+        return True
+
+    def hold_current(self) -> None: ...
+
+    def milliseconds_since(self, earlier: Any) -> float:
+        return self.milliseconds - float(earlier.milliseconds)
+
+
+@pytest.mark.parametrize(
+    ("flights", "backward_end", "expected"),
+    [
+        ([(10, 14), (20, 30)], 26, (14, 4)),  # the last 4 ms of it stuck out
+        ([(10, 14), (20, 30)], 35, (14, 0)),  # all hidden
+        ([(40, 44), (44, 45)], 10, (5, 5)),  # begun long after backward: no more is exposed than there was
+        ([], 10, None),
+    ],
+)
+def test_how_long_a_round_took_and_how_much_of_it_showed(
+    flights: list[tuple[float, float]], backward_end: float, expected: tuple[float, float] | None
+) -> None:
+    accelerator = SimpleNamespace(
+        mark_current=lambda: _Mark(backward_end), fetch=lambda report: report.clone(), synchronize=lambda: None
+    )
+    mover: Any = SimpleNamespace(
+        in_background=True,
+        accelerator=accelerator,
+        stream=SimpleNamespace(run=lambda work: work()),
+        take_started=lambda: [PendingOnStream(_Mark(begin), _Mark(end)) for begin, end in flights],
+        check=lambda: None,
+        seal=lambda fetched: None,
+    )
+    world = World(None, 0, 1)
+    timing = Timing()
+    rounds = DeviceRounds(world, mover, timing, [], [])
+    rounds.backward_is_over()
+    assert rounds.agree(Round(0, control_bits=ControlBits(0, 1, 0)), []) == (ControlBits(0, 1, 0), None)
+    rounds.poll()
+    world.close()
+    assert timing.num_rounds == (-1 if expected is None else 0)
+    assert (timing.last_busy_ms, timing.last_exposed_ms) == pytest.approx(expected or (0, 0))
+
+
+def test_who_is_named_when_several_have_found_something() -> None:
+    nothing, of_input, of_sum = [5, 0, 0], [5, 1, 3], [5, 2, 4]
+    assert _first_finding([nothing, nothing]) is None
+    assert _first_finding([of_sum, nothing]) == (None, 4)
+    assert _first_finding([of_sum, of_input, [5, 1, 9]]) == (1, 3)
+
+
+def test_what_a_round_found_is_found_again() -> None:
+    """The first chunk of the inputs goes before an element of the result; rows are those of the wires."""
+    specs = [ParameterSpec(f"p{i}", (20,), (1,), torch.float32, CPU) for i in range(4)]
+    plans = build_plan(specs, bucket_bytes=160, first_bucket_bytes=160, order=range(4)).buckets
+    report = torch.full((2, 2), NOTHING_FOUND, dtype=torch.int32)
+    nowhere = torch.zeros(1)
+    wires = [DeviceWire(nowhere, nowhere, nowhere, (0, 0), report, row) for row in range(2)]
+    tables = [
+        ChunkTable([20, 20], [s.offset for s in plan.slots], wire_dtype=torch.float32, device="cpu") for plan in plans
+    ]
+    packed = [[((0, 1), table)] for table in tables]
+    opened = [(plan, wire, None) for plan, wire in zip(plans, wires, strict=True)]
+
+    def found(values: list[list[int]]) -> tuple[int, int] | None:
+        reports = {id(report): torch.tensor(values, dtype=torch.int32)}
+        finished: Any = SimpleNamespace(opened=opened, packed=packed, reports=reports)
+        return rounds_module._find(finished, [])
+
+    no = NOTHING_FOUND
+    assert found([[no, no], [no, no]]) is None
+    assert found([[no, no], [1, no]]) == (1, 3)
+    assert found([[no, 5], [no, no]]) == (2, 0)
+    assert found([[no, plans[0].slots[1].offset], [no, no]]) == (2, 1)
+    assert found([[no, 5], [0, no]]) == (1, 2)
+
+
+# Engines
+
+
+def test_an_engine_of_one_rank_on_a_backend(accelerator: FakeAccelerator) -> None:
+    """Has nobody to send to; an empty buffer needs no kernel."""
+    backend = accelerator.open_backend(dist.HashStore(), 0, 1, 10.0)
+    engine = BackendEngine(backend, accelerator)
+    first, second = engine.open_wires([(5, torch.float32), (0, torch.float16)])
+    assert (first.row, second.row, first.bounds) == (0, 1, (0, 5))
+    assert first.report is second.report
+    assert first.tensor.data_ptr() == first.buffer.data_ptr()
+    first.buffer.fill_(4.0)
+    assert first.tensor._version == 0  # not the engine's writes
+    engine.launch(second, 0.5)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "also"), [("ring", "'native'"), ("direct", "'hierarchical'"), ("nvls", "'hierarchical'")]
+)
+def test_kernels_that_share_memory_take_one_host(accelerator: FakeAccelerator, algorithm: str, also: str) -> None:
+    world: Any = SimpleNamespace(hosts=((0,), (1,)), rank=0)
+    with pytest.raises(TopologyError, match=f"algorithm='{algorithm}'.* takes one host.*{also}"):
+        open_on_device(world, algorithm, "auto", [], accelerator)
+
+
+def test_the_cpu_has_no_switch_that_adds_up() -> None:
+    world: Any = SimpleNamespace(rank=0)
+    with pytest.raises(TopologyError, match="takes gradients on GPUs, and these are on the CPU; use algorithm='auto'"):
+        open_mover(world, "nvls", "auto")
+
+
+def test_engines_abort_what_they_have() -> None:
+    calls: list[str] = []
+    column: Any = SimpleNamespace(abort=lambda: calls.append("column"), shutdown=lambda: calls.append("down"))
+    shared: Any = SimpleNamespace(abort=lambda: calls.append("shared"), close=lambda: calls.append("closed"))
+    for engine in (HierarchicalEngine(shared, column), HierarchicalEngine(shared, None)):
+        engine.abort()
+        engine.close()
+    assert calls == ["shared", "column", "closed", "down", "shared", "closed"]
+
+
+def test_the_word_that_stops_kernels_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that look at it may be queued for longer than their engine lives."""
+    zeros = torch.zeros
+
+    def zeros_not_pinned(*size: int, pin_memory: bool, **options: Any) -> torch.Tensor:
+        assert pin_memory
+        return zeros(*size, **options)
+
+    monkeypatch.setattr(accelerators, "_host_words", [])
+    monkeypatch.setattr(torch, "zeros", zeros_not_pinned)
+    accelerator = object.__new__(CudaAccelerator)
+    word = accelerator.host_word().fill_(1)
+    kept = weakref.ref(word)
+    del word
+    assert kept() is not None
+    assert accelerator.host_word() == 0
+
+
+@pytest.mark.parametrize("mode", ["late", "lazy"])
+def test_a_device_that_is_stuck_is_told_to_stop_without_asking_it(mode: str) -> None:
+    """Kernels look at a word in the host's memory."""
+    with FakeAccelerator(mode).installed() as accelerator:
+        engine = SharedMemoryEngine("direct", LonelyGroup(0, CPU), accelerator)
+        (wire,) = engine.open_wires([(20, torch.float32)])
+        stream = accelerator.open_stream()
+        stream.follow()
+        stream.run(lambda: wire.buffer.fill_(1.0))
+        stream.mark()
+        waiting = len(stream.queue)
+        accelerator.calls.clear()
+        stream.run(engine.abort)
+        engine.abort()
+        assert (accelerator.calls, len(stream.queue)) == ({}, waiting), "nothing was waited for, or queued behind"
+        assert [int(word) for word in accelerator.host_words] == [1]
+
+
+# Symmetric memory
+
+
+class _Engine:
+    """Does nothing, and notes that it was told to stop."""
+
+    algorithm = "direct"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def launch(self, wire: DeviceWire, scale: float) -> None: ...
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class _Host:
+    """Two ranks, the other of which is gone in some looks."""
+
+    rank, ranks, size = 0, (0, 1), 2
+
+    def __init__(self, *gone: bool) -> None:
+        self._gone = list(gone)
+
+    def check_peers(self, needed: Any) -> None:
+        if self._gone.pop(0):
+            raise PeerLostError("gone", rank=0, peers=needed)
+
+
+def _mover(accelerator: FakeAccelerator, host: Any = None, timeout_seconds: float = 30.0) -> tuple[OnStream, _Engine]:
+    engine = _Engine()
+    mover = OnStream(engine, accelerator, in_background=True, host=host, timeout_seconds=timeout_seconds)
+    mover._watchdog._stop.set()  # tests look themselves
+    report = torch.full((1, 2), NOTHING_FOUND, dtype=torch.int32)
+    buffer = torch.zeros(4)
+    mover.start(DeviceWire(buffer, buffer, torch.zeros(1, dtype=torch.int64), (0, 4), report, 0))
+    return mover, engine
+
+
+def _sealed(mover: OnStream) -> torch.Tensor:
+    fetched = torch.full((1, 2), -1, dtype=torch.int32)
+    mover.seal(fetched)
+    return fetched
+
+
+def test_a_rank_leaves_when_its_device_is_through(accelerator: FakeAccelerator) -> None:
+    mover, engine = _mover(accelerator)
+    fetched = _sealed(mover)
+    waited = accelerator.calls["synchronize"]
+    mover.close()
+    assert accelerator.calls["synchronize"] == waited + 1
+    assert engine.calls == ["close"]
+    mover, engine = _mover(accelerator)
+    fetched = _sealed(mover)
+    fetched.fill_(NOTHING_FOUND)
+    waited = accelerator.calls["synchronize"]
+    mover.close()
+    assert accelerator.calls["synchronize"] == waited, "there is nothing to wait for"
+
+
+def test_a_round_that_was_broken_off_is_not_waited_for(accelerator: FakeAccelerator) -> None:
+    """Its peers will not come."""
+    mover, engine = _mover(accelerator)
+    waited = accelerator.calls["synchronize"]
+    mover.close()
+    assert (engine.calls, accelerator.calls["synchronize"]) == (["abort", "close"], waited)
+
+
+def test_a_last_round_that_fails_is_not_left_without_a_word(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover, _ = _mover(accelerator)
+    _sealed(mover)
+    monkeypatch.setattr(accelerator, "synchronize", lambda: mover.fail(PeerLostError("rank 1 is gone", peers=(1,))))
+    with pytest.warns(RuntimeWarning, match="NaN.*rank 1 is gone"):
+        mover.close()
+
+
+@pytest.mark.parametrize(("gone", "is_lost"), [((True, True), True), ((True, False, True), False), ((False,), False)])
+def test_a_peer_is_lost_if_it_is_gone_at_two_looks(
+    accelerator: FakeAccelerator, gone: tuple[bool, ...], *, is_lost: bool
+) -> None:
+    mover, _ = _mover(accelerator, _Host(*gone))
+    _sealed(mover)
+    found = [mover._watchdog._look() for _ in gone]
+    assert [error is not None for error in found] == [False] * (len(gone) - 1) + [is_lost]
+    mover.close()
+
+
+def test_a_peer_that_is_done_may_leave_before_its_words_have_come(accelerator: FakeAccelerator) -> None:
+    mover, engine = _mover(accelerator, _Host(True, True, True))
+    first = _sealed(mover)
+    assert mover._watchdog._look() is None
+    first.fill_(NOTHING_FOUND)
+    assert mover._watchdog._look() is None
+    assert mover._watchdog._look() is None
+    mover.close()
+    assert engine.calls == ["close"]
+
+
+def test_a_device_that_does_not_come_to_an_end_is_late(accelerator: FakeAccelerator) -> None:
+    mover, _ = _mover(accelerator, timeout_seconds=0.0)
+    assert mover._watchdog._look() is None, "how long a backward takes is the script's business"
+    _sealed(mover)
+    assert isinstance(mover._watchdog._look(), PeerTimeoutError)
+    mover.close()
+
+
+class _Launches:
+    """In place of `prepare_direct` and `prepare_ring`: what was prepared, and how often each was launched."""
+
+    def __init__(self) -> None:
+        self.prepared: list[dict[str, Any]] = []
+        self.launched: list[int] = []  # indices into `prepared`
+
+    def prepare(self, wires: Any, signals: Any, wire: torch.Tensor, **options: Any) -> Callable[[], None]:
+        self.prepared.append({**options, "numel": wire.numel()})
+        return functools.partial(self.launched.append, len(self.prepared) - 1)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> _Launches:
+    found = _Launches()
+    for name in ("prepare_direct", "prepare_ring"):
+        monkeypatch.setattr(engines, name, found.prepare)
+    return found
+
+
+class _Group:
+    """The first of several ranks, whose memory no other rank has."""
+
+    def __init__(self, size: int, multicast: int = 0) -> None:
+        self.ranks, self.index, self.size = tuple(range(size)), 0, size
+        self.multicast = multicast
+        self.allocated: list[int] = []
+
+    def allocate(self, num_bytes: int) -> CudaBlock:
+        self.allocated.append(num_bytes)
+        parts = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in self.ranks]
+        return CudaBlock(parts, 0, None, self.multicast)
+
+
+def test_a_launch_is_prepared_once(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    """For each wire, scale and half."""
+    engine = SharedMemoryEngine("direct", _Group(2), accelerator)
+    first, second = engine.open_wires([(64, torch.float32), (32, torch.float32)])
+    for _ in range(3):
+        engine.launch(first, 0.5)
+        engine.launch(second, 0.5)
+        engine.direct(first, 0.5, spread=False)
+        engine.direct(first, 1.0, gather=False)
+    assert launches.launched == [0, 1, 2, 3] * 3
+    told = [(each["numel"], each["scale"], each["gather"], each["spread"]) for each in launches.prepared]
+    assert told == [(64, 0.5, True, True), (32, 0.5, True, True), (64, 0.5, True, False), (64, 1.0, False, True)]
+
+
+def test_only_a_kernel_that_waits_for_others_leaves_processors_to_backward(
+    accelerator: FakeAccelerator, launches: _Launches
+) -> None:
+    accelerator.num_processors = 100
+    for size, blocks in ((1, 400), (2, MAX_BLOCKS)):
+        for algorithm in ("direct", "ring"):
+            group = _Group(size)
+            engine = SharedMemoryEngine(algorithm, group, accelerator)
+            assert group.allocated == [signal_bytes(size, blocks)]
+            engine.launch(engine.open_wires([(64, torch.float32)])[0], 0.5)
+            assert launches.prepared[-1]["max_blocks"] == blocks
+
+
+def test_the_switch_adds_up_where_it_can(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    """nvls: each wire has its place in the memory behind the multicast address. The switch knows no fp64."""
+    engine = SharedMemoryEngine("nvls", _Group(4, multicast=1 << 40), accelerator)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    for wire in engine.open_wires([(100, dtype) for dtype in dtypes]):
+        engine.launch(wire, 0.25)
+    assert [each["multicast"] for each in launches.prepared] == [1 << 40, 0, (1 << 40) + 512 + 1024]
+    (wire,) = engine.open_wires([(5, torch.float16)])
+    wire.buffer.fill_(40_000.0)
+    engine.launch(wire, 0.5)
+    assert wire.scale_first
+    assert wire.buffer.tolist() == [20_000.0] * 5, "the switch would round the sum of two to infinity, before the scale"
+    assert launches.prepared[-1]["scale"] == 1.0
+    direct = SharedMemoryEngine("direct", _Group(4, multicast=1 << 40), accelerator)
+    direct.launch(direct.open_wires([(100, torch.float32)])[0], 0.25)
+    assert launches.prepared[-1]["multicast"] == 0, "direct adds in rank order"
+
+
+def test_nvls_says_what_it_lacks(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    with pytest.raises(TopologyError, match=r"algorithm='nvls' takes GPUs .* use algorithm='auto' or 'direct'"):
+        SharedMemoryEngine("nvls", _Group(4), accelerator)
+    group = _Group(4, multicast=1 << 40)
+    engine = SharedMemoryEngine("nvls", group, accelerator)
+    group.multicast = 0
+    with pytest.warns(RuntimeWarning, match="no multicast address .* reduced directly"):
+        (wire,) = engine.open_wires([(100, torch.float32)])
+    engine.launch(wire, 0.25)
+    assert launches.prepared[-1]["multicast"] == 0
+
+
+def test_backends_results_are_looked_at(accelerator: FakeAccelerator, launches: _Launches) -> None:
+    """A gradient that was accumulated in place is not packed, so nobody else has looked."""
+    engine = BackendEngine(accelerator.open_backend(dist.HashStore(), 0, 1, 10.0), accelerator)
+    for dtype in (torch.float32, torch.float16):
+        (wire,) = engine.open_wires([(5, dtype)])
+        assert wire.scale_first is (dtype == torch.float16), "whoever packs can spare the engine a pass"
+        wire.buffer.fill_(4.0)
+        engine.launch(wire, 0.5)
+        assert wire.buffer.tolist() == [2.0 if dtype == torch.float16 else 4.0] * 5
+    assert [(each["scale"], each["spread"]) for each in launches.prepared] == [(0.5, False), (1.0, False)]
+    engine.close()
+
+
+_HERE = {"processes": "pid:[1]", "folder": "1:2", "trouble": ""}
+
+
+def test_why_ranks_cannot_share_memory() -> None:
+    def card(device: str, *unreachable: str, **handover: str) -> dict[str, Any]:
+        return {"device": device, "unreachable": list(unreachable), "handover": {**_HERE, **handover}}
+
+    assert find_problem({0: card("a"), 1: card("b")}, allow_overlap=False) == ""
+    assert find_problem({0: card("a", "c"), 1: card("b")}, allow_overlap=False) == "", "nobody is on c"
+    same = find_problem({2: card("a"), 5: card("a")}, allow_overlap=False)
+    assert "ranks 2 and 5 use the same GPU" in same
+    assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in same
+    assert find_problem({2: card("a"), 5: card("a")}, allow_overlap=True) == ""
+    apart = find_problem({0: card("a"), 1: card("b"), 3: card("c", "b")}, allow_overlap=True)
+    assert apart == "the GPU of rank 3 has no peer access to that of rank 1"
+    contained = find_problem({2: card("a"), 3: card("b", processes="pid:[9]")}, allow_overlap=False)
+    assert contained.startswith("ranks 2 and 3 are in different PID namespaces")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({}, ""),
+        ({"processes": "pid:[9]"}, "ranks 4 and 6 are in different PID namespaces"),
+        ({"folder": "1:3"}, "ranks 4 and 6 have different folders for temporary files"),
+        ({"trouble": "too long", "folder": ""}, "rank 6 has no folder for PyTorch's sockets: too long; set TMPDIR"),
+    ],
+)
+def test_ranks_that_cannot_hand_each_other_memory(theirs: dict[str, str], said: str) -> None:
+    found = why_no_handover({4: _HERE, 5: _HERE, 6: {**_HERE, **theirs}})
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+
+
+def test_where_pytorch_puts_its_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    by_default = describe_handover()
+    assert by_default == {**describe_handover(), "trouble": ""}
+    assert by_default["processes"].startswith("pid:[")
+    monkeypatch.setenv("TMP", str(tmp_path))
+    assert describe_handover()["folder"] == f"{tmp_path.stat().st_dev}:{tmp_path.stat().st_ino}" != by_default["folder"]
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    assert "No such file" in describe_handover()["trouble"]
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    assert "too long a name" in describe_handover()["trouble"]
+
+
+class _Allocations:
+    """In place of `_SymmetricMemory`."""
+
+    def __init__(self, multicast: int) -> None:
+        self.calls: list[Any] = []
+        self.multicast_ptr = multicast
+
+    def empty_strided_p2p(self, *args: Any) -> torch.Tensor:
+        self.calls.append(args)
+        return torch.ones(args[0], dtype=args[2])
+
+    def rendezvous(self, tensor: torch.Tensor, name: str) -> _Allocations:
+        self.calls.append(name)
+        return self
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(sizes, 10 + rank, dtype=dtype)
+
+
+@pytest.mark.parametrize(("capability", "multicast"), [((9, 0), 4096), ((8, 6), 0)])
+def test_memory_of_all_ranks_and_the_address_of_them_all(
+    capability: tuple[int, int], multicast: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From PyTorch's allocator itself; what can use a multicast address is told of it."""
+    from torch._C import _distributed_c10d as c10d
+
+    allocations = _Allocations(4096)
+    monkeypatch.setattr(c10d, "_SymmetricMemory", allocations)
+    for name, stub in (("device", mock.MagicMock()), ("synchronize", mock.Mock())):
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    group = object.__new__(CudaGroup)
+    vars(group).update(ranks=(4, 6, 7), index=1, _device=CPU, _name="torchring/x", _is_isolated=False)
+    block = group.allocate(40)
+    assert allocations.calls == [((48,), (1,), torch.uint8, CPU), "torchring/x"]
+    assert [part.tolist() for part in block.parts] == [[10] * 40, [0] * 40, [12] * 40]
+    assert block.own is block.parts[1]
+    assert block.multicast == multicast
+
+
+def test_exchanges_of_a_group_are_counted_by_the_group() -> None:
+    """The processes have made other exchanges before, but not equally many. PyTorch calls the store from C++."""
+    shared = dist.HashStore()
+    here, there = (ExchangeStore(shared, 5.0) for _ in range(2))
+    ours, theirs = (dist.PrefixStore("CUDASymmetricMemory", store) for store in (here, there))
+    for exchange in range(3):
+        at = exchange * 2, exchange * 3 + 7
+        ours.set(f"{at[0]}/0", bytes([0, 255, exchange]))  # PyTorch sends the bytes of a struct
+        theirs.set(f"{at[1]}/1", bytes([128, exchange]))
+        ours.wait([f"{at[0]}/1"])
+        assert ours.get(f"{at[0]}/1") == bytes([128, exchange])
+        assert theirs.get(f"{at[1]}/0") == bytes([0, 255, exchange])
+        assert ours.multi_get([f"{at[0]}/{rank}" for rank in range(2)]) == [
+            ours.get(f"{at[0]}/0"),
+            bytes([128, exchange]),
+        ]
+    impatient = ExchangeStore(shared, 0.05)
+    assert impatient.timeout == timedelta(seconds=0.05), "barriers take it"
+    with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
+        dist.PrefixStore("CUDASymmetricMemory", impatient).wait(["9/2"])
+
+
+def test_ranks_of_a_group_meet_at_barriers_of_symmetric_memory() -> None:
+    """`StoreExchange::barrier` of 2.13 calls `Store::barrier`, under a key without a rank."""
+
+    def meet(store: dist.Store, key: str) -> None:
+        if hasattr(dist.Store, "barrier"):
+            dist.Store.barrier(store, key, 2)
+            return
+        if dist.Store.add(store, f"{key}/num_members", 1) == 2:
+            dist.Store.set(store, f"{key}/last_member", "<val_ignored>")
+        dist.Store.wait(store, [f"{key}/last_member"], store.timeout)
+
+    shared = dist.HashStore()
+    here, there = (ExchangeStore(shared, 5.0) for _ in range(2))
+    with ThreadPoolExecutor(2) as threads:
+        for exchange in range(2):
+            pending = [
+                threads.submit(meet, here, f"CUDASymmetricMemory/{exchange + 8}"),
+                threads.submit(meet, there, f"CUDASymmetricMemory/{exchange + 11}"),
+            ]
+            assert [future.result() for future in pending] == [None, None]
+    with pytest.raises(RuntimeError, match=r"[Tt]imeout"):  # nobody else comes
+        meet(ExchangeStore(dist.PrefixStore("another group", shared), 0.05), "CUDASymmetricMemory/8")
+
+
+def test_a_rank_that_is_alone_needs_nobody() -> None:
+    group = share_memory(None, None, CPU)
+    assert isinstance(group, LonelyGroup)
+    assert (group.ranks, group.index, group.size) == ((0,), 0, 1)
+    block = group.allocate(48)
+    assert len(block.parts) == 1
+    assert block.own is block.parts[0]
+    assert block.own.tolist() == [0] * 48
+
+
+def test_a_group_is_found_by_name_without_a_default_group() -> None:
+    """As symmetric memory looks for it."""
+    from torch._C import _distributed_c10d as c10d
+
+    store = ExchangeStore(dist.HashStore(), 5.0)
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5.0))
+    with mock.patch.object(c10d._SymmetricMemory, "set_group_info") as told:
+        group = register_group("torchring/a test", store, gloo)
+    told.assert_called_once_with("torchring/a test", 0, 1, store)
+    found = c10d._resolve_process_group("torchring/a test")
+    assert found.group_name == group.group_name == "torchring/a test"
+    assert (found.rank(), found.size()) == (0, 1)
+    assert found.get_group_store() is store
+    assert not dist.is_initialized()
+    del group, found
+    with pytest.raises(RuntimeError, match="destroyed"):  # so whoever needs it keeps it
+        c10d._resolve_process_group("torchring/a test")
+
+
+def test_no_release_after_those_that_need_it_is_told_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would compare how often each process has allocated, since it started."""
+    from torch._C import _distributed_c10d as c10d
+
+    monkeypatch.setattr(torch, "__version__", "2.14.0+cu130")
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5.0))
+    with mock.patch.object(c10d._SymmetricMemory, "set_group_info") as told:
+        register_group("torchring/another test", dist.HashStore(), gloo)
+    told.assert_not_called()
+
+
+def test_the_fake_keeps_to_the_contract() -> None:
+    """Methods of the real accelerator, stream and mark have the fakes' names and parameters."""
+    import inspect
+
+    from tests.support.fake_device import FakeMark
+    from torchring.accelerators import CudaMark, CudaStream
+
+    for real, fake in ((CudaAccelerator, FakeAccelerator), (CudaStream, FakeStream), (CudaMark, FakeMark)):
+        for name, method in inspect.getmembers(real, inspect.isfunction):
+            if not name.startswith("_"):
+                theirs = inspect.signature(getattr(fake, name)).parameters
+                assert list(theirs) == list(inspect.signature(method).parameters), name

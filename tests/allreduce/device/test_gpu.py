@@ -1,0 +1,453 @@
+"""Training on a real GPU, which several ranks share: `test_on_device.py` has a stand-in, here is what may differ.
+
+TORCHRING_EXPECT_GPU=1 python -m pytest -m gpu
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchring
+from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
+from tests.support.harness import run_ranks
+from torchring.errors import GradientError, PeerLostError, TopologyError
+
+pytestmark = pytest.mark.gpu
+
+SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+DEADLINE = 120.0  # each rank starts CUDA and compiles or loads its kernels
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 501), nn.ReLU(), nn.Linear(501, 7)]
+    return nn.Sequential(*layers).to("cuda")
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(16, 300, generator=generator)
+    return x.cuda(), torch.randint(7, (16,), generator=generator).cuda()
+
+
+def train(rank: int, size: int, algorithm: str, compression: str | None, num_steps: int) -> list[torch.Tensor]:
+    model = make_model(seed=rank)
+    optimizer = torchring.wrap(
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        model,
+        algorithm=algorithm,
+        compression=compression,
+        bucket_mb=0.5,
+    )
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert optimizer.stats().algorithm == algorithm
+    assert optimizer.stats().overlap == "stream"
+    parameters = [p.detach().cpu() for p in model.parameters()]
+    torchring.shutdown()
+    return parameters
+
+
+def train_alone(size: int, num_steps: int) -> list[torch.Tensor]:
+    model = make_model(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for rank in range(size):
+            x, y = batch(step, rank)
+            (nn.functional.cross_entropy(model(x), y) / size).backward()
+        optimizer.step()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_twenty_steps_leave_the_same_bits_on_all_ranks(algorithm: str, size: int) -> None:
+    per_rank = run_ranks(train, size, algorithm, None, 20, env=SHARED, deadline=DEADLINE)
+    assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
+    for ours, alone in zip(per_rank[0], train_alone(size, 20), strict=True):
+        torch.testing.assert_close(ours, alone, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_narrow_wires(algorithm: str, compression: str) -> None:
+    per_rank = run_ranks(train, 2, algorithm, compression, 5, env=SHARED, deadline=DEADLINE)
+    assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
+    for ours, alone in zip(per_rank[0], train_alone(2, 5), strict=True):
+        torch.testing.assert_close(ours, alone, rtol=2e-2, atol=1e-2)
+
+
+def reduce_sizes(rank: int, size: int, algorithm: str) -> None:
+    from torchring.accelerators import accelerator_of
+    from torchring.allreduce.device.select import open_on_device
+
+    world = torchring.init()
+    accelerator = accelerator_of(torch.device("cuda", 0))
+    assert accelerator is not None
+    mover, _ = open_on_device(world, algorithm, "auto", [], accelerator)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        numels = [1, 63, 64, 1000, 70_001, 1_000_003]
+        wires = mover.open_wires([(numel, dtype) for numel in numels])
+        for turn in range(3):
+            inputs = [[exact_inputs(n, dtype, seed=r + turn) for n in numels] for r in range(size)]
+            for wire, mine in zip(wires, inputs[rank], strict=True):
+                wire.tensor.copy_(mine)
+            mover.stream.follow()
+            pending = [mover.start(wire) for wire in wires]
+            for reduction, wire, parts in zip(pending, wires, zip(*inputs, strict=True), strict=True):
+                reduction.wait()
+                assert_bitwise(wire.tensor.cpu(), torch.stack(parts).double().sum(0).to(dtype), f"{dtype} {turn}")
+    mover.close()
+    torchring.shutdown()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_sums_are_exact(algorithm: str, size: int) -> None:
+    run_ranks(reduce_sizes, size, algorithm, env=SHARED, deadline=DEADLINE)
+
+
+def train_without_waiting(rank: int, size: int) -> None:
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    batches = [batch(step, rank) for step in range(12)]
+    torch.cuda.synchronize()
+    for step, (x, y) in enumerate(batches):
+        if step == 3:  # the plan is rebuilt after the first, which allocates
+            torch.cuda.set_sync_debug_mode("error")
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    torchring.shutdown()
+
+
+def test_no_step_waits_for_the_device() -> None:
+    run_ranks(train_without_waiting, 2, env=SHARED, deadline=DEADLINE)
+
+
+def test_synchronising_would_have_been_noticed() -> None:
+    """The control of the last test."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.ones(1, device="cuda").item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def churn(rank: int, size: int) -> None:
+    """Gradients' memory is taken for something else as soon as the allocator gives it away."""
+    model = make_model()
+    reference = [p.detach().clone().double() for p in model.parameters()]
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model, bucket_mb=0.1)
+    for p in model.parameters():  # in backward, too, when the gradients of earlier buckets are given away
+        p.register_post_accumulate_grad_hook(lambda p: torch.full_like(p, math.nan))
+    for step in range(30):
+        optimizer.zero_grad()
+        # Gradients of one value each, so that a single wrong element shows.
+        factors = [(step + i) % 7 + 1 for i in range(len(reference))]
+        terms = [(p * (rank + 1) * k).sum() for p, k in zip(model.parameters(), factors, strict=True)]
+        torch.stack(terms).sum().backward()
+        junk = [torch.full_like(p, math.nan) for p in model.parameters()]
+        optimizer.step()
+        for value, k in zip(reference, factors, strict=True):
+            value -= 0.5 * k * sum(range(1, size + 1)) / size
+        del junk
+    for p, value in zip(model.parameters(), reference, strict=True):
+        torch.testing.assert_close(p.detach().double(), value, rtol=1e-5, atol=1e-4)
+    torchring.shutdown()
+
+
+def test_gradients_are_kept_until_they_have_been_read() -> None:
+    run_ranks(churn, 2, env=SHARED, deadline=DEADLINE)
+
+
+def peak(rank: int, size: int) -> None:
+    """Gradients of 4 MiB, each a bucket of its own."""
+    parameters = [nn.Parameter(torch.zeros(1 << 20, device="cuda")) for _ in range(16)]
+    optimizer = torchring.wrap(torch.optim.SGD(parameters, lr=0.5), bucket_mb=4.0)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = torch.stack([(p * 2.0).sum() for p in parameters]).sum()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss.backward()
+        num_gradients = (torch.cuda.max_memory_allocated() - before) / 2**22
+    assert 1 <= num_gradients < 5, "one that fills a bucket, one that is packed, and what autograd computes with"
+    torchring.shutdown()
+
+
+def test_gradients_are_not_kept_beside_the_wires() -> None:
+    run_ranks(peak, 2, env=SHARED, deadline=DEADLINE)
+
+
+def find_nan(rank: int, size: int) -> None:
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def take_step(step: int) -> None:
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        loss = nn.functional.cross_entropy(model(x), y)
+        if rank == 1 and step == 2:
+            loss = loss + model[2].weight[3, 3] * math.nan
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+
+    for step in range(3):
+        take_step(step)
+    with pytest.raises(GradientError, match=r"2\.weight.*rank 1"):
+        list(map(take_step, range(3, 8)))
+    torchring.shutdown()
+
+
+def test_a_nan_is_traced_to_its_rank() -> None:
+    run_ranks(find_nan, 2, env=SHARED, deadline=DEADLINE)
+
+
+def lose_a_peer(rank: int, size: int) -> float:
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    started = 0.0
+
+    def take_step(step: int) -> None:
+        nonlocal started
+        if rank == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+    with pytest.raises(PeerLostError) as caught:
+        list(map(take_step, range(200)))
+    waited = time.monotonic() - started
+    assert caught.value.peers == (1,)
+    torch.cuda.synchronize()  # no kernel waits any more
+    return waited
+
+
+def test_a_dead_rank_is_named_while_the_device_waits() -> None:
+    waited, _ = run_ranks(lose_a_peer, 2, env=SHARED, deadline=DEADLINE, expect_exit={1: -signal.SIGKILL})
+    assert waited < 20  # seconds; a deadline, not a measurement
+
+
+def leave_early(rank: int, size: int) -> bool:
+    """One rank ends right after its last step, without a word; its device has yet to do its part for the other."""
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(5):
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        loss = nn.functional.cross_entropy(model(x), y)
+        torch.cuda._sleep(200_000_000)  # cycles: a host well ahead of its device
+        loss.backward()
+        optimizer.step()
+    if rank == 0:
+        time.sleep(2.0)
+        return all(bool(p.isfinite().all()) for p in model.parameters())
+    return True
+
+
+def test_a_script_that_ends_leaves_no_peer_behind() -> None:
+    assert run_ranks(leave_early, 2, env=SHARED, deadline=DEADLINE) == [True, True]
+
+
+def train_elsewhere(rank: int, size: int) -> list[torch.Tensor]:
+    torch.set_default_device("cuda")
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((4, 300), float(rank + step))).square().mean().backward()
+        optimizer.step()
+    torchring.all_reduce(torch.ones(3))
+    parameters = [p.detach().cpu() for p in model.parameters()]
+    torchring.shutdown()
+    return parameters
+
+
+def test_the_gpu_as_the_default_device() -> None:
+    per_rank = run_ranks(train_elsewhere, 2, env=SHARED, deadline=DEADLINE)
+    assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
+
+
+def capture(rank: int, size: int) -> None:
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    x, y = batch(0, rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with pytest.raises(GradientError, match="CUDA graph"), torch.cuda.graph(graph):
+        nn.functional.cross_entropy(model(x), y).backward()
+    torchring.shutdown()
+
+
+def test_capturing_a_backward_is_refused() -> None:
+    run_ranks(capture, 2, env=SHARED, deadline=DEADLINE)
+
+
+def train_graphed(rank: int, size: int) -> list[torch.Tensor]:
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    graphed = torch.cuda.make_graphed_callables(model, (batch(0, rank)[0],))
+    for step in range(6):
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        nn.functional.cross_entropy(graphed(x), y).backward()
+        optimizer.step()
+    parameters = [p.detach().cpu() for p in model.parameters()]
+    torchring.shutdown()
+    return parameters
+
+
+def test_graphed_callables() -> None:
+    per_rank = run_ranks(train_graphed, 2, env=SHARED, deadline=DEADLINE)
+    assert_same_on_all_ranks([digest(parameters) for parameters in per_rank])
+
+
+def use_collectives(rank: int, size: int) -> None:
+    torchring.init()
+    tensor = torch.arange(5, device="cuda", dtype=torch.float32) + rank
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        late = tensor * 2
+        work = torchring.all_reduce(late, op="sum", async_op=True)
+    assert_bitwise(work.wait().cpu(), (torch.arange(5) * 2 * size + 2 * sum(range(size))).float())
+    assert torchring.all_gather(tensor).device == tensor.device
+    assert_bitwise(torchring.broadcast(tensor, src=1).cpu(), torch.arange(5).float() + 1)
+    assert torchring.device() == torch.device("cuda", torchring.local_rank() % torch.cuda.device_count())
+    torchring.shutdown()
+
+
+def test_collectives_for_scripts() -> None:
+    run_ranks(use_collectives, 2, env=SHARED, deadline=DEADLINE)
+
+
+def test_nccl_engine_alone() -> None:
+    """What several GPUs would need, as far as one goes."""
+    from torchring.accelerators import accelerator_of
+    from torchring.allreduce.device.engines import BackendEngine
+
+    accelerator = accelerator_of(torch.device("cuda", 0))
+    assert accelerator is not None
+    backend = accelerator.open_backend(torch.distributed.HashStore(), 0, 1, 30.0)
+    engine = BackendEngine(backend, accelerator)
+    sizes = [(1000, torch.float32), (5_000_003, torch.float32), (5_000_003, torch.bfloat16)]  # one block; the whole GPU
+    for (numel, dtype), wire in zip(sizes, engine.open_wires(sizes), strict=True):
+        values = exact_inputs(numel, dtype, seed=1)
+        for scale in (0.5, 1.0):
+            wire.tensor.copy_(values)
+            engine.launch(wire, scale)
+            assert_bitwise(wire.tensor.cpu(), values * scale)
+        wire.tensor[numel - 2] = torch.inf
+        engine.launch(wire, 1.0)
+        assert wire.found_in_result.item() == numel - 2
+    backend.shutdown()
+
+
+def profile_a_step(rank: int, size: int) -> list[str]:
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression="bf16")
+    names: list[str] = []
+    for step in range(4):
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            optimizer.zero_grad()
+            x, y = batch(step, rank)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+        names = [event.name for event in profiler.events()]
+    torchring.shutdown()
+    return names
+
+
+def test_the_profiler_shows_what_is_done() -> None:
+    for names in run_ranks(profile_a_step, 2, env=SHARED, deadline=DEADLINE):
+        for beginning in ("torchring.pack bucket 0", "torchring.direct bucket 0", "torchring.unpack bucket 0"):
+            assert any(name.startswith(beginning) for name in names), beginning
+        assert any("_direct_kernel" in name for name in names)
+
+
+def forced_alone() -> Any:
+    """The step of a world of one, with a ring all the same."""
+    from torchring.default_world import default_world
+
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm="ring")
+    optimizer._connect(default_world())
+    return model, optimizer
+
+
+def test_a_ring_of_one_changes_nothing() -> None:
+    model, optimizer = forced_alone()
+    plain = make_model()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(5):
+        for module, stepper in ((model, optimizer), (plain, plain_optimizer)):
+            stepper.zero_grad()
+            x, y = batch(step, 0)
+            nn.functional.cross_entropy(module(x), y).backward()
+            stepper.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_bitwise(ours.detach().cpu(), theirs.detach().cpu())
+    optimizer.close()
+    torchring.shutdown()
+
+
+def ask_for_the_switch(rank: int, size: int) -> str:
+    model = make_model()
+    try:
+        torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm="nvls")
+    except TopologyError as error:
+        return str(error)
+    finally:
+        torchring.shutdown()
+    return ""
+
+
+def test_ranks_that_share_a_gpu_have_no_switch_between_them() -> None:
+    for said in run_ranks(ask_for_the_switch, 2, env=SHARED, deadline=DEADLINE):
+        assert "algorithm='nvls' takes GPUs" in said
+
+
+def choose_among_four(rank: int, size: int) -> tuple[str, str]:
+    model = make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    x, y = batch(0, rank)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    stats = optimizer.stats()
+    torchring.shutdown()
+    return stats.algorithm, stats.reason
+
+
+def test_four_ranks_that_share_a_gpu_have_nothing_to_measure() -> None:
+    """NCCL refuses them."""
+    for algorithm, reason in run_ranks(choose_among_four, 4, env=SHARED, deadline=DEADLINE):
+        assert algorithm == "direct", reason
+        assert "the backend does not connect" in reason

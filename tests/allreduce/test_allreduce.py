@@ -1,0 +1,803 @@
+"""One contract (`torchring/allreduce/contract.py`), and all movers: direct, ring over the fake and over Gloo,
+hierarchical with even and uneven hosts, native; in the background and inline."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
+from tests.support.fakes import FakeNetwork, FakeTransfer, FakeTransport
+from tests.support.grids import grid
+from tests.support.harness import RanksFailed, run_threads
+from torchring.allreduce.contract import Mover, NonFinite, Wire, is_finite
+from torchring.allreduce.direct import DirectAllReduce
+from torchring.allreduce.hierarchical import HierarchicalAllReduce, column_members, num_columns
+from torchring.allreduce.native import NativeAllReduce
+from torchring.allreduce.records import MAX_PENDING
+from torchring.allreduce.ring import RingAllReduce, RingStep, ring_steps
+from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bounds
+from torchring.allreduce.threaded import ThreadedMover
+from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
+from torchring.memory import host as host_module
+from torchring.transport import culprit as culprit_module
+from torchring.transport.c10d import C10dTransport
+from torchring.world import World
+
+KINDS = ("direct", "ring-fake", "ring-lanes", "hierarchical", "native-lanes")
+INLINE = ("ring-c10d", "hierarchical-inline", "native")  # the same, but `start` waits
+SHARED = ("direct", "hierarchical", "hierarchical-inline")  # sum in shared memory first
+HOSTS = {2: (0, 1), 3: (0, 0, 1), 5: (0, 1, 0, 1, 0)}  # of each rank, where there are several
+WORLDS = (2, 3, 5)
+DTYPES = (torch.float32, torch.float64, torch.float16, BF16 := torch.bfloat16)
+MIB = 2**20
+
+every_mover = pytest.mark.parametrize("kind", KINDS)
+every_world = pytest.mark.parametrize("size", WORLDS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Every mover in a world of 3, and the others where they differ: one peer, and hosts of 3 and 2 ranks.
+every_mover_and_world = grid(
+    "kind, size",
+    KINDS,
+    WORLDS,
+    keep=lambda kind, size: size == 3 or (kind, size) in {("direct", 2), ("hierarchical", 5)},
+)
+every_mover_world_and_dtype = grid(
+    "kind, size, dtype",
+    KINDS,
+    WORLDS,
+    DTYPES,
+    keep=lambda kind, size, dtype: (
+        size == (2 if dtype in (torch.float16, torch.float64) else 5 if (kind, dtype) == ("hierarchical", BF16) else 3)
+    ),
+)
+
+
+def run_movers(
+    kind: str, size: int, body: Callable[..., Any], *, num_movers: int = 1, timeout_seconds: float = 20.0
+) -> list[Any]:
+    """body(rank, *movers) on every rank, in threads of this process."""
+    network = FakeNetwork(size, timeout_seconds)
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
+        # Only the fake does without a world.
+        world = World(store, rank, 1 if kind == "ring-fake" else size, timeout_seconds=timeout_seconds)
+        fakes = [[network.transport(rank, f"{i}/{lane}") for lane in range(2)] for i in range(num_movers)]
+        movers = [_open(kind, world, transports) for transports in fakes]
+        try:
+            return body(rank, *movers)
+        finally:
+            for mover in movers:
+                mover.close()
+            world.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if kind.startswith("hierarchical"):
+            patch.setattr(host_module, "_host_identity", lambda: _host_of(size))
+        return run_threads(on_rank, size)
+
+
+def _open(kind: str, world: World, fake: Any) -> Mover[Any]:
+    if kind == "ring-fake":
+        return ThreadedMover(RingAllReduce(fake))
+    assert world.host is not None
+    if kind == "direct":
+        return DirectAllReduce(world.host, poll_seconds=0.0)
+    assert world.rendezvous is not None
+    num_lanes = 2 if kind in ("ring-lanes", "native-lanes", "hierarchical") else 1
+    names = [world.next_channel_name() for _ in range(num_lanes)]
+    transports = [C10dTransport(world.rendezvous, name, world.host) for name in names]
+    if kind.startswith("hierarchical"):
+        members = column_members(world.hosts, world.rank)
+        ring = None if members is None else RingAllReduce(transports, members)
+        in_background = kind == "hierarchical"
+        return HierarchicalAllReduce(world.host, num_columns(world.hosts), ring, in_background=in_background)
+    mover: Any = RingAllReduce(transports) if kind.startswith("ring") else NativeAllReduce(transports)
+    return ThreadedMover(mover, in_background=num_lanes > 1)
+
+
+def _host_of(size: int) -> str:
+    """Of the rank that this thread is."""
+    return f"host {HOSTS[size][int(threading.current_thread().name.split()[1])]}"
+
+
+def sizes_of(size: int, dtype: torch.dtype) -> list[int]:
+    """Element counts around every boundary: ranks, cache lines, blocks of a buffer and of a slice."""
+    block, line = BLOCK_BYTES // dtype.itemsize, ALIGNMENT_BYTES // dtype.itemsize
+    edges = [line, line * size, block, block * size]
+    around = {edge + i for edge in edges for i in (-1, 0, 1)}
+    return sorted({0, 1, size - 1, size, size + 1, 63, 64, 65, MIB // dtype.itemsize} | around)
+
+
+@functools.cache
+def _inputs(dtype: torch.dtype, rank: int) -> torch.Tensor:
+    return exact_inputs(6 * BLOCK_BYTES // dtype.itemsize, dtype, rank)
+
+
+@functools.cache
+def _sums(dtype: torch.dtype, ranks: int, scale: float) -> torch.Tensor:
+    parts = [_inputs(dtype, rank).double() for rank in range(ranks)]
+    return (torch.stack(parts).sum(0) * scale).to(dtype)
+
+
+def part_of(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rank's input: small integers."""
+    return _inputs(dtype, rank)[:numel]
+
+
+def exact_sum(numel: int, dtype: torch.dtype, ranks: int, scale: float) -> torch.Tensor:
+    return _sums(dtype, ranks, scale)[:numel]
+
+
+def num_roundings(kind: str, dtype: torch.dtype, size: int) -> float:
+    """Of the wire dtype, on the way of a sum of `size` parts, the last one not counted."""
+    in_fp32 = size * 2.0**-24 / (torch.finfo(dtype).eps / 2)  # 16-bit wires: every fp32 rounding, in units of theirs
+    if dtype.itemsize > 2 or kind.startswith("native"):
+        return size - 1
+    if kind == "direct":
+        return in_fp32
+    # A ring rounds at every hop; one between hosts of several ranks also what they have summed.
+    num_hops = len(set(HOSTS[size])) if kind in SHARED and size > 2 else size - 2
+    return num_hops + in_fp32
+
+
+def reduce(mover: Mover[Any], wire: Wire, **how: Any) -> NonFinite | None:
+    return mover.start(wire, **how).wait()
+
+
+# ---- the contract
+
+
+@pytest.mark.parametrize("kind", INLINE)
+def test_exact_sums_inline(kind: str) -> None:
+    for dtype in (torch.float32, torch.float16):
+        test_exact_sums_of_every_size(kind, 3, dtype)
+
+
+@every_mover_world_and_dtype
+def test_exact_sums_of_every_size(kind: str, size: int, dtype: torch.dtype) -> None:
+    sizes = sizes_of(size, dtype)
+
+    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
+        wires = mover.open_wires([(numel, dtype) for numel in sizes])
+        for wire, numel in zip(wires, sizes, strict=True):
+            assert wire.tensor.shape == (numel,)
+            assert wire.tensor.dtype == dtype
+            assert not wire.tensor.any(), "a new wire is zeroed"
+            wire.tensor.copy_(part_of(rank, numel, dtype))
+        for wire in wires:
+            address = wire.tensor.data_ptr()
+            assert reduce(mover, wire, scale=0.5) is None
+            assert wire.tensor.data_ptr() == address
+        return [wire.tensor if rank == 0 else digest(wire.tensor) for wire in wires]
+
+    per_rank = run_movers(kind, size, body)
+    for i, numel in enumerate(sizes):
+        assert_bitwise(per_rank[0][i], exact_sum(numel, dtype, size, 0.5), f"{numel} elements")
+        assert_same_on_all_ranks([digest(per_rank[0][i]), *(results[i] for results in per_rank[1:])])
+
+
+@every_mover_world_and_dtype
+def test_random_inputs_stay_within_the_rounding_bound(kind: str, size: int, dtype: torch.dtype) -> None:
+    numel, scales = 20_000, (1.0, 1 / 3, 7.25)
+
+    def inputs(rank: int) -> torch.Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
+
+    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
+        wires = mover.open_wires([(numel, dtype)] * len(scales))
+        for wire, scale in zip(wires, scales, strict=True):
+            wire.tensor.copy_(inputs(rank))
+            assert reduce(mover, wire, scale=scale) is None
+        return [wire.tensor.clone() for wire in wires]
+
+    per_rank = run_movers(kind, size, body)
+    # Native rounds once more, when it scales, and so does a ring of 16-bit wires, which scales its inputs.
+    roundings: Any = num_roundings(kind, dtype, size) + (
+        kind.startswith("native")
+        or (dtype.itemsize == 2 and kind not in SHARED)
+        or (kind in SHARED and kind != "direct")
+    )
+    for i, scale in enumerate(scales):
+        assert_same_on_all_ranks([results[i] for results in per_rank])
+        parts = torch.stack([inputs(rank).double() for rank in range(size)]) * scale
+        assert_within_rounding(per_rank[0][i], parts.sum(0), parts.abs().sum(0), roundings, dtype)
+        with pytest.raises(AssertionError):  # it would notice a rank that was left out
+            assert_within_rounding(per_rank[0][i], parts[1:].sum(0), parts.abs().sum(0), roundings, dtype)
+
+
+@every_mover_and_world
+def test_a_mean_that_fits_does_not_overflow_on_the_way(kind: str, size: int) -> None:
+    """fp16 holds up to 65504; the sum does not fit, so a 16-bit wire has to be packed scaled, as buckets do."""
+
+    def body(rank: int, mover: Mover[Any]) -> torch.Tensor:
+        (wire,) = mover.open_wires([(10, torch.float16)])
+        wire.tensor.fill_(60_000.0 / size)
+        assert reduce(mover, wire, scale=1.0) is None
+        return wire.tensor.clone()
+
+    for result in run_movers(kind, size, body):
+        torch.testing.assert_close(result.double(), torch.full((10,), 60_000.0).double(), rtol=0, atol=32.0 * size)
+
+
+@every_mover_and_world
+def test_a_non_finite_input_is_traced_to_rank_and_element(kind: str, size: int) -> None:
+    numel = 1000
+    places = list(itertools.product(range(size), (0, numel // 2, numel - 1), (math.nan, math.inf, -math.inf)))
+
+    def body(rank: int, mover: Mover[Any]) -> list[tuple[NonFinite | None, NonFinite | None]]:
+        (wire,) = mover.open_wires([(numel, torch.float32)])
+        reports = []
+        for culprit, element, value in places:
+            wire.tensor.copy_(part_of(rank, numel, torch.float32))
+            if rank == culprit:
+                wire.tensor[element] = value
+            found = reduce(mover, wire, scale=0.5)
+            assert not math.isfinite(wire.tensor[element])
+            others = torch.arange(numel) != element
+            assert_bitwise(wire.tensor[others], exact_sum(numel, torch.float32, size, 0.5)[others])
+            wire.tensor.copy_(part_of(rank, numel, torch.float32))
+            reports.append((found, reduce(mover, wire)))  # the next round is clean again
+        return reports
+
+    expected = [(NonFinite(rank, element), None) for rank, element, _ in places]
+    for reports in run_movers(kind, size, body):
+        assert reports == expected
+
+
+@every_mover
+@every_dtype
+def test_non_finite_inputs_of_every_dtype(kind: str, dtype: torch.dtype) -> None:
+    numel = 2 * BLOCK_BYTES // dtype.itemsize + 3  # in a block that is not the first
+
+    def body(rank: int, mover: Mover[Any]) -> NonFinite | None:
+        (wire,) = mover.open_wires([(numel, dtype)])
+        wire.tensor.fill_(1.0)
+        if rank == 1:
+            wire.tensor[numel - 2] = math.nan
+        return reduce(mover, wire)
+
+    assert run_movers(kind, 2, body) == [NonFinite(1, numel - 2)] * 2
+
+
+@every_mover
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+def test_a_large_gradient_elsewhere_is_no_excuse_in_16_bits(kind: str, value: float) -> None:
+    """Others' 100 could have carried 65504 over the edge; a NaN, or an infinity whose mean would fit, is from here."""
+
+    def body(rank: int, mover: Mover[Any]) -> list[NonFinite | None]:
+        wires = mover.open_wires([(100, torch.float16)] * 3)
+        for culprit, wire in enumerate(wires):
+            wire.tensor.fill_(100.0)
+            if rank == culprit:
+                wire.tensor[70] = value
+        return [reduce(mover, wire, scale=0.25) for wire in wires]
+
+    assert run_movers(kind, 3, body) == [[NonFinite(culprit, 70) for culprit in range(3)]] * 3
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
+def test_the_report_of_several_culprits_is_true_of_one_of_them(kind: str) -> None:
+    """Rank 0 holds a NaN at element 50, rank 2 one at element 10: (0, 10) would be wrong twice."""
+
+    def body(rank: int, mover: Mover[Any]) -> NonFinite | None:
+        (wire,) = mover.open_wires([(100, torch.float32)])
+        wire.tensor.fill_(1.0)
+        if rank != 1:
+            wire.tensor[50 if rank == 0 else 10] = math.nan
+        return reduce(mover, wire)
+
+    found = run_movers(kind, 3, body)
+    assert len(set(found)) == 1
+    assert found[0] in (NonFinite(0, 50), NonFinite(2, 10))
+
+
+@every_mover
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_finite_values_whose_sum_over_a_block_overflows_are_no_alarm(kind: str, dtype: torch.dtype) -> None:
+    large = torch.finfo(dtype).max / 4
+
+    def body(rank: int, mover: Mover[Any]) -> tuple[NonFinite | None, torch.Tensor]:
+        (wire,) = mover.open_wires([(4000, dtype)])
+        wire.tensor.fill_(large)
+        return reduce(mover, wire, scale=0.5), wire.tensor.clone()
+
+    for found, result in run_movers(kind, 2, body):
+        assert found is None
+        assert_bitwise(result, torch.full((4000,), large, dtype=dtype))
+    assert not math.isfinite(torch.full((4000,), large, dtype=dtype).sum(dtype=torch.float32)) or dtype == torch.float16
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_an_overflow_of_finite_inputs_is_blamed_on_no_rank(kind: str, dtype: torch.dtype) -> None:
+    """The result is infinite and must not be trained on, but no rank's input was."""
+
+    def body(rank: int, mover: Mover[Any]) -> tuple[NonFinite | None, torch.Tensor]:
+        (wire,) = mover.open_wires([(100, dtype)])
+        wire.tensor.fill_(1.0)
+        wire.tensor[70] = torch.finfo(dtype).max
+        return reduce(mover, wire), wire.tensor.clone()
+
+    for found, result in run_movers(kind, 2, body):
+        assert result[70] == math.inf
+        assert result.isfinite().sum() == 99
+        assert found == NonFinite(None, 70)
+
+
+@every_mover
+def test_a_small_scale_hides_no_alarm(kind: str) -> None:
+    def body(rank: int, mover: Mover[Any]) -> NonFinite | None:
+        (wire,) = mover.open_wires([(100, torch.float16)])
+        wire.tensor.fill_(1.0)
+        if rank == 1:
+            wire.tensor[7] = math.nan
+        return reduce(mover, wire, scale=2.0**-30)
+
+    assert run_movers(kind, 2, body) == [NonFinite(1, 7)] * 2
+
+
+@every_mover_and_world
+def test_many_rounds_in_a_row_with_a_delayed_rank(kind: str, size: int) -> None:
+    num_rounds, numel = 40, 3000
+
+    def body(rank: int, mover: Mover[Any]) -> list[str]:
+        wires = mover.open_wires([(numel, torch.float32), (numel + 1, torch.float32)])
+        digests = []
+        for i in range(num_rounds):
+            wire = wires[i % 2]
+            wire.tensor.copy_(exact_inputs(wire.tensor.numel(), torch.float32, (rank + i) % 20))
+            if rank == i % size and i % 5 == 0:
+                time.sleep(0.01)
+            assert reduce(mover, wire) is None
+            digests.append(digest(wire.tensor))
+        return digests
+
+    expected = []
+    for i in range(num_rounds):
+        parts = [exact_inputs(numel + i % 2, torch.float32, (rank + i) % 20) for rank in range(size)]
+        expected.append(digest(torch.stack(parts).sum(0)))
+    assert len(set(expected)) == num_rounds // 2
+    for digests in run_movers(kind, size, body):
+        assert digests == expected
+
+
+@every_mover
+def test_results_feed_the_next_round(kind: str) -> None:
+    """What a rank reads after a round is final: adding 1 to it and reducing again gives 2 (x + 1), and so on."""
+
+    def body(rank: int, mover: Mover[Any]) -> torch.Tensor:
+        (wire,) = mover.open_wires([(5000, torch.float64)])
+        wire.tensor.fill_(1.0)
+        for _ in range(30):
+            reduce(mover, wire)
+            wire.tensor.add_(1.0)
+        return wire.tensor.clone()
+
+    expected = 1.0
+    for _ in range(30):
+        expected = 2 * expected + 1
+    for result in run_movers(kind, 2, body):
+        assert_bitwise(result, torch.full((5000,), expected, dtype=torch.float64))
+
+
+@every_mover
+def test_wires_of_one_mover_may_differ_in_dtype_and_size(kind: str) -> None:
+    specs = [(7, torch.float16), (0, torch.float32), (100_000, torch.float64), (33, torch.bfloat16), (1, torch.float32)]
+
+    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
+        wires = [*mover.open_wires(specs), *mover.open_wires(specs[:2])]  # a second time, as for added parameters
+        for i, wire in enumerate(wires):
+            wire.tensor.copy_(exact_inputs(wire.tensor.numel(), wire.tensor.dtype, rank + 3 * i))
+        for wire in reversed(wires):
+            reduce(mover, wire)
+        return [wire.tensor.clone() for wire in wires]
+
+    for results in run_movers(kind, 3, body):
+        for i, (result, (numel, dtype)) in enumerate(zip(results, [*specs, *specs[:2]], strict=True)):
+            parts = [exact_inputs(numel, torch.float64, rank + 3 * i) for rank in range(3)]
+            assert_bitwise(result, torch.stack(parts).sum(0).to(dtype), f"wire {i}")
+
+
+@every_mover
+def test_two_movers_in_two_threads_do_not_take_each_others_signals(kind: str) -> None:
+    num_rounds, numel = 40, 2000
+
+    def body(rank: int, *movers: Mover[Any]) -> list[list[str]]:
+        wires = [mover.open_wires([(numel, torch.float32)])[0] for mover in movers]
+        digests: list[list[str]] = [[] for _ in movers]
+
+        def drive(index: int) -> None:
+            for i in range(num_rounds):
+                wires[index].tensor.copy_(exact_inputs(numel, torch.float32, (3 * rank + 7 * index + i) % 33))
+                if i % 8 == 0 and rank == index:
+                    time.sleep(0.06)  # long enough for the others to look after their peers, in both threads
+                assert reduce(movers[index], wires[index]) is None
+                digests[index].append(digest(wires[index].tensor))
+
+        failures: list[BaseException] = []
+
+        def guarded(index: int) -> None:
+            try:
+                drive(index)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=guarded, args=(i,)) for i in range(len(movers))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        return digests
+
+    def expected(index: int, i: int) -> str:
+        seeds = [(3 * rank + 7 * index + i) % 33 for rank in range(3)]
+        return digest(torch.stack([exact_inputs(numel, torch.float32, seed) for seed in seeds]).sum(0))
+
+    right = [[expected(index, i) for i in range(num_rounds)] for index in range(2)]
+    assert right[0] != right[1]
+    assert run_movers(kind, 3, body, num_movers=2) == [right] * 3
+
+
+@pytest.fixture
+def _one_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks only one can be late or gone, so nobody need look for long whether another one is to blame."""
+    monkeypatch.setattr(culprit_module, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(culprit_module, "_STAY_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("_one_suspect")
+@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
+def test_a_rank_that_leaves_is_named(kind: str) -> None:
+    def body(rank: int, mover: Mover[Any]) -> Any:
+        (wire,) = mover.open_wires([(10, torch.float32)])
+        reduce(mover, wire)
+        if rank == 1:
+            return None  # its world is closed next
+        with pytest.raises(PeerLostError) as caught:
+            reduce(mover, wire)
+        return caught.value.peers
+
+    assert run_movers(kind, 2, body)[0] == (1,)
+
+
+@pytest.mark.usefixtures("_one_suspect")
+@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
+def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
+    has_failed = threading.Event()
+
+    def body(rank: int, mover: Mover[Any]) -> Any:
+        (wire,) = mover.open_wires([(10, torch.float32)])
+        if rank == 1:
+            assert has_failed.wait(15.0)
+            return None
+        with pytest.raises(PeerTimeoutError) as caught:
+            reduce(mover, wire)
+        has_failed.set()
+        return caught.value.peers, caught.value.rank
+
+    assert run_movers(kind, 2, body, timeout_seconds=0.4)[0] == ((1,), 0)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *INLINE])
+def test_what_a_mover_says_of_itself(kind: str) -> None:
+    def body(_: int, mover: Mover[Any]) -> tuple[str, bool]:
+        (wire,) = mover.open_wires([(100, torch.float32)])
+        before = time.perf_counter()
+        pending = mover.start(wire)
+        pending.wait()
+        if mover.in_background:
+            assert pending.span is not None
+            began, ended = pending.span
+            assert before <= began < ended <= time.perf_counter()
+        return mover.algorithm, mover.in_background
+
+    in_background = kind in ("ring-fake", "ring-lanes", "native-lanes", "hierarchical")
+    assert run_movers(kind, 2, body) == [(kind.split("-")[0], in_background)] * 2
+
+
+@pytest.mark.parametrize("kind", ["ring-fake", "ring-lanes", "native-lanes", "hierarchical"])
+def test_in_the_background_start_waits_for_nobody(kind: str) -> None:
+    has_started = threading.Event()
+
+    def body(rank: int, mover: Mover[Any]) -> None:
+        (wire,) = mover.open_wires([(100, torch.float32)])
+        if rank == 1:
+            assert has_started.wait(10), "rank 0 waits for rank 1 in start()"
+        pending = mover.start(wire)
+        has_started.set()
+        pending.wait()
+
+    run_movers(kind, 2, body)
+
+
+def test_the_suite_notices_a_mover_that_forgets_a_rank() -> None:
+    class Forgetful(RingAllReduce):
+        def all_reduce(self, wire: Any, *, scale: float = 1.0, tag: int = 0, lane: int = 0) -> NonFinite | None:
+            if self._rank == 0:
+                wire.tensor.zero_()
+            return super().all_reduce(wire, scale=scale, tag=tag, lane=lane)
+
+    network = FakeNetwork(2)
+
+    def on_rank(rank: int, size: int, _: dist.Store) -> None:
+        mover = Forgetful([network.transport(rank)])
+        (wire,) = mover.open_wires([(64, torch.float32)])
+        wire.tensor.copy_(part_of(rank, 64, torch.float32))
+        mover.all_reduce(wire)
+        assert_bitwise(wire.tensor, exact_sum(64, torch.float32, 2, 1.0))
+
+    with pytest.raises(RanksFailed, match="elements differ"):
+        run_threads(on_rank, 2)
+
+
+# ---- what one of them promises beyond it
+
+
+@grid("dtype, size", DTYPES, WORLDS, keep=lambda dtype, size: size == 3)
+def test_direct_adds_in_rank_order_whatever_the_layout(size: int, dtype: torch.dtype) -> None:
+    """The same values at two places of buffers of two sizes give the same bits, those of a sum in rank order."""
+    numel = 5000
+
+    def inputs(rank: int) -> torch.Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
+
+    def body(rank: int, mover: Mover[Any]) -> list[torch.Tensor]:
+        wires = mover.open_wires([(numel, dtype), (3 * numel + 17, dtype)])
+        for wire in wires:
+            wire.tensor[-numel:] = inputs(rank)
+            reduce(mover, wire, scale=1 / size)
+        return [wire.tensor[-numel:].clone() for wire in wires]
+
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    total = inputs(0).to(wide)
+    for rank in range(1, size):
+        total += inputs(rank).to(wide)
+    expected = (total * (1 / size)).to(dtype)
+    for results in run_movers("direct", size, body):
+        for result in results:
+            assert_bitwise(result, expected)
+
+
+# ---- pending reductions
+
+
+@every_world
+def test_a_rank_may_run_ahead_of_its_peers(size: int) -> None:
+    """The last rank starts everything before any other starts anything, and has its part done when they come."""
+    numels = [5, 3000, 200_000, 70]
+    is_ahead = threading.Event()
+
+    def body(rank: int, mover: DirectAllReduce) -> list[torch.Tensor]:
+        wires = mover.open_wires([(numel, torch.float32) for numel in numels])
+        for wire in wires:
+            wire.tensor.copy_(part_of(rank, wire.tensor.numel(), torch.float32))
+        if rank != size - 1:
+            assert is_ahead.wait(15.0)
+        pending = [mover.start(wire, scale=0.5, tag=tag) for tag, wire in enumerate(wires)]
+        if rank == size - 1:
+            assert not pending[0].advance(), "its peers have not started"
+            for wire in wires:
+                assert_bitwise(wire.tensor, part_of(rank, wire.tensor.numel(), torch.float32))
+            is_ahead.set()
+        for reduction in pending:
+            assert reduction.wait() is None
+        return [wire.tensor.clone() for wire in wires]
+
+    for results in run_movers("direct", size, body):
+        for result in results:
+            assert_bitwise(result, exact_sum(result.numel(), torch.float32, size, 0.5))
+
+
+def test_a_late_rank_finds_its_peers_part_done() -> None:
+    """Nobody waits: after rank 0 has looked in, rank 1 lands at once though rank 0 is elsewhere."""
+    has_started, has_looked, is_over = threading.Event(), threading.Event(), threading.Event()
+
+    def body(rank: int, mover: DirectAllReduce) -> None:
+        (wire,) = mover.open_wires([(1000, torch.float32)])
+        wire.tensor.copy_(part_of(rank, 1000, torch.float32))
+        reduction = mover.start(wire)
+        if rank == 0:
+            assert has_started.wait(15.0)
+            assert reduction.advance()
+            assert reduction.advance(), "asking again does no harm"
+            has_looked.set()
+            assert is_over.wait(15.0)
+            assert reduction.wait() is None
+        else:
+            has_started.set()
+            assert has_looked.wait(15.0)
+            assert reduction.wait() is None
+            is_over.set()
+        assert_bitwise(wire.tensor, exact_sum(1000, torch.float32, 2, 1.0))
+
+    run_movers("direct", 2, body)
+
+
+@grid("count", [MAX_PENDING, MAX_PENDING + 1, 3 * MAX_PENDING + 5], keep=lambda count: count != MAX_PENDING)
+def test_more_reductions_than_there_are_records(count: int) -> None:
+    def body(rank: int, mover: DirectAllReduce) -> list[NonFinite | None]:
+        wires = mover.open_wires([(40 + i, torch.float32) for i in range(count)])
+        for i, wire in enumerate(wires):
+            wire.tensor.copy_(part_of(rank, 40 + i, torch.float32))
+            if i % 50 == 7 and rank == i % 2:
+                wire.tensor[i % 40] = math.nan
+        pending = [mover.start(wire, tag=tag) for tag, wire in enumerate(wires)]
+        found = [reduction.wait() for reduction in pending]
+        for i, wire in enumerate(wires):
+            if i % 50 != 7:
+                assert_bitwise(wire.tensor, exact_sum(40 + i, torch.float32, 2, 1.0))
+        return found
+
+    expected = [NonFinite(i % 2, i % 40) if i % 50 == 7 else None for i in range(count)]
+    assert run_movers("direct", 2, body) == [expected] * 2
+
+
+def test_a_reduction_that_is_over_keeps_its_result() -> None:
+    def body(rank: int, mover: DirectAllReduce) -> None:
+        (wire,) = mover.open_wires([(100, torch.float32)])
+        wire.tensor.fill_(rank + 1.0)
+        wire.tensor[70] = math.nan if rank else 0.0
+        reduction = mover.start(wire)
+        reduction.contribute()
+        reduction.contribute()
+        assert [reduction.wait() for _ in range(3)] == [NonFinite(1, 70)] * 3
+        assert wire.tensor[:70].unique().tolist() == [3.0]
+
+    run_movers("direct", 2, body)
+
+
+def test_every_rank_contributes_before_it_waits() -> None:
+    """Rank 0 waits for its first reduction while rank 1 waits for what rank 0 owes it of the second."""
+
+    def body(rank: int, mover: DirectAllReduce) -> None:
+        wires = mover.open_wires([(100, torch.float32)] * 2)
+        for wire in wires:
+            wire.tensor.fill_(rank + 1.0)
+        pending = [mover.start(wire) for wire in wires]
+        for reduction in pending:
+            reduction.contribute()
+        for reduction in pending:
+            reduction.wait()
+        assert [wire.tensor.unique().tolist() for wire in wires] == [[3.0]] * 2
+
+    run_movers("direct", 2, body)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("direct", 2), ("hierarchical", 3)])
+def test_ranks_whose_nth_reductions_differ_are_told_which(kind: str, size: int) -> None:
+    """Rank 1 has left out the second of three: what is compared is what was started n-th, not what lies in a wire."""
+
+    def body(rank: int, mover: Mover[Any]) -> str:
+        wires = mover.open_wires([(100, torch.float32)] * 3)
+        tags = (0, 2) if rank == 1 else (0, 1, 2)
+        pending = [mover.start(wires[tag], tag=tag) for tag in tags]
+        with pytest.raises(PlanMismatchError) as caught:
+            all(reduction.wait() is None for reduction in pending[:2])
+        return str(caught.value)
+
+    for text in run_movers(kind, size, body):
+        assert "rank 1 reduces bucket 2 of reduction 0 while rank 0 reduces bucket 1 of reduction 0" in text
+
+
+# ---- schedules
+
+
+def test_slice_bounds_example() -> None:
+    assert slice_bounds(100, 3, 4) == [(0, 48), (48, 96), (96, 100)]
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4, 8])
+def test_slices_cover_the_buffer_in_whole_cache_lines(element_bytes: int) -> None:
+    for num_elements, num_ranks in itertools.product([0, 1, 2, 7, 31, 32, 33, 63, 64, 65, 1000, 65_537], range(1, 9)):
+        bounds = slice_bounds(num_elements, num_ranks, element_bytes)
+        assert len(bounds) == num_ranks
+        assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
+        assert bounds[-1][1] == num_elements
+        line = ALIGNMENT_BYTES // element_bytes
+        assert all(start <= stop for start, stop in bounds)
+        assert all(start % line == 0 or start == num_elements for start, _ in bounds)
+        lengths = [stop - start for start, stop in bounds]
+        assert max(lengths) <= math.ceil(num_elements / num_ranks) + line - 1
+
+
+def test_ring_steps_example() -> None:
+    assert list(ring_steps(1, 2)) == [RingStep(1, 0, adds=True), RingStep(0, 1, adds=False)]
+
+
+def test_ring_steps_table() -> None:
+    """The table at the top of ring.py."""
+    table = [
+        [(0, 2, True), (2, 1, True), (1, 0, False), (0, 2, False)],
+        [(1, 0, True), (0, 2, True), (2, 1, False), (1, 0, False)],
+        [(2, 1, True), (1, 0, True), (0, 2, False), (2, 1, False)],
+    ]
+    for rank, rows in enumerate(table):
+        assert [(step.send, step.receive, step.adds) for step in ring_steps(rank, 3)] == rows
+
+
+def simulate(schedule: Callable[[int, int], Sequence[RingStep]], size: int) -> list[list[frozenset[int]]]:
+    """holdings[rank][chunk]: whose inputs are in that chunk at the end; adding the same input twice is an error."""
+    holdings = [[frozenset([rank]) for _ in range(size)] for rank in range(size)]
+    steps = [list(schedule(rank, size)) for rank in range(size)]
+    for index in range(len(steps[0])):
+        sent = [holdings[rank][steps[rank][index].send] for rank in range(size)]
+        for rank in range(size):
+            step, left = steps[rank][index], (rank - 1) % size
+            assert steps[left][index].send == step.receive, "neighbours disagree about the chunk"
+            incoming = sent[left]
+            if step.adds:
+                assert not incoming & holdings[rank][step.receive], "an input is added twice"
+                incoming |= holdings[rank][step.receive]
+            holdings[rank][step.receive] = incoming
+    return holdings
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_ring_steps_bring_every_input_to_every_rank_once(size: int) -> None:
+    assert len(list(ring_steps(0, size))) == 2 * (size - 1)
+    holdings = simulate(lambda rank, n: list(ring_steps(rank, n)), size)
+    assert holdings == [[frozenset(range(size))] * size] * size
+
+
+def test_the_simulation_notices_a_wrong_schedule() -> None:
+    def short(rank: int, size: int) -> Sequence[RingStep]:
+        return list(ring_steps(rank, size))[:-1]
+
+    def twice(rank: int, size: int) -> Sequence[RingStep]:
+        steps = list(ring_steps(rank, size))
+        return [*steps[: size - 1], steps[size - 1].__class__(steps[size - 1].send, steps[size - 1].receive, True)]
+
+    assert simulate(short, 4) != [[frozenset(range(4))] * 4] * 4
+    with pytest.raises(AssertionError, match="twice"):
+        simulate(twice, 4)
+
+
+class CountingTransport(FakeTransport):
+    """Writes down how many bytes each message has."""
+
+    def __init__(self, network: FakeNetwork, rank: int) -> None:
+        super().__init__(network, rank, "counted")
+        self.sent: list[int] = []
+
+    def send(self, tensor: torch.Tensor, peer: int) -> FakeTransfer:
+        self.sent.append(tensor.nbytes)
+        return super().send(tensor, peer)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_a_rank_of_a_ring_sends(size: int) -> None:
+    """A tag and 2 (N - 1) chunks. If the sum is not finite, two numbers of every rank but one, too."""
+    network = FakeNetwork(size)
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> list[list[int]]:
+        sent = []
+        for value in (1.0, math.inf):
+            ring = RingAllReduce([transport := CountingTransport(network, rank)])
+            (wire,) = ring.open_wires([(size * ALIGNMENT_BYTES // 4, torch.float32)])
+            wire.tensor.fill_(value)
+            ring.all_reduce(wire)
+            sent.append(transport.sent)
+        return sent
+
+    once = [8] + [ALIGNMENT_BYTES] * 2 * (size - 1)
+    assert run_threads(on_rank, size) == [[once, once + [16] * (size - 1)]] * size
+
+
+def test_is_finite() -> None:
+    assert is_finite(torch.full((10,), 3e38))  # their sum is not
+    assert is_finite(torch.empty(0))
+    assert is_finite(torch.full((10,), 60_000.0, dtype=torch.float16))
+    assert not is_finite(torch.tensor([1.0, math.nan]))
+    assert not is_finite(torch.tensor([math.inf, -math.inf, 1.0], dtype=torch.float64))

@@ -1,0 +1,178 @@
+"""Optimizer state on its way to the other ranks, and to and from a distributed checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import torchring
+from tests.support.checks import assert_bitwise, digest
+from tests.support.harness import run_pooled, run_ranks
+from torchring.collectives import operations
+from torchring.collectives.service import Collectives
+
+
+def trained(rank: int) -> tuple[torch.nn.Linear, torch.optim.Adam]:
+    """The same parameters everywhere, and after a step on another gradient on every rank, state of its own."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 100)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        kept = [parameter.clone() for parameter in model.parameters()]
+    model(torch.full((2, 300), rank + 1.0)).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(value)
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def error_of(optimizer: torch.optim.Optimizer) -> str:
+    try:
+        torchring.wrap(optimizer).close()
+    except (TypeError, ValueError, torchring.PlanMismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class _Schedule:
+    def __init__(self, period: int) -> None:
+        self.period = period
+
+
+def _share(rank: int, size: int) -> dict[str, Any]:
+    moved: list[int] = []  # bytes of each message that is not a digest
+    broadcast, broadcast_bytes = operations.broadcast, Collectives.broadcast_bytes
+
+    def count(backend: operations.Backend, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        moved.append(tensor.nbytes)
+        return broadcast(backend, tensor, src)
+
+    def count_bytes(self: Collectives, data: bytes | None, src: int) -> bytes:
+        result = broadcast_bytes(self, data, src)
+        moved.append(len(result))
+        return result
+
+    operations.broadcast, Collectives.broadcast_bytes = count, count_bytes  # type: ignore[method-assign]
+    found: dict[str, Any] = {}
+
+    _, optimizer = trained(0)
+    torchring.broadcast_optimizer_state(optimizer)
+    found["bytes, all alike"] = sum(moved)
+
+    _, other = trained(rank)
+    other.param_groups[0]["lr"] = 0.1 + rank
+    places = [tensor.data_ptr() for tensor in tensors_of(other)]
+    torchring.broadcast_optimizer_state(other)
+    found["bytes"] = sum(moved)
+    found["in place"] = [tensor.data_ptr() for tensor in tensors_of(other)] == places
+    for tensor, right in zip(tensors_of(other), tensors_of(optimizer), strict=True):
+        assert_bitwise(tensor, right)
+    assert other.param_groups[0]["lr"] == 0.1
+
+    torch.manual_seed(0)
+    fresh = torch.optim.Adam(torch.nn.Linear(300, 100).parameters(), lr=0.3)  # as on a rank that finds no checkpoint
+    torchring.broadcast_optimizer_state(fresh if rank == 1 else optimizer)
+    if rank == 1:
+        for tensor, right in zip(tensors_of(fresh), tensors_of(optimizer), strict=True):
+            assert_bitwise(tensor, right)
+
+    for name, value, ranks in (
+        ("lambda", lambda step: step, (0, 1)),
+        ("lambda on one rank", lambda step: step, (1,)),
+        ("class", _Schedule(rank), (0, 1)),
+        ("class, the same", _Schedule(5), (0, 1)),
+        ("numbers", {"a": (rank, [0.5])}, (0, 1)),
+    ):
+        _, optimizer = trained(0)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+        optimizer.param_groups[1]["schedule"] = value if rank in ranks else None
+        found[name] = error_of(optimizer)
+        if name == "numbers":
+            found["arrived"] = optimizer.param_groups[1]["schedule"]
+    return found
+
+
+def test_state_is_sent_where_it_differs_and_what_cannot_be_sent_is_named_on_all_ranks() -> None:
+    for rank, found in enumerate(run_ranks(_share, 2)):
+        assert found["bytes, all alike"] == 0
+        state_bytes = 2 * 4 * (300 * 100 + 100)
+        assert state_bytes < found["bytes"] < 1.1 * state_bytes
+        assert found["in place"]
+        place = "param_groups[1]['schedule'] of the optimizer, of type "
+        assert found["lambda"].startswith(f"TypeError: {place}function, cannot be sent to other ranks: ")
+        assert found["lambda"].endswith("or pass sync_initial_state=False to torchring.wrap if all ranks start alike")
+        others = "PlanMismatchError: rank {} could not send its optimizer's state: TypeError: "
+        for name, its_kind, culprit in (("lambda on one rank", "function", 1), ("class", "_Schedule", 0)):
+            beginning = "TypeError: " if rank == culprit else others.format(culprit)
+            assert found[name].startswith(f"{beginning}{place}{its_kind}, cannot be sent to other ranks: ")
+        assert found["class, the same"] == found["numbers"] == ""
+        assert found["arrived"] == {"a": (0, [0.5])}
+
+
+def _checkpoint(rank: int, size: int, name: str) -> Any:
+    def build() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        kinds = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+        return model, torchring.wrap(kinds[name](model.parameters(), lr=0.25, weight_decay=0.1), model)
+
+    def train(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, step: int) -> None:
+        optimizer.zero_grad()
+        model(torch.full((2, 4), rank + step + 1.0)).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = build()
+    start = digest(model.parameters())
+    get_state_dict(model, optimizer)  # nothing was reduced yet
+    assert digest(model.parameters()) == start
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    train(model, optimizer, 0)
+    optimizer.zero_grad()
+    # SGD has no state, so a step is taken for it here, too.
+    saved, saved_optimizer = copy.deepcopy(get_state_dict(model, optimizer))
+    train(model, optimizer, 1)
+
+    resumed, its_optimizer = build()
+    set_state_dict(resumed, its_optimizer, model_state_dict=saved, optim_state_dict=saved_optimizer)
+    train(resumed, its_optimizer, 1)
+    assert its_optimizer.param_groups[0]["lr"] == 0.25
+    return digest(resumed.parameters()) == digest(model.parameters()) != start, digest(resumed.parameters())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_distributed_checkpoint_is_taken_and_loaded_before_the_first_step(name: str) -> None:
+    first, second = run_pooled(_checkpoint, 2, name)
+    assert first[0]
+    assert first == second
+
+
+def _sharded(rank: int, size: int) -> str:
+    """Each rank of a ZeroRedundancyOptimizer has the state of a part of the parameters."""
+    torchring.init(process_group=True)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    plain = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    optimizer = torchring.wrap(plain, model)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), rank + step + 1.0)).square().mean().backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match="each rank has a part of the state of a ZeroRedundancyOptimizer"):
+        torchring.broadcast_optimizer_state(plain)
+    return digest(model.parameters())
+
+
+def test_each_rank_keeps_its_part_of_a_sharded_state() -> None:
+    first, second = run_ranks(_sharded, 2)
+    assert first == second

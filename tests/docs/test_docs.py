@@ -1,0 +1,361 @@
+"""README.md and docs/: their code runs, their commands parse, their tables are complete, their links lead somewhere."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchring
+from tests.support.checks import assert_same_on_all_ranks, digest
+from tests.support.documents import PAGES, ROOT, anchors, blocks, code_spans, included, links, rows, section
+from tests.support.harness import run_ranks
+from torchring import cli
+from torchring.default_world import default_world
+
+DOCS = ROOT / "docs"
+OPTIONS = DOCS / "reference" / "options.md"
+TROUBLESHOOTING = DOCS / "guides" / "troubleshooting.md"
+IN_OTHER_TESTS = {"frameworks.md"}  # test_frameworks.py
+
+
+# Python
+
+
+def run_page(page: Path) -> dict[str, Any]:
+    """Run the page's Python blocks from top to bottom; the names that they define."""
+    namespace: dict[str, Any] = {}
+    for block in blocks(page, "python"):
+        try:
+            exec(compile(block.code, block.place, "exec"), namespace)
+        except BaseException as error:
+            raise AssertionError(f"{block.place} does not run") from error
+    return namespace
+
+
+def _run_pages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    found = {}
+    for page in PAGES:
+        if page.name in IN_OTHER_TESTS or not blocks(page, "python"):
+            continue
+        torch.manual_seed(rank)
+        names = run_page(page)
+        if page.name == "elastic.md":  # started again, its script finds a checkpoint
+            assert rank > 0 or [*Path("checkpoints").iterdir()]  # rank 0 writes it; the next init() waits for rank 0
+            torchring.shutdown()
+            run_page(page)
+        assert torchring.size() == world_size
+        found[page.name] = {
+            "models": {name: digest(value.parameters()) for name, value in names.items() if _is_model(value)},
+            "reductions": default_world().num_reductions,
+        }
+        torchring.shutdown()
+    return found
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module)
+
+
+def test_python_runs_on_two_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(_run_pages, 2, str(tmp_path), deadline=150)
+    assert {"README.md", "recipes.md", "options.md", "gpu.md", "troubleshooting.md", "ddp.md"} <= first.keys()
+    assert first.keys() == second.keys()
+    for page in first.keys() - {"ddp.md"}:  # which has no ranks
+        for name, mine in first[page]["models"].items():
+            assert_same_on_all_ranks([mine, second[page]["models"][name]])
+    assert first["README.md"]["reductions"] == 5 * 64
+    assert first["recipes.md"]["reductions"] > 0
+
+
+def test_python_runs_alone(tmp_path: Path) -> None:
+    run_ranks(_run_pages, 1, str(tmp_path), deadline=150, launcher_env=False)
+
+
+def test_running_a_page_can_fail(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n```text\nnot Python\n```\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError):
+        run_page(page)
+
+
+# Commands
+
+
+class Commands:
+    """Takes commands apart as the programs would, in a folder that has the files that the pages speak of."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[list[str]] = []
+        for name in ("examples", "tests", "bench"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "train.py").touch()
+        (folder / "hosts.txt").write_text("node1 slots=4\nnode2:4\n")
+        (folder / "hosts.sh").write_text("#!/bin/sh\necho node1:4\n")
+        (folder / "hosts.sh").chmod(0o755)
+        monkeypatch.chdir(folder)
+        for name in ("start", "start_elastic"):
+            monkeypatch.setattr(cli, name, lambda command, *_, **__: self.started.append(command) or 0)
+
+    def check(self, words: list[str]) -> None:
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        program, arguments = words[0], words[1:]
+        if program == "torchring":
+            self._torchring(arguments)
+        elif program == "torchrun":
+            from torch.distributed.run import get_args_parser
+
+            options = get_args_parser().parse_args(arguments)
+            self.check(
+                [options.training_script, *options.training_script_args]
+                if options.no_python
+                else ["python", options.training_script]
+            )
+        elif program == "horovodrun":  # torchring run takes its options
+            self._torchring(["run", *arguments])
+        elif program in ("mpirun", "srun"):
+            self.check(arguments[next(i for i, word in enumerate(arguments) if word in ("python", "torchring")) :])
+        elif program == "python" and arguments[:2] in (["-m", "mpi4py"], ["-m", "torchring.horovod"]):
+            self.check(["python", *arguments[2:]])
+        elif program == "python" and arguments[:2] == ["-m", "pytest"]:
+            for word in arguments[2:]:
+                assert Path(word).exists() or word in ("-q", "-m", "gpu"), word
+        elif program in ("python", "sbatch", "bash"):
+            assert Path(arguments[0]).is_file(), arguments[0]
+        elif program == "kubectl":
+            assert Path(arguments[-1]).is_file(), arguments[-1]
+        elif program == "make":
+            assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), arguments[0]
+        elif program == "pip":
+            extras = re.findall(r"\.\[(\w+)\]", " ".join(arguments))
+            assert arguments[0] == "install"
+            assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
+        else:
+            assert words == [".", ".venv/bin/activate"], f"no check for {program}"
+
+    def _torchring(self, arguments: list[str]) -> None:
+        if arguments[0] == "doctor":
+            from torchring.doctor import _parser
+
+            _parser().parse_args(arguments[1:])
+        elif arguments[0] == "report":
+            from torchring.report.command import _parser as report_parser
+
+            report_parser().parse_args(arguments[1:])
+        elif arguments[0] == "bench":
+            source = cli._benchmarks().get(arguments[1], "")
+            assert source, f"there is no benchmark {arguments[1]}"
+            assert all(f'"{word}"' in source for word in arguments[2:] if word.startswith("-")), arguments
+        else:
+            count = len(self.started)
+            assert cli.main(arguments) == 0
+            assert len(self.started) == count + 1
+
+
+def commands() -> list[Any]:
+    found = []
+    for page in [*PAGES, ROOT / "bench" / "README.md"]:
+        for block in blocks(page, "console", "bash"):
+            lines = [line for line in block.code.splitlines() if line.startswith("$ ")]
+            assert lines, f"{block.place} has no line that begins with $"
+            found += [pytest.param(shlex.split(line[2:], comments=True), id=f"{block.place} {line}") for line in lines]
+    return found
+
+
+@pytest.fixture
+def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(tmp_path, monkeypatch)
+
+
+def test_commands_parse(checker: Commands) -> None:
+    found = commands()
+    assert len(found) > 30
+    for case in found:
+        try:
+            checker.check(list(case.values[0]))
+        except (AssertionError, SystemExit, argparse.ArgumentError) as error:
+            raise AssertionError(f"{case.id} is not right: {error}") from error
+    assert len(checker.started) > 10
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchring run -np 2 no_such_script.py",
+        "torchring run -np zero train.py",
+        "torchring run train.py",
+        "torchring doctor --no-such-option",
+        "torchring bench step --no-such-option",
+        "torchrun --nproc-per-node 2 no_such_script.py",
+        "mpirun -np 2 python no_such_script.py",
+        "make no-such-target",
+        "pip install '.[no_such_extra]'",
+        "rm -rf .",
+    ],
+)
+def test_the_check_of_commands_can_fail(command: str, checker: Commands) -> None:
+    with pytest.raises((AssertionError, SystemExit)):
+        checker.check(shlex.split(command))
+
+
+# Tables
+
+
+def test_every_error_class_has_its_row() -> None:
+    kinds = [torchring.RingError, *torchring.RingError.__subclasses__()]
+    described = [code_spans(cells[0])[0] for cells in rows(section(TROUBLESHOOTING, "## Error classes"))]
+    assert sorted(described) == sorted(kind.__name__ for kind in kinds)
+
+
+def test_every_line_of_doctor_has_its_row() -> None:
+    tree = ast.parse((ROOT / "torchring" / "doctor" / "checks.py").read_text())
+    found = {
+        (level.value if isinstance(level, ast.Constant) else "?", topic.value)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Finding"
+        for level, topic in [call.args[:2]]
+        if isinstance(topic, ast.Constant)
+    }
+    text = section(TROUBLESHOOTING, "## torchring doctor")
+    described = {
+        (level.lower(), code_spans(cells[0])[0])
+        for cells in rows(text)
+        for level in re.findall("WRONG|WARNING", cells[1])
+    }
+    bad = {(level, topic) for level, topic in found if level in ("wrong", "warning")}
+    assert len(bad) > 10
+    assert bad <= described
+    assert {topic for _, topic in described} <= {topic for _, topic in found}
+    information = {topic for _, topic in found} - {topic for _, topic in described}
+    assert all(f"`{topic}`" in text for topic in information)
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    said = "\n".join(text for file in (ROOT / "torchring").rglob("*.py") for text in _strings(file))
+    quoted = [
+        span
+        for heading in ("## Starting", "## torchring.wrap", "## backward() and step()", "## Waiting for other ranks")
+        for cells in rows(section(TROUBLESHOOTING, heading))
+        for span in code_spans(cells[0])
+    ]
+    assert len(quoted) > 50
+    unknown = [span for span in quoted if not re.search("[^\n]*".join(map(re.escape, span.split("…"))), said)]
+    assert unknown == []
+
+
+def _strings(file: Path) -> list[str]:
+    """The string constants of a source; "…" stands for what an f-string fills in."""
+    tree = ast.parse(file.read_text())
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
+            found.append("".join(parts).replace("\n", " "))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value.replace("\n", " "))
+    return found
+
+
+@pytest.mark.parametrize(("heading", "function"), [("## `torchring.wrap`", "wrap"), ("## `torchring.init`", "init")])
+def test_options_have_the_defaults_of_the_code(heading: str, function: str) -> None:
+    parameters = inspect.signature(getattr(torchring, function)).parameters.values()
+    expected = {f"{p.name}={p.default!r}".replace("'", '"') for p in parameters if p.name not in ("optimizer", "model")}
+    described = {code_spans(cells[0])[0] for cells in rows(section(OPTIONS, heading).partition("\n### ")[0])}
+    assert described == expected
+
+
+def test_every_algorithm_is_described() -> None:
+    from torchring.allreduce.select import ALGORITHMS, OVERLAPS
+
+    for heading, values in (("### `algorithm`", ALGORITHMS), ("### `overlap`", OVERLAPS)):
+        described = [code_spans(cells[0])[0] for cells in rows(section(OPTIONS, heading))]
+        assert sorted(described) == sorted(f'"{value}"' for value in values)
+
+
+def test_every_mistake_of_ddp_has_its_row_and_its_test() -> None:
+    table = rows(section(DOCS / "guides" / "ddp.md", "## Mistakes that DDP does not notice"))
+    tests = re.findall(
+        r"^def (test_\w+)", (ROOT / "tests" / "optimizer" / "test_ddp_mistakes.py").read_text(), re.MULTILINE
+    )
+    assert len(table) == 9
+    assert ["test_without_a_mistake_all_agree", *(code_spans(cells[3])[0] for cells in table)] == tests
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = re.findall(r"^::: torchring\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(named) == torchring.__all__
+
+
+# Links
+
+
+def target_of(page: Path, link: str) -> str | None:
+    """What is wrong with a link, if something is."""
+    if re.match("https?://", link):
+        return None
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.exists():
+        return f"there is no {path}"
+    if DOCS in page.parents and DOCS not in target.parents:
+        return f"{path} is not part of the site"
+    if anchor and anchor not in anchors(target):
+        return f"{target.name} has no heading #{anchor}"
+    return None
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *map(ROOT.joinpath, ("CHANGELOG.md", "SECURITY.md"))], ids=lambda page: page.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert {link: wrong for link in links(page) if (wrong := target_of(page, link))} == {}
+
+
+def test_the_check_of_links_can_fail() -> None:
+    page = DOCS / "index.md"
+    assert links(DOCS / "start" / "launching.md")
+    for link in ("no_such_page.md", "reference/limits.md#no-such-heading", "#no-such-heading", "../README.md"):
+        assert target_of(page, link), link
+    assert target_of(page, "reference/api.md#torchring.wrap") is None
+    assert target_of(page, "guides/troubleshooting.md#backward-and-step") is None
+    assert target_of(page, "background/security.md#what-is-trusted") is None
+
+
+def test_included_files_exist() -> None:
+    found = [(page.name, *item) for page in PAGES for item in included(page)]
+    assert len(found) >= 5
+    for _, file, name in found:
+        text = (ROOT / file).read_text()
+        assert not name or text.count(f"--8<-- [start:{name}]") == text.count(f"--8<-- [end:{name}]") == 1
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES if DOCS in page.parents)
+
+
+def test_files_that_pages_name_exist() -> None:
+    pattern = re.compile(r"(torchring|kernels|bench|tests|examples|docs)/[\w./-]*")
+    named = {span for page in PAGES for span in code_spans(page.read_text()) if pattern.fullmatch(span)}
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_way_of_a_gradient_names_at_most_ten_files() -> None:
+    steps = re.findall(
+        r"^\d+\. `([\w/]+\.py)`: ",
+        section(DOCS / "background" / "how-it-works.md", "## The same in the code"),
+        re.MULTILINE,
+    )
+    assert "torchring/gradients/hooks.py" in steps
+    assert len(steps) <= 10

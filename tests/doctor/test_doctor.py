@@ -1,0 +1,820 @@
+"""`torchring doctor`: each check fires on facts that are bad and only on those, what is measured is in the report, and
+whatever goes wrong with a rank is said, with the exit code to match."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import harness
+from tests.support.netns import needs_hosts, run_on_hosts
+from torchring import doctor
+from torchring.bench.netns import INTERFACE, Network
+from torchring.doctor import checks, facts, probe, rank
+from torchring.doctor.render import human_bytes, render
+from torchring.doctor.report import (
+    LEVELS,
+    ChoiceFacts,
+    Finding,
+    PathFacts,
+    RankFacts,
+    Report,
+    StoreFacts,
+    read,
+    verdict,
+)
+from torchring.launch.launcher import Host
+from torchring.rendezvous.addresses import gloo_address
+
+VERSIONS = {"python": "3.12.1", "torchring": "0.1.0", "torch": "2.13.0", "triton": "3.4.0", "mpi4py": None}
+GIB = 1 << 30
+
+
+def healthy(number: int, host: int = 0, **changes: Any) -> RankFacts:
+    """Two ranks of one thread per host; four cores, so that each check has room to fail by itself."""
+    good = RankFacts(
+        rank=number,
+        hostname=f"node{host}",
+        uid=1000,
+        boot=f"boot{host}",
+        network_namespace="net:[1]",
+        versions=dict(VERSIONS),
+        platform="Linux x86_64, glibc 2.36",
+        cores=[0, 1, 2, 3],
+        threads=1,
+        memory_available_bytes=8 * GIB,
+        has_gloo=True,
+        interfaces=[["lo", "127.0.0.1"], ["eth0", f"192.168.0.{host + 1}"]],
+        gloo_address=f"192.168.0.{host + 1}",
+    )
+    return replace(good, **changes)
+
+
+def one_host(*changes: Mapping[str, Any], **of_report: Any) -> Report:
+    """Two ranks; `changes[i]` are those of rank i."""
+    ranks = [healthy(i, **(changes[i] if i < len(changes) else {})) for i in range(2)]
+    good = Report(
+        launcher="torchrun",
+        size=2,
+        timeout_seconds=30.0,
+        backend="gloo",
+        store=StoreFacts("10.0.0.1", 29500, ["10.0.0.1"], "rank 0", ["::"]),
+        ranks=ranks,
+        hosts=[[0, 1]],
+        paths=[PathFacts("shared memory", [0, 1], 9.5, 8.0, 64 << 20), PathFacts("Gloo", [0, 1], 500.0, 1.0, 1 << 20)],
+        choices=[ChoiceFacts(65536, "float32", "direct", "all ranks share memory")],
+    )
+    return replace(good, **of_report)
+
+
+def two_hosts(*changes: Mapping[str, Any], **of_report: Any) -> Report:
+    """One rank on each."""
+    ranks = [healthy(i, host=i, **(changes[i] if i < len(changes) else {})) for i in range(2)]
+    return one_host(**{"ranks": ranks, "hosts": [[0], [1]], "paths": [], **of_report})
+
+
+def bad(report: Report) -> list[Finding]:
+    return [finding for finding in checks.examine(report) if finding.level in ("warning", "wrong")]
+
+
+# Checks: facts in, findings out
+
+
+@pytest.mark.parametrize("report", [one_host(), two_hosts(), Report(size=1, ranks=[healthy(0)], hosts=[[0]])])
+def test_nothing_is_said_against_what_is_well(report: Report) -> None:
+    assert bad(report) == []
+    assert verdict(checks.examine(report)) == "ok"
+
+
+def test_every_finding_has_a_level_and_every_check_something_to_say() -> None:
+    assert {finding.level for finding in checks.examine(one_host())} <= set(LEVELS)
+    assert {finding.topic for finding in checks.examine(two_hosts())} >= {
+        "versions", "hosts", "cores", "memory", "GPUs", "backends", "rendezvous", "Gloo",
+    }  # fmt: skip
+
+
+GPUS = {"gpus": ["H200", "H200"], "gpu_peers": [[True, False], [False, True]]}
+CONTAINERS = [{"handover": {"processes": f"pid:[{i}]", "folder": "1:2", "trouble": ""}} for i in range(2)]
+PUBLIC = {"interfaces": [["lo", "127.0.0.1"], ["eth0", "93.184.216.34"]]}
+
+
+@pytest.mark.parametrize(
+    ("report", "level", "topic", "said"),
+    [
+        (one_host(ranks=[healthy(0)], hosts=[]), "wrong", "missing", ["rank 1 of 2 did not show up within 30 s"]),
+        (one_host(ranks=[healthy(0)], hosts=[], size=4), "wrong", "missing", ["ranks 1-3 of 4", "of them"]),
+        (one_host(problems=["it broke"]), "wrong", "failed", ["it broke"]),
+        (
+            one_host({}, {"versions": {**VERSIONS, "torch": "2.12.0"}}), "wrong", "versions",
+            ["torch is 2.13.0 on rank 0, 2.12.0 on rank 1", "install the same version"],
+        ),
+        (one_host({}, {"versions": {**VERSIONS, "torchring": None}}), "wrong", "versions", ["missing on rank 1"]),
+        (
+            one_host({**GPUS, **CONTAINERS[0]}, {**GPUS, **CONTAINERS[1]}), "warning", "GPUs",
+            ["through NCCL", "ranks 0 and 1 are in different PID namespaces"],
+        ),
+        (one_host({}, {"versions": {**VERSIONS, "python": "3.9.1"}}), "warning", "versions", ["python is 3.12.1 on"]),
+        (two_hosts({}, {"platform": "Linux aarch64, glibc 2.36"}), "warning", "platform", ["aarch64", "on rank 1"]),
+        (
+            one_host({"threads": 4}, {"threads": 4}), "warning", "cores",
+            ["4 cores for 2 ranks x 4 threads", "OMP_NUM_THREADS=2"],
+        ),
+        (
+            one_host({"core_limit": 1.5, "threads": 2}, {"core_limit": 1.5}), "warning", "cores",
+            ["2 cores (of 4, by the control group's limit) for 2 ranks x 1 to 2 threads", "OMP_NUM_THREADS=1"],
+        ),
+        (one_host({"cores": [2]}, {"cores": [2]}), "warning", "cores", ["more ranks than cores", "--bind-to none"]),
+        (
+            one_host({"memory_available_bytes": GIB // 2, "memory_limit_bytes": 2 * GIB}), "warning", "memory",
+            ["0.5 GiB available (control group's limit: 2.0 GiB)", "fewer ranks"],
+        ),
+        (one_host({"memfd_error": "Function not implemented"}), "wrong", "sharing", ["rank 0", "not implemented"]),
+        (
+            one_host({"network_namespace": "net:[2]"}, hosts=[[0], [1]]), "warning", "sharing",
+            ["rank 0 and rank 1 are on one machine and share no memory", "network namespaces"],
+        ),
+        (one_host({"uid": 0}, hosts=[[0], [1]]), "warning", "sharing", ["as different users (0 and 1000)"]),
+        (one_host(hosts=[[0], [1]]), "warning", "sharing", ["does not show"]),
+        (two_hosts({"has_gloo": False}), "wrong", "backends", ["torch on rank 0 is built without Gloo"]),
+        (one_host({"mpi": ""}), "warning", "backends", ["mpi4py is installed but does not load on rank 0"]),
+        (one_host(launcher="mpirun (Open MPI)"), "warning", "backends", ["ranks 0-1 lack mpi4py"]),
+        (one_host({"mpi": "MPICH 4"}, {"mpi": "Open MPI v5"}), "warning", "backends", ["MPICH 4 on rank 0, Open MPI"]),
+        (
+            one_host(PUBLIC), "warning", "rendezvous",
+            ["10.0.0.1:29500, hosted by rank 0, can be reached at 93.184.216.34", "port 29500 to strangers; another"],
+        ),
+        (
+            one_host(store=StoreFacts("node0", 1, ["2606:4700::1111"], "torchrun", ["127.0.0.1"])), "warning",
+            "rendezvous", ["hosted by torchrun, can be reached at 2606:4700::1111"],
+        ),
+        (one_host(PUBLIC, store=StoreFacts("10.0.0.1", 1)), "warning", "rendezvous", ["93.184.216.34"]),
+        (
+            two_hosts({"gloo_address": "8.8.8.8"}), "warning", "Gloo",
+            ["rank 0 would listen at a public address (8.8.8.8, 192.168.0.2)"],
+        ),
+        (
+            one_host(paths=[PathFacts("Gloo", [0, 1], 1.0, 1.0, 1, arrived_intact=False)]), "wrong", "transfer",
+            ["Gloo between ranks 0-1: what arrived is not what was sent"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_bad_is_found_and_nothing_else(report: Report, level: str, topic: str, said: list[str]) -> None:
+    (finding,) = bad(report)
+    assert (finding.level, finding.topic) == (level, topic)
+    for words in said:
+        assert words in finding.text
+    assert verdict(checks.examine(report)) == level
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        one_host(PUBLIC, store=StoreFacts("127.0.0.1", 1, ["127.0.0.1"], "torchrun", ["127.0.0.1", "::1"])),
+        one_host({}, PUBLIC),  # not where the store is
+        one_host({"gloo_address": "127.0.1.1"}),  # no other host has to reach it
+        one_host({"gloo_address": "8.8.8.8"}),  # no other host has to reach it
+        one_host({"threads": 2}, {"threads": 2}),
+        one_host({"core_limit": 2.0}),
+        one_host({"cores": [0]}, {"cores": [1]}),
+        one_host({"has_gloo": False}, {"has_gloo": False}),
+        one_host({"uid": 0}),  # they share memory all the same
+        two_hosts({"network_namespace": "net:[2]"}),
+        two_hosts({"gloo_address": "8.8.8.8"}, backend="mpi"),
+        one_host({"memory_available_bytes": 0}),  # unknown
+        one_host(GPUS, GPUS),
+        one_host(*CONTAINERS),  # without GPUs
+    ],
+)
+def test_what_only_looks_bad_is_let_be(report: Report) -> None:
+    assert bad(report) == []
+
+
+def test_gpus_and_who_reaches_whose_memory() -> None:
+    found = [finding.text for finding in checks.check_gpus(one_host(GPUS, GPUS))]
+    assert found[0] == "node0: 2 x H200; no peer access between 1-0"
+    together = {**GPUS, "gpu_peers": [[True, True], [True, True]]}
+    assert checks.check_gpus(one_host(together))[0].text == "node0: 2 x H200; all reach each other's memory"
+    over_pcie = {**together, "gpu_atomics": GPUS["gpu_peers"]}
+    assert "memory; over PCIe, without native atomics, between 1-0" in checks.check_gpus(one_host(over_pcie))[0].text
+    assert [finding.text for finding in checks.check_gpus(one_host())] == ["none"]
+
+
+def test_nvidias_runtime_is_asked_for_native_atomics(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runtime:
+        def __init__(self, name: str) -> None:
+            assert name == "libcudart.so.13"
+
+        def cudaDeviceGetP2PAttribute(self, value: Any, attribute: int, source: int, target: int) -> int:
+            value._obj.value = int(attribute == 3 and (source, target) == (0, 1))
+            return 0
+
+    assert facts.gpu_atomics(2) == []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", Runtime)
+    assert facts.gpu_atomics(2) == [[True, True], [False, True]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([5, 0, 1, 2], "ranks 0-2, 5"), ([0, 2], "ranks 0, 2")],
+)
+def test_ranks_are_named_in_runs(ranks: list[int], text: str) -> None:
+    assert checks.name_ranks(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("8.8.8.8", True), ("2606:4700::1111", True), ("::ffff:8.8.8.8", True), ("10.1.2.3", False),
+        ("192.168.1.1", False), ("172.16.0.1", False), ("100.64.0.1", False), ("169.254.0.1", False),
+        ("127.0.0.1", False), ("::1", False), ("fd00::2", False), ("fe80::1%eth0", False), ("0.0.0.0", False),
+        ("nonsense", False),
+    ],
+)  # fmt: skip
+def test_which_addresses_are_public(address: str, public: bool) -> None:
+    assert checks.is_public(address) is public
+
+
+# Facts of this machine
+
+
+@pytest.mark.parametrize(
+    ("environ", "resolved", "expected"),
+    [
+        ({}, ["127.0.1.1"], "127.0.1.1"),
+        ({}, ["10.0.0.5"], "10.0.0.5"),
+        ({}, ["10.9.9.9"], "127.0.0.1"),  # another machine's: torch falls back
+        ({}, [], "127.0.0.1"),
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, ["127.0.1.1"], "10.0.0.5"),
+        ({"GLOO_SOCKET_IFNAME": "eth0,eth1"}, [], "10.0.0.5"),
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, ["10.0.0.5"], ""),
+    ],
+)
+def test_where_gloo_will_listen(environ: dict[str, str], resolved: list[str], expected: str) -> None:
+    assert gloo_address(environ, [["lo", "127.0.0.1"], ["eth0", "10.0.0.5"]], resolved) == expected
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_who_listens_at_a_port(family: socket.AddressFamily, address: str) -> None:
+    try:
+        server = socket.create_server((address, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"no {address} here: {error}")
+    with server:
+        port = server.getsockname()[1]
+        assert facts.listening_addresses(port) == [address]
+    assert facts.listening_addresses(port) == []
+
+
+def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The narrowest limit of the groups around a process counts."""
+    outer, inner = tmp_path / "outer", tmp_path / "outer" / "inner"
+    for folder, files in {
+        outer: {
+            "cpu.max": "150000 100000",
+            "memory.max": str(8 << 20),
+            "memory.current": str(7 << 20),
+            "memory.stat": f"cache 1\ninactive_file {1 << 19}\n",
+        },
+        inner: {"cpu.max": "max 100000", "memory.max": "max", "memory.current": "0"},
+    }.items():
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text + "\n")
+    for folders, cores, limit, available in [
+        ([outer, inner], 1.5, 8 << 20, (1 << 20) + (1 << 19)),
+        ([inner], None, None, None),
+        ([], None, None, None),
+    ]:
+        monkeypatch.setattr(facts, "_control_groups", lambda folders=folders: folders)
+        assert facts.core_limit() == cores
+        found, most = facts.memory_bytes()
+        assert most == limit
+        assert found == available if available else found > 16 << 20
+
+
+def test_control_groups_that_a_process_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outer").mkdir()
+    monkeypatch.setattr(facts, "_CONTROL_GROUPS", tmp_path)
+    for path, expected in [
+        ("/outer", [tmp_path / "outer", tmp_path]),
+        ("/outer/of_the_host", [tmp_path / "outer", tmp_path]),
+        ("/", [tmp_path]),
+    ]:
+        monkeypatch.setattr(facts, "_read", lambda _, path=path: f"1:cpu:/elsewhere\n0::{path}")
+        assert facts._control_groups() == expected
+
+
+def test_facts_of_this_process_are_plain_data() -> None:
+    found = facts.gather(3)
+    assert found.rank == 3
+    assert found.pid == os.getpid()
+    assert found.cores == sorted(os.sched_getaffinity(0))
+    assert found.memfd_error is None
+    assert ["lo", "127.0.0.1"] in found.interfaces
+    assert found.versions["torchring"]
+    assert read(RankFacts, json.loads(json.dumps(asdict(found)))) == found
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        ("import os; os.abort()", ""),
+        ("import time; time.sleep(60)", ""),
+        ("raise ImportError", ""),
+        ("print('hello'); Get_library_version = lambda: 'Some MPI 1, package: x\\nmore\\0'", "Some MPI 1"),
+    ],
+    ids=["aborts", "hangs", "raises", "loads"],
+)
+def test_an_mpi_that_does_not_load_takes_no_rank_with_it(
+    module: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: ...\n")
+    (tmp_path / "mpi4py" / "MPI.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    if "sleep" in module:
+        monkeypatch.setattr(facts, "_MPI_SECONDS", 0.5)
+    assert facts.ask_mpi(joins_mpi=False) == found
+
+
+def test_facts_from_another_version_are_read_as_far_as_they_are_known() -> None:
+    assert read(RankFacts, {"rank": 1, "hostname": "a", "colour": "red"}) == RankFacts(1, hostname="a")
+
+
+def test_pairs_to_measure() -> None:
+    pairs = {((0, 1), (2, 3), (4,)): [(0, 1), (0, 2), (2, 4), (4, 0)], ((0,), (1,)): [(0, 1)], ((0, 1, 2),): [(0, 1)]}
+    for hosts, expected in pairs.items():
+        assert list(probe.choose_pairs(hosts)) == expected
+
+
+# Rendering
+
+
+def test_text_for_people() -> None:
+    text = render(one_host({"threads": 4}), checks.examine(one_host({"threads": 4})))
+    lines = text.splitlines()
+    assert lines[0] == "torchring doctor: 2 of 2 ranks, started by torchrun, backend gloo; took 0.0 s"
+    assert (
+        "  WARNING  cores       node0: 4 cores for 2 ranks x 1 to 4 threads: they will be in each other's way; set"
+        in lines
+    )
+    assert "                       OMP_NUM_THREADS=2" in lines  # wrapped, and still aligned
+    assert "  ok       sharing     ranks 0-1 share memory" in lines
+    assert "  shared memory, ranks 0-1 on node0   9.5 us    8 GB/s all-reduce (64 MiB)" in lines
+    assert "  Gloo, ranks 0-1 on node0            500 us    1 GB/s each way (1 MiB)" in lines
+    assert "  64 KiB   float32   direct       all ranks share memory" in lines
+    assert lines[-1] == "Nothing is wrong, 1 warning."
+    assert max(map(len, lines)) <= 110
+
+
+def test_choices_that_are_alike_share_a_line() -> None:
+    why = "because"
+    choices = [ChoiceFacts(size, dtype, "ring", why) for dtype in ("float32", "bfloat16") for size in (65536, 1 << 20)]
+    text = render(one_host(choices=choices), [])
+    assert "  64 KiB, 1 MiB   float32, bfloat16   ring         because" in text.splitlines()
+    choices[0] = replace(choices[0], algorithm="native")
+    rows = [line.split() for line in render(one_host(choices=choices), []).splitlines() if why in line]
+    assert [row[-2] for row in rows] == ["picks", "native", "ring", "ring"]
+
+
+@pytest.mark.parametrize(
+    ("report", "last"),
+    [
+        (one_host(), "All is well."),
+        (one_host(problems=["a", "b"]), "2 things are wrong."),
+        (one_host({"threads": 4}, problems=["a"]), "1 thing is wrong, 1 warning."),
+    ],
+)
+def test_the_last_line_is_the_verdict(report: Report, last: str) -> None:
+    assert render(report, checks.examine(report)).endswith(f"\n{last}\n")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (25 << 20, "25 MiB"), (9 << 30, "9216 MiB")],
+)
+def test_human_bytes(count: int, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+# One rank of several
+
+
+def call_main(*arguments: str) -> tuple[int, str]:
+    """(exit code, what it printed on stdout)."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = doctor.main(arguments)
+    return code, out.getvalue()
+
+
+def quickly() -> None:
+    """Measure small, and do not wait long: what is tested is what becomes of it."""
+    probe.SECONDS = 0.2  # type: ignore[misc]
+    probe._LARGEST_BYTES = 4 << 20  # type: ignore[misc]
+    rank._GRACE_SECONDS = rank._STAY_SECONDS = 0.5  # type: ignore[misc]
+
+
+def visit(number: int, _: int, arguments: tuple[str, ...]) -> tuple[int, str]:
+    quickly()
+    return call_main(*arguments)
+
+
+def test_ranks_of_a_launcher_make_one_report() -> None:
+    (code, text), other = harness.run_ranks(visit, 2, ("--timeout", "20"))
+    assert (code, other) == (0, (0, ""))
+    words = " ".join(text.split())
+    for said in ("2 of 2 ranks, started by torchrun", "ok sharing ranks 0-1 share memory", "hosted by torchrun"):
+        assert said in words
+    assert "shared memory, ranks 0-1" in words
+    assert "Gloo, ranks 0-1" in words
+    assert "direct all ranks share memory" in words
+
+
+def test_json_holds_the_same_report() -> None:
+    (code, text), other = harness.run_ranks(visit, 2, ("--json", "--timeout", "20"))
+    assert (code, other) == (0, (0, ""))
+    report = json.loads(text)
+    keys = {"schema", "verdict", "findings", *vars(Report())}
+    assert set(report) == keys
+    assert (report["schema"], report["size"], report["hosts"]) == (1, 2, [[0, 1]])
+    assert report["verdict"] in ("ok", "warning")
+    assert [item["rank"] for item in report["ranks"]] == [0, 1]
+    assert {path["kind"] for path in report["paths"]} == {"shared memory", "Gloo"}
+    for path in report["paths"]:
+        assert path["arrived_intact"] is True
+        assert path["latency_us"] > 0
+        assert path["gigabytes_per_second"] > 0
+    assert [choice["algorithm"] for choice in report["choices"]] == ["direct"] * len(rank.BUCKETS)
+    for key in keys:  # what is printed is what is documented
+        assert key in str(doctor.__doc__)
+
+
+def visit_with_another_torch(number: int, _: int) -> tuple[int, str]:
+    quickly()
+    if number == 1:
+        real = facts.gather
+        rank.gather = lambda i, **_: replace(real(i), versions={**real(i).versions, "torch": "1.0"})
+    return call_main("--json", "--timeout", "20")
+
+
+def test_every_rank_ends_with_the_verdict_of_the_report() -> None:
+    (code, text), other = harness.run_ranks(visit_with_another_torch, 2)
+    assert (code, other) == (1, (1, ""))
+    (wrong,) = [found for found in json.loads(text)["findings"] if found["level"] == "wrong"]
+    assert "1.0 on rank 1" in wrong["text"]
+
+
+def visit_and_spoil(number: int, _: int, trouble: str) -> tuple[int, str]:
+    quickly()
+    if number == 1 and trouble == "bytes":
+        real = probe._pattern
+        probe._pattern = lambda size, of: real(size, of) + (of == 1)
+    elif number == 1:
+        rank._shared = {"dies": lambda *_: os._exit(3), "hangs": lambda *_: time.sleep(4) or []}[trouble]
+    return call_main("--json", "--timeout", "2" if trouble == "bytes" else "1")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ("bytes", "Gloo between ranks 0-1: what arrived is not what was sent"),
+        ("dies", "rank 1 stopped answering while measuring shared memory"),
+        ("hangs", "rank 1 stopped answering while measuring shared memory"),
+    ],
+)
+def test_a_rank_that_fails_on_the_way_is_in_the_report(trouble: str, said: str) -> None:
+    exits = {1: 3} if trouble == "dies" else {}
+    (code, text), _ = harness.run_ranks(visit_and_spoil, 2, trouble, expect_exit=exits)
+    report = json.loads(text)
+    assert (code, report["verdict"]) == (1, "wrong")
+    assert any(said in found["text"] for found in report["findings"] if found["level"] == "wrong")
+    assert len(report["ranks"]) == 2
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    ((code, text),) = harness.run_ranks(visit, 1, ("--timeout", "0.5"), env={"WORLD_SIZE": "3"})
+    assert code == 1
+    words = " ".join(text.split())
+    assert "1 of 3 ranks" in words
+    assert "WRONG missing ranks 1-2 of 3 did not show up within 0.5 s" in words
+
+
+def visit_without_rank_0(_: int, __: int) -> tuple[int, str, str]:
+    quickly()
+    os.environ.update(RANK="1", WORLD_SIZE="2")
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        code, text = call_main("--timeout", "0.5")
+    return code, text, err.getvalue()
+
+
+def test_without_rank_0_the_others_say_so() -> None:
+    ((code, text, err),) = harness.run_ranks(visit_without_rank_0, 1)
+    assert (code, text) == (1, "")
+    assert "rank 0 did not show up within 1 s" in err
+
+
+def visit_an_incomplete_environment(_: int, __: int) -> tuple[int, str]:
+    del os.environ["MASTER_ADDR"]
+    return call_main()
+
+
+def test_what_the_launcher_left_out_is_in_the_report() -> None:
+    (code, text), _ = harness.run_ranks(visit_an_incomplete_environment, 2)
+    assert code == 1
+    assert "MASTER_ADDR not set" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("arguments", [("-np", "2"), ("-H", "a:1"), ("--hostfile", "f")])
+def test_a_rank_starts_no_others(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(arguments)
+    assert stopped.value.code == 2
+    assert "2 ranks already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-np", "0"),
+        ("--timeout", "0"),
+        ("--timeout", "inf"),
+        ("--colour",),
+        ("x",),
+        ("--env", "NAME"),
+        ("-H", "a:x"),
+        ("-H", "a:1", "-np", "2"),
+        ("--hostfile", "/nowhere"),
+    ],
+    ids=" ".join,
+)
+def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(arguments)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: torchring doctor")
+
+
+# Starting ranks
+
+
+def handed_over(code: int, text: str) -> str:
+    """What rank 0 prints, in the middle of what others print."""
+    return f"noise\n{doctor._BEGUN}\nnoise{doctor._HANDED_OVER}{json.dumps([code, text])}\nnoise ]\n"
+
+
+def launcher_that(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, out: str = "", err: str = ""
+) -> list[tuple[Any, ...]]:
+    """Have ranks print this and end with `code`, or when they are told to stop. Returns what they are started with."""
+    calls: list[tuple[Any, ...]] = []
+
+    def start(*arguments: Any, is_over: Callable[[], bool]) -> int:
+        calls.append(arguments)
+        os.write(1, out.encode())
+        os.write(2, err.encode())
+        while code is None and not is_over():
+            time.sleep(0.01)
+        return 143 if code is None else code
+
+    monkeypatch.setattr(doctor, "start", start)
+    return calls
+
+
+def test_what_rank_0_prints_is_delivered(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The report and its exit code, and nothing else that ranks print, on stdout or stderr."""
+    calls = launcher_that(monkeypatch, 0, handed_over(0, '{\n "a": 1\n}\n'), "warning\n")
+    monkeypatch.setenv("TORCHRING_LAUNCHER", "none")  # or each rank would start others
+    arguments = ["-np", "3", "-H", "a:2,b:1", "--env", "A=1", "--env", "B=2", "--backend", "mpi", "--timeout", "7"]
+    assert doctor.main([*arguments, "--json"]) == 0
+    assert capfd.readouterr() == ('{\n "a": 1\n}\n', "")
+    command = [str(doctor._SCRIPT), "--hand-over", "--backend", "mpi", "--timeout", "7.0", "--json"]
+    assert calls == [(command, 3, [Host("a", 2), Host("b", 1)], {"A": "1", "B": "2"})]
+    assert "TORCHRING_LAUNCHER" not in os.environ
+
+    calls = launcher_that(monkeypatch, 1, handed_over(1, "torchring doctor: 2 of 2 ranks\n\n1 thing is wrong.\n"))
+    assert doctor.main([]) == 1
+    assert capfd.readouterr() == ("torchring doctor: 2 of 2 ranks\n\n1 thing is wrong.\n", "")
+    command = [str(doctor._SCRIPT), "--hand-over", "--backend", "auto", "--timeout", "30.0"]
+    assert calls == [(command, 2, None, {})]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(0, 0), (139, 1), (130, 130)], ids=["no failure", "a crash at exit", "Ctrl-C"]
+)
+def test_exit_code_of_ranks_that_have_reported(
+    code: int, expected: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher_that(monkeypatch, code, handed_over(0, "found\n"))
+    assert doctor.main([]) == expected
+    assert capfd.readouterr() == ("found\n", "")
+
+
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_rank_0_hands_its_report_over_in_one_line(
+    number: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", number)  # and no WORLD_SIZE, which is an error
+    assert doctor.main(["--hand-over"]) == 1
+    lines = capfd.readouterr().out.splitlines()
+    if number == "1":
+        assert lines == []
+        return
+    assert lines[0] == doctor._BEGUN
+    (report,) = lines[1:]
+    code, text = json.loads(report.removeprefix(doctor._HANDED_OVER))
+    assert code == 1
+    assert "WRONG" in text
+
+
+def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Although its environment says that it trains alone."""
+    calls = launcher_that(monkeypatch, 0)
+    monkeypatch.setenv("TORCHRING_LAUNCHER", "none")
+    monkeypatch.setenv("TORCHRING_JOB", "a job of torchring run")
+    assert doctor.main([]) == 0
+    assert calls == []
+    assert "1 of 1 ranks" in capfd.readouterr().out
+
+
+def test_ranks_that_leave_no_report_are_one(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    err = "W1121 21:46:58.05 noise\nrank 1 was killed by SIGSEGV\nframe #14: <unknown function>\n"
+    launcher_that(monkeypatch, 139, "noise\n", err)
+    assert doctor.main([]) == 1
+    out, err = capfd.readouterr()
+    text = "they ended with exit code 139 before that; the last lines on stderr: rank 1 was killed by SIGSEGV"
+    assert text in " ".join(out.split())
+    assert "noise" not in out + err
+
+
+@pytest.mark.parametrize(("begins", "said"), [(False, "start within 0.3 s"), (True, "report within 1 s")])
+def test_a_rank_0_that_does_not_start_or_report_is_waited_for_only_a_while(
+    begins: bool, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher_that(monkeypatch, None, f"{doctor._BEGUN}\n" if begins else "")
+    monkeypatch.setattr(doctor, "_STARTING_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "_MEASURING_SECONDS", 0.6)
+    assert doctor.main(["--timeout", "0.1"]) == 1
+    out, err = capfd.readouterr()
+    assert f"rank 0 did not {said}" in " ".join(out.split())
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "handler"),
+    [
+        pytest.param(0, signal.SIG_DFL, id="0", marks=pytest.mark.grid),
+        pytest.param(1, signal.SIG_DFL, id="1"),
+        pytest.param(0, signal.SIG_IGN, id="0, SIGTERM ignored"),
+        pytest.param(1, signal.SIG_IGN, id="1, SIGTERM ignored", marks=pytest.mark.grid),
+    ],
+)
+def test_ranks_that_outlive_their_report_are_ended(
+    code: int,
+    handler: signal.Handlers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The exit code is that of the report."""
+    script = tmp_path / "rank.py"
+    text = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+    script.write_text(f"{text}print({handed_over(code, 'found')!r}, flush=True)\ntime.sleep(60)\n")
+    monkeypatch.setattr(doctor, "_SCRIPT", script)
+    monkeypatch.setattr(doctor, "_ENDING_SECONDS", 0.2)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        assert doctor.main(["-np", "1"]) == code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capfd.readouterr() == ("found", "")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("code", [2, 130, 143])
+def test_without_ranks_the_launcher_says_why(
+    code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """None could be started, or they were told to stop."""
+    launcher_that(monkeypatch, code, "", "torchring run: cannot start the ranks: no memory\nKeyboardInterrupt\n")
+    assert doctor.main([]) == code
+    assert capfd.readouterr() == ("", "torchring run: cannot start the ranks: no memory\n")
+
+
+def environ(**changes: str) -> dict[str, str]:
+    return {**harness._clean_environ(), "PYTHONUNBUFFERED": "1", **changes}
+
+
+def run_doctor(command: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=environ(**changes), text=True, start_new_session=True, **pipes)
+    try:
+        out, err = process.communicate(timeout=harness.patient(60))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+DOCTOR = [sys.executable, "-m", "torchring.doctor"]
+
+
+def test_two_processes_of_this_machine() -> None:
+    ran = run_doctor([*DOCTOR, "-np", "2", "--json"])
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["launcher"] == "torchrun"
+    assert report["hosts"] == [[0, 1]]
+    assert {path["kind"] for path in report["paths"]} == {"shared memory", "Gloo"}
+
+
+def test_a_process_that_hangs_before_it_is_a_rank(tmp_path: Path) -> None:
+    """It is named, and neither it nor the launcher outlives the command."""
+    hang = "import os, time\nif os.environ.get('RANK') == '1':\n"
+    hang += f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n    time.sleep(60)\n"
+    (tmp_path / "sitecustomize.py").write_text(hang)
+    ran = run_doctor([*DOCTOR, "-np", "2", "--timeout", "0.5"], PYTHONPATH=str(tmp_path))
+    assert ran.returncode == 1, ran.stderr
+    assert "rank 1 of 2 did not show up" in " ".join(ran.stdout.split())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None, reason="takes mpirun and mpi4py"
+)
+@pytest.mark.grid
+def test_as_ranks_of_mpirun_over_mpi() -> None:
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
+    ran = run_doctor([*mpirun, *DOCTOR, "--backend", "mpi", "--json"], TMPDIR="/tmp")  # Open MPI: a short one
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["launcher"].startswith("mpirun")
+    assert {path["kind"] for path in report["paths"]} == {"shared memory", "MPI"}
+    assert all(rank["mpi"] for rank in report["ranks"])
+
+
+# Several hosts
+
+
+def visit_across(number: int, _: int, interface: str | None) -> tuple[int, str]:
+    quickly()
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    return call_main("--json", "--timeout", "20")
+
+
+def report_across(network: Network, interface: str | None) -> tuple[list[int], dict[str, Any]]:
+    """One rank on each of two hosts: exit codes, rank 0's report."""
+    (code, text), (other_code, other_text) = run_on_hosts(network, (1, 1), visit_across, interface)
+    assert other_text == ""
+    return [code, other_code], json.loads(text)
+
+
+@needs_hosts
+def test_between_hosts() -> None:
+    """The line's rate is found, since no more passes; then the same where Gloo is left to find its address."""
+    with Network(2, rate="1gbit") as network:
+        codes, report = report_across(network, INTERFACE)
+        assert codes == [0, 0]
+        (path,) = report["paths"]
+        assert (path["kind"], path["ranks"], path["arrived_intact"]) == ("Gloo", [0, 1], True)
+        assert 0.01 < path["gigabytes_per_second"] < 0.2
+        assert len(report["choices"]) == len(rank.BUCKETS)
+        assert {choice["algorithm"] for choice in report["choices"]} <= {"ring", "native"}
+        warnings = [found["text"] for found in report["findings"] if found["level"] == "warning"]
+        assert any("share no memory: they are in different network namespaces" in text for text in warnings)
+
+        codes, report = report_across(network, None)
+        assert codes == [1, 1]
+        (wrong,) = [found["text"] for found in report["findings"] if found["level"] == "wrong"]
+        assert "measuring the network failed on ranks 0-1: Gloo on rank 0" in wrong
+        assert "which other hosts cannot reach" in wrong
+        assert f"{INTERFACE} ({network.addresses[0]})" in wrong
+        assert report["paths"] == report["choices"] == []

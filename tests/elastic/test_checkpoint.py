@@ -1,0 +1,331 @@
+"""Checkpoints: whole or not there, whatever happens to the writer, the disk or the file."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.checks import assert_bitwise
+from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
+
+_PATIENCE_SECONDS = 60.0
+_FORK = multiprocessing.get_context("fork")  # torch is there already
+
+
+def _state(step: int, numel: int = 8) -> dict[str, Any]:
+    return {"weights": torch.full((numel,), float(step)), "numbers": [step, "text", 0.5], "nested": {7: (True, None)}}
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+class _Gate:
+    """Holds the writer up in the middle of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        self.reached.set()
+        assert self.opened.wait(_PATIENCE_SECONDS)
+        return OrderedDict, ()
+
+
+def test_checkpoints_are_files_of_torch_save(tmp_path: Path) -> None:
+    directory = tmp_path / "made" / "here"
+    writer = CheckpointWriter(directory)
+    assert newest(directory) is None
+    assert newest_step(directory) is None
+    writer.write(123, _state(123))
+    assert writer.flush(_PATIENCE_SECONDS)
+    assert _names(directory) == ["step-000000123.pt"]
+    assert writer.newest == directory / "step-000000123.pt"
+    step, state = newest(directory) or (0, {})
+    assert step == newest_step(directory) == 123
+    for read in (state, torch.load(writer.newest), torch.load(writer.newest, mmap=True)):
+        assert_bitwise(read.pop("weights"), torch.full((8,), 123.0))
+        assert read == {"numbers": [123, "text", 0.5], "nested": {7: (True, None)}}
+
+
+def test_old_checkpoints_are_removed_and_newer_ones_stay(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=2)
+    for step in (1, 2, 10**9, 3, 4):
+        writer.write_now(step, _state(step))
+    (tmp_path / "step-1.pt").touch()  # the user's
+    assert _names(tmp_path) == ["step-000000003.pt", "step-000000004.pt", "step-1.pt", "step-1000000000.pt"]
+    assert newest_step(tmp_path) == 10**9
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        CheckpointWriter(tmp_path, keep=0)
+
+
+def test_the_newest_that_waits_is_written(tmp_path: Path) -> None:
+    """Meanwhile another writer takes its place, and leaves the file that is being written alone."""
+    writer, gate = CheckpointWriter(tmp_path, keep=9), _Gate()
+    writer.write(1, {"gate": gate, **_state(1)})
+    assert gate.reached.wait(_PATIENCE_SECONDS)
+    torn = tmp_path / f"step-000000001.{os.getpid()}-01234567.tmp"  # of a writer that was killed
+    torn.touch()
+    other = CheckpointWriter(tmp_path, keep=9)
+    assert not torn.exists()
+    assert len(_names(tmp_path)) == 1
+    writer.write(2, replaced := writer.copy_of(_state(2)))
+    writer.write(3, copy := writer.copy_of(_state(3)))
+    assert copy["weights"].data_ptr() != replaced["weights"].data_ptr()
+    assert writer.copy_of(_state(4))["weights"].data_ptr() == replaced["weights"].data_ptr()
+    assert not writer.flush(0)
+    other.write_now(4, _state(4))
+    gate.opened.set()
+    assert writer.flush(_PATIENCE_SECONDS)
+    assert _names(tmp_path) == ["step-000000001.pt", "step-000000003.pt", "step-000000004.pt"]
+
+
+def _train_until_killed(directory: Path, first: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)  # the forked child has none of the others
+    writer = CheckpointWriter(directory, keep=2)
+    for step in range(first, first + 1000):
+        writer.write(step, _state(step, numel=300_000))
+        writer.flush(_PATIENCE_SECONDS)
+        pipe.send(step)
+
+
+def test_a_writer_that_is_killed_loses_nothing_that_it_has_written(tmp_path: Path) -> None:
+    moments = random.Random(0)
+    written, num_torn = 0, 0
+    for _ in range(12):
+        ours, theirs = _FORK.Pipe(duplex=False)
+        child = _FORK.Process(target=_train_until_killed, args=(tmp_path, written + 1, theirs), daemon=True)
+        child.start()
+        theirs.close()
+        assert ours.poll(_PATIENCE_SECONDS)
+        multiprocessing.connection.wait([child.sentinel], moments.uniform(0, 0.03))
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                written = ours.recv()
+        ours.close()
+        num_torn += any(name.endswith(".tmp") for name in _names(tmp_path))
+        step, state = newest(tmp_path) or (0, {})
+        assert step in (written, written + 1)
+        assert_bitwise(state["weights"], torch.full((300_000,), float(step)))
+        written = step
+    assert num_torn > 0
+    CheckpointWriter(tmp_path)
+    assert not any(name.endswith(".tmp") for name in _names(tmp_path))
+
+
+def _in_child(function: Callable[[], Any]) -> Any:
+    def run(pipe: Connection) -> None:
+        torch.set_num_threads(1)
+        pipe.send(function())
+
+    ours, theirs = _FORK.Pipe(duplex=False)
+    child = _FORK.Process(target=run, args=(theirs,), daemon=True)
+    child.start()
+    theirs.close()
+    assert ours.poll(_PATIENCE_SECONDS)
+    result = ours.recv()
+    child.join()
+    return result
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _warnings_of_writing(directory: Path, break_it: Callable[[], None], *, starts_broken: bool = False) -> list[str]:
+    """What a writer says that writes a checkpoint, and then two more after `break_it`."""
+    log = logging.getLogger("torchring.elastic")
+    log.addHandler(handler := _Lines())
+    try:
+        if starts_broken:
+            break_it()
+        writer = CheckpointWriter(directory)
+        if not starts_broken:
+            writer.write_now(1, _state(1))
+            break_it()
+        for step in (2, 3):
+            writer.write(step, _state(step, numel=100_000))
+            assert writer.flush(_PATIENCE_SECONDS)
+        with pytest.raises(OSError):  # noqa: PT011
+            writer.write_now(4, _state(4, numel=100_000))
+    finally:
+        log.removeHandler(handler)
+    return handler.lines
+
+
+def _assert_one(lines: list[str], directory: Path, reason: str, what: str = "no checkpoint at step 2 in") -> None:
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{what} {directory}: ")
+    assert reason in lines[0]
+    assert lines[0].endswith("; training goes on")
+
+
+def test_disk_that_is_full(tmp_path: Path) -> None:
+    """A file that must not grow fails as a full disk does: in the middle, and torch hides the reason."""
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    _assert_one(_in_child(lambda: _warnings_of_writing(tmp_path, fill)), tmp_path, "File too large")
+    assert _names(tmp_path) == ["step-000000001.pt"]
+    assert (newest(tmp_path) or (0,))[0] == 1
+
+
+def test_directory_that_is_gone(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    lines = _warnings_of_writing(directory, lambda: shutil.rmtree(directory))
+    _assert_one(lines, directory, "No such file or directory")
+
+
+def test_directory_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    lines = _warnings_of_writing(path, lambda: None, starts_broken=True)
+    assert len(lines) == 2  # one says that it is there already
+    _assert_one(lines[1:], path, "Not a directory")
+    with pytest.raises(NotADirectoryError):
+        newest(path)
+
+
+def test_directory_that_must_not_be_written_to(tmp_path: Path) -> None:
+    def forbid() -> None:
+        tmp_path.chmod(0o500)
+        if os.geteuid() == 0:  # who may do everything
+            os.seteuid(65534)
+
+    _assert_one(_in_child(lambda: _warnings_of_writing(tmp_path, forbid)), tmp_path, "Permission denied")
+    tmp_path.chmod(0o700)
+
+
+def test_damaged_file_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = CheckpointWriter(tmp_path)
+    writer.write_now(1, _state(1))
+    path = writer.write_now(2, _state(2))
+    whole = path.read_bytes()
+    size = len(whole)
+    assert newest_step(tmp_path) == 2
+    for length in [*range(0, size, 97), *range(size - 30, size)]:
+        path.write_bytes(whole[:length])
+        assert (newest(tmp_path) or (0,))[0] == 1, length
+        assert newest_step(tmp_path) == 1, length
+        assert caplog.messages[-1] == f"the checkpoint {path} is skipped: its end is missing"
+    bits = random.Random(0)
+    for position in [*range(0, size, 23), *range(size - 30, size)]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << bits.randrange(8)
+        path.write_bytes(damaged)
+        assert (newest(tmp_path) or (0,))[0] == 1, position
+    path.write_bytes(whole[:500] + whole[600:])
+    caplog.clear()
+    assert (newest(tmp_path) or (0,))[0] == 1
+    assert caplog.messages[0].startswith(f"the checkpoint {path} is skipped: its sum is ")
+    path.write_bytes(whole)
+    assert (newest(tmp_path) or (0,))[0] == 2
+
+
+def test_state_that_could_not_be_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That comes out when it is written, not when it is needed."""
+    writer = CheckpointWriter(tmp_path)
+    for step in (1, 2):
+        writer.write(step, {"path": Path("a")})
+        assert writer.flush(_PATIENCE_SECONDS)
+    assert len(caplog.messages) == 1
+    assert "PosixPath, which torch.load(weights_only=True) does not load" in caplog.messages[0]
+    assert _names(tmp_path) == []
+    with torch.serialization.safe_globals([type(Path("a"))]):
+        path = writer.write_now(3, {"path": Path("a")})
+    with pytest.raises(ValueError, match=f"{path} is whole, but torch.load cannot load it"):
+        newest(tmp_path)
+
+
+def test_copy_is_deep_and_has_each_tensor_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight  # tied: two tensors of a state_dict, one memory
+    strided = torch.arange(12.0).reshape(3, 4).t()
+    sparse = torch.eye(3).to_sparse()
+    numbers = [1, 2]
+    state = {
+        "model": model.state_dict(), "more": [strided, sparse, model[0].bias], "empty": [torch.empty(0, 2)] * 2,
+        "numbers": {"a": numbers},
+    }  # fmt: skip
+    copied = copy_of(state)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    numbers.append(3)
+    for name, value in expected.items():
+        assert_bitwise(copied["model"][name], value, name)
+    assert copied["model"]["0.weight"] is copied["model"]["1.weight"]
+    assert copied["more"][2] is copied["model"]["0.bias"]
+    assert type(copied["more"][2]) is torch.Tensor
+    assert_bitwise(copied["more"][0], strided)
+    assert copied["more"][0].is_contiguous()
+    assert_bitwise(copied["more"][1].to_dense(), torch.eye(3))
+    assert copied["empty"][1].shape == (0, 2)
+    assert copied["numbers"] == {"a": [1, 2]}
+
+
+def test_copies_use_memory_again_once_it_is_written(tmp_path: Path) -> None:
+    writer, gate = CheckpointWriter(tmp_path), _Gate()
+    first = writer.copy_of(_state(1))
+    writer.write(1, {"gate": gate, **first})
+    assert gate.reached.wait(_PATIENCE_SECONDS)
+    waiting = writer.copy_of(_state(2))
+    assert waiting["weights"].data_ptr() != first["weights"].data_ptr()
+    gate.opened.set()
+    assert writer.flush(_PATIENCE_SECONDS)
+    third = writer.copy_of({"a": torch.zeros(8), "b": torch.ones(8), "c": torch.ones(8, dtype=torch.int32)})
+    assert third["a"].data_ptr() == first["weights"].data_ptr()
+    assert [third[name].tolist() for name in "abc"] == [[0.0] * 8, [1.0] * 8, [1] * 8]
+    assert (newest(tmp_path) or (0, {}))[1]["weights"].tolist() == [1.0] * 8
+
+
+def test_state_that_cannot_be_copied() -> None:
+    with pytest.raises(TypeError, match=r"'hook' in the state cannot be copied: .*lambda"):
+        copy_of({"step": 1, "hook": lambda: None})
+
+
+class _Computed:
+    """Has its tensor only while it is copied."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return list, ((torch.full((1000,), self.value),),)
+
+
+def test_tensors_that_are_gone_are_not_taken_for_others() -> None:
+    copied = copy_of({str(n): _Computed(n) for n in range(5)})
+    assert [copied[str(n)][0][0].item() for n in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_tied_tensor_of_an_earlier_copy_is_used_once() -> None:
+    tied = torch.zeros(8)
+    copied = copy_of({"a": torch.zeros(8), "b": torch.ones(8)}, spare=copy_of({"a": tied, "b": tied}))
+    assert [copied[name].tolist() for name in "ab"] == [[0.0] * 8, [1.0] * 8]

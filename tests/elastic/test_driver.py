@@ -1,0 +1,1055 @@
+"""The driver of an elastic job: what it decides, with a clock of the test's, and what it does, with workers that only
+speak its protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.support.harness import is_running, patient, wait_until
+from torchring import cli
+from torchring.elastic.driver import coordinator as m
+from torchring.elastic.driver import hosts as hosts_module
+from torchring.elastic.driver import store as store_module
+from torchring.elastic.driver.cooldown import Cooldown
+from torchring.elastic.driver.coordinator import Limits, Membership
+from torchring.elastic.driver.hosts import Hosts
+from torchring.elastic.driver.store import DriverStore, Listener
+from torchring.errors import PeerLostError, decode_error
+from torchring.launch.launcher import Host, LaunchError
+from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
+from torchring.rendezvous.protocol import (
+    BROKEN,
+    CALL,
+    END,
+    LATEST,
+    PREFIX,
+    Beat,
+    Broken,
+    Card,
+    Plan,
+    beat_key,
+    card_key,
+    plan_key,
+    world_prefix,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+TICK = 0.02
+
+
+class Job:
+    """A membership, its clock, and workers whose cards and beats the test sets. What was done is in the attributes."""
+
+    def __init__(self, hosts: str = "a:4", **limits: Any) -> None:
+        self.now = 1000.0
+        self.membership = Membership(Limits(**{"size": 2, "max_size": 4, **limits}), self.now, random.Random(0))
+        self.started: list[tuple[int, str, int]] = []
+        self.sent: list[tuple[int, int]] = []
+        self.plans: list[Plan] = []
+        self.broken: list[Broken] = []
+        self.called: list[int] = []
+        self.said: list[str] = []
+        self.over: list[str] = []
+        self.code: int | None = None
+        self.steps: dict[int, tuple[int, int]] = {}
+        self.set_hosts(hosts)
+
+    def set_hosts(self, hosts: str) -> None:
+        pairs = [host.split(":") for host in hosts.split(",") if host]
+        self.membership.set_hosts([Host(name, int(slots)) for name, slots in pairs])
+        self.tick()
+
+    def tick(self, seconds: float = TICK) -> None:
+        """Time passes in one piece."""
+        self.now += seconds
+        for action in self.membership.tick(self.now):
+            if isinstance(action, m.Start):
+                self.started.append((action.worker, action.host, action.slot))
+            elif isinstance(action, m.Send):
+                self.sent.append((action.worker, action.number))
+            elif isinstance(action, m.Publish):
+                self.plans.append(action.plan)
+            elif isinstance(action, m.Break):
+                self.broken.append(action.broken)
+            elif isinstance(action, m.Call):
+                self.called.append(action.generation)
+            elif isinstance(action, m.Say):
+                self.said.append(action.text)
+            elif isinstance(action, m.Over):
+                self.over.append(action.reason)
+            elif isinstance(action, m.Exit):
+                self.code = action.code
+
+    def wait(self, seconds: float, *beating: int) -> None:
+        """Time passes, and these workers show that they live."""
+        for _ in range(round(seconds / 0.5)):
+            for worker in beating:
+                self.beat(worker, ticks=False)
+            self.tick(0.5)
+
+    def say(self, state: Any, *workers: int, generation: int | None = None, **card: Any) -> None:
+        """The workers set their cards, by default with the newest generation that they belong to."""
+        for worker in workers:
+            newest = max([plan.generation for plan in self.plans if worker in plan.workers], default=0)
+            self.membership.note_card(worker, Card(state, newest if generation is None else generation, **card))
+        self.tick()
+
+    def beat(self, *workers: int, steps: int = 0, ticks: bool = True) -> None:
+        for worker in workers:
+            count, before = self.steps.get(worker, (0, 0))
+            self.steps[worker] = (count + 1, before + steps)
+            self.membership.note_beat(worker, Beat(*self.steps[worker], made=before + steps))
+        if ticks:
+            self.tick()
+
+    def step(self, *workers: int, times: int = 1) -> None:
+        for _ in range(times):
+            self.beat(*workers, steps=1)
+
+    def end(self, worker: int, code: int = 128 + signal.SIGKILL, **how: Any) -> None:
+        self.membership.note_end(worker, code, **how)
+        self.tick()
+
+    def members(self) -> tuple[int, ...]:
+        return self.plans[-1].workers if self.plans else ()
+
+
+def running(hosts: str = "a:4", num: int = 2, *, works: bool = True, **limits: Any) -> Job:
+    """A job whose first generation runs, and, if it `works`, has made steps."""
+    job = Job(hosts, **{"size": num, "max_size": num, **limits})
+    workers = range(num)
+    job.say("meeting", *workers)
+    job.say("running", *workers)
+    if works:
+        job.step(*workers)
+    return job
+
+
+# ---- the first generation
+
+
+def test_a_job_starts_when_all_workers_have_come() -> None:
+    job = Job("a:1,b:5", size=3)
+    assert job.started == [(0, "a", 0), (1, "b", 0), (2, "b", 1)]
+    job.say("meeting", 2, 0)
+    assert job.plans == []
+    job.say("meeting", 1)
+    assert job.plans == [Plan(1, (0, 1, 2), "the job starts")]
+    assert job.said == ["generation 1 begins, 3 workers (a: 0; b: 1, 2), because the job starts"]
+
+
+def test_a_job_starts_without_workers_that_have_died() -> None:
+    job = Job(size=3, min_size=2)
+    job.end(1, 3)
+    job.say("meeting", 0)
+    assert (job.plans, len(job.started)) == ([], 3)
+    job.say("meeting", 2)
+    assert job.members() == (0, 2)
+    assert "worker 1 on a ended with exit code 3 before it came to torchring.elastic.run" in job.said
+
+
+def test_a_job_starts_without_workers_that_take_long() -> None:
+    job = Job(size=3, min_size=2)
+    job.say("meeting", 0)
+    job.wait(60)
+    assert job.plans == []
+    job.say("meeting", 1)
+    job.wait(29)
+    assert job.plans == []
+    job.wait(2)
+    assert job.members() == (0, 1)
+
+
+def test_too_few_workers_at_the_start_are_replaced_when_nobody_is_starting() -> None:
+    job = Job(size=3, min_size=2, max_size=3)
+    job.say("meeting", 0)
+    job.end(1, 1)
+    assert len(job.started) == 3
+    job.end(2, 1)
+    assert job.started[3:] == [(3, "a", 1)]
+
+
+def test_all_slots_are_taken_without_a_number() -> None:
+    job = Job("a:2,b:1", size=m.UNLIMITED, max_size=m.UNLIMITED)
+    assert (len(job.started), job.membership.size) == (3, 3)
+    job.end(0, 1)
+    assert len(job.started) == 3, "no step has been made"
+
+
+# ---- losses
+
+
+def test_survivors_go_on_at_once_and_in_order() -> None:
+    job = running(num=4)
+    job.membership.note_pid(0, 77)
+    job.end(0)
+    reason = "rank 0 (worker 0, pid 77, on a) was killed by SIGKILL"
+    assert job.broken == [Broken(1, (0,), reason)]
+    assert job.started[4:] == [(4, "a", 0)]
+    job.say("meeting", 3)
+    job.say("meeting", 2)
+    assert len(job.plans) == 1
+    job.say("meeting", 1)
+    assert job.plans[1] == Plan(2, (1, 2, 3), "worker 0 on a was killed by SIGKILL")
+    job.say("running", 1, 2, 3)
+    job.say("meeting", 4)
+    assert job.called == [1, 2]  # by the first that left, and for the new one
+    job.say("meeting", 3, 1, 2)
+    assert job.plans[2] == Plan(3, (1, 2, 3, 4), "worker 4 joined")
+
+
+def test_two_losses_are_told_together() -> None:
+    job = running(num=4)
+    job.end(3)
+    job.end(1, 1)
+    assert [broken.ranks for broken in job.broken] == [(3,), (1, 3)]
+    assert job.broken[1].reason == "rank 1 (worker 1, on a) ended with exit code 1"
+
+
+def test_a_death_between_plan_and_pick_up_breaks_the_generation() -> None:
+    job = running(num=3)
+    job.say("meeting", 0, 1, 2)
+    assert len(job.plans) == 2
+    job.end(1)  # its card says "meeting", of generation 1
+    assert job.broken == [Broken(2, (1,), "rank 1 (worker 1, on a) was killed by SIGKILL")]
+    job.say("meeting", 0, 2)
+    assert job.members() == (0, 2)
+
+
+def test_a_death_after_leaving_breaks_nothing() -> None:
+    job = running(num=3)
+    job.say("meeting", 1, reason="out of memory")
+    job.end(1)
+    job.say("leaving", 2)
+    job.end(2, 0)
+    assert job.broken == []
+    assert job.called == [1]
+    job.say("meeting", 0)
+    assert job.plans[1].workers == (0,)
+    assert job.plans[1].reason == "worker 1 on a was killed by SIGKILL; worker 2 on a left"
+
+
+def test_who_leaves_before_it_has_picked_up_the_plan_breaks_the_generation_at_once() -> None:
+    job = running(num=2)
+    job.say("meeting", 0, 1)
+    assert len(job.plans) == 2
+    job.say("leaving", 1, generation=1)
+    assert job.broken == [Broken(2, (1,), "rank 1 (worker 1, on a) was told to end")]
+    job.end(1, 0)
+    assert len(job.broken) == 1
+
+
+def test_a_silent_worker_is_killed_and_the_others_hear_of_it_before_it_is_dead() -> None:
+    job = running(num=2, heartbeat_timeout=4)
+    job.wait(3.5, 0)
+    assert job.sent == []
+    job.wait(1, 0)
+    assert job.sent == [(1, signal.SIGKILL)]
+    assert job.broken[0].reason.endswith("gave no sign of life for 4 s, and was killed")
+    assert len(job.started) == 2, "its slot is not free"
+    job.say("meeting", 0)
+    assert job.members() == (0,)
+    job.say("running", 0)
+    job.end(1)
+    assert job.started[2:] == [(2, "a", 1)]
+    assert len(job.sent) == 1
+
+
+def test_silence_while_the_driver_was_stopped_does_not_count() -> None:
+    job = running(num=2, heartbeat_timeout=4)
+    job.tick(1000)
+    assert job.sent == []
+    job.wait(3.5)
+    assert [worker for worker, _ in job.sent] == [0, 1]
+
+
+def test_a_worker_that_never_comes_is_killed() -> None:
+    job = running(num=2, max_size=3, elastic_timeout=20)
+    assert job.started[2:] == [(2, "a", 2)]
+    job.wait(19.5, 0, 1)
+    assert job.sent == []
+    job.wait(1, 0, 1)
+    assert job.sent == [(2, signal.SIGKILL)]
+
+
+def test_a_member_that_does_not_leave_is_killed_in_the_end() -> None:
+    job = running(num=3)
+    job.say("meeting", 0, 2)
+    job.wait(299, 0, 1, 2)
+    assert job.sent == []
+    job.wait(2, 0, 1, 2)
+    assert job.sent == [(1, signal.SIGKILL)]
+    assert "did not leave its step for 300 s" in job.broken[0].reason
+
+
+def test_a_worker_that_leaves_but_does_not_end_is_killed_in_the_end() -> None:
+    job = running(num=2)
+    job.say("leaving", 1)
+    job.say("meeting", 0)
+    job.say("running", 0)
+    job.wait(299, 0)
+    assert job.sent == []
+    job.wait(2, 0)
+    assert job.sent == [(1, signal.SIGKILL)]
+    job.end(1)
+    assert (job.broken, job.started[2:]) == ([], [(2, "a", 1)])
+
+
+# ---- new workers
+
+
+def test_new_workers_wait_for_each_other_for_a_moment() -> None:
+    job = running(num=1, max_size=3)
+    assert len(job.started) == 3
+    job.say("meeting", 1)
+    assert job.called == []
+    job.tick(0.5)
+    assert job.called == [1]
+    job.say("meeting", 2)
+    job.say("meeting", 0)
+    assert job.members() == (0, 1, 2)
+    assert job.called == [1]
+
+
+def test_new_workers_start_when_hosts_come_and_end_when_hosts_go() -> None:
+    job = running("a:1,b:1", num=2, max_size=3)
+    assert len(job.started) == 2
+    job.set_hosts("a:1,b:1,c:8")
+    assert job.started[2:] == [(2, "c", 0)]
+    job.set_hosts("a:1,c:8")
+    assert job.sent == [(1, signal.SIGTERM)]
+    assert job.started[3:] == [], "worker 1 still takes part"
+    job.say("leaving", 1)
+    job.say("meeting", 0)
+    assert job.plans[1].reason == "worker 1 on b was told to end"
+    job.end(1, 0)
+    assert job.started[3:] == [(3, "c", 1)]
+    assert len(job.sent) == 1
+
+
+# ---- too few, too often
+
+
+def test_with_fewer_than_min_np_the_job_waits_and_then_ends_with_the_checkpoint() -> None:
+    job = running("a:2", num=2, min_size=2, elastic_timeout=30)
+    job.set_hosts("a:1")
+    job.say("leaving", 1, checkpoint="old.pt")
+    job.say("meeting", 0, checkpoint="new.pt")
+    job.end(1, 0)
+    assert job.said[-1] == "waiting for more workers: there are 1 of 2, because worker 1 on a was told to end"
+    job.wait(29, 0)
+    assert (len(job.plans), job.over) == (1, [])
+    job.wait(2, 0)
+    expected = "for 30 s (--elastic-timeout) there were fewer than 2 workers (--min-np): 1"
+    assert (job.over, job.said[-1]) == ([expected], f"{expected}; the newest checkpoint is new.pt")
+    assert job.code is None
+    job.end(0, 0)
+    assert job.code == 1
+
+
+def test_a_replacement_in_time_ends_the_wait() -> None:
+    job = running("a:2", num=2, min_size=2, elastic_timeout=30)
+    job.end(1)
+    job.say("meeting", 0)
+    job.wait(20, 0)
+    job.say("meeting", 2)
+    assert job.members() == (0, 2)
+    job.wait(20, 0, 2)
+    assert job.over == []
+
+
+def test_without_hosts_the_job_ends_after_a_while() -> None:
+    job = Job("", elastic_timeout=30)
+    job.wait(29)
+    assert job.code is None
+    job.wait(2)
+    assert job.code == 1
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_reset_limit(limit: int) -> None:
+    job = running(num=2, reset_limit=limit)
+    job.end(1)
+    job.say("meeting", 0)
+    if limit:
+        assert job.started[2:] == [(2, "a", 1)]
+        job.say("running", 0)
+        assert len(job.plans) == 2
+        job.say("meeting", 2)
+        job.tick(1)
+        assert job.called == [], "a new worker is no reason to end a job"
+        job.end(0)
+    assert job.over == [f"the workers have changed more often than --reset-limit {limit} allows"]
+    assert len(job.started) == 2 + limit
+
+
+# ---- scripts that are wrong, places that are wrong
+
+
+def test_a_script_that_fails_at_once_ends_the_job() -> None:
+    job = Job(size=2)
+    job.end(1, 3)
+    job.end(0, 4)
+    assert (job.code, len(job.started)) == (3, 2)
+    assert "none of them has made a step; first worker 1 on a ended with exit code 3" in job.said[-1]
+
+
+def test_a_script_that_is_not_elastic_ends_the_job() -> None:
+    job = Job(size=2)
+    job.end(0, 0)
+    job.end(1, 0)
+    assert job.code == 0
+    assert "does the script call torchring.elastic.run?" in job.said[-1]
+
+
+def test_a_script_that_kills_worker_after_worker_before_the_first_step_ends_the_job() -> None:
+    job = running(num=2, min_size=2, works=False)
+    for _ in range(30):
+        if job.over:
+            break
+        job.end(job.members()[1], 5)
+        job.say("meeting", job.members()[0])
+        for _ in range(100):
+            job.tick(0.5)
+            job.beat(0)
+            if job.started[-1][0] not in job.members():
+                break
+        job.say("meeting", job.started[-1][0])
+        job.say("running", *job.members())
+    assert "workers were lost in a row without a step in between; first worker 1 on a" in job.over[0]
+    job.end(job.members()[0], 0)
+    assert job.code == 5
+
+
+def lose_all(job: Job, steps: int, code: int = 1) -> None:
+    """All workers of a new life make so many steps, and fail."""
+    for _ in range(2000):
+        if len(job.started) >= 2 and job.started[-2][0] not in job.members():
+            break
+        job.tick(0.5)
+    workers = [worker for worker, _, _ in job.started[-2:]]
+    job.say("meeting", *workers)
+    job.say("running", *workers)
+    job.step(*workers, times=steps)
+    for worker in workers:
+        job.membership.note_end(worker, code)
+    job.tick()
+
+
+def test_after_the_loss_of_all_workers_new_ones_start_as_long_as_they_get_further() -> None:
+    job = Job("a:2", size=2, max_size=2)
+    for steps in (4, 5, 6, 7, 3, 7):
+        lose_all(job, steps)
+        assert job.over == []
+    assert "all workers that have trained are lost, first worker 10 on a ended with exit code 1" in job.said[-1]
+    lose_all(job, 7)
+    assert job.over == ["all workers were lost 3 times without a new step; first worker 12 on a ended with exit code 1"]
+    assert job.code == 1
+
+
+def test_signals_from_outside_end_a_job_only_if_they_do_not_stop() -> None:
+    job = Job("a:2", size=2, max_size=2, cooldown=(0.01, 0.01))
+    lose_all(job, 4, 137)
+    began_at = job.now
+    while not job.over and job.now < began_at + 120:
+        lose_all(job, 0, 137)
+    assert 59 < job.now - began_at < 61, "the kernel kills a script that needs too much memory by the same signal"
+    assert len(job.started) > 100
+    assert "workers were lost in a row without a step in between" in job.over[0]
+
+
+def test_a_failure_of_the_script_counts_among_signals_from_outside() -> None:
+    job = Job("a:2", size=2, max_size=2, cooldown=(0.01, 0.01))
+    lose_all(job, 4, 137)
+    lose_all(job, 0, 1)
+    while not job.over and len(job.started) < 100:
+        lose_all(job, 0, 137)
+    assert "all workers were lost 3 times without a new step" in job.over[0]
+    assert len(job.started) < 12
+
+
+def test_the_loss_of_all_workers_is_a_change_too() -> None:
+    job = Job(size=2, max_size=2, reset_limit=0)
+    lose_all(job, 4)
+    assert "--reset-limit 0" in job.over[0]
+    assert job.code == 1
+
+
+def test_a_slot_is_left_out_for_longer_and_longer() -> None:
+    job = running("a:2", num=2)
+    delays = []
+    for worker in range(1, 7):
+        job.end(worker, 1)
+        job.say("meeting", 0)
+        job.say("running", 0)
+        begin = job.now
+        while len(job.started) < worker + 2:
+            job.beat(0)
+            job.tick(0.05)
+        delays.append(job.now - begin)
+        job.beat(0, steps=1)
+    assert delays[0] < 0.1
+    assert all(0.7 * 2**i < delay < 1.2 * 2**i for i, delay in enumerate(delays[1:]))
+    assert {slot for _, _, slot in job.started[1:]} == {1}
+    assert any(said.startswith("slot 1 of a is left out for 1.") for said in job.said)
+
+
+def test_a_slot_whose_workers_make_steps_and_are_killed_is_used_at_once() -> None:
+    job = running("a:2", num=2)
+    for worker in range(1, 7):
+        job.end(worker)
+        assert job.started[-1] == (worker + 1, "a", 1)
+        job.say("meeting", 0, worker + 1)
+        job.say("running", 0, worker + 1)
+        job.step(0, worker + 1)
+
+
+def test_a_host_that_ssh_does_not_reach_is_left_out_as_a_whole() -> None:
+    job = running("a:1,b:2", num=1, max_size=3)
+    assert [host for _, host, _ in job.started] == ["a", "b", "b"]
+    job.end(1, 255, is_ssh=True)
+    assert len(job.started) == 4
+    job.end(2, 255, is_ssh=True)
+    assert len(job.started) == 4
+    assert "b is left out for" in job.said[-1]
+
+
+def test_cooldown() -> None:
+    cooldown = Cooldown(1, 600, random.Random(1))
+    assert cooldown.fail("a", 0.0) == 0
+    delays = [cooldown.fail("a", 0.0) for _ in range(15)]
+    assert all(0.75 * min(2**i, 600) <= delay <= min(2**i, 600) for i, delay in enumerate(delays))
+    assert len({delay / min(2**i, 600) for i, delay in enumerate(delays)}) == 15, "jitter"
+    assert not cooldown.is_over("a", delays[-1] - 0.1)
+    assert cooldown.is_over("a", delays[-1])
+    assert cooldown.is_over("b", 0.0)
+    cooldown.succeed("a")
+    assert cooldown.is_over("a", 0.0)
+    assert cooldown.fail("a", 0.0) == 0
+
+
+# ---- the end
+
+
+def test_the_job_ends_well_when_its_members_have_finished() -> None:
+    job = running(num=2, max_size=3)
+    job.say("finished", 0)
+    assert job.over == []
+    job.say("finished", 1)
+    assert job.over == ["the training has finished"]
+    assert job.sent == [(2, signal.SIGTERM)], "has nothing left to do"
+    for worker, code in [(0, 0), (2, 143), (1, 0)]:
+        assert job.code is None
+        job.end(worker, code)
+    assert job.code == 0
+    assert len(job.started) == 3
+
+
+def test_a_worker_that_fails_after_the_training_fails_the_job() -> None:
+    job = running(num=2)
+    job.say("finished", 0, 1)
+    job.end(1, 7)
+    job.end(0, 9)
+    assert job.code == 7
+
+
+def test_who_has_not_finished_goes_on_even_alone() -> None:
+    job = running(num=3, min_size=3, max_size=4)
+    job.say("meeting", 3)
+    job.say("finished", 0)
+    job.end(0, 0)
+    job.end(1)
+    assert job.broken[0].ranks == (1,)
+    job.say("meeting", 2)
+    assert job.plans[1] == Plan(2, (2,), "worker 0 on a has finished; worker 1 on a was killed by SIGKILL")
+    assert len(job.started) == 4
+    job.say("running", 2)
+    job.say("finished", 2)
+    assert job.over == ["the training has finished"]
+    job.end(2, 0)
+    job.end(3, 0)
+    assert job.code == 0
+
+
+def test_a_signal_is_passed_on_once_and_the_second_kills() -> None:
+    job = running(num=2)
+    job.membership.note_signal(signal.SIGINT)
+    job.tick()
+    assert job.sent == [(0, signal.SIGINT), (1, signal.SIGINT)]
+    assert job.over == ["torchring run was told to end by SIGINT"]
+    job.say("leaving", 0)
+    job.end(0, 0)
+    assert len(job.started) == 2
+    job.membership.note_signal(signal.SIGTERM)
+    job.tick()
+    assert job.sent[2:] == [(1, signal.SIGKILL)]
+    job.end(1)
+    assert job.code == 128 + signal.SIGINT
+
+
+def test_a_lost_connection_ends_the_workers_as_sigterm_does() -> None:
+    """They note SIGTERM, and write a checkpoint."""
+    job = running(num=2)
+    job.membership.note_signal(signal.SIGHUP)
+    job.tick()
+    assert job.sent == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
+    job.say("leaving", 0, 1)
+    job.end(0, 143)
+    job.end(1, 143)
+    assert job.code == 128 + signal.SIGHUP
+
+
+def test_a_script_that_exits_with_0_on_all_ranks_has_ended_well() -> None:
+    job = running(num=2)
+    job.end(0, 0)
+    assert len(job.started) == 3
+    job.say("meeting", 1, 2)  # as if rank 0 alone had left
+    assert job.plans[-1].workers == (1, 2)
+    job.say("running", 1, 2)
+    for worker in (1, 2):
+        job.end(worker, 0)
+    assert job.said[-1].startswith("the script has ended with exit code 0 on all ranks")
+    for worker, *_ in job.started[3:]:  # came too late
+        job.end(worker, 143)
+    assert job.code == 0
+
+
+def test_workers_that_do_not_end_by_themselves_are_told_once() -> None:
+    job = running("a:2", num=2, reset_limit=0)
+    job.end(1)
+    job.say("meeting", 0)
+    assert len(job.over) == 1
+    job.wait(29, 0)
+    assert job.sent == []
+    job.wait(10, 0)
+    assert job.sent == [(0, signal.SIGTERM)]
+
+
+# ---- hosts
+
+
+def script(folder: Path, code: str) -> str:
+    file = folder / "discover"
+    file.write_text(f"#!/bin/sh\n{code}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_a_discovery_script(tmp_path: Path) -> None:
+    hosts = hosts_module.from_script(script(tmp_path, "echo a:2; echo b; echo 127.0.0.1:1; echo localhost:3"), 5)
+    hosts._here = {"a": False, "b": False}
+    assert (hosts.known, hosts.may_change) == (None, True)
+    hosts.ask()
+    assert hosts.known == (Host("a", 2), Host("b", 5), Host("127.0.0.1", 4))
+    assert (hosts.is_here("127.0.0.1"), hosts.is_here("a")) == (True, False)
+    script(tmp_path, "echo '# two machines'; echo 'a:0  # leaves'; echo b:1")
+    hosts.ask()
+    assert hosts.known == (Host("b", 1),)
+    script(tmp_path, "echo b:0")
+    hosts.ask()
+    assert (hosts.known, hosts.problem) == ((), "")
+
+
+@pytest.mark.parametrize(
+    ("code", "trouble"),
+    [
+        ("echo is gone >&2; exit 3", "failed with exit code 3: is gone"),
+        ("echo a:2; echo 'a b:0'", "printed 'a b:0'; expected `host:slots` or `host` on each line"),
+        ("echo a:2; echo 'a b c'", "printed 'a b c'; expected `host:slots` or `host` on each line"),
+        ("echo '# a:2'", "printed no host; expected lines `host:slots`"),
+        ("echo a:1; sleep 60", "did not end within 0.3 s, and was killed"),
+        ("echo a:1; sleep 60 & exit 0", "did not end within 0.3 s, and was killed"),
+        ("yes a:1", "printed more than 1048576 bytes"),
+    ],
+)
+def test_a_discovery_script_that_fails(
+    code: str, trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named once, and the last good answer stays in force."""
+    if "sleep" in code:
+        monkeypatch.setattr(hosts_module, "_SCRIPT_SECONDS", 0.3)
+    hosts = hosts_module.from_script(script(tmp_path, "echo localhost:2"))
+    hosts.ask()
+    script(tmp_path, code)
+    hosts.ask()
+    hosts.ask()
+    (warning,) = hosts.take_warnings()
+    assert warning.endswith(f"{trouble}; the hosts known so far are kept")
+    assert hosts.known == (Host("localhost", 2),)
+    script(tmp_path, "echo localhost:3")
+    hosts.ask()
+    assert (hosts.known, hosts.problem) == ((Host("localhost", 3),), "")
+    script(tmp_path, code)
+    hosts.ask()
+    assert len(hosts.take_warnings()) == 1, "it is news again"
+
+
+def test_a_script_that_runs_is_killed_when_the_job_is_over(tmp_path: Path) -> None:
+    hosts = hosts_module.from_script(
+        script(tmp_path, f"echo $$ >{tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; sleep 60")
+    )
+    hosts.start()
+    wait_until((tmp_path / "pid").exists, "the script")
+    hosts.close()
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_a_host_file_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("localhost slots=1\n")
+    hosts = hosts_module.from_file(str(file))
+    file.write_text("localhost slots=2\n")
+    hosts.ask()
+    assert hosts.known == (Host("localhost", 2),)
+    file.unlink()
+    hosts.ask()
+    assert hosts.known == (Host("localhost", 2),)
+    assert "cannot read the host file" in hosts.take_warnings()[0]
+
+
+# ---- the store
+
+
+def test_the_store_listens_on_loopback_unless_others_can_come(tmp_path: Path) -> None:
+    hosts = hosts_module.fixed([Host("localhost", 2)])
+    with contextlib.closing(Listener(hosts, "nonsense")) as listener:
+        assert (listener.addresses, listener._socket.getsockname()) == (("127.0.0.1",), ("127.0.0.1", listener.port))
+    hosts = hosts_module.from_script(script(tmp_path, "echo localhost:2"))
+    with contextlib.closing(Listener(hosts, "lo")) as listener:
+        assert (listener.addresses, listener._socket.getsockname()[0]) == (("127.0.0.1",), "127.0.0.1")
+    with pytest.raises(LaunchError, match="no network interface 'nonsense'"):
+        Listener(hosts, "nonsense")
+    assert store_module._choose(hosts, "")[0] == ""
+    assert "127.0.0.1" not in store_module._choose(hosts, "")[1]
+
+
+def test_what_the_driver_writes() -> None:
+    """Workers that were started before the store may have written before the driver; old keys go."""
+    listener = Listener(hosts_module.fixed([Host("localhost", 2)]))
+    store = DriverStore(listener)
+    theirs = TCPStore("127.0.0.1", listener.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=9))
+    theirs.set(PREFIX + card_key(7), Card("meeting").encode())
+    store.add_worker(7)
+    assert store.read([card_key(7), beat_key(7)]) == [Card("meeting").encode(), Beat(0).encode()]
+    assert store.read([CALL, LATEST, END, BROKEN]) == [b"0", b"0", b"", Broken().encode()]
+    for generation in (1, 2, 3):
+        theirs.set(f"{PREFIX}{world_prefix(generation)}/0", "x")
+        store.publish(Plan(generation, (7,), ""))
+        assert store.read([LATEST]) == [b"%d" % generation]
+    assert [theirs.check([f"{PREFIX}{world_prefix(i)}/0"]) for i in (1, 2, 3)] == [False, True, True]
+    assert [theirs.check([PREFIX + plan_key(i)]) for i in (1, 2, 3)] == [False, True, True]
+    store.break_off(Broken(3, (1, 2), "rank 2 (worker 5) was killed"))
+    error = decode_error(store.read([f"{world_prefix(3)}/gave_up"])[0], None)
+    assert (type(error), error.peers, error.message) == (PeerLostError, (1, 2), "rank 2 (worker 5) was killed")
+    store.forget_worker(7)
+    assert not theirs.check([PREFIX + card_key(7)])
+
+
+# ---- the command line
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Limits, Hosts]]:
+    """What would have been started."""
+    seen: list[tuple[Limits, Hosts]] = []
+
+    def start_elastic(command: Any, limits: Limits, hosts: Hosts, *rest: Any) -> int:
+        assert command == [__file__, "--max-np", "x"]
+        seen.append((limits, hosts))
+        return 0
+
+    monkeypatch.setattr(cli, "start_elastic", start_elastic)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("line", "limits", "slots"),
+    [
+        ("--elastic -np 3", Limits(3, 1, 3), 3),
+        ("-np 4 --min-np 2 --max-np 8 --reset-limit 0", Limits(4, 2, 8, reset_limit=0), 8),
+        ("--max-num-proc 3", Limits(3, 1, 3), 3),
+        ("-H localhost:5 --min-num-proc 2", Limits(m.UNLIMITED, 2), 5),
+        ("-H localhost:5 -np 2 --elastic --elastic-timeout 7", Limits(2, 1, 2, elastic_timeout=7), 5),
+        ("--host-discovery-script true --slots 2 --heartbeat-timeout 3", Limits(m.UNLIMITED, heartbeat_timeout=3), 0),
+        ("--discover true --blacklist-cooldown-range 2 9", Limits(m.UNLIMITED, cooldown=(2, 9)), 0),
+    ],
+)
+def test_options(line: str, limits: Limits, slots: int, started: list[tuple[Limits, Hosts]]) -> None:
+    assert cli.main(["run", *line.split(), __file__, "--max-np", "x"]) == 0
+    ((seen, hosts),) = started
+    assert seen == limits
+    assert sum(host.slots for host in hosts.known or ()) == slots
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("-np 4 --min-np 3 --max-np 2", "--min-np 3 is more than --max-np 2"),
+        ("-np 1 --min-np 2", "-np 1 is less than --min-np 2"),
+        ("-np 3 --max-np 2", "-np 3 is more than --max-np 2"),
+        ("--elastic", "say how many workers"),
+        ("--elastic -np 2 --mpi", "mpirun ends a job when one of its processes ends"),
+        ("--elastic -np 3 -H localhost:2", "-np 3 is more than the 2 slots of localhost:2"),
+        ("--min-np 3 -H localhost:2", "--min-np 3 is more than the 2 slots"),
+        ("-np 2 --reset-limit 3 --slots 1", "--reset-limit, --slots: of a meaning with --elastic only"),
+        ("--elastic -np 2 --slots 2", "--slots is for hosts that a discovery script prints"),
+        ("--discover ./nowhere", "there is no discovery script './nowhere'"),
+        (f"--discover {__file__}", "is not an executable file: chmod +x"),
+        ("--elastic -H 192.0.2.1 --launcher local", "launcher 'local' starts nothing on 192.0.2.1"),
+        ("--elastic -np 2 --blacklist-cooldown-range 3 2", "takes the shorter time first, got 3 2"),
+        ("--discover true -H a", "not allowed with"),
+    ],
+)
+def test_options_that_are_wrong(
+    line: str, complaint: str, capsys: pytest.CaptureFixture[str], started: list[tuple[Limits, Hosts]]
+) -> None:
+    try:
+        code = cli.main(["run", *line.split(), __file__])
+    except SystemExit as error:
+        code = int(str(error.code))
+    assert code == 2
+    assert complaint in capsys.readouterr().err
+    assert started == []
+
+
+# ---- processes
+
+# A worker that only speaks the protocol: it trains until there is a file "finish".
+WORKER = """
+import json, os, pathlib, signal, sys, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from torchring.rendezvous.protocol import *
+
+me = invitation(os.environ)
+store = TCPStore(me.addresses[0], me.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+read = lambda key: store.get(PREFIX + key)
+assert read(TOKEN).decode() == me.token
+folder = pathlib.Path(sys.argv[1])
+received = []
+signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+generation, ranks, count, steps, state, told = 0, (), 0, 0, "meeting", ""
+
+def say(new):
+    global state
+    state = new
+    store.set(PREFIX + card_key(me.worker), Card(new, generation, "last.pt").encode())
+    store.check([PREFIX + card_key(me.worker)])  # the driver has it
+    facts = {"pid": os.getpid(), "state": new, "generation": generation, "ranks": ranks, "slot": me.slot}
+    facts |= {"broken": told, "environ": dict(os.environ), "size": me.size}
+    path = folder / f"{me.worker}"
+    path.with_name(f".{me.worker}").write_text(json.dumps(facts))
+    path.with_name(f".{me.worker}").rename(path)
+
+print("worker", me.worker, "starts")
+say("meeting")
+while state not in ("leaving", "finished"):
+    time.sleep(0.02)
+    count += 1
+    store.set(PREFIX + beat_key(me.worker), Beat(count, steps).encode())
+    if received or read(END):
+        say("leaving")
+    elif state == "meeting":
+        latest = int(read(LATEST))
+        if latest > generation and me.worker in (plan := Plan.decode(read(plan_key(latest)))).workers:
+            generation, ranks = latest, plan.workers
+            say("running")
+    else:
+        steps += 1
+        broken = Broken.decode(read(BROKEN))
+        if broken.generation >= generation:
+            told = store.get(PREFIX + world_prefix(generation) + "/gave_up").decode()
+            say("meeting")
+        elif int(read(CALL)) == generation:
+            say("meeting")
+        elif (folder / "finish").exists():
+            say("finished")
+"""
+
+
+# As sshd does: what stands behind the host is for a shell, which has little of the environment.
+SSH = """#!/bin/sh
+while [ "$1" != 192.0.2.1 ]; do shift; done
+shift
+exec env -i PATH="$PATH" HOME="$HOME" sh -c "$*"
+"""
+
+
+class Launched:
+    """`torchring run --elastic` in a folder of its own, with an ssh that knows one host, 192.0.2.1."""
+
+    def __init__(self, folder: Path, code: str, *options: str) -> None:
+        self.folder = folder
+        (folder / "train.py").write_text(code)
+        command = [sys.executable, "-m", "torchring.cli", "run", *options, "train.py", str(folder)]
+        ssh = folder / "bin" / "ssh"
+        ssh.parent.mkdir()
+        ssh.write_text(SSH)
+        ssh.chmod(0o755)
+        inherited = {
+            "PATH": f"{ssh.parent}:{os.environ['PATH']}",
+            "WORLD_SIZE": "7",
+            "RANK": "3",
+            "MASTER_ADDR": "nowhere",
+            "PYTHONPATH": str(ROOT),
+        }
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **inherited},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def facts(self) -> dict[int, dict[str, Any]]:
+        """What each worker has said last."""
+        return {int(file.name): json.loads(file.read_text()) for file in self.folder.glob("[0-9]*")}
+
+    def wait_for(self, generation: int, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Until exactly these workers run in the generation."""
+
+        def there() -> bool:
+            assert self.process.poll() is None, self.process.communicate()
+            facts = self.facts()
+            ran = [facts[rank] for rank in ranks if rank in facts]
+            return len(ran) == len(ranks) and all(
+                fact["state"] == "running" and fact["generation"] == generation and fact["ranks"] == list(ranks)
+                for fact in ran
+            )
+
+        wait_until(there, f"generation {generation} of {ranks}")
+        return self.facts()
+
+    def close(self) -> None:
+        for fact in self.facts().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(fact["pid"], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def test_a_job_from_start_to_finish(tmp_path: Path) -> None:
+    """A worker is killed, another told to end; both are replaced. Two of three slots are on another host."""
+    hosts = ["-H", "localhost:1,192.0.2.1:2", "--network-interfaces", "lo"]
+    options = ["-np", "2", "--max-np", "3", "--tag-output", "--log-dir", "logs"]
+    job = Launched(tmp_path, WORKER, "--elastic", *hosts, *options)
+    try:
+        first = job.wait_for(1, [0, 1])
+        for worker in (0, 1):
+            assert first[worker]["size"] == 2
+            assert first[worker]["environ"].keys() >= {"OMP_NUM_THREADS", "TORCHRING_JOB", "GLOO_SOCKET_IFNAME"}
+            names = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCH_CPP_LOG_LEVEL"}
+            assert names.isdisjoint(first[worker]["environ"])
+        second = job.wait_for(2, [0, 1, 2])
+        assert [second[worker]["slot"] for worker in (0, 1, 2)] == [0, 0, 1]
+        assert second[2]["environ"]["LOCAL_RANK"] == "1"
+        os.kill(first[1]["pid"], signal.SIGKILL)
+        job.wait_for(3, [0, 2])
+        facts = job.wait_for(4, [0, 2, 3])
+        assert "killed by SIGKILL" in facts[0]["broken"]
+        assert facts[3]["slot"] == 0
+        os.kill(facts[2]["pid"], signal.SIGTERM)
+        job.wait_for(5, [0, 3])
+        job.wait_for(6, [0, 3, 4])
+        (tmp_path / "finish").touch()
+        out, err = job.process.communicate(timeout=patient(60))
+    finally:
+        job.close()
+    assert job.process.returncode == 0, err
+    assert sorted(out.splitlines()) == [f"[{worker}] worker {worker} starts" for worker in range(5)]
+    assert [(tmp_path / "logs" / f"worker{worker}.log").read_text() for worker in (0, 4)] == [
+        "worker 0 starts\n", "worker 4 starts\n"
+    ]  # fmt: skip
+    changes = [line.partition(" begins, ")[2] for line in err.splitlines() if " begins, " in line]
+    assert changes == [
+        "2 workers (localhost: 0; 192.0.2.1: 1), because the job starts",
+        "3 workers (localhost: 0; 192.0.2.1: 1, 2), because worker 2 joined",
+        "2 workers (localhost: 0; 192.0.2.1: 2), because worker 1 on 192.0.2.1 was killed by SIGKILL",
+        "3 workers (localhost: 0; 192.0.2.1: 2, 3), because worker 3 joined",
+        "2 workers (localhost: 0; 192.0.2.1: 3), because worker 2 on 192.0.2.1 left",
+        "3 workers (localhost: 0; 192.0.2.1: 3, 4), because worker 4 joined",
+    ]
+    assert len(err.splitlines()) == len(changes), err
+
+
+WAITS = """
+import json, os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, _: (told.touch(), sys.exit(0)))
+slot = os.environ["LOCAL_RANK"]
+told = pathlib.Path(sys.argv[1], f"told{slot}")
+path = pathlib.Path(sys.argv[1], f".{slot}")
+path.write_text(json.dumps({"pid": os.getpid()}))
+path.rename(path.with_name(slot))
+time.sleep(60)
+"""
+
+
+def test_workers_are_told_to_end_when_the_driver_is_killed(tmp_path: Path) -> None:
+    """So that they can save."""
+    job = Launched(tmp_path, WAITS, "--elastic", "-np", "2")
+    try:
+        wait_until(lambda: len(job.facts()) == 2, "the workers")
+        pids = [fact["pid"] for fact in job.facts().values()]
+        assert all(map(is_running, pids))
+        job.process.kill()
+        wait_until(lambda: not any(map(is_running, pids)), "the workers to end")
+        assert {file.name for file in tmp_path.glob("told*")} == {"told0", "told1"}
+    finally:
+        job.close()
+        job.process.communicate(timeout=patient(30))
+
+
+def test_a_signal_ends_the_job_and_its_workers(tmp_path: Path) -> None:
+    job = Launched(tmp_path, WAITS, "--elastic", "-np", "2", "--min-np", "1")
+    try:
+        wait_until(lambda: len(job.facts()) == 2, "the workers")
+        job.process.send_signal(signal.SIGTERM)
+        _, err = job.process.communicate(timeout=patient(60))
+    finally:
+        job.close()
+    assert job.process.returncode == 128 + signal.SIGTERM
+    assert err == "torchring run: torchring run was told to end by SIGTERM\n"
+    assert {file.name for file in tmp_path.glob("told*")} == {"told0", "told1"}
+
+
+# ---- what others share
+
+
+def test_pipes_that_have_ended_are_forgotten(tmp_path: Path) -> None:
+    """Thousands of workers may come and go."""
+    output = Output(OutputOptions(log_dir=str(tmp_path), is_quiet=True), log_name="worker{}.log")
+    output.start()
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        for worker in range(20):
+            ends = [output.pipe(stream, worker) for stream in (STDOUT, STDERR)]
+            for end in ends:
+                os.write(end, b"line\n")
+                os.close(end)
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, "the pipes to be closed")
+    finally:
+        output.close()
+    assert all((tmp_path / f"worker{worker}.log").read_text() == "line\n" * 2 for worker in range(20))
+
+
+def test_the_command_line_does_not_import_torch() -> None:
+    """Workers are started before the driver imports torch, which takes seconds."""
+    code = "import sys, torchring.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=patient(60)).returncode == 0

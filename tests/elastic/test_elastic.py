@@ -1,0 +1,532 @@
+"""Elastic training: ranks that are lost, come, leave and fail, and what the others have after that."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import re
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, Dataset
+
+import torchring
+from tests.support.elastic_job import ElasticJob, Slots, is_last, note
+from tests.support.harness import count_open_fds, patient, run_ranks, run_script
+from torchring.elastic.worker import member as membership
+from torchring.elastic.worker.checkpoint import newest_step
+
+GLOBAL_BATCH = 60
+LR = 0.05
+
+
+PIXELS, LABELS = (torch.tensor(each[:600]) for each in load_digits(return_X_y=True))
+PIXELS /= 16
+
+
+class Digits(Dataset[Any]):
+    """600 images, each with its number."""
+
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return PIXELS[index], LABELS[index], index
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(64, 24), torch.nn.Tanh(), torch.nn.Linear(24, 10)).double()
+
+
+def crc(model: torch.nn.Module) -> int:
+    value = 0
+    for tensor in model.state_dict().values():
+        value = zlib.crc32(tensor.numpy().tobytes(), value)
+    return value
+
+
+def train_worker(
+    *,
+    commits: bool = False,
+    trouble: Callable[[int, Any], object] = lambda step, loss: None,
+    make: Callable[[], torch.nn.Module] = make_model,
+    scaled_trouble: Callable[[int], object] | None = None,
+    **options: Any,
+) -> None:
+    """The script of a worker.
+
+    Args:
+        commits: commit after each step.
+        trouble: called with the number of the step, and its loss, before backward.
+        scaled_trouble: train with a GradScaler, and call this between its `unscale_()` and `step()`.
+    """
+    model = make()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), model)
+    sampler = torchring.elastic.Sampler(Digits(), seed=5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled_trouble is not None)
+    state = torchring.elastic.State(
+        model=model,
+        optimizer=optimizer,
+        sampler=sampler,
+        scheduler=scheduler,
+        scaler=scaler,
+        step=0,
+        **{"global_batch": GLOBAL_BATCH, **options},
+    )
+
+    @torchring.elastic.run
+    def train(state: Any) -> None:
+        patience = membership._the_member._store.timeout.total_seconds()
+        layout = [torchring.size(), torchring.num_nodes(), torchring.local_size()]
+        note(enters=state.step, rank=torchring.rank(), layout=layout, patience=patience, **resources())
+        batch_size = state.batch_size if options.get("global_batch", GLOBAL_BATCH) else 10
+        while True:
+            for pixels, labels, indices in DataLoader(Digits(), batch_size=batch_size, sampler=sampler):
+                if is_last(state.step):
+                    return
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(pixels), labels)
+                loss = trouble(state.step, loss) or loss
+                scale = scaler.get_scale()
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                if scaled_trouble is not None:
+                    scaled_trouble(state.step)
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+                if scaler.get_scale() < scale:  # the step was left out
+                    continue
+                state.step += 1
+                where = {
+                    "rank": torchring.rank(),
+                    "size": torchring.size(),
+                    "generation": membership._the_member.generation,
+                }
+                is_like = f"{crc(model)} {scheduler.get_last_lr()} {scaler.get_scale()}"
+                note(step=state.step, crc=is_like, indices=indices.tolist(), **where)
+                if commits:
+                    state.commit()
+
+    train(state)
+    note(result=[p.tolist() for p in model.parameters()])
+
+
+@functools.cache
+def expected(num_steps: int, global_batch: int = GLOBAL_BATCH, accumulate: int = 1) -> list[torch.Tensor]:
+    """The parameters after as many steps of one process."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # with more, tests that run side by side wait for each other's threads
+    try:
+        return _expected(num_steps, global_batch, accumulate)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _expected(num_steps: int, global_batch: int, accumulate: int) -> list[torch.Tensor]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+    batches = orders(num_steps * accumulate, global_batch)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for order in batches[step * accumulate : (step + 1) * accumulate]:
+            torch.nn.functional.cross_entropy(model(PIXELS[order]), LABELS[order]).backward()
+        optimizer.step()
+        scheduler.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def orders(num_steps: int, global_batch: int = GLOBAL_BATCH) -> list[torch.Tensor]:
+    """The samples of each step."""
+    steps: list[torch.Tensor] = []
+    epoch = 0
+    while len(steps) < num_steps:
+        order = torch.randperm(600, generator=torch.Generator().manual_seed(5 + epoch))
+        steps += order.split(global_batch)
+        epoch += 1
+    return steps[:num_steps]
+
+
+def resources() -> dict[str, int]:
+    """What this process holds."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    mappings = Path("/proc/self/maps").read_bytes().count(b"\n")
+    return {
+        "descriptors": count_open_fds(),
+        "threads": threading.active_count(),
+        "mappings": mappings,
+        "kilobytes": int(re.findall(r"^VmRSS:\s*([0-9]+)", status, re.MULTILINE)[0]),
+    }
+
+
+def check_books(job: ElasticJob, num_steps: int) -> None:
+    """Whatever has happened: replicas were equal after each step, and each step had its samples, each once."""
+    by_step: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for each in job.notes("step"):
+        by_step.setdefault((each["generation"], each["step"]), []).append(each)
+    assert {step for _, step in by_step} == set(range(1, num_steps + 1))
+    samples = [set(order.tolist()) for order in orders(num_steps)]
+    for (_, step), notes in by_step.items():
+        assert len({each["crc"] for each in notes}) == 1, f"replicas differ after step {step}"
+        drawn = [index for each in notes for index in each["indices"]]
+        assert len(drawn) == len(set(drawn)), f"samples were used twice in step {step}"
+        assert set(drawn) <= samples[step - 1], f"step {step} has used samples of another"
+        if len(notes) == notes[0]["size"]:  # nobody was lost before it could write
+            assert len(drawn) == GLOBAL_BATCH
+
+
+def check_continuity(job: ElasticJob) -> None:
+    """Each generation began where the one before had ended: no finished step was lost."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for each in job.notes("step"):
+        generation, step = each["generation"], each["step"]
+        first[generation] = min(step, first.get(generation, step))
+        last[generation] = max(step, last.get(generation, step))
+    ordered = sorted(first)
+    assert [first[later] for later in ordered[1:]] == [last[earlier] + 1 for earlier in ordered[:-1]]
+
+
+def check_growth(job: ElasticJob) -> dict[str, int]:
+    """No worker has grown with the number of changes. Returns the most that one has grown, of each kind."""
+    by_worker: dict[int, list[dict[str, Any]]] = {}
+    for each in job.notes("enters"):
+        by_worker.setdefault(each["pid"], []).append(each)
+    grown = {"descriptors": 0, "threads": 0, "mappings": 0, "kilobytes": 0}
+    for entries in by_worker.values():
+        settled = entries[2:]  # what is made once, was
+        for kind in grown:
+            if settled:
+                # By what there are connections to: ranks of this host, and of others.
+                for layout in {tuple(each["layout"]) for each in settled}:
+                    of_layout = [each[kind] for each in settled if tuple(each["layout"]) == layout]
+                    # What some generations open and others do not, such as links for collectives, is in the first half.
+                    if half := len(of_layout) // 2:
+                        grown[kind] = max(grown[kind], of_layout[-1] - max(of_layout[:half]))
+    assert grown["descriptors"] <= 4, grown
+    assert grown["threads"] <= 2, grown
+    assert grown["mappings"] <= 40, grown
+    assert grown["kilobytes"] <= 20_000, grown
+    return grown
+
+
+def check_result(job: ElasticJob, num_steps: int) -> None:
+    """All workers of the last generation have what one process would have, to rounding."""
+    results = job.notes("result")
+    assert len(results) == len(job.members)
+    for result in results:
+        for found, wanted in zip(result["result"], expected(num_steps), strict=True):
+            torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-9, atol=1e-11)
+
+
+def _is_infinite(step: int) -> bool:
+    return step == 15 and membership._the_member.generation == 1
+
+
+def _overflow_once(step: int, loss: torch.Tensor) -> torch.Tensor | None:
+    return loss * float("inf") if _is_infinite(step) else None
+
+
+def _lose_two(step: int) -> None:
+    """A rank is lost in a step that GradScaler leaves out: rank 1 does so, rank 0 does not come to it. Later, a rank is
+    lost between `unscale_()` and `step()`."""
+    if step == 30 and torchring.rank() == 0 and _once("lost after unscale_"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 30 or (_is_infinite(step) and torchring.rank() == 0):
+        torchring.all_reduce(torch.ones(1))
+    if _is_infinite(step) and torchring.rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_losses_joins_and_polite_ends_change_nothing() -> None:
+    script = functools.partial(train_worker, trouble=_overflow_once, scaled_trouble=_lose_two)
+    with ElasticJob(script, 3) as job:
+        job.run_until(lambda: job.members, "a generation")
+        lost = job.members[0]
+        # On a busy machine, the replacement may come before the others have met.
+        job.run_until(lambda: lost not in job.members and len(job.members) == 3, "a replacement")
+        leaving = job.members[1]
+        job.send(leaving, signal.SIGTERM)
+        job.run_until(lambda: leaving not in job.members, "a generation without it")
+        num_steps = job.stop()
+        assert job.run() == 0
+        check_books(job, num_steps)
+        check_continuity(job)
+        assert {each["patience"] for each in job.notes("enters")} == {60.0}  # for a driver that is stopped
+        check_result(job, num_steps)
+
+
+def _once(name: str) -> bool:
+    """Whether this is the first time that a worker of this job asks."""
+    try:
+        os.close(os.open(Path(os.environ["TMPDIR"]).with_name(name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _fail_once(step: int, loss: torch.Tensor) -> torch.Tensor | None:
+    """A rank runs out of memory, later the gradients are not finite, later a rank raises in the middle of backward."""
+    if step == 20 and torchring.rank() == 1 and _once("out of memory"):
+        raise torch.OutOfMemoryError("injected")
+    if step == 40 and _once(f"nan{torchring.rank()}"):
+        return loss * float("nan")
+    if step == 60 and torchring.rank() == 0 and _once("in backward"):
+        loss.register_hook(_raise)
+    return None
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ValueError("injected into backward")
+
+
+def test_commits_are_what_all_ranks_return_to() -> None:
+    with ElasticJob(functools.partial(train_worker, commits=True, trouble=_fail_once), 2) as job:
+        job.run_until(lambda: job.last_step() > 80, "80 steps")
+        num_steps = job.stop()
+        assert job.run() == 0
+        check_books(job, num_steps)
+        check_result(job, num_steps)
+        assert len(job.pids) == 2  # nobody was replaced
+        assert [each["enters"] for each in job.notes("enters") if each["rank"] == 0] == [0, 20, 40, 60]
+
+
+def _raise_once(step: int, loss: torch.Tensor) -> None:
+    if step == 20 and torchring.rank() == 0 and _once("error"):
+        raise ZeroDivisionError("injected")
+
+
+def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    script = functools.partial(train_worker, trouble=_raise_once, checkpoint=tmp_path, every=7)
+    with ElasticJob(script, 2) as job:
+        job.run_until(lambda: job.members == (1,) or job.members[:1] == (1,), "a generation without rank 0")
+        job.run_until(lambda: len(job.members) == 2 and job.last_step() > 60, "a replacement, and 60 steps")
+        lost = job.members
+        for worker in lost:
+            job.send(worker)
+        job.run_until(lambda: not set(lost) & set(job.members), "new workers")
+        num_steps = job.stop()
+        assert job.run() == 0
+        check_books(job, num_steps)
+        check_result(job, num_steps)
+        reached = max(each["step"] for each in job.notes("step") if each["generation"] < job.generation)
+        enters = [each["enters"] for each in job.notes("enters")]
+        assert 20 in enters  # the other one went on where they were
+        assert reached - 3 * 7 <= enters[-1] <= reached  # and the new ones from a checkpoint
+
+
+ENDS_EARLY = """
+import sys
+from torch.distributed import TCPStore
+from torchring.elastic.worker import member as membership
+from torchring.elastic.worker.checkpoint import CheckpointWriter
+from torchring.rendezvous import protocol as p
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+for key, value in {p.TOKEN: "", p.CALL: "0", p.BROKEN: p.Broken().encode(), p.LATEST: "0", p.END: ""}.items():
+    store.set(p.PREFIX + key, value)
+p.LOOK_SECONDS = 0  # so the worker's thread is nearly always in the store's code
+member = membership.Member(p.Invitation(0, 0, 1, ("127.0.0.1",), store.port, "", "localhost"))
+writer = CheckpointWriter(sys.argv[1])
+writer.write(1, {"list": list(range(200_000))})
+sys.exit(5)
+"""
+
+
+def test_a_worker_that_ends_early_keeps_its_exit_code_and_its_last_checkpoint(tmp_path: Path) -> None:
+    """No thread of it is in C++ code when the interpreter is taken down, which would end the process with SIGABRT."""
+    (tmp_path / "ends_early.py").write_text(ENDS_EARLY)
+    result = run_script([tmp_path / "ends_early.py", tmp_path / "checkpoints"])
+    assert (result.returncode, result.stderr) == (5, "")
+    assert newest_step(tmp_path / "checkpoints") == 1
+
+
+def _train_growing(folder: Path | None, num_steps: int = 0) -> list[torch.Tensor]:
+    """A layer is unfrozen at step 5, and another one added to the optimizer at step 10. Alone if there is no folder.
+
+    Worker 2 does not fit the others.
+    """
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 10)).double()
+    model[0].requires_grad_(False)
+    parameters = [*model[0].parameters(), *model[2].parameters()]
+    optimizer: Any = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
+
+    def make_step(step: int) -> None:
+        model[0].requires_grad_(step >= 5)
+        if step >= 10 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[1].parameters()), "lr": LR / 2})
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(PIXELS[:50]), LABELS[:50]).backward()
+        optimizer.step()
+
+    if folder is None:
+        for step in range(num_steps):
+            make_step(step)
+        return [parameter.detach() for parameter in model.parameters()]
+    number = membership.member_of_process().worker
+    optimizer = torchring.wrap(optimizer, compression="bf16" if number == 2 else None)
+    state = torchring.elastic.State(model=model, optimizer=optimizer, step=0, checkpoint=folder, every=5)
+
+    @torchring.elastic.run
+    def train(state: Any) -> None:
+        note(enters=state.step)
+        while not is_last(state.step):
+            make_step(state.step)
+            state.step += 1
+            note(step=state.step, worker=number)
+
+    train(state)
+    note(result=[parameter.tolist() for parameter in model.parameters()])
+    return []
+
+
+def test_new_workers_and_checkpoints_take_over_what_was_unfrozen_and_added(tmp_path: Path) -> None:
+    with ElasticJob(functools.partial(_train_growing, tmp_path), 2) as job:
+        job.run_until(lambda: job.last_step() > 15, "15 steps")
+        job.send(1)
+        job.run_until(lambda: any(each.get("worker") == 3 for each in job.notes("step")), "a worker that fits")
+        survivors = job.members
+        assert survivors == (0, 3)
+        for worker in survivors:
+            job.send(worker)
+        job.run_until(lambda: job.members and not set(survivors) & set(job.members), "new workers")
+        num_steps = job.stop()
+        assert job.run() == 0
+        assert job.notes("enters")[-1]["enters"] >= 10  # from a checkpoint
+        assert "PlanMismatchError: ranks disagree" in (job.folder / "worker2.log").read_text()
+        for result in job.notes("result"):
+            for found, wanted in zip(result["result"], _train_growing(None, num_steps), strict=True):
+                torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-9, atol=1e-11)
+
+
+_NUM_STEPS = 24
+
+
+def _train_alone(rank: int, size: int, folder: Path, is_told: bool) -> Any:
+    """Under any launcher, with shares that differ and a smaller last batch; rank 1 is told to end after 12 steps."""
+    model = make_model()
+    optimizer = torchring.wrap(
+        torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9), model, accumulate=2, on_nonfinite="skip"
+    )
+    sampler = torchring.elastic.Sampler(Digits(), seed=5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+    parts = {"model": model, "optimizer": optimizer, "sampler": sampler, "scheduler": scheduler}
+    state = torchring.elastic.State(**parts, step=0, global_batch=64, checkpoint=folder, every=5)
+
+    @torchring.elastic.run
+    def train(state: Any) -> int:
+        first, num_micro = state.step, 0
+        while True:
+            for pixels, labels, _ in DataLoader(Digits(), batch_size=sampler.batch_size, sampler=sampler):
+                if state.step == _NUM_STEPS:
+                    return first
+                if is_told and rank == 1 and state.step == 12 and num_micro % 2 == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                torch.nn.functional.cross_entropy(model(pixels), labels).backward()
+                num_micro += 1
+                if num_micro % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    scheduler.step()
+                    state.step += 1
+
+    return train(state), [parameter.detach() for parameter in model.parameters()]
+
+
+def test_without_a_driver_a_job_that_is_told_to_end_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    run_ranks(_train_alone, 2, tmp_path, True, expect_exit={0: 143, 1: 143})
+    for first, parameters in run_ranks(_train_alone, 3, tmp_path, False):
+        assert first == 13  # the signal came before the step was over
+        for found, wanted in zip(parameters, expected(_NUM_STEPS, 64, accumulate=2), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+
+
+def _train_badly(folder: str) -> None:
+    """What a script may do wrong before `run`, and the wrong State."""
+    wrong = {}
+    model, other = make_model(), make_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=LR), model)
+    unlisted = torchring.wrap(torch.optim.SGD(other.parameters(), lr=LR), other)
+    for name, call in {
+        "collective": lambda: torchring.all_reduce(torch.zeros(1)),
+        "step": lambda: (setattr(model[0].weight, "grad", torch.ones_like(model[0].weight)), optimizer.step()),
+        "process group": lambda: torchring.init(process_group=True),
+    }.items():
+        try:
+            call()
+        except torchring.TopologyError as error:
+            wrong[name] = str(error)
+    state = torchring.elastic.State(model=model, optimizer=optimizer)
+    ranks = torchring.rank(), torchring.size()
+
+    @torchring.elastic.run
+    def train(state: Any) -> None:
+        model(PIXELS[:4]).sum().backward()
+        other(PIXELS[:4]).sum().backward()
+
+    note(wrong=wrong, ranks=ranks)
+    try:
+        train(state)
+    except ValueError as error:
+        note(error=str(error))
+        unlisted.close()
+        raise
+
+
+def test_mistakes_before_run_are_errors() -> None:
+    with ElasticJob(functools.partial(_train_badly, ""), 2) as job:
+        assert job.run() == 1
+        noted = job.notes("wrong")
+        assert sorted(each["ranks"] for each in noted) == [[0, 2], [1, 2]]
+        assert all(each["wrong"].keys() == {"collective", "step", "process group"} for each in noted)
+        assert "inside the function that torchring.elastic.run decorates" in noted[0]["wrong"]["collective"]
+        assert all("pass it to torchring.elastic.State" in each["error"] for each in job.notes("error"))
+        assert job.notes("error")
+
+
+def _make_with_batch_norm() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(64, 24), torch.nn.BatchNorm1d(24), torch.nn.Linear(24, 10)).double()
+
+
+def _note_resize(old: int, new: int) -> None:
+    note(old=old, new=new, rank=torchring.rank())
+
+
+def test_buffers_are_equal_callbacks_are_called_and_a_job_without_a_driver_saves(tmp_path: Path) -> None:
+    options = {"make": _make_with_batch_norm, "on_resize": _note_resize, "global_batch": None, "checkpoint": tmp_path}
+    hosts = Slots(["a"], 3)
+    with ElasticJob(functools.partial(train_worker, **options), 3, hosts=hosts) as job:
+        job.run_until(lambda: job.last_step() > 20, "20 steps")
+        hosts.offer({"a": 2})
+        job.run_until(lambda: len(job.notes("old")) == 2, "callbacks")
+        hosts.offer({"a": 3})
+        job.run_until(lambda: len(job.notes("old")) == 5, "callbacks on three")
+        resized = [(each["old"], each["new"]) for each in job.notes("old")]
+        assert resized == [(3, 2)] * 2 + [(2, 3)] * 3  # the new one, too
+        workers = job.members
+        job.driver._store = job.driver._opening = None  # as after SIGKILL, for the workers
+        gc.collect()
+        end = time.monotonic() + patient(30)
+        while any(job.driver._processes[worker].job.process.poll() is None for worker in workers):
+            assert time.monotonic() < end, "workers did not end without the driver"
+            time.sleep(0.02)
+        assert [job.driver._processes[worker].job.process.poll() for worker in workers] == [1, 1, 1]
+        by_step: dict[tuple[int, int], set[int]] = {}
+        for each in job.notes("step"):
+            by_step.setdefault((each["generation"], each["step"]), set()).add(each["crc"])
+        assert all(len(crcs) == 1 for crcs in by_step.values())
+        assert newest_step(tmp_path) == job.last_step()

@@ -1,0 +1,725 @@
+"""`weigh` and `skip`: gradients are those of the mean over all samples, whatever the ranks' shares are."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchring
+from tests.optimizer.test_contract import TINY_MB, attempt, small_model, values
+from tests.support.checks import assert_same_on_all_ranks
+from tests.support.grids import grid
+from tests.support.harness import run_pooled, run_ranks
+from torchring.errors import GradientError
+from torchring.gradients.participants import weights
+
+_STEPS = 4
+
+
+def _samples(rank: int, step: int, micro: int) -> Tensor:
+    """Of a rank's micro-step: another number each time, none now and then."""
+    n = (3 * rank + 5 * step + 2 * micro) % 7
+    return torch.randn(n, 6, generator=torch.Generator().manual_seed(100 * step + 10 * rank + micro)).double()
+
+
+def _loss(model: nn.Module, samples: Tensor) -> Tensor:
+    """The mean over the samples; NaN if there are none."""
+    return nn.functional.mse_loss(model(samples[:, :4]), samples[:, 4:])
+
+
+def _as_one(ranks: int, micros: int, dtype: torch.dtype) -> list[Tensor]:
+    """One process: each step takes the mean over the samples of all ranks and micro-steps."""
+    model = small_model(dtype)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(_STEPS):
+        sgd.zero_grad()
+        parts = [_samples(rank, step, micro).to(dtype) for rank in range(ranks) for micro in range(micros)]
+        _loss(model, torch.cat(parts)).backward()
+        sgd.step()
+    return values(model)
+
+
+def _weighted(
+    rank: int, size: int, micros: int, how: str, dtype: torch.dtype, unit: float, options: dict[str, Any]
+) -> list[Tensor]:
+    model = small_model(dtype)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    accumulate = micros if how == "accumulate" else 1
+    optimizer = torchring.wrap(sgd, model, accumulate=accumulate, **{"bucket_mb": TINY_MB, **options})
+    for step in range(_STEPS):
+        (optimizer if step < 3 else model).zero_grad(set_to_none=step < 2)
+        for micro in range(micros):
+            samples = _samples(rank, step, micro).to(dtype)
+            optimizer.weigh(len(samples) * unit)
+            if how == "no_sync" and micro + 1 < micros:
+                with optimizer.no_sync():
+                    _loss(model, samples).backward()
+            else:
+                _loss(model, samples).backward()
+        optimizer.step()
+    return values(model)
+
+
+def _check(results: Sequence[list[Tensor]], expected: list[Tensor], tolerance: float = 1e-9) -> None:
+    for i, right in enumerate(expected):
+        assert_same_on_all_ranks([result[i] for result in results])
+        torch.testing.assert_close(results[0][i], right, rtol=tolerance, atol=tolerance)
+
+
+@grid(
+    "micros, how, size",
+    [1, 3],
+    ["accumulate", "no_sync"],
+    [2, 3],
+    keep=lambda micros, how, size: (micros > 1) == (how == "no_sync" or size == 3),
+)
+def test_the_mean_is_over_all_samples(micros: int, how: str, size: int) -> None:
+    results = run_pooled(_weighted, size, micros, how, torch.float64, 1, {})
+    _check(results, _as_one(size, micros, torch.float64))
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-3, 4096.0, 3e5], ids=str)
+@pytest.mark.parametrize("options", [{"compression": "fp16"}, {"compression": "bf16"}], ids=str)
+def test_weights_of_any_size_in_16_bits(options: dict[str, Any], unit: float) -> None:
+    results = run_pooled(_weighted, 2, 2, "accumulate", torch.float32, unit, options)
+    _check(results, _as_one(2, 2, torch.float32), 0.02)
+
+
+def _changing_weights(rank: int, size: int) -> list[Any]:
+    """Of one and of several optimizers: how far small gradients are from being right, while weights change a lot."""
+    errors = []
+    for num, dtype, compression in ((1, torch.float32, "fp16"), (2, torch.float32, "fp16"), (1, torch.float16, None)):
+        parameters = [nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(num)]
+        optimizers = [torchring.wrap(torch.optim.SGD([p]), compression=compression) for p in parameters]  # type: ignore[arg-type]
+        for shares in ((2**20, 2**20), (2**15, 2**14), (64, 3), (1, 2**25)):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                optimizer.weigh(shares[rank])
+            (sum(p.sum() for p in parameters) * ((rank + 1) * 1e-4)).backward()
+            right = 1e-4 * (shares[0] + 2 * shares[1]) / sum(shares)
+            errors += [abs(float(p.grad[0]) / right - 1) for p in parameters if p.grad is not None]
+        for optimizer in optimizers:
+            optimizer.close()
+    (a, _), optimizer = _pair(compression="fp16")
+    problems = []
+    for weight in (None, 100, None, 2**16):
+        optimizer.zero_grad()
+        if weight is not None:
+            optimizer.weigh(weight)
+        problems.append(attempt(a.sum().backward))
+        if weight == 100:
+            optimizer.close()
+            optimizer = torchring.wrap(torch.optim.SGD([a]), compression="fp16")
+    return [errors, problems]
+
+
+def test_small_gradients_in_fp16_while_weights_change() -> None:
+    for errors, problems in run_pooled(_changing_weights, 2):
+        assert len(errors) == 16
+        assert max(errors) < 0.01, errors
+        assert problems[:3] == [""] * 3
+        assert "weights of about 65536 came after backwards without weights" in problems[3]
+
+
+def test_a_weight_fits_every_bucket_that_may_come_to_be_the_first() -> None:
+    """As where the first backward shows another order of gradients than that of registration."""
+    ours = weights.Weights()
+    ours.expect([torch.float32, torch.bfloat16])
+    sent = ours.representable(1 / 3)
+    assert weights.decode(weights.encode(sent, torch.bfloat16), torch.bfloat16) == sent != 1 / 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"algorithm": "ring"}, {"algorithm": "native"}, {"overlap": "thread"}, {"bucket_mb": 25.0}],
+    ids=str,
+)
+def test_by_every_way_to_reduce(options: dict[str, Any]) -> None:
+    results = run_pooled(_weighted, 3, 2, "no_sync", torch.float64, 1, options)
+    _check(results, _as_one(3, 2, torch.float64))
+
+
+def test_a_world_of_one() -> None:
+    for how in ("accumulate", "no_sync"):
+        _check([_weighted(0, 1, 3, how, torch.float64, 1, {})], _as_one(1, 3, torch.float64))
+
+
+def _equal_weights(rank: int, size: int, weight: float | None) -> list[Tensor]:
+    model = small_model(torch.float32)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, bucket_mb=TINY_MB)
+    for step in range(3):
+        optimizer.zero_grad()
+        if weight is not None:
+            optimizer.weigh(weight)
+        _loss(model, _samples(rank + 1, step + 1, 1).float()).backward()
+        optimizer.step()
+    return values(model)
+
+
+def test_equal_weights_change_no_bit() -> None:
+    plain, weighted = (run_pooled(_equal_weights, 2, weight) for weight in (None, 8))
+    for mine, theirs in zip(plain[0], weighted[0], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def _kinds(rank: int, size: int, compression: str | None) -> list[Tensor]:
+    """Large, sparse, complex, unused and frozen parameters, the last of which thaws; gradients that lie in the wire."""
+    torch.manual_seed(0)
+    large, words = nn.Linear(300, 300).double(), nn.Embedding(5, 300, sparse=True, dtype=torch.float64)
+    phase = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+    late, unused = nn.Parameter(torch.ones(3).double(), requires_grad=False), nn.Parameter(torch.ones(2).double())
+    model = nn.ParameterDict({"phase": phase, "late": late, "unused": unused})
+    model["large"], model["words"] = large, words  # type: ignore[assignment]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torchring.wrap(sgd, model, compression=compression) if size > 1 else sgd
+    for step in range(3):
+        late.requires_grad_(step == 2)
+        optimizer.zero_grad(set_to_none=step == 0)
+        total = torch.zeros(()).double()
+        shares = {0: (1.0, 3.0), 1: (2.0, 2.0), 2: (0.5, 1.5)}[step]
+        for r in range(2) if size == 1 else (rank,):
+            loss = large(words(torch.tensor([r, step]))).square().mean() * (r + 1)
+            loss = loss + (phase * (1 + r + 1j)).abs().sum() + (late * (r + step)).sum()
+            total = total + (loss * shares[r] / sum(shares) if size == 1 else loss)
+        if size > 1:
+            optimizer.weigh(shares[rank])
+        total.backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@grid("compression", [None, "bf16"], keep=lambda compression: True)
+def test_all_kinds_of_parameters(compression: str | None) -> None:
+    _check(run_pooled(_kinds, 2, compression), _kinds(0, 1, None), 0.02 if compression else 1e-9)
+
+
+# Skipping
+
+
+def _skips(rank: int, step: int) -> bool:
+    return (rank + step) % 3 == 0
+
+
+def _skipping(rank: int, size: int, weighs: bool, options: dict[str, Any]) -> list[Tensor]:
+    model = small_model()
+    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+    optimizer = torchring.wrap(adam, model, **{"bucket_mb": TINY_MB, **options})
+    for step in range(6):
+        if step != 3:
+            optimizer.zero_grad()
+        if _skips(rank, step):
+            optimizer.skip()
+        else:
+            samples = _samples(rank + 1, 1, step)
+            if weighs:
+                optimizer.weigh(len(samples))
+            _loss(model, samples).backward()
+        optimizer.step()
+    return values(model)
+
+
+def _skipping_as_one(size: int, weighs: bool) -> list[Tensor]:
+    model = small_model()
+    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+    for step in range(6):
+        if step != 3:
+            adam.zero_grad()
+        parts = [_samples(rank + 1, 1, step) for rank in range(size) if not _skips(rank, step)]
+        shares = [len(part) if weighs else 1 for part in parts]
+        losses = [_loss(model, part) * share for part, share in zip(parts, shares, strict=True)]
+        (torch.stack(losses).sum() / sum(shares)).backward()
+        adam.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"algorithm": "ring"}], ids=str)
+@pytest.mark.parametrize("weighs", [False, True])
+def test_the_mean_is_over_ranks_that_do_not_skip(weighs: bool, options: dict[str, Any]) -> None:
+    _check(run_pooled(_skipping, 3, weighs, options), _skipping_as_one(3, weighs))
+
+
+def _skipping_some_of_several(rank: int, size: int) -> list[list[float]]:
+    """With micro-steps; where all skip; with two optimizers, whose parameters one backward reaches."""
+    found = []
+    weight = nn.Parameter(torch.zeros(2).double())
+    optimizer = torchring.wrap(torch.optim.SGD([weight], lr=1.0), accumulate=2)
+    (weight * (rank + 1)).sum().backward()
+    if rank == 1:
+        optimizer.skip()
+    else:
+        (weight * 10).sum().backward()
+    found.append(weight.grad.tolist() if weight.grad is not None else [])  # (1 + 10 + 2) / 2
+    optimizer.zero_grad()
+    for _ in range(2):
+        optimizer.skip()
+    found.append(weight.grad.tolist() if weight.grad is not None else [])
+    for zeros in (None, "new", "in place"):  # past the optimizer: these are no gradient of a rank that skips
+        if zeros == "new":
+            weight.grad = torch.zeros_like(weight)
+        elif zeros is not None and weight.grad is not None:
+            weight.grad.zero_()
+        if rank == 1:
+            optimizer.skip()
+        else:
+            (weight * 4).sum().backward()
+        optimizer.synchronize()  # ends an incomplete group
+        found.append(weight.grad.tolist() if weight.grad is not None else [])
+    optimizer.close()
+
+    parameters = [nn.Parameter(torch.zeros(2).double()) for _ in range(2)]
+    first, second = (torchring.wrap(torch.optim.SGD([p], lr=1.0)) for p in parameters)
+    if rank == 1:
+        first.skip()
+    else:
+        (parameters[0] * 3 + parameters[1] * 5).sum().backward()
+    found += [p.grad.tolist() if p.grad is not None else [] for p in parameters]
+    if rank == 1:
+        with pytest.raises(GradientError, match="stands for a whole backward"):
+            second.skip()
+    first.step()
+    second.step()
+
+    for is_local in (False, True):  # what was given for the backward that is left out is forgotten
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+            optimizer.weigh(2)
+        with contextlib.ExitStack() as no_sync:
+            for optimizer in (first, second) if is_local else ():
+                no_sync.enter_context(optimizer.no_sync())
+            if rank == 1:
+                first.skip()
+            else:
+                (parameters[0] * 3 + parameters[1] * 5).sum().backward()
+        first.synchronize()
+        second.synchronize()
+        found += [p.grad.tolist() if p.grad is not None else [] for p in parameters]
+    return found
+
+
+def test_skipping_with_micro_steps_and_with_several_optimizers() -> None:
+    for found in run_pooled(_skipping_some_of_several, 2):
+        assert found == [[6.5, 6.5], [], *[[4.0, 4.0]] * 3, *[[3.0, 3.0], [5.0, 5.0]] * 3]
+
+
+class _Batch:
+    """What an elastic job knows of the only batch, of which each rank has so many samples."""
+
+    def __init__(self, *shares: float) -> None:
+        self.shares = shares
+
+    def begin_backward(self, *, is_weighed: bool, is_skipped: bool = False) -> None: ...
+
+    def change_is_agreed(self, *, all_leave: bool) -> None: ...
+
+    def current_weight(self) -> tuple[float, float]:
+        return self.shares[torchring.rank()], sum(self.shares)
+
+
+def _weights_of_batches(rank: int, size: int) -> list[Any]:
+    """With two optimizers, that one backward reaches; then with weights from the script on one rank only."""
+    parameters = [nn.Parameter(torch.zeros(1).double()) for _ in range(2)]
+    optimizers = [torchring.wrap(torch.optim.SGD([p], lr=1.0)) for p in parameters]
+    for optimizer in optimizers:
+        assert optimizer._sync is not None
+        optimizer._sync.batches = _Batch(3, 1)
+        optimizer._sync.weigh_batch()
+    if rank == 0:
+        optimizers[0].skip()
+    else:
+        (parameters[0] * 3 + parameters[1] * 5).sum().backward()
+    found: list[Any] = _first(*parameters)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        if rank == 0:
+            optimizer.weigh(2)
+    return [*found, attempt(lambda: (parameters[0] * 3 + parameters[1] * 5).sum().backward())]
+
+
+def test_weights_of_an_elastic_job_are_those_of_all_optimizers_and_ranks() -> None:
+    for *means, problem in run_pooled(_weights_of_batches, 2):
+        assert means == [3.0, 5.0]
+        assert problem.startswith("GradientError: some ranks have called optimizer.weigh() before this backward()")
+
+
+def _skipped_while_buckets_are_laid_out_again(rank: int, size: int, skips: Sequence[int]) -> list[Any]:
+    """The first backward shows another order than that of the plan, and the second one changes the plan."""
+    (a, b), optimizer = _pair(bucket_mb=0)
+    (b.sum() + a.sum()).backward()
+    if rank in skips:
+        optimizer.skip()
+    else:
+        a.sum().backward()
+    return [attempt(optimizer.step), *_first(a, b)]
+
+
+@pytest.mark.parametrize("skips", [(0, 1), (1,)], ids=str)
+def test_gradients_of_an_earlier_backward_stay_where_a_rank_skips(skips: Sequence[int]) -> None:
+    for found in run_pooled(_skipped_while_buckets_are_laid_out_again, 2, skips):
+        assert found == ["", 1.0 if len(skips) == 2 else 2.0, 1.0]
+
+
+# What is refused
+
+
+def _refused(rank: int, size: int, how: str) -> list[str]:
+    """What is raised here, on the rank that does it or on both."""
+    model = small_model()
+    op: Any = "sum" if how == "sum" else "mean"
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, op=op)
+    samples = _samples(1, 1, 1)
+    optimizer.zero_grad()
+
+    def run() -> None:
+        if how in ("sum", "forgotten on rank 1"):
+            if rank == 0 or how == "sum":
+                optimizer.weigh(3)
+        elif how == "twice":
+            optimizer.weigh(1)
+            optimizer.weigh(1)
+        elif how == "after an unweighted one":
+            with optimizer.no_sync():
+                _loss(model, samples).backward()
+            optimizer.weigh(1)
+        elif how == "then an unweighted one":
+            with optimizer.no_sync():
+                optimizer.weigh(1)
+                _loss(model, samples).backward()
+        elif how == "no backward":
+            with optimizer.no_sync():
+                optimizer.weigh(1)
+                _loss(model, samples).backward()
+                optimizer.weigh(1)
+            optimizer.synchronize()
+        elif how == "by hand on rank 1":
+            if rank == 1:
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+            else:
+                with optimizer.no_sync():
+                    optimizer.weigh(1)
+                    _loss(model, samples).backward()
+            optimizer.synchronize()
+        elif how == "on results":
+            _loss(model, samples).backward()
+            with optimizer.no_sync():
+                optimizer.weigh(2)
+        else:
+            optimizer.weigh(eval(how))
+        _loss(model, samples).backward()
+
+    return [attempt(run), attempt(lambda: optimizer.step())]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("-1", "ValueError: a weight must be 0, or from 0.000976562 to 2.68435e+08, got -1"),
+        ("float('nan')", "ValueError: a weight must be 0, or from"),
+        ("float('inf')", "ValueError: a weight must be 0, or from"),
+        ("'3'", "TypeError: a weight is a number of samples or tokens, got str"),
+        ("True", "TypeError: a weight is a number of samples or tokens, got bool"),
+        ("sum", "ValueError: weigh() takes op='mean'"),
+        ("twice", "GradientError: weigh() was called twice before one backward()"),
+        ("after an unweighted one", "GradientError: weigh() was called after a backward() without a weight"),
+        ("then an unweighted one", "GradientError: this backward() has no weight, but an earlier one had one"),
+        ("no backward", "GradientError: weigh() was called before synchronize(), and no backward() came in between"),
+        ("by hand on rank 1", "GradientError: rank 1 did not call optimizer.weigh()"),
+        ("on results", "GradientError: weights were given with gradients of an earlier step in .grad"),
+        ("forgotten on rank 1", "GradientError: rank 1 did not call optimizer.weigh() before this backward()"),
+    ],
+)
+def test_what_cannot_be_weighed_is_an_error_on_all_ranks(how: str, said: str) -> None:
+    for problem, of_step in run_pooled(_refused, 2, how):
+        assert said in problem
+        if how in ("forgotten on rank 1", "then an unweighted one"):
+            assert of_step.startswith("GradientError"), of_step
+
+
+def test_numbers_of_other_types_are_weights() -> None:
+    assert [weights.check_weight(w) for w in (3, 0, 0.5, torch.tensor(7), torch.tensor([2.5]))] == [3, 0, 0.5, 7, 2.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_sum_of_weights_is_exact_in_every_wire(dtype: torch.dtype) -> None:
+    numbers = [1.0, 4097.0, 0.25, 33333.0, 0.0, 2.0**24 + 1 if dtype != torch.float32 else 65.0]
+    total = torch.zeros(weights.num_elements(dtype), dtype=dtype)
+    for number in numbers:
+        total += torch.tensor(weights.encode(number, dtype), dtype=dtype)
+    assert weights.decode(total.tolist(), dtype) == math.fsum(numbers)
+
+
+# Odd ways through
+
+
+def _pair(**options: Any) -> tuple[list[nn.Parameter], Any]:
+    parameters = [nn.Parameter(torch.zeros(2).double()) for _ in range(2)]
+    return parameters, torchring.wrap(torch.optim.SGD(parameters, lr=1.0), **options)
+
+
+def _first(*parameters: nn.Parameter) -> list[float | None]:
+    """The first element of each gradient."""
+    return [None if p.grad is None else float(p.grad[0]) for p in parameters]
+
+
+def _dropped_after_weigh(rank: int, size: int) -> list[list[float | None]]:
+    """The script drops the gradients of a micro-step past the optimizer, when it has given the next weight already."""
+    found = []
+    for sets_to_none in (True, False):
+        (a, b), optimizer = _pair()
+        with optimizer.no_sync():
+            optimizer.weigh(2)
+            (a + b).sum().backward()
+        optimizer.weigh(1 + 2 * rank)
+        optimizer.optimizer.zero_grad(set_to_none=sets_to_none)
+        ((a + 2 * b) * (rank + 1)).sum().backward()
+        found.append(_first(a, b))
+        optimizer.close()
+    return found
+
+
+def _zeros_of_weight_0(rank: int, size: int) -> list[list[float | None]]:
+    """Rank 1 has weight 0. The script changes gradients before they are reduced, or drops them."""
+    found = []
+    for change in (lambda p: p.grad.mul_(2.0), lambda p: setattr(p, "grad", None)):
+        (a, b), optimizer = _pair()
+        with optimizer.no_sync():
+            optimizer.weigh(2.0 * (1 - rank))
+            (a + b).sum().backward()
+        change(a), change(b)
+        if a.grad is None:
+            (a + 3 * b).sum().backward()  # without a weight
+        else:
+            optimizer.synchronize()
+        found.append(_first(a, b))
+        optimizer.close()
+    return found
+
+
+def test_zeros_of_weight_0_are_not_taken_for_gradients_that_were_zeroed() -> None:
+    for found in run_pooled(_zeros_of_weight_0, 2):
+        assert found == [[2.0, 2.0], [1.0, 3.0]]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_weight_goes_with_its_gradients(size: int) -> None:
+    for found in run_pooled(_dropped_after_weigh, size):
+        assert found == ([[1.0, 2.0]] * 2 if size == 1 else [[1.75, 3.5]] * 2)
+
+
+def _odd_ways(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    (a, _), first = _pair(accumulate=2)
+    (b, _), second = _pair(accumulate=2)
+    for micro in range(2):  # of several optimizers, ranks match backwards that do not reduce, too
+        if rank == 1 and micro == 0:
+            first.skip()
+        else:
+            (a * (micro + 1.0) + b).sum().backward()
+    found["several"] = _first(a)
+    first.close()
+    second.close()
+
+    (a, b), optimizer = _pair()
+    optimizer.weigh(0.0)
+    optimizer.close()
+    optimizer = torchring.wrap(torch.optim.SGD([a, b], lr=1.0))
+    (a + b).sum().backward()
+    found["closed"] = _first(a, b)
+
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        (a + b).sum().backward()
+    a.grad = b.grad = None  # past the optimizer
+    if rank == 1:
+        optimizer.skip()
+    else:
+        (a + b).sum().backward()
+    found["dropped"] = _first(a, b)
+
+    optimizer.zero_grad()
+    b.requires_grad_(False)
+    optimizer.weigh(float(rank))  # 0 on rank 0
+    (a * (rank + 1.0)).sum().backward()
+    found["frozen"] = _first(a, b)
+    optimizer.close()
+
+    (a, b), optimizer = _pair()
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        (a + b).sum().backward()
+        optimizer.step()
+    if rank == 1:
+        optimizer.skip()
+    else:
+        a.sum().backward()
+    found["kept in the wire"] = [*_first(a, b), attempt(optimizer.step)]
+    optimizer.close()
+
+    a, frozen = (nn.Parameter(torch.zeros(2).double(), requires_grad=i == 0) for i in range(2))
+    optimizer = torchring.wrap(torch.optim.SGD([a, frozen], lr=1.0))
+    frozen.requires_grad_(True)
+    optimizer.weigh(1)
+    with optimizer.no_sync():
+        (a + frozen).sum().backward()
+    optimizer.weigh(3)
+    (a * 5 + frozen * 5).sum().backward()
+    found["thawed"] = _first(a, frozen)
+    optimizer.close()
+
+    for inside, shares in ((False, (1.0, 3.0)), (True, (1.0, 3.0)), (False, (2.0, 0.0))):
+        (a, b), optimizer = _pair()
+        with torchring.join(optimizer) if inside else contextlib.nullcontext():
+            optimizer.weigh(shares[rank])
+            a.grad = torch.full_like(a, rank + 1.0 if shares[rank] else math.nan)  # as from torch.autograd.grad()
+            optimizer.synchronize()
+            found[f"by hand {inside} {shares}"] = _first(a, b)
+            (a * (rank + 1)).sum().backward()  # without a weight
+            found[f"by hand {inside} {shares}"] += _first(a)
+        optimizer.close()
+
+    (a, b), optimizer = _pair()
+    (a + b).sum().backward()
+    optimizer.weigh(4)
+    with optimizer.no_sync():
+        found["on results"] = attempt((a + b).sum().backward)
+    return found
+
+
+def test_odd_ways() -> None:
+    for found in run_ranks(_odd_ways, 2):
+        assert found["several"] == [2.5]  # (1 + 2 on rank 0, 2 on rank 1) / 2
+        assert found["closed"] == [1.0, 1.0]
+        assert found["dropped"] == [1.0, 1.0]
+        assert found["frozen"] == [2.0, None]
+        assert found["kept in the wire"] == [2.0, 1.0, ""]
+        assert found["thawed"] == [4.0, 4.0]
+        for case in ("False (1.0, 3.0)", "True (1.0, 3.0)"):
+            assert found[f"by hand {case}"] == [1.75, None, 1.75 + 1.5], case
+        assert found["by hand False (2.0, 0.0)"] == [1.0, None, 1.0 + 1.5]
+        assert "weights were given with gradients of an earlier step" in found["on results"]
+
+
+def _sparse_and_zeroed_in_place(rank: int, size: int, past_it: bool) -> list[str]:
+    """Rank 0 alone uses the embedding in the second step; the third finds its gradient neither dropped nor zeroed."""
+    words = nn.Embedding(3, 2, sparse=True, dtype=torch.float64)
+    with torch.no_grad():
+        words.weight.fill_(1.0)
+    one = nn.Parameter(torch.ones(()).double())
+    model = nn.ParameterDict({"words": words.weight, "one": one})
+    model["embedding"] = words  # type: ignore[assignment]
+    optimizer = torchring.wrap(torch.optim.SGD([words.weight, one], lr=1.0), model, accumulate=2)
+
+    def train(step: int) -> None:
+        for micro in range(2):
+            optimizer.weigh(1 + 2 * rank)
+            used = words(torch.tensor([micro])).sum() if step != 1 or rank == 0 else 0.0
+            (one + used).backward()
+        optimizer.step()
+
+    train(0)
+    problems = []
+    for step in range(1, 3):
+        if step == 1:
+            (model if past_it else optimizer).zero_grad(set_to_none=False)
+        problems.append(attempt(lambda step=step: train(step)))
+    return [*problems, str(words.weight.tolist())]
+
+
+@pytest.mark.parametrize("past_it", [False, True])
+def test_a_sparse_gradient_that_was_zeroed_in_place_is_no_result_of_an_earlier_step(past_it: bool) -> None:
+    for second, third, trained in run_pooled(_sparse_and_zeroed_in_place, 2, past_it):
+        assert second == ""
+        assert "weights were given with gradients of an earlier step in .grad" in third
+        assert trained == str([[0.5 - 0.125, 0.5 - 0.125], [0.5 - 0.125, 0.5 - 0.125], [1.0, 1.0]])
+
+
+def _thawed_without_samples(rank: int, size: int) -> list[Any]:
+    """A parameter thaws in a step in which no rank has samples: a second round for the same backward."""
+    w, late = nn.Parameter(torch.ones(1).double()), nn.Parameter(torch.ones(1).double(), requires_grad=False)
+    optimizer = torchring.wrap(torch.optim.SGD([w, late], lr=0.1))
+    for step in range(3):
+        late.requires_grad_(step > 0)
+        optimizer.zero_grad()
+        optimizer.weigh(0 if step < 2 else 1)
+        (w * late).sum().backward()
+        optimizer.step()
+    return [w.tolist(), late.tolist()]
+
+
+def test_a_parameter_thaws_where_no_rank_has_samples() -> None:
+    assert run_pooled(_thawed_without_samples, 2) == [[[0.9], [0.9]]] * 2
+
+
+def _on_results(rank: int, size: int) -> list[Any]:
+    """Without zero_grad(), a backward adds to the result of an earlier one."""
+    w = nn.Parameter(torch.zeros(1).double())
+    optimizer = torchring.wrap(torch.optim.SGD([w], lr=0.1))
+
+    def train(*weights: float) -> list[float]:
+        optimizer.zero_grad()
+        for i, weight in enumerate(weights):
+            optimizer.weigh(weight)
+            (w * (1 + 4 * i)).sum().backward()
+        assert w.grad is not None
+        return w.grad.tolist()
+
+    added = [train(1, 3), train(2, 2 - 2 * min(rank, 1)), train(0, 1)]
+    return [added, attempt(lambda: train(1, 0))]
+
+
+def test_a_backward_that_adds_to_results() -> None:
+    for size in (1, 2):
+        for added, all_zero in run_pooled(_on_results, size):
+            assert added == [[6.0], [6.0], [5.0]]
+            if size > 1:
+                assert all_zero.startswith("GradientError: all ranks gave weight 0 to a backward() that adds")
+
+
+def test_odd_ways_in_a_world_of_one() -> None:
+    (weight, _), optimizer = _pair()
+    for set_to_none in (True, False):
+        for zeroes_first in (False, True, False, True):
+            if zeroes_first:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.weigh(4)
+            if not zeroes_first:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            weight.sum().backward()
+            assert _first(weight) == [1.0]
+    optimizer.weigh(4)
+    optimizer.skip()
+    assert _first(weight) == [1.0]
+    optimizer.zero_grad()
+    optimizer.weigh(0)
+    weight.sum().backward()
+    assert _first(weight) == [0.0]
+    optimizer.zero_grad()
+    weight.sum().backward()
+    assert _first(weight) == [1.0]
+    optimizer.weigh(0)
+    optimizer.close()
+    weight.sum().backward()
+    assert _first(weight) == [2.0]
+
+
+def _sparse_alone(rank: int, size: int) -> Tensor:
+    words = nn.Embedding(3, 1, sparse=True)
+    with torch.no_grad():
+        words.weight.fill_(1.0)
+    optimizer = torchring.wrap(torch.optim.SGD(words.parameters(), lr=1.0), words, accumulate=2)
+    for weight in (1.0, 3.0):
+        optimizer.weigh(weight)
+        words(torch.tensor([int(weight) - 1])).sum().backward()
+    optimizer.step()
+    return words.weight.detach().flatten()
+
+
+def test_sparse_gradients_of_one_rank_have_the_weights_of_their_micro_steps() -> None:
+    [found] = run_ranks(_sparse_alone, 1)
+    assert found.tolist() == [0.75, 1.0, 0.25]

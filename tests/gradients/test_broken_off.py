@@ -1,0 +1,254 @@
+"""A reduction that stops half way on one rank, by Ctrl-C, an error or shutdown(): nobody trains on what it left behind,
+and ranks of other hosts hear of it as fast as those of the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchring
+from tests.support.harness import patient, run_ranks, wait_until
+from torchring.errors import RingError
+from torchring.memory import host as host_module
+
+_HOSTS = {"one": (0, 0, 0), "2": (0, 1), "2+1": (0, 0, 1), "2x2": (0, 0, 1, 1)}
+_CASES = [
+    ("one", "direct", "auto"), ("2", "ring", "auto"), ("2", "native", "inline"), ("2x2", "hierarchical", "auto"),
+]  # fmt: skip
+
+# Memory of one host and a transport between hosts.
+in_two_cases = pytest.mark.parametrize(
+    ("hosts", "algorithm", "overlap"),
+    [pytest.param(*case, marks=[] if case[0] in ("one", "2x2") else pytest.mark.grid) for case in _CASES],
+    ids=[" ".join(case) for case in _CASES],
+)
+in_every_case = pytest.mark.parametrize(
+    ("hosts", "algorithm", "overlap"), _CASES, ids=[" ".join(case) for case in _CASES]
+)
+_NUM_PARAMETERS = 8
+
+
+class _Rank:
+    """A model of eight buckets; a step's gradients are the sum over ranks of what each multiplies it with."""
+
+    def __init__(self, rank: int, hosts: str, algorithm: str, overlap: str, *, timeout_seconds: float = 30.0) -> None:
+        host_module._host_identity = lambda: f"host {_HOSTS[hosts][rank]}"
+        torchring.init(timeout_seconds=timeout_seconds)
+        parameters = [torch.nn.Parameter(torch.ones(1 << 16)) for _ in range(_NUM_PARAMETERS)]
+        self.model = torch.nn.ParameterList(parameters)
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        options: dict[str, Any] = {"op": "sum", "algorithm": algorithm, "overlap": overlap, "bucket_mb": 0.2}
+        self.optimizer = torchring.wrap(sgd, self.model, **options)
+        self.num_hooks = 0
+
+    def step(self, factor: float = 1.0) -> list[float]:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        sum((parameter * factor).sum() for parameter in self.model.parameters()).backward()
+        return sorted({value for p in self.model.parameters() if p.grad is not None for value in p.grad.tolist()})
+
+    def attempt(self, factor: float = 1.0) -> tuple[Any, float]:
+        """What a step gives, or its error's class and text; and its seconds."""
+        started = time.monotonic()
+        try:
+            result: Any = self.step(factor)
+        except BaseException as error:
+            result = (type(error).__name__, str(error))
+        return result, time.monotonic() - started
+
+    def at_hook(self, number: int, action: Callable[[], object]) -> None:
+        """Run `action` in the n-th hook of a parameter, counted over all steps, after torchring's own."""
+
+        def hook(_: torch.Tensor) -> None:
+            self.num_hooks += 1
+            if self.num_hooks == number:
+                action()
+
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _stay_until_all_are_done(rank: int, size: int, folder: Path) -> None:
+    """Stay alive: nobody may need another rank's end to hear of what that rank did."""
+    done = [folder / f"done{peer}" for peer in range(size)]
+    done[rank].touch()
+    wait_until(lambda: all(file.exists() for file in done), "all ranks to be done", seconds=20.0)
+
+
+def _raise_on_one(rank: int, size: int, hosts: str, algorithm: str, overlap: str, folder: Path) -> Any:
+    here = _Rank(rank, hosts, algorithm, overlap)
+    assert here.step() == here.step() == [float(size)]
+    if rank == 1:  # another size, behind the back of everybody: this rank alone cannot go on
+        first = next(iter(here.model.parameters()))
+        here.at_hook(4, lambda: setattr(first, "data", torch.ones(7)))
+    failed = here.attempt()
+    again = here.attempt()
+    _stay_until_all_are_done(rank, size, folder)
+    return failed, again
+
+
+@in_every_case
+def test_an_error_of_one_rank_alone_is_told_on_all_hosts(
+    hosts: str, algorithm: str, overlap: str, tmp_path: Path
+) -> None:
+    results = run_ranks(_raise_on_one, len(_HOSTS[hosts]), hosts, algorithm, overlap, tmp_path)
+    for rank, (((kind, text), seconds), (again, _)) in enumerate(results):
+        assert seconds < patient(3.0), (rank, kind, text)  # the time-out is 30
+        if rank == 1:
+            assert kind == "GradientError", text
+            assert "is not what it was when it was wrapped" in text
+        else:
+            assert "rank 1" in text, (rank, kind, text)
+        assert again[0] in ("GradientError", "RingError", "PeerLostError"), again
+
+
+def _interrupt(rank: int, size: int, hosts: str, algorithm: str, overlap: str, folder: Path) -> Any:
+    here = _Rank(rank, hosts, algorithm, overlap)
+    assert here.step() == here.step() == [float(size)]
+    if rank:
+        wait_until((folder / "interrupted").exists, "rank 0 to be interrupted")
+        results = [here.attempt(2.0), here.attempt(20.0)]
+    else:
+
+        def control_c(*_: object) -> None:
+            (folder / "interrupted").touch()
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, control_c)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)  # while it waits for the others
+        results = [here.attempt(1.0), here.attempt(10.0)]
+    _stay_until_all_are_done(rank, size, folder)
+    return results
+
+
+@in_two_cases
+def test_after_control_c_nobody_trains_on_what_it_left(
+    hosts: str, algorithm: str, overlap: str, tmp_path: Path
+) -> None:
+    first, *others = run_ranks(_interrupt, len(_HOSTS[hosts]), hosts, algorithm, overlap, tmp_path)
+    (interrupted, _), (next_step, _) = first
+    assert interrupted[0] == "KeyboardInterrupt"
+    assert next_step[0] == "GradientError"
+    assert "an earlier backward failed: KeyboardInterrupt" in next_step[1]
+    for results in others:
+        (kind, text), seconds = results[-1]  # the first may have had all that it needs
+        assert issubclass(getattr(torchring, kind, RingError), RingError), kind
+        assert seconds < patient(5.0), text
+
+
+def _raise_after_the_last_bucket(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
+    here = _Rank(rank, hosts, algorithm, overlap)
+
+    def oops() -> None:
+        raise LookupError("in the script's own hook")
+
+    if rank == 1:
+        here.at_hook(_NUM_PARAMETERS, oops)
+    return [here.attempt(rank + 1.0) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "algorithm", "overlap"),
+    [("one", "direct", "inline"), ("2", "ring", "auto"), ("2x2", "hierarchical", "auto")],
+)
+def test_a_first_round_broken_off_after_its_last_bucket(hosts: str, algorithm: str, overlap: str) -> None:
+    """The peers have all gradients, and look for what only this rank can tell: an error soon, and no wrong gradient."""
+    size = len(_HOSTS[hosts])
+    total = float(sum(range(1, size + 1)))
+    for rank, attempts in enumerate(run_ranks(_raise_after_the_last_bucket, size, hosts, algorithm, overlap)):
+        if rank == 1:
+            assert attempts[0][0] == ("LookupError", "in the script's own hook")
+        for result, seconds in attempts:
+            assert seconds < patient(10.0), attempts  # the time-out is 30
+            assert result == [total] or isinstance(result, tuple), attempts
+
+
+def _shut_down(rank: int, size: int, hosts: str, algorithm: str, overlap: str, folder: Path) -> Any:
+    here = _Rank(rank, hosts, algorithm, overlap)
+    assert here.step() == here.step() == [float(size)]
+    if rank == 0:
+        here.at_hook(4, torchring.shutdown)
+    result = here.attempt()
+    _stay_until_all_are_done(rank, size, folder)
+    return result
+
+
+@in_two_cases
+def test_shutdown_inside_backward_keeps_nobody_waiting(
+    hosts: str, algorithm: str, overlap: str, tmp_path: Path
+) -> None:
+    for result, seconds in run_ranks(_shut_down, len(_HOSTS[hosts]), hosts, algorithm, overlap, tmp_path):
+        assert seconds < patient(10.0), result
+        assert isinstance(result, tuple) or result == [float(len(_HOSTS[hosts]))]  # had all that it needed
+
+
+def _fork_and_interfere(rank: int, size: int, hosts: str, algorithm: str, overlap: str) -> Any:
+    here = _Rank(rank, hosts, algorithm, overlap)
+    assert here.step() == [float(size)]
+    report, end = os.pipe()
+    child = os.fork()
+    if child == 0:  # as a data loader's worker might that inherits everything
+        text = ""
+        try:
+            text = json.dumps(_interfere(here))
+        except BaseException as error:
+            text = json.dumps(repr(error))
+        finally:
+            os.write(end, text.encode())
+            os._exit(0)
+    os.close(end)
+    with open(report) as pipe:
+        said = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    gradients = [p.grad for p in here.model.parameters() if p.grad is not None]
+    values = {value for gradient in gradients for value in gradient.tolist()}
+    here.optimizer.step()
+    return said, sorted(values), here.step(), here.step(2.0)
+
+
+def _interfere(here: _Rank) -> list[Any]:
+    """What a child sees and is told that does with torchring all that it can do."""
+    gradients = [p.grad for p in here.model.parameters() if p.grad is not None]
+    said: list[Any] = [sorted({value for gradient in gradients for value in gradient.tolist()})]
+    here.optimizer.zero_grad(set_to_none=False)
+    with here.optimizer.no_sync():
+        sum((parameter * 5.0).sum() for parameter in here.model.parameters()).backward()
+    said.append(sorted({value for gradient in gradients for value in gradient.tolist()}))
+    total = torch.ones(1)
+    for forbidden in (
+        lambda: here.step(7.0),
+        lambda: torchring.all_reduce(total),
+        lambda: torchring.all_reduce(total, async_op=True),
+        here.optimizer.synchronize,
+        here.optimizer.step,
+    ):
+        try:
+            said.append(repr(forbidden()))
+        except RingError as error:
+            said.append(str(error))
+    here.optimizer.close()
+    torchring.shutdown()
+    try:
+        torchring.init()
+    except RingError as error:
+        said.append(str(error))
+    return said
+
+
+@in_two_cases
+def test_a_forked_child_can_do_nothing_to_its_parent(hosts: str, algorithm: str, overlap: str) -> None:
+    size = len(_HOSTS[hosts])
+    results = run_ranks(_fork_and_interfere, size, hosts, algorithm, overlap)
+    for rank, (said, *ours) in enumerate(results):
+        assert ours == [[float(size)], [float(size)], [2.0 * size]]
+        assert said[:2] == [[float(size)], [5.0]]  # what the parent had; what it did by itself
+        assert len(said) == 8
+        assert all(f"this process was forked from rank {rank} " in text for text in said[2:]), said

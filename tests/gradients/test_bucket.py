@@ -1,0 +1,1222 @@
+"""One bucket through its rounds, in one process: the wires are plain tensors, and `reduce` below is the mover."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.checks import assert_bitwise
+from torchring.allreduce import NonFinite
+from torchring.errors import GradientError
+from torchring.gradients.bucket import COPY_ON_ARRIVAL_BYTES, Bucket, BucketState
+from torchring.gradients.ledger import GradientStatus
+from torchring.gradients.plan import ControlBits, ParameterSpec, build_plan
+
+IDLE, FILLING, PACKED, REDUCING, REDUCED = BucketState
+BIG = COPY_ON_ARRIVAL_BYTES // 4  # elements of fp32 that are copied on arrival; one less is only counted
+
+
+@dataclass
+class PlainWire:
+    """`tensor` is what the bucket packs; the mover writes to `buffer`, which has a version counter of its own."""
+
+    tensor: torch.Tensor
+    buffer: torch.Tensor
+
+
+def plain_wire(buffer: torch.Tensor) -> PlainWire:
+    return PlainWire(buffer.data, buffer)
+
+
+def buffer_of(bucket: Bucket) -> torch.Tensor:
+    assert isinstance(bucket.wire, PlainWire)
+    return bucket.wire.buffer
+
+
+def make(
+    parameters: Sequence[torch.Tensor],
+    *,
+    world_size: int = 1,
+    compression: str | None = None,
+    is_sum: bool = False,
+    order: Sequence[int] | None = None,
+) -> Bucket:
+    """A bucket of all `parameters`, slot i holding parameter i, called p0, p1, ...; its wire starts as NaN."""
+    parameters = [torch.nn.Parameter(p) if not isinstance(p, torch.nn.Parameter) else p for p in parameters]
+    specs = [ParameterSpec(f"p{i}", tuple(p.shape), p.stride(), p.dtype, p.device) for i, p in enumerate(parameters)]
+    (plan,) = build_plan(
+        specs,
+        bucket_bytes=1 << 40,
+        first_bucket_bytes=1 << 40,
+        compression=compression,
+        order=range(len(specs)) if order is None else order,
+    ).buckets
+    wire = plain_wire(torch.full((plan.numel,), float("nan"), dtype=plan.wire_dtype))
+    return Bucket(plan, wire, specs, parameters, scale=1.0 if is_sum else 1 / world_size, is_sum=is_sum)
+
+
+def ones(*numels: int, **options: Any) -> Bucket:
+    return make([torch.ones(numel) for numel in numels], **options)
+
+
+def give(bucket: Bucket, slot: int, values: Sequence[float] | torch.Tensor | float) -> bool:
+    """What autograd and the hook do: accumulate into `.grad`, then tell the bucket."""
+    parameter = bucket.parameters[slot]
+    new = torch.as_tensor(values, dtype=parameter.dtype).expand(parameter.shape)
+    if parameter.grad is None:
+        parameter.grad = new.clone()
+    else:
+        parameter.grad.add_(new)
+    if bucket.state is IDLE:
+        bucket.begin(bucket.share)
+    return bucket.mark_ready(slot)
+
+
+def reduce(*ranks: Bucket, non_finite: NonFinite | None = None) -> None:
+    """From PACKED to REDUCED on every rank."""
+    for bucket in ranks:
+        bucket.begin_reduce()
+    total = torch.stack([bucket.wire.tensor.double() for bucket in ranks]).sum(0) * ranks[0].reduce_scale
+    for bucket in ranks:
+        buffer_of(bucket).copy_(total)
+        bucket.end_reduce(non_finite)
+
+
+def finish(*ranks: Bucket) -> None:
+    """The end of a backward, on every rank."""
+    for bucket in ranks:
+        if bucket.state is IDLE:
+            bucket.begin(bucket.share)
+        if bucket.state in (IDLE, FILLING):
+            bucket.fill_missing()
+    reduce(*ranks)
+    for bucket in ranks:
+        bucket.close_round()
+
+
+def grad(bucket: Bucket, slot: int) -> list[float]:
+    value = bucket.parameters[slot].grad
+    assert value is not None
+    return value.tolist()
+
+
+def lies_in_wire(bucket: Bucket, slot: int) -> bool:
+    value, wire = bucket.parameters[slot].grad, bucket.wire.tensor
+    assert value is not None
+    return value.data_ptr() == wire.data_ptr() + bucket.plan.slots[slot].offset * wire.element_size()
+
+
+# States
+
+
+def in_state(state: BucketState) -> Bucket:
+    """A bucket of p0 and p1 that has been brought to `state` the ordinary way."""
+    bucket = ones(2, 3)
+    if state is not IDLE:
+        give(bucket, 1, 1.0)
+    if state in (PACKED, REDUCING, REDUCED):
+        give(bucket, 0, 1.0)
+    if state in (REDUCING, REDUCED):
+        bucket.begin_reduce()
+    if state is REDUCED:
+        bucket.end_reduce(None)
+    assert bucket.state is state
+    return bucket
+
+
+def test_life_of_a_bucket() -> None:
+    bucket = ones(2, 3)
+    for _ in range(3):
+        assert bucket.state is IDLE
+        assert give(bucket, 1, 1.0) is False
+        assert bucket.state is FILLING
+        assert give(bucket, 0, 1.0) is True
+        assert bucket.state is PACKED
+        bucket.begin_reduce()
+        assert bucket.state is REDUCING
+        bucket.end_reduce(None)
+        assert bucket.state is REDUCED
+        bucket.close_round()
+    assert bucket.state is IDLE
+
+
+@pytest.mark.parametrize("state", [IDLE, FILLING])
+def test_fill_missing_packs(state: BucketState) -> None:
+    bucket = in_state(state)
+    bucket.fill_missing()
+    assert bucket.state is PACKED
+
+
+@pytest.mark.parametrize("state", list(BucketState))
+def test_reset_leads_back_from_anywhere(state: BucketState) -> None:
+    bucket = in_state(state)
+    bucket.reset()
+    assert bucket.state is IDLE
+    assert [give(bucket, 0, 1.0), give(bucket, 1, 1.0)] == [False, True]
+
+
+MOVES: dict[str, tuple[Callable[[Bucket], object], set[BucketState]]] = {
+    "begin_reduce": (lambda bucket: bucket.begin_reduce(), {PACKED}),
+    "end_reduce": (lambda bucket: bucket.end_reduce(None), {REDUCING}),
+    "close_round": (lambda bucket: bucket.close_round(), {REDUCED}),
+    "fill_missing": (lambda bucket: bucket.fill_missing(), {IDLE, FILLING}),
+}
+ILLEGAL = [(move, state) for move, (_, legal) in MOVES.items() for state in BucketState if state not in legal]
+
+
+@pytest.mark.parametrize(("move", "state"), ILLEGAL, ids=[f"{move}-{state.name}" for move, state in ILLEGAL])
+def test_illegal_transition_says_state_bucket_and_parameters(move: str, state: BucketState) -> None:
+    bucket = in_state(state)
+    with pytest.raises(AssertionError, match=rf"bucket 0 \(p0 \.\. p1\) is {state.name}, so it cannot become"):
+        MOVES[move][0](bucket)
+    assert bucket.state is state
+
+
+@pytest.mark.parametrize(("move", "state"), ILLEGAL, ids=[f"{move}-{state.name}" for move, state in ILLEGAL])
+def test_illegal_transition_changes_nothing(move: str, state: BucketState) -> None:
+    """Above all not what is known about gradients: step() goes by it."""
+    bucket = in_state(state)
+    before = list(bucket.ledger.status), bucket.wire.tensor.clone(), [p.grad for p in bucket.parameters]
+    with pytest.raises(AssertionError):
+        MOVES[move][0](bucket)
+    assert bucket.ledger.status == before[0]
+    assert_bitwise(bucket.wire.tensor, before[1])
+    assert all(p.grad is old for p, old in zip(bucket.parameters, before[2], strict=True))
+
+
+@pytest.mark.parametrize("state", [PACKED, REDUCING, REDUCED])
+def test_arrival_after_the_bucket_left_says_what_to_do(state: BucketState) -> None:
+    bucket = in_state(state)
+    with pytest.raises(GradientError) as caught:
+        give(bucket, 1, 1.0)
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p1",))
+    for fact in ("p1 received another gradient in the same backward", state.value, "use_reentrant=False", "no_sync()"):
+        assert fact in str(caught.value)
+    assert bucket.state is state
+
+
+# Arrival and packing
+
+
+def test_counts_each_parameter_once() -> None:
+    bucket = ones(1, 1, 1)
+    assert [give(bucket, slot, 1.0) for slot in (2, 2, 0, 2, 0)] == [False] * 5
+    assert bucket.state is FILLING
+    assert give(bucket, 1, 1.0) is True
+
+
+def test_a_bucket_of_one_is_packed_at_once() -> None:
+    bucket = ones(3)
+    assert give(bucket, 0, [1.0, 2.0, 3.0]) is True
+    assert bucket.wire.tensor[:3].tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+@pytest.mark.parametrize(("numel", "on_arrival"), [(BIG - 1, False), (BIG, True), (BIG + 1, True)])
+def test_big_gradients_are_copied_on_arrival_small_ones_at_the_end(
+    numel: int, on_arrival: bool, compression: str | None
+) -> None:
+    bucket = ones(numel, 1, compression=compression)
+    give(bucket, 0, 3.0)
+    wire = bucket.wire.tensor
+    assert (wire[:numel] == 3).all().item() is on_arrival
+    assert wire[:numel].isnan().all().item() is not on_arrival
+    if compression is None:
+        assert lies_in_wire(bucket, 0) is on_arrival
+    give(bucket, 1, 4.0)
+    assert (wire[:numel] == 3).all()
+    assert wire[bucket.plan.slots[1].offset] == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_limit_is_in_bytes_of_gradient(dtype: torch.dtype) -> None:
+    numel = COPY_ON_ARRIVAL_BYTES // dtype.itemsize
+    for length, copied in ((numel - 1, False), (numel, True)):
+        bucket = make([torch.ones(length, dtype=dtype), torch.ones(1, dtype=dtype)])
+        give(bucket, 0, 1.0)
+        assert lies_in_wire(bucket, 0) is copied
+
+
+def test_gradients_become_views_of_the_wire() -> None:
+    parameters = [torch.ones(2, 3), torch.ones(4, 5).t(), torch.ones(()), torch.ones(0, 2), torch.ones(2, 3, 2, 2)]
+    parameters[4] = parameters[4].contiguous(memory_format=torch.channels_last)
+    bucket = make(parameters)
+    values = [torch.randn(p.shape) for p in parameters]
+    for slot, value in enumerate(values):
+        give(bucket, slot, value)
+    for slot, value in enumerate(values):
+        now = bucket.parameters[slot].grad
+        assert now is not None
+        assert_bitwise(now, value, f"p{slot}")
+        assert now.stride() == bucket.parameters[slot].stride()
+        assert slot == 3 or lies_in_wire(bucket, slot)
+
+
+def test_a_parameter_with_gaps_gets_a_contiguous_gradient() -> None:
+    bucket = make([torch.nn.Parameter(torch.zeros(4, 6)[:, :5]), torch.nn.Parameter(torch.zeros(3, 1).expand(3, 2))])
+    values = [torch.randn(4, 5), torch.randn(3, 2)]
+    for slot, value in enumerate(values):
+        give(bucket, slot, value)
+    assert_bitwise(bucket.wire.tensor[:20], values[0].reshape(-1))
+    finish(bucket)
+    for slot, value in enumerate(values):
+        now = bucket.parameters[slot].grad
+        assert now is not None
+        assert_bitwise(now, value)
+
+
+@pytest.mark.parametrize("numel", [3, BIG])
+def test_accumulating_in_place_keeps_the_memory(numel: int) -> None:
+    ranks = [ones(numel, 1, world_size=2) for _ in range(2)]
+    addresses: list[list[int]] = [[], []]
+    for _ in range(3):
+        for rank, bucket in enumerate(ranks):
+            give(bucket, 0, float(rank + 1))
+            give(bucket, 1, 0.0)
+        finish(*ranks)
+        for rank, bucket in enumerate(ranks):
+            value = bucket.parameters[0].grad
+            assert value is not None
+            addresses[rank].append(value.data_ptr())
+            assert lies_in_wire(bucket, 0)
+    assert [len(set(seen)) for seen in addresses] == [1, 1]
+    assert grad(ranks[0], 0) == grad(ranks[1], 0) == [4.5] * numel  # mean of 1 and 2, three times
+
+
+@pytest.mark.parametrize("numel", [3, BIG])
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_second_arrival_before_the_bucket_leaves_counts(numel: int, compression: str | None) -> None:
+    ranks = [ones(numel, 1, world_size=2, compression=compression) for _ in range(2)]
+    for rank, bucket in enumerate(ranks):
+        give(bucket, 0, float(rank))
+        give(bucket, 0, 10.0)
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    assert grad(ranks[0], 0) == grad(ranks[1], 0) == [10.5] * numel
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_two_rounds_without_zeroing_sum_up(compression: str | None) -> None:
+    ranks = [ones(2, world_size=2, compression=compression) for _ in range(2)]
+    for _ in range(2):
+        for rank, bucket in enumerate(ranks):
+            give(bucket, 0, [1.0 + rank, 8.0])
+        finish(*ranks)
+    assert grad(ranks[0], 0) == grad(ranks[1], 0) == [3.0, 16.0]
+
+
+def test_whatever_order_they_arrive_in() -> None:
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        bucket = ones(1, 20, 3)
+        for slot in order:
+            give(bucket, slot, float(slot + 1))
+        assert [bucket.wire.tensor[slot.offset].item() for slot in bucket.plan.slots] == [1.0, 2.0, 3.0]
+
+
+# Compression
+
+
+def test_compressed_gradients_are_scaled_before_the_cast() -> None:
+    ranks = [ones(1, world_size=2, compression="fp16") for _ in range(2)]
+    for bucket in ranks:
+        give(bucket, 0, 1e5)  # inf in fp16; its half is not
+        assert bucket.wire.tensor[:1].tolist() == [49984.0]
+        assert bucket.reduce_scale == 1.0
+    for bucket in ranks:
+        bucket.begin_reduce()
+        buffer_of(bucket)[0] = 50016.0
+        bucket.end_reduce(None)
+        assert grad(bucket, 0) == [50016.0]
+        bucket.close_round()
+
+
+def test_uncompressed_gradients_are_scaled_by_the_mover() -> None:
+    bucket = ones(1, world_size=4)
+    give(bucket, 0, 3.0)
+    assert bucket.wire.tensor[0] == 3.0
+    assert bucket.reduce_scale == 0.25
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_compressed_gradients_keep_their_own_memory_and_dtype(compression: str) -> None:
+    bucket = make([torch.ones(3, dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)], compression=compression)
+    assert bucket.wire.tensor.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16}[compression]
+    give(bucket, 0, [1.0, 2.0, 1 / 3])
+    mine = bucket.parameters[0].grad
+    give(bucket, 1, 5.0)
+    finish(bucket)
+    assert bucket.parameters[0].grad is mine
+    rounded = torch.tensor(1 / 3, dtype=bucket.wire.tensor.dtype).item()
+    assert grad(bucket, 0) == [1.0, 2.0, rounded]
+    assert rounded != 1 / 3
+    assert grad(bucket, 1) == [[5.0, 5.0], [5.0, 5.0]]
+
+
+def test_compressed_results_are_written_when_the_bucket_returns() -> None:
+    bucket = ones(2, 1, compression="fp16")
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    bucket.begin_reduce()
+    buffer_of(bucket).fill_(7.0)
+    bucket.end_reduce(None)
+    assert [grad(bucket, 0), grad(bucket, 1)] == [[7.0, 7.0], [7.0]]
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_complex_gradients_travel_as_real_numbers(compression: str | None, conjugate: bool) -> None:
+    columns = torch.zeros(2, 3, dtype=torch.complex64).t()
+    ranks = [make([columns.clone(), torch.zeros(2)], world_size=2, compression=compression) for _ in range(2)]
+    numbers = torch.arange(1.0, 7.0).reshape(3, 2)  # no zero, whose sign would count
+    for rank, bucket in enumerate(ranks):
+        value = torch.complex(numbers * (2 * rank + 2), -numbers)
+        bucket.parameters[0].grad = value.conj() if conjugate else value
+        bucket.mark_ready(0)
+        give(bucket, 1, 1.0)
+        assert (bucket.plan.dtype, bucket.plan.slots[0].numel) == (torch.float32, 12)
+    finish(*ranks)
+    expected = torch.complex(numbers * 3, numbers if conjugate else -numbers)
+    for bucket in ranks:
+        result = bucket.parameters[0].grad
+        assert result is not None
+        assert_bitwise(result.resolve_conj(), expected)
+        assert grad(bucket, 1) == [1.0, 1.0]
+
+
+def test_a_narrow_gradient_is_not_compressed() -> None:
+    bucket = make([torch.ones(3, dtype=torch.bfloat16)], compression="fp16", world_size=2)
+    give(bucket, 0, 3.0)
+    assert bucket.wire.tensor.dtype == torch.bfloat16
+    assert lies_in_wire(bucket, 0)
+    assert bucket.reduce_scale == 0.5
+
+
+# Missing gradients
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+@pytest.mark.parametrize("numel", [2, BIG])
+def test_missing_on_one_rank_counts_as_zero(numel: int, compression: str | None) -> None:
+    ranks = [ones(numel, 1, world_size=2, compression=compression) for _ in range(2)]
+    give(ranks[0], 0, 6.0)
+    for bucket in ranks:
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    assert grad(ranks[0], 0) == grad(ranks[1], 0) == [3.0] * numel
+    assert ranks[0].ledger.status == ranks[1].ledger.status == [GradientStatus.REDUCED] * 2
+    assert [bucket.ledger.unsettled() for bucket in ranks] == [None, None]
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_flags_say_which_were_used(compression: str | None) -> None:
+    bucket = ones(2, 1, 3, compression=compression)
+    give(bucket, 1, 1.0)
+    bucket.fill_missing()
+    flags = slice(bucket.plan.flags_offset, bucket.plan.control_offset)
+    assert bucket.wire.tensor[flags].tolist() == [0.0, 1.0, 0.0]
+    assert not bucket.wire.tensor[bucket.plan.control_offset :].any()
+    assert bucket.wire.tensor[:2].tolist() == [0.0, 0.0]
+    assert bucket.wire.tensor[bucket.plan.slots[2].offset :][:3].tolist() == [0.0] * 3
+    full = ones(2, 1, 3, compression=compression)
+    for slot in range(3):
+        give(full, slot, 1.0)
+    assert full.wire.tensor[flags].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_unused_on_all_ranks_stays_none(compression: str | None) -> None:
+    ranks = [ones(2, 1, world_size=2, compression=compression) for _ in range(2)]
+    for bucket in ranks:
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    for bucket in ranks:
+        assert bucket.parameters[0].grad is None
+        assert bucket.ledger.status == [GradientStatus.UNKNOWN, GradientStatus.REDUCED]
+        assert bucket.ledger.unsettled() is None
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+@pytest.mark.parametrize("numel", [2, BIG])
+def test_unused_on_all_ranks_keeps_an_older_result(numel: int, compression: str | None) -> None:
+    """One third is not what it was after another trip over a 16-bit wire, or times 3 ranks and a third."""
+    third = torch.tensor(1 / 3)
+    ranks = [ones(numel, 1, world_size=3, compression=compression) for _ in range(3)]
+    for bucket in ranks:
+        give(bucket, 0, third)
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    for bucket in ranks:
+        kept = bucket.parameters[0].grad
+        assert kept is not None
+        kept.copy_(third)  # clipped, say: alike on all ranks
+    for _ in range(2):
+        for bucket in ranks:
+            give(bucket, 1, 1.0)
+        finish(*ranks)
+    for bucket in ranks:
+        value = bucket.parameters[0].grad
+        assert value is not None
+        assert_bitwise(value, third.expand(numel))
+        assert bucket.ledger.unsettled() is None
+        assert lies_in_wire(bucket, 0) is (compression is None)
+
+
+def test_an_older_result_counts_where_another_rank_adds_to_it() -> None:
+    ranks = [ones(2, 1, world_size=2) for _ in range(2)]
+    for bucket in ranks:
+        give(bucket, 0, 4.0)
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    give(ranks[1], 0, 6.0)
+    for bucket in ranks:
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    assert grad(ranks[0], 0) == grad(ranks[1], 0) == [7.0, 7.0]  # 4 from before, 6 / 2 new
+
+
+def test_zeroed_in_place_and_unused_on_all_ranks_stays_zero() -> None:
+    ranks = [ones(2, 1, world_size=2) for _ in range(2)]
+    for bucket in ranks:
+        give(bucket, 0, 4.0)
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    for bucket in ranks:
+        for parameter in bucket.parameters:
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        bucket.ledger.mark_zeroed()
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    assert grad(ranks[0], 0) == grad(ranks[1], 0) == [0.0, 0.0]
+    assert grad(ranks[1], 1) == [1.0]
+    assert ranks[0].ledger.unsettled() is None
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_local_gradients_count_though_they_did_not_arrive(compression: str | None) -> None:
+    """From no_sync(), or put into `.grad` by hand."""
+    ranks = [ones(2, 1, world_size=2, compression=compression) for _ in range(2)]
+    ranks[0].parameters[0].grad = torch.tensor([2.0, 4.0])
+    ranks[0].ledger.status[0] = GradientStatus.LOCAL
+    ranks[1].parameters[0].grad = torch.tensor([0.0, 8.0])  # by hand: UNKNOWN
+    for bucket in ranks:
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    assert grad(ranks[0], 0) == grad(ranks[1], 0) == [1.0, 6.0]
+
+
+def test_a_round_in_which_nothing_arrived_anywhere() -> None:
+    ranks = [ones(2, 1, world_size=2) for _ in range(2)]
+    finish(*ranks)
+    assert [p.grad for bucket in ranks for p in bucket.parameters] == [None] * 4
+    assert [bucket.state for bucket in ranks] == [IDLE, IDLE]
+
+
+def test_a_missing_gradient_is_missing_in_its_own_round_only() -> None:
+    ranks = [ones(1, 1, world_size=2) for _ in range(2)]
+    give(ranks[0], 0, 2.0)
+    finish(*ranks)
+    for bucket in ranks:
+        for parameter in bucket.parameters:
+            parameter.grad = None
+    for bucket in ranks:
+        assert [give(bucket, 0, 2.0), give(bucket, 1, 6.0)] == [False, True]
+    finish(*ranks)
+    assert [grad(ranks[1], 0), grad(ranks[1], 1)] == [[2.0], [6.0]]
+
+
+# Control bits
+
+
+@pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_control_bits_of_some_ranks_reach_all(is_sum: bool, compression: str | None) -> None:
+    """Whether the bucket was filled by arrivals or at the end; each bit by itself, and no bit lasts."""
+    ranks = [ones(1, 1, world_size=4, compression=compression, is_sum=is_sum) for _ in range(4)]
+    scale = ranks[0].reduce_scale
+    assert scale == (1.0 if is_sum or compression else 0.25)
+    sent = [
+        [(0, 0, 0)] * 4,
+        [(1, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)],
+        [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)],
+        [(1, 1, 1)] * 4,
+        [(0, 0, 0)] * 4,
+    ]
+    for i, bits in enumerate(sent):
+        for rank, bucket in enumerate(ranks):
+            bucket.control_bits = ControlBits(*bits[rank])
+            if is_sum:
+                bucket.parameters[0].grad = bucket.parameters[1].grad = None
+            give(bucket, 0, 1.0)
+            if i % 2:
+                give(bucket, 1, 1.0)
+        finish(*ranks)
+        expected = ControlBits(*map(sum, zip(*bits, strict=True)))
+        assert [bucket.control_sums() for bucket in ranks] == [expected] * 4
+
+
+def test_control_bits_are_unset_by_default() -> None:
+    bucket = ones(2, 1)
+    assert bucket.control_bits == ControlBits(0, 0, 0)
+    finish(bucket)
+    assert bucket.control_sums() == ControlBits(0, 0, 0)
+
+
+def test_control_bits_touch_neither_gradients_nor_flags() -> None:
+    """Half the bucket is unused on all ranks, so its flag decides that it stays None."""
+    ranks = [ones(2, 1, world_size=2) for _ in range(2)]
+    for bucket in ranks:
+        bucket.control_bits = ControlBits(1, 1, 1)
+        give(bucket, 0, 3.0)
+    finish(*ranks)
+    for bucket in ranks:
+        assert grad(bucket, 0) == [3.0, 3.0]
+        assert bucket.parameters[1].grad is None
+        assert bucket.control_sums() == ControlBits(2, 2, 2)
+
+
+# Gradients that a script keeps over zero_grad(set_to_none=True)
+
+KEEP: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the gradient": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "data": lambda grad: grad.data,
+    "flattened": lambda grad: grad.flatten(),
+    "a piece": lambda grad: grad[1:],
+}
+
+
+def round_of(bucket: Bucket, *values: float | None) -> None:
+    """zero_grad(), and a backward that gives slot i `values[i]`, if that is not None."""
+    for parameter in bucket.parameters:
+        parameter.grad = None
+    for slot, value in enumerate(values):
+        if value is not None:
+            give(bucket, slot, value)
+    finish(bucket)
+
+
+@pytest.mark.parametrize("next_value", [5.0, None], ids=["used again", "not used again"])
+@pytest.mark.parametrize("keep", list(KEEP))
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_a_kept_gradient_keeps_its_values(numel: int, keep: str, next_value: float | None) -> None:
+    bucket = ones(1, numel)
+    round_of(bucket, 1.0, 2.0)
+    value = bucket.parameters[1].grad
+    assert value is not None
+    kept = KEEP[keep](value)
+    version = kept._version
+    del value
+    for i in range(3):
+        round_of(bucket, 3.0 + i, next_value)
+        assert grad(bucket, 0) == [3.0 + i]
+        assert lies_in_wire(bucket, 0)
+        if next_value is not None:
+            assert grad(bucket, 1) == [5.0] * numel
+            assert lies_in_wire(bucket, 1)
+        assert kept.unique().tolist() == [2.0]
+    assert kept._version == version  # so what autograd has saved of it is still good
+    assert bucket.ledger.unsettled() is None
+
+
+def test_what_nobody_keeps_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = ones(4, BIG, 0)
+    monkeypatch.setattr(
+        "torchring.gradients.bucket.leave", lambda *_: pytest.fail("a gradient was copied that nobody has")
+    )
+    for _ in range(3):
+        round_of(bucket, 1.0, 2.0, 0.0)
+        round_of(bucket, None, 2.0, None)
+        finish(bucket)  # nothing new, and the older gradients are still there
+        give(bucket, 0, 1.0)
+        finish(bucket)
+
+
+def test_a_gradient_that_is_not_zeroed_is_accumulated_in_place_for_those_who_keep_it_too() -> None:
+    """As in PyTorch."""
+    bucket = ones(2)
+    round_of(bucket, 1.0)
+    kept = bucket.parameters[0].grad
+    give(bucket, 0, 1.0)
+    finish(bucket)
+    assert kept is bucket.parameters[0].grad
+    assert grad(bucket, 0) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("next_value", [5.0, None], ids=["used again", "not used again"])
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_a_gradient_that_was_given_other_memory_is_the_scripts(numel: int, next_value: float | None) -> None:
+    """`p.grad.data = p.grad.data * c`, as older clipping code has it."""
+    bucket = ones(1, numel)
+    round_of(bucket, 1.0, 2.0)
+    kept = bucket.parameters[1].grad
+    assert kept is not None
+    kept.data = kept.data * 2
+    assert bucket.ledger.unsettled() is None
+    for i in range(2):
+        round_of(bucket, 3.0 + i, next_value)
+        assert grad(bucket, 0) == [3.0 + i]
+        if next_value is not None:
+            assert grad(bucket, 1) == [5.0] * numel
+            assert lies_in_wire(bucket, 1)
+        assert kept.unique().tolist() == [4.0]
+
+
+def test_an_array_of_a_kept_gradient_outlives_the_bucket() -> None:
+    """An array cannot be moved to the copy. The buffer that the array points to must stay."""
+    bucket = ones(4)
+    round_of(bucket, 1.0)
+    value = bucket.parameters[0].grad
+    assert value is not None
+    array, buffer = value.numpy(), weakref.ref(bucket.wire.tensor)
+    del value
+    round_of(bucket, 2.0)
+    bucket.parameters[0].grad = None
+    del bucket
+    assert buffer() is not None
+    assert array.tolist() == [2.0] * 4
+    del array
+    assert buffer() is None
+
+
+def test_a_gradient_may_be_detached_in_place_and_is_saved_alone() -> None:
+    """`p.grad.detach_(); p.grad.zero_()` is how PyTorch zeroed gradients once."""
+    bucket = ones(4, 1000)
+    round_of(bucket, 1.0, 2.0)
+    value = bucket.parameters[0].grad
+    assert value is not None
+    assert value.detach_().zero_() is value
+    assert value.untyped_storage().nbytes() == 4 * 4
+    assert grad(bucket, 1) == [2.0] * 1000
+
+
+# Wrong use
+
+
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_sparse_gradient_says_what_to_do(numel: int) -> None:
+    bucket = ones(numel, 1)
+    bucket.parameters[0].grad = torch.sparse_coo_tensor([[1]], [1.0], (numel,), check_invariants=True)
+    with pytest.raises(GradientError, match=r"p0 has a sparse gradient; pass the model to torchring.wrap") as caught:
+        [bucket.mark_ready(0), give(bucket, 1, 1.0)]
+    assert caught.value.parameters == ("p0",)
+    assert "sparse=False" in str(caught.value)
+
+
+def test_small_gradient_taken_before_the_bucket_leaves() -> None:
+    bucket = ones(4, 1)
+    give(bucket, 0, 1.0)
+    bucket.parameters[0].grad = None
+    with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)") as caught:
+        give(bucket, 1, 1.0)
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
+
+
+@pytest.mark.parametrize("replacement", [None, torch.zeros(BIG)])
+def test_big_gradient_taken_after_its_copy(replacement: torch.Tensor | None) -> None:
+    """The copy has left by then: what was in `.grad` meanwhile is not known, but it is not trained on."""
+    bucket = ones(BIG, 1)
+    give(bucket, 0, 1.0)
+    bucket.parameters[0].grad = replacement
+    give(bucket, 1, 1.0)
+    reduce(bucket)
+    with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)") as caught:
+        bucket.close_round()
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
+    assert bucket.ledger.status == [GradientStatus.LOCAL] * 2
+    assert bucket.ledger.unsettled() == (("p0" if replacement is not None else "p1"), GradientStatus.LOCAL.value)
+
+
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_compressed_gradient_taken_while_the_bucket_was_away(numel: int) -> None:
+    bucket = ones(numel, 1, compression="fp16")
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    bucket.begin_reduce()
+    bucket.parameters[0].grad = None
+    with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)"):
+        bucket.end_reduce(None)
+
+
+@pytest.mark.parametrize("numel", [4, BIG])
+@pytest.mark.parametrize("replacement", ["none", "another", "an alias"])
+def test_gradient_replaced_while_the_bucket_was_away(replacement: str, numel: int) -> None:
+    """An alias lies at the same address; still it is not the tensor that was handed out."""
+    bucket = ones(numel, 1)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    bucket.begin_reduce()
+    mine = bucket.parameters[0].grad
+    assert mine is not None
+    bucket.parameters[0].grad = {"none": None, "another": torch.ones(numel), "an alias": mine.data}[replacement]
+    bucket.end_reduce(None)
+    with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)") as caught:
+        bucket.close_round()
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
+    assert bucket.ledger.unsettled() is not None
+
+
+@pytest.mark.parametrize("when", ["while it was away", "when it was back"])
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_gradient_written_to_before_the_round_is_over(numel: int, when: str) -> None:
+    bucket = ones(numel, 1)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    bucket.begin_reduce()
+    if when == "when it was back":
+        buffer_of(bucket).mul_(1.0)  # the mover's own writes do not count
+        bucket.end_reduce(None)
+    value = bucket.parameters[0].grad
+    assert value is not None
+    value.mul_(2.0)
+    if when == "while it was away":
+        bucket.end_reduce(None)
+    with pytest.raises(GradientError, match="the gradient of p0 was written to while it was being red") as caught:
+        bucket.close_round()
+    assert "registered before torchring.wrap" in str(caught.value)
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p0",))
+    assert bucket.ledger.status == [GradientStatus.LOCAL] * 2
+    assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_compressed_gradient_written_to_while_the_bucket_was_away(numel: int, arrives: bool) -> None:
+    """Its result would overwrite what was written. Also where the gradient is one of no_sync(), only filled in."""
+    bucket = ones(numel, 1, compression="fp16")
+    give(bucket, 1, 1.0)
+    if arrives:
+        give(bucket, 0, 1.0)
+    else:
+        bucket.parameters[0].grad = torch.ones(numel)
+        bucket.ledger.mark_local(0)
+        bucket.fill_missing()
+    bucket.begin_reduce()
+    value = bucket.parameters[0].grad
+    assert value is not None
+    value.mul_(2.0)
+    with pytest.raises(GradientError, match=r"the gradient of p0 was (taken away|changed)"):
+        [bucket.end_reduce(None), bucket.close_round()]
+    assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
+
+
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_writing_to_a_gradient_before_its_bucket_leaves_counts(numel: int) -> None:
+    """A hook of the script's own that was there first, say, or one on another parameter."""
+    ranks = [ones(numel, 1, world_size=2) for _ in range(2)]
+    for rank, bucket in enumerate(ranks):
+        give(bucket, 0, 1.0 + rank)
+        value = bucket.parameters[0].grad
+        assert value is not None
+        value.mul_(10.0)
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    assert grad(ranks[0], 0) == grad(ranks[1], 0) == [15.0] * numel
+
+
+def test_writing_to_gradients_between_rounds_is_no_error() -> None:
+    bucket = ones(4, BIG)
+    for _ in range(3):
+        for slot in range(2):
+            give(bucket, slot, 1.0)
+        finish(bucket)
+        for parameter in bucket.parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+    assert grad(bucket, 0) == [0.875] * 4  # ((1 / 2 + 1) / 2 + 1) / 2
+
+
+def test_the_last_gradient_missing_at_its_own_arrival() -> None:
+    bucket = ones(4)
+    with pytest.raises(GradientError, match="p0 was taken away"):
+        bucket.mark_ready(0)
+
+
+def test_adding_to_a_sum_is_refused() -> None:
+    bucket = ones(2, 1, is_sum=True)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    with pytest.raises(GradientError, match=r"gradient of p0, which was summed over ranks before") as caught:
+        give(bucket, 0, 1.0)
+    assert "zero_grad()" in str(caught.value)
+    assert caught.value.parameters == ("p0",)
+
+
+@pytest.mark.parametrize("how", ["set to none", "zeroed", "second arrival"])
+def test_a_sum_may_be_started_afresh(how: str) -> None:
+    ranks = [ones(2, 1, is_sum=True) for _ in range(2)]
+    for bucket in ranks:
+        give(bucket, 0, 1.0)
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    for bucket in ranks:
+        for parameter in bucket.parameters:
+            if how == "set to none":
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+        if how != "set to none":
+            bucket.ledger.mark_zeroed()
+        give(bucket, 0, 3.0)
+        if how == "second arrival":
+            give(bucket, 0, 2.0)
+        give(bucket, 1, 1.0)
+    finish(*ranks)
+    assert grad(ranks[0], 0) == grad(ranks[1], 0) == ([10.0, 10.0] if how == "second arrival" else [6.0, 6.0])
+
+
+# Gradients of backwards that do not reduce
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_accumulated_gradients_are_local_and_open_no_round(compression: str | None) -> None:
+    ranks = [ones(2, 1, world_size=2, compression=compression) for _ in range(2)]
+    for _ in range(2):
+        for rank, bucket in enumerate(ranks):
+            bucket.parameters[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
+            bucket.ledger.mark_local(0)
+            assert bucket.state is IDLE
+            assert bucket.ledger.status[0] is GradientStatus.LOCAL
+            assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
+            give(bucket, 1, 1.0)
+        finish(*ranks)
+        assert grad(ranks[0], 0) == grad(ranks[1], 0) == [1.5, 3.0]
+        assert [bucket.ledger.unsettled() for bucket in ranks] == [None, None]
+
+
+def test_accumulating_onto_a_sum_is_refused_before_it_is_marked() -> None:
+    bucket = ones(2, 1, is_sum=True)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    with pytest.raises(GradientError, match=r"gradient of p1, which was summed over ranks before") as caught:
+        bucket.ledger.mark_local(1)
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p1",))
+    bucket.parameters[1].grad = torch.ones(1)  # after zero_grad()
+    bucket.ledger.mark_local(1)
+    bucket.ledger.mark_local(1)  # what is local may grow
+    assert bucket.ledger.status == [GradientStatus.REDUCED, GradientStatus.LOCAL]
+
+
+# Before an explicit synchronize()
+
+
+def test_mark_written_leaves_alone_what_nobody_wrote_to() -> None:
+    for compression in (None, "fp16"):
+        bucket = ones(2, 1, 3, compression=compression)
+        bucket.ledger.mark_written()  # before any round
+        for slot in (0, 1):
+            give(bucket, slot, 1.0)
+        finish(bucket)
+        for _ in range(2):
+            bucket.ledger.mark_written()
+            assert bucket.ledger.status[:2] == [GradientStatus.REDUCED] * 2
+            assert bucket.ledger.unsettled() is None
+
+
+@pytest.mark.parametrize("after", ["a round", "zeroing"])
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_mark_written_makes_written_gradients_local_again(compression: str | None, after: str) -> None:
+    """Those that share a wire share its version, so all of it counts as written to; it is the same on all ranks."""
+    ranks = [ones(2, 2, world_size=2, compression=compression) for _ in range(2)]
+    for bucket in ranks:
+        give(bucket, 0, 4.0)
+        give(bucket, 1, 8.0)
+    finish(*ranks)
+    if after == "zeroing":
+        for bucket in ranks:
+            for parameter in bucket.parameters:
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+            bucket.ledger.mark_zeroed()
+            bucket.ledger.mark_written()
+            assert bucket.ledger.status == [GradientStatus.ZEROED] * 2
+    value = ranks[1].parameters[0].grad
+    assert value is not None
+    value.add_(torch.tensor([2.0, 4.0]))
+    for bucket in ranks:
+        bucket.ledger.mark_written()
+    assert ranks[0].ledger.unsettled() is None
+    assert ranks[1].ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
+    finish(*ranks)
+    old = (4.0, 8.0) if after == "a round" else (0.0, 0.0)
+    for bucket in ranks:
+        assert [grad(bucket, 0), grad(bucket, 1)] == [[old[0] + 1.0, old[0] + 2.0], [old[1]] * 2]
+        bucket.ledger.mark_written()
+        assert bucket.ledger.unsettled() is None
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_mark_written_refuses_to_sum_a_sum(compression: str | None) -> None:
+    bucket = ones(2, 1, is_sum=True, compression=compression)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    bucket.ledger.mark_written()
+    value = bucket.parameters[0].grad
+    assert value is not None
+    value.mul_(2.0)
+    with pytest.raises(
+        GradientError, match=r"bucket 0 \(p0 .. p1\) was written to after it was summed over ranks"
+    ) as caught:
+        bucket.ledger.mark_written()
+    assert "zero_grad()" in str(caught.value)
+    assert (caught.value.bucket, caught.value.parameters) == (0, ("p0", "p1"))
+    for parameter in bucket.parameters:
+        parameter.grad = None
+    bucket.ledger.mark_written()
+
+
+def test_mark_written_passes_over_what_is_local_anyway() -> None:
+    bucket = ones(2, 1, is_sum=True)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    bucket.parameters[0].grad = torch.ones(2)
+    bucket.parameters[1].grad = None
+    bucket.ledger.mark_written()
+    assert bucket.ledger.unsettled() == ("p0", "was replaced by another tensor")
+
+
+# What is known about a gradient
+
+
+@pytest.mark.parametrize("status", [GradientStatus.REDUCED, GradientStatus.ZEROED])
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_known_by_identity_not_by_address(compression: str | None, status: GradientStatus) -> None:
+    """The allocator gives the same address to the next gradient of that size."""
+    bucket = ones(2, 1, compression=compression)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    bucket.ledger.status[0] = status
+    mine = bucket.parameters[0].grad
+    assert mine is not None
+    bucket.parameters[0].grad = mine.data
+    assert bucket.parameters[0].grad.data_ptr() == mine.data_ptr()
+    assert bucket.ledger.unsettled() == ("p0", "was replaced by another tensor")
+    bucket.parameters[0].grad = mine
+    assert bucket.ledger.unsettled() is None
+
+
+def test_known_weakly() -> None:
+    """zero_grad() frees the memory of a gradient that does not live in the wire; nothing here holds on to it."""
+    bucket = ones(2, compression="fp16")
+    give(bucket, 0, 1.0)
+    finish(bucket)
+    value = bucket.parameters[0].grad
+    assert value is not None
+    gone = weakref.ref(value)
+    del value
+    assert gone() is not None
+    bucket.parameters[0].grad = None
+    assert gone() is None
+    assert bucket.ledger.unsettled() is None
+    bucket.parameters[0].grad = torch.ones(2)
+    assert bucket.ledger.unsettled() == ("p0", "was replaced by another tensor")
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+@pytest.mark.parametrize("status", list(GradientStatus))
+def test_unsettled_by_status(status: GradientStatus, compression: str | None) -> None:
+    bucket = ones(2, 1, compression=compression)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    bucket.ledger.status[1] = status
+    expected = None if status in (GradientStatus.REDUCED, GradientStatus.ZEROED) else ("p1", status.value)
+    assert bucket.ledger.unsettled() == expected
+    bucket.parameters[1].grad = None
+    assert bucket.ledger.unsettled() is None  # the optimizer skips it
+
+
+@pytest.mark.parametrize("status", list(GradientStatus))
+def test_unsettled_when_replaced_by_another_tensor(status: GradientStatus) -> None:
+    bucket = ones(2, 1)
+    give(bucket, 0, 1.0)
+    give(bucket, 1, 1.0)
+    finish(bucket)
+    bucket.ledger.status[0] = status
+    bucket.parameters[0].grad = torch.ones(2)
+    was_fine = status in (GradientStatus.REDUCED, GradientStatus.ZEROED)
+    assert bucket.ledger.unsettled() == ("p0", "was replaced by another tensor" if was_fine else status.value)
+
+
+def test_unsettled_names_the_first_in_plan_order() -> None:
+    bucket = ones(1, 1, 1, order=[2, 0, 1])
+    assert bucket.names == ["p2", "p0", "p1"]
+    for slot in (2, 1):
+        give(bucket, slot, 1.0)
+    assert bucket.ledger.unsettled() == ("p0", GradientStatus.LOCAL.value)
+
+
+def test_an_untouched_bucket_is_settled_and_an_older_gradient_is_not() -> None:
+    bucket = ones(2, 1)
+    assert bucket.ledger.unsettled() is None
+    bucket.parameters[1].grad = torch.ones(1)
+    assert bucket.ledger.unsettled() == ("p1", GradientStatus.UNKNOWN.value)
+
+
+def test_changes_in_place_do_not_unsettle() -> None:
+    bucket = ones(2)
+    give(bucket, 0, 1.0)
+    finish(bucket)
+    torch.nn.utils.clip_grad_norm_(bucket.parameters, 0.5)
+    assert bucket.ledger.unsettled() is None
+
+
+def test_a_broken_off_round_leaves_what_arrived_unsettled() -> None:
+    bucket = ones(1, 1)
+    for slot in range(2):
+        give(bucket, slot, 1.0)
+    finish(bucket)
+    give(bucket, 1, 1.0)
+    bucket.reset()
+    assert bucket.ledger.status == [GradientStatus.REDUCED, GradientStatus.LOCAL]
+    assert bucket.ledger.unsettled() == ("p1", GradientStatus.LOCAL.value)
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_mark_zeroed_settles(compression: str | None) -> None:
+    bucket = ones(2, 1, compression=compression)
+    for parameter in bucket.parameters[:1]:
+        parameter.grad = torch.zeros(2)
+    bucket.ledger.status = [GradientStatus.LOCAL, GradientStatus.UNKNOWN]
+    bucket.ledger.mark_zeroed()
+    assert bucket.ledger.status == [GradientStatus.ZEROED] * 2
+    assert bucket.ledger.unsettled() is None
+    bucket.parameters[0].grad = torch.zeros(2)
+    assert bucket.ledger.unsettled() == ("p0", "was replaced by another tensor")
+
+
+# Taking over from another bucket
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_adopt_knows_what_the_old_bucket_knew(compression: str | None) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
+    old = make(parameters, compression=compression)
+    new = make(parameters, compression=compression, order=[1, 0])
+    give(old, 0, [1.0, 2.0])
+    give(old, 1, [3.0, 4.0, 5.0])
+    finish(old)
+    old.ledger.status[1] = GradientStatus.ZEROED
+    assert new.ledger.unsettled() == ("p1", GradientStatus.UNKNOWN.value)
+    new.ledger.adopt(0, old.ledger, 1)
+    new.ledger.adopt(1, old.ledger, 0)
+    assert new.ledger.status == [GradientStatus.ZEROED, GradientStatus.REDUCED]
+    assert new.ledger.unsettled() is None
+    assert grad(new, 1) == [1.0, 2.0]  # still where it was
+    old.release()
+    give(new, 0, 1.0)
+    give(new, 1, 1.0)
+    finish(new)
+    assert [grad(new, 0), grad(new, 1)] == [[4.0, 5.0, 6.0], [2.0, 3.0]]
+    assert lies_in_wire(new, 0) is lies_in_wire(new, 1) is (compression is None)
+    assert new.ledger.unsettled() is None
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+@pytest.mark.parametrize("replacement", ["another", "an alias"])
+def test_adopt_knows_the_tensor_too(replacement: str, compression: str | None) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
+    old, new = (make(parameters, compression=compression) for _ in range(2))
+    give(old, 0, 1.0)
+    give(old, 1, 1.0)
+    finish(old)
+    for slot in range(2):
+        new.ledger.adopt(slot, old.ledger, slot)
+    assert new.ledger.unsettled() is None
+    mine = parameters[1].grad
+    assert mine is not None
+    parameters[1].grad = torch.ones(3) if replacement == "another" else mine.data
+    assert new.ledger.unsettled() == ("p1", "was replaced by another tensor")
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+@pytest.mark.parametrize("is_sum", [False, True])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_an_adopted_gradient_was_not_written_to_by_moving_house(
+    rounds: int, is_sum: bool, compression: str | None
+) -> None:
+    """It lies in the old wire, and is compared with what was true there."""
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
+    old, new = (make(parameters, compression=compression, is_sum=is_sum) for _ in range(2))
+    for _ in range(rounds):
+        for slot in range(2):
+            parameters[slot].grad = None
+            give(old, slot, 1.0)
+        finish(old)
+    for slot in range(2):
+        new.ledger.adopt(slot, old.ledger, slot)
+    new.ledger.mark_written()
+    assert new.ledger.status == [GradientStatus.REDUCED] * 2
+    mine = parameters[1].grad
+    assert mine is not None
+    mine.mul_(2.0)
+    if is_sum:
+        with pytest.raises(GradientError, match="was written to after it was summed"):
+            new.ledger.mark_written()
+    else:
+        new.ledger.mark_written()
+        assert new.ledger.unsettled() is not None
+
+
+def test_an_adopted_gradient_that_nobody_uses_moves_unchanged() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
+    old, new = make(parameters), make(parameters, order=[1, 0], world_size=2)
+    peer = ones(2, 3, order=[1, 0], world_size=2)
+    give(old, 0, [1.0, 2.0])
+    give(old, 1, 3.0)
+    finish(old)
+    new.ledger.adopt(0, old.ledger, 1)
+    new.ledger.adopt(1, old.ledger, 0)
+    old.release()
+    for bucket in (new, peer):
+        give(bucket, 0, 1.0)
+    finish(new, peer)
+    assert grad(new, 1) == [1.0, 2.0]
+    assert new.ledger.unsettled() is None
+
+
+# Blame
+
+
+def test_slot_at() -> None:
+    bucket = make([torch.ones(17), torch.ones(0), torch.ones(()), torch.ones(2)])
+    assert [slot.offset for slot in bucket.plan.slots] == [0, 32, 32, 48]
+    found = {element: bucket.slot_at(element) for element in (0, 16, 31, 32, 47, 48, 49)}
+    assert found == {0: 0, 16: 0, 31: 0, 32: 2, 47: 2, 48: 3, 49: 3}
+
+
+def test_non_finite_is_noted_and_forgotten_with_the_next_round() -> None:
+    bucket = ones(2, 20)
+    for note in (NonFinite(1, 20), None):
+        give(bucket, 0, 1.0)
+        give(bucket, 1, 1.0)
+        reduce(bucket, non_finite=note)
+        assert bucket.non_finite == note
+        bucket.close_round()
+
+
+def test_a_parameter_that_was_reshaped_since_is_named() -> None:
+    bucket = ones(2, 3)
+    give(bucket, 0, 1.0)
+    bucket.parameters[1].data = torch.ones(4)
+    with pytest.raises(GradientError, match=r"p1 is not what it was when it was wrapped .*size") as caught:
+        give(bucket, 1, 1.0)
+    assert caught.value.parameters == ("p1",)
+
+
+def test_an_error_that_is_not_about_a_parameter_comes_out_as_it_is() -> None:
+    bucket = ones(2)
+    bucket.packing.pack = mock.Mock(side_effect=RuntimeError("out of memory"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"^out of memory$"):
+        give(bucket, 0, 1.0)

@@ -1,0 +1,925 @@
+"""When a backward reduces and when it does not: accumulation, no_sync, several optimizers, and backwards that raise.
+
+Gradients are exact: the loss is linear in the parameters, and inputs are small integers, different on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import torchring
+from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest, exact_inputs
+from tests.support.grids import grid
+from tests.support.harness import RanksFailed, patient, run_pooled, run_ranks, wait_until
+from torchring import DistributedOptimizer
+from torchring.default_world import default_world
+from torchring.errors import GradientError, RingError
+from torchring.gradients.group import OptimizerGroup
+
+
+class Net(torch.nn.Module):
+    """Two layers that a loss may use one without the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 2)
+        self.second = torch.nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).sum() + 2 * self.second(x).sum()
+
+
+def batch(rank: int, step: int = 0) -> Tensor:
+    return exact_inputs(6, torch.float32, seed=rank + 7 * step).view(2, 3)
+
+
+def gradients(loss: Callable[[Tensor], Tensor], model: torch.nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The sum of the loss's gradients over `inputs`, without a hook: zero where the loss does not reach."""
+    parameters = list(model.parameters())
+    total = [torch.zeros_like(p) for p in parameters]
+    for x in inputs:
+        for mine, new in zip(total, torch.autograd.grad(loss(x), parameters, allow_unused=True), strict=True):
+            mine += new if new is not None else 0
+    return total
+
+
+def check_gradients(model: torch.nn.Module, expected: Sequence[Tensor], what: str = "") -> None:
+    for (name, parameter), value in zip(model.named_parameters(), expected, strict=True):
+        assert parameter.grad is not None, f"{what} {name} has no gradient"
+        assert_bitwise(parameter.grad, value, f"{what} {name}")
+
+
+def mean_of(
+    loss: Callable[[Tensor], Tensor], model: torch.nn.Module, world_size: int, steps: Sequence[int]
+) -> list[Tensor]:
+    inputs = [batch(rank, step) for rank in range(world_size) for step in steps]
+    return [total / world_size for total in gradients(loss, model, inputs)]
+
+
+def wrapped(model: torch.nn.Module, **options: object) -> DistributedOptimizer:
+    return torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model, **options)  # type: ignore[arg-type]
+
+
+# One optimizer
+
+
+def _accumulates(rank: int, world_size: int, accumulate: int) -> str:
+    model = Net()
+    optimizer = wrapped(model, accumulate=accumulate)
+    for group in range(3):
+        optimizer.zero_grad()
+        steps = range(group * accumulate, (group + 1) * accumulate)
+        for i, step in enumerate(steps, 1):
+            model(batch(rank, step)).backward()
+            assert optimizer.stats().num_reductions == group + (i == accumulate)
+            if i < accumulate:
+                check_gradients(model, gradients(model, model, [batch(rank, s) for s in steps[:i]]), "local")
+                with pytest.raises(GradientError, match=r"synchronize\(\)"):
+                    optimizer.step()
+        check_gradients(model, mean_of(model, model, world_size, steps), "reduced")
+        optimizer.step()
+    return digest(model.parameters())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_every_nth_backward_reduces(accumulate: int) -> None:
+    assert_same_on_all_ranks(run_pooled(_accumulates, 2, accumulate))
+
+
+def _two_synced_backwards(rank: int, world_size: int, compression: str | None) -> str:
+    model = Net()
+    optimizer = wrapped(model, compression=compression)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for step in range(2):
+            model(batch(rank, step)).backward()
+        check_gradients(model, mean_of(model, model, world_size, [0, 1]))
+    assert optimizer.stats().num_reductions == 6
+    return digest(p.grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_two_synced_backwards_are_the_mean_of_the_summed_gradients(compression: str | None) -> None:
+    assert_same_on_all_ranks(run_pooled(_two_synced_backwards, 2, compression))
+
+
+def _no_sync_nests(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = wrapped(model)
+
+    def backward(step: int) -> int:
+        model(batch(rank, step)).backward()
+        return optimizer.stats().num_reductions
+
+    with optimizer.no_sync():
+        assert backward(0) == 0
+        with optimizer.no_sync():
+            assert backward(1) == 0
+        assert backward(2) == 0  # still inside the outer one
+    check_gradients(model, gradients(model, model, [batch(rank, s) for s in range(3)]), "local")
+    assert backward(3) == 1
+    check_gradients(model, mean_of(model, model, world_size, [0, 1, 2, 3]), "reduced")
+    optimizer.step()
+
+    outer, inner = optimizer.no_sync(), optimizer.no_sync()
+    optimizer.zero_grad()
+    with outer:
+        pass
+    assert backward(4) == 2  # only asking for one, or having left one, changes nothing
+    with inner:
+        assert backward(5) == 2
+    assert backward(6) == 3
+    check_gradients(model, mean_of(model, model, world_size, [4, 5, 6]), "reduced")
+
+
+def test_no_sync_nests() -> None:
+    run_pooled(_no_sync_nests, 2)
+
+
+def _no_sync_is_decided_at_backward(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = wrapped(model)
+    with optimizer.no_sync():
+        loss = model(batch(rank))
+    loss.backward()
+    assert optimizer.stats().num_reductions == 1
+    optimizer.zero_grad()
+    loss = model(batch(rank))
+    with optimizer.no_sync():
+        loss.backward()
+    assert optimizer.stats().num_reductions == 1
+    check_gradients(model, gradients(model, model, [batch(rank)]))
+
+
+def test_no_sync_is_decided_when_backward_runs() -> None:
+    run_pooled(_no_sync_is_decided_at_backward, 2)
+
+
+def _no_sync_does_not_count(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = wrapped(model, accumulate=2)
+    counts = []
+    for step, is_local in enumerate([False, True, True, False, True, False, False]):
+        if is_local:
+            with optimizer.no_sync():
+                model(batch(rank, step)).backward()
+        else:
+            model(batch(rank, step)).backward()
+        counts.append(optimizer.stats().num_reductions)
+        if step == 3:
+            check_gradients(model, mean_of(model, model, world_size, [0, 1, 2, 3]))
+            optimizer.zero_grad()
+    assert counts == [0, 0, 0, 1, 1, 1, 2]
+    check_gradients(model, mean_of(model, model, world_size, [4, 5, 6]))
+
+
+def test_no_sync_does_not_count_towards_accumulate() -> None:
+    run_pooled(_no_sync_does_not_count, 2)
+
+
+def _no_sync_of_one_of_two(rank: int, world_size: int) -> None:
+    """Ranks may run different numbers of backwards inside it, whatever other optimizers there are."""
+    model, other = Net(), Net()
+    optimizer, _other = wrapped(model), wrapped(other)
+    with optimizer.no_sync():
+        for step in range(3 - 2 * rank):
+            model(batch(rank, step)).backward()
+    model(batch(rank, 9)).backward()
+    batches = [batch(0, 0), batch(0, 1), batch(0, 2), batch(0, 9), batch(1, 0), batch(1, 9)]
+    check_gradients(model, [gradient / 2 for gradient in gradients(model, model, batches)])
+    # One of the backwards inside it reaches the other optimizer, too, which is to reduce.
+    inside = optimizer.no_sync() if rank == 0 else contextlib.nullcontext()
+    with inside, pytest.raises(GradientError, match=r"no_sync\(\) on all ranks, of all optimizers"):
+        (model(batch(rank)) + other(batch(rank))).backward()
+
+
+def test_no_sync_sends_nothing_where_there_is_another_optimizer() -> None:
+    run_pooled(_no_sync_of_one_of_two, 2)
+
+
+def _no_sync_left_by_an_exception(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = wrapped(model)
+    for step in range(2):
+        try:
+            with optimizer.no_sync(), optimizer.no_sync():
+                model(batch(rank, step)).backward()
+                raise IndexError("out of data")
+        except IndexError:
+            pass
+    assert optimizer.stats().num_reductions == 0
+    model(batch(rank, 2)).backward()
+    assert optimizer.stats().num_reductions == 1
+    check_gradients(model, mean_of(model, model, world_size, [0, 1, 2]))
+
+
+def test_no_sync_left_by_an_exception() -> None:
+    run_pooled(_no_sync_left_by_an_exception, 2)
+
+
+def _synchronize(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = wrapped(model, accumulate=3)
+    optimizer.synchronize()  # nothing to do
+    assert optimizer.stats().num_reductions == 0
+    for step in range(4):  # one whole group and the beginning of another
+        if step == 3:
+            optimizer.zero_grad()
+        model(batch(rank, step)).backward()
+    for _ in range(2):  # idempotent
+        optimizer.synchronize()
+        assert optimizer.stats().num_reductions == 2
+        check_gradients(model, mean_of(model, model, world_size, [3]))
+    optimizer.step()
+    optimizer.zero_grad()
+    for step in range(3):  # a group begins anew
+        model(batch(rank, step)).backward()
+        assert optimizer.stats().num_reductions == 2 + (step == 2)
+    optimizer.zero_grad()
+    if rank == 1:  # local on one rank only
+        with optimizer.no_sync():
+            model(batch(rank, 0)).backward()
+    optimizer.synchronize()
+    assert optimizer.stats().num_reductions == 4
+    check_gradients(model, [g / world_size for g in gradients(model, model, [batch(1, 0)])])
+
+
+def test_synchronize() -> None:
+    run_pooled(_synchronize, 2)
+
+
+def _by_hand(rank: int, world_size: int) -> None:
+    """Gradients that the script puts into `.grad` itself are local until they are synchronized."""
+    model = Net()
+    optimizer = wrapped(model)
+    for _ in range(2):
+        for i, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, float(4 * rank + i))
+        with pytest.raises(GradientError, match=r"first\.\w+|second\.\w+"):
+            optimizer.step()
+        optimizer.synchronize()
+        for i, parameter in enumerate(model.parameters()):
+            assert_bitwise(parameter.grad, torch.full_like(parameter, 2.0 + i))  # type: ignore[arg-type]
+        optimizer.step()
+
+
+def test_gradients_put_in_by_hand() -> None:
+    run_pooled(_by_hand, 2)
+
+
+def _unused_on_some(rank: int, world_size: int) -> str:
+    model = Net()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1), model)
+    before = digest(model.second.parameters())
+
+    def loss(x: Tensor) -> Tensor:
+        return model.first(x).sum()
+
+    for step in range(2):  # unused everywhere: nothing moves it
+        optimizer.zero_grad()
+        loss(batch(rank, step)).backward()
+        optimizer.step()
+        assert [p.grad for p in model.second.parameters()] == [None, None]
+    assert digest(model.second.parameters()) == before
+    optimizer.zero_grad()
+    (model if rank == 1 else loss)(batch(rank)).backward()
+    total = gradients(loss, model, [batch(0)])
+    for mine, other in zip(total, gradients(model, model, [batch(1)]), strict=True):
+        mine += other
+    check_gradients(model, [value / world_size for value in total])
+    optimizer.step()
+    assert digest(model.second.parameters()) != before
+    return digest(model.parameters())
+
+
+def test_unused_parameters() -> None:
+    assert_same_on_all_ranks(run_pooled(_unused_on_some, 2))
+
+
+def lanes() -> list[str]:
+    """The threads that reduce."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchring-lane")]
+
+
+def _closed(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = wrapped(model, overlap="thread")
+    model(batch(rank)).backward()
+    assert lanes()
+    optimizer.close()
+    wait_until(lambda: not lanes(), "its thread to end")
+    optimizer.optimizer.zero_grad()
+    model(batch(rank)).backward()
+    check_gradients(model, gradients(model, model, [batch(rank)]), "local")
+    again = wrapped(model)
+    again.zero_grad()
+    model(batch(rank)).backward()
+    check_gradients(model, mean_of(model, model, world_size, [0]), "reduced")
+
+
+def test_a_closed_optimizer_has_no_hooks_and_no_thread() -> None:
+    run_pooled(_closed, 2)
+
+
+def _thawed(rank: int, world_size: int) -> None:
+    model = Net()
+    model.second.requires_grad_(False)
+    optimizer = wrapped(model)
+    model(batch(rank)).backward()
+    optimizer.step()
+    model.second.requires_grad_(True)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(rank, step)).backward()
+        check_gradients(model, mean_of(model, model, world_size, [step]), f"step {step}")
+        optimizer.step()
+
+
+def test_parameters_unfrozen_later() -> None:
+    run_pooled(_thawed, 2)
+
+
+# Graphs of other shapes
+
+
+def _reentrant(rank: int, world_size: int, overlap: str) -> None:
+    model = Net()
+    optimizer = wrapped(model, bucket_mb=0.0, overlap=overlap)
+
+    def loss(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return checkpoint(model.first, x, use_reentrant=True).sum() + 2 * model.second(x).sum()
+
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(batch(rank, step)).backward()
+        check_gradients(model, mean_of(model, model, world_size, [step]))
+        assert optimizer.stats().num_reductions == step + 1
+        optimizer.step()
+
+
+@pytest.mark.parametrize("overlap", ["inline", "thread"])
+def test_reentrant_checkpoint(overlap: str) -> None:
+    run_pooled(_reentrant, 2, overlap)
+
+
+def _reentrant_twice(rank: int, world_size: int) -> str:
+    """A layer under two reentrant checkpoints gets two gradients in one backward."""
+    model = Net()
+    optimizer = wrapped(model, bucket_mb=0.0)
+    x, y = (batch(rank, step).requires_grad_() for step in range(2))
+    try:
+        (checkpoint(model, x, use_reentrant=True) + checkpoint(model, y, use_reentrant=True)).backward()
+    except GradientError as error:
+        with pytest.raises(GradientError):
+            optimizer.step()
+        return str(error)
+    check_gradients(model, mean_of(model, model, world_size, [0, 1]))
+    return "reduced"
+
+
+def test_a_layer_used_twice_under_reentrant_checkpoint_is_right_or_refused() -> None:
+    for said in run_pooled(_reentrant_twice, 2):
+        assert said == "reduced" or "use_reentrant=False" in said
+
+
+def _retained(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = wrapped(model)
+    loss = model(batch(rank))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert optimizer.stats().num_reductions == 2
+    check_gradients(model, mean_of(model, model, world_size, [0, 0]))
+
+
+def test_retain_graph() -> None:
+    run_pooled(_retained, 2)
+
+
+def _double_backward(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = wrapped(model)
+
+    def penalty(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (inner,) = torch.autograd.grad((model.first(x) ** 2).sum(), x, create_graph=True)
+        return inner.sum() + 0 * model.second(x).sum()
+
+    with torch.no_grad():
+        for parameter in model.parameters():  # small integers, so that everything stays exact
+            parameter.copy_(exact_inputs(parameter.numel(), torch.float32, 3).view_as(parameter))
+    optimizer.zero_grad()
+    penalty(batch(rank)).backward()
+    check_gradients(model, mean_of(penalty, model, world_size, [0]))
+    optimizer.zero_grad()
+    with pytest.raises(GradientError, match=r"create_graph=True"):
+        model(batch(rank)).backward(create_graph=True)
+    optimizer.zero_grad()
+
+    def squared(x: Tensor) -> Tensor:
+        return (model.first(x) ** 2).sum() + (model.second(x) ** 2).sum()
+
+    with optimizer.no_sync():  # nothing is averaged here
+        squared(batch(rank)).backward(create_graph=True)
+    norm = sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None)
+    assert all(part.any() for part in torch.autograd.grad(norm, list(model.parameters())))
+    optimizer.synchronize()
+    check_gradients(model, mean_of(squared, model, world_size, [0]))
+    assert not any(p.grad is not None and p.grad.requires_grad for p in model.parameters())
+
+
+def test_double_backward_works_and_create_graph_is_refused_where_it_averages() -> None:
+    run_pooled(_double_backward, 2)
+
+
+def _inside_backward(rank: int, world_size: int, what: str) -> None:
+    model = Net()
+    optimizer = wrapped(model)
+    call = {"step": optimizer.step, "synchronize": optimizer.synchronize}[what]
+    model.first.weight.register_post_accumulate_grad_hook(lambda _: call())
+    with pytest.raises(GradientError, match=rf"{what}\(\) was called inside backward\(\)"):
+        model(batch(rank)).backward()
+
+
+@pytest.mark.parametrize("what", ["step", "synchronize"])
+def test_not_inside_backward(what: str) -> None:
+    run_ranks(_inside_backward, 2, what)
+
+
+# Backward raises
+
+
+class Fail(torch.autograd.Function):
+    """Identity; its backward raises while `broken`."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        if Fail.broken:
+            raise MemoryError("broken off")
+        return grad
+
+
+class Deep(torch.nn.Module):
+    """Six layers in a row, with a place in the middle where backward may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(6))
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.weight.copy_(torch.tensor([[1.0, 0.0, 1.0], [0.0, -1.0, 0.0], [0.0, 1.0, 1.0]]))  # type: ignore[union-attr,operator]
+                layer.bias.fill_(1.0)  # type: ignore[union-attr,operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = Fail.apply(layer(x)) if i == 3 else layer(x)
+        return x.sum()
+
+
+def _broken_off_everywhere(rank: int, world_size: int, overlap: str, compression: str | None, set_to_none: bool) -> str:
+    model = Deep()
+    optimizer = wrapped(model, bucket_mb=0.0, overlap=overlap, compression=compression)
+    for step in range(8):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        Fail.broken = step in (0, 2, 5)
+        # One is behind when it fails, and ahead afterwards: what had left is under way while gradients are zeroed.
+        time.sleep(0.02 * (rank == Fail.broken))
+        if Fail.broken:
+            with pytest.raises(MemoryError, match="broken off"):
+                model(batch(rank, step)).backward()
+            with pytest.raises(GradientError, match=r"layers\.5\.\w+ holds local contributions"):
+                optimizer.step()
+            continue
+        model(batch(rank, step)).backward()
+        check_gradients(model, mean_of(model, model, world_size, [step]), f"step {step}")
+        optimizer.stats()
+    return digest(p.grad for p in model.parameters())
+
+
+@grid("overlap, compression, set_to_none", ["inline", "thread"], [None, "fp16"], [True, False])
+def test_a_backward_broken_off_on_all_ranks_is_forgotten(
+    overlap: str, compression: str | None, set_to_none: bool
+) -> None:
+    """Some buckets had left already, and may still be on their way."""
+    arguments = (overlap, compression, set_to_none)
+    assert_same_on_all_ranks(run_pooled(_broken_off_everywhere, 2, *arguments))
+
+
+def _no_room_for_the_second_plan(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 1 cannot have the buffers that the order of the first round asks for. Returns what each call said."""
+    torchring.init(timeout_seconds=20)
+    model = Deep()
+    optimizer = wrapped(model, bucket_mb=0.0)
+    model(batch(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert optimizer._sync is not None
+    reduction = optimizer._sync.reduction
+    assert reduction.scheduler.ready_order is not None
+    reduction.scheduler.ready_order.sort()  # another order than that of the plan
+    if rank == 1:
+
+        def refuse(specs: object) -> list[object]:
+            raise OSError("no space left")
+
+        reduction.mover.open_wires = refuse  # type: ignore[assignment]
+    with pytest.raises((OSError, RingError)) as first:
+        model(batch(rank, 1)).backward()
+    with pytest.raises(GradientError) as second:
+        optimizer.step()
+    with pytest.raises(GradientError, match="an earlier backward failed"):
+        model(batch(rank, 1)).backward()
+    return str(first.value), str(second.value)
+
+
+def test_a_round_that_cannot_begin_on_one_rank_is_no_round_on_any() -> None:
+    """The others learn why, at once, and nobody steps on gradients of its own."""
+    (other, other_step), (own, own_step) = run_ranks(_no_room_for_the_second_plan, 2)
+    assert own == "no space left"
+    assert "rank 1 stopped: the reduction of gradients was interrupted by OSError: no space left" in other
+    for step in (own_step, other_step):
+        assert "the last backward did not reduce its gradients" in step
+
+
+def _several_under_way(rank: int, world_size: int) -> tuple[str, int | None, int | None]:
+    world = torchring.init(timeout_seconds=20)
+    model = Deep()
+    optimizer = wrapped(model, bucket_mb=0.0, overlap="inline")
+    for step in range(2):
+        optimizer.zero_grad()
+        if step == 1:  # the ranks have met, which takes its time on a busy machine
+            assert world.host is not None
+            world.host.timeout_seconds = 0.5
+        if rank == 1 and step == 1:  # its layer 3, of whose bucket the others have heard nothing
+            model.layers[3].weight.register_hook(lambda gradient: time.sleep(2))  # type: ignore[union-attr,operator]
+        try:
+            model(batch(rank, step)).backward()
+        except RingError as error:
+            return error.parameters[0], error.bucket, error.step
+        optimizer.step()
+    return "", None, None
+
+
+def test_the_bucket_that_is_waited_for_is_named_not_the_first_one() -> None:
+    (name, bucket, step), _ = run_pooled(_several_under_way, 2)
+    assert name == "layers.3.weight"
+    assert bucket is not None
+    assert bucket > 2
+    assert step == 1
+
+
+def _broken_off_on_one(rank: int, world_size: int, overlap: str) -> tuple[str, list[str]]:
+    """Rank 1 skips a batch that it has no memory for and goes on; returns the error, and what was stepped on."""
+    torchring.init(timeout_seconds=3)
+    model = Deep()
+    optimizer = wrapped(model, bucket_mb=0.0, overlap=overlap)
+    stepped: list[str] = []
+    try:
+        for step in range(4):
+            optimizer.zero_grad()
+            Fail.broken = rank == 1 and step == 1
+            try:
+                model(batch(rank, step)).backward()
+            except MemoryError:
+                continue
+            optimizer.step()
+            stepped.append(digest(model.parameters()))
+    except RingError as error:
+        return str(error), stepped
+    return "", stepped
+
+
+@pytest.mark.parametrize("overlap", ["inline", "thread"])
+def test_a_backward_broken_off_on_one_rank_is_not_trained_through(overlap: str) -> None:
+    """Its next round is not the one that the others are in: mixing the two would be a silent wrong answer."""
+    results = run_pooled(_broken_off_on_one, 2, overlap, deadline=30)
+    for rank, (error, _) in enumerate(results):
+        assert error, f"rank {rank} noticed nothing"
+    (_, first), (_, second) = results
+    assert first == second
+    assert len(first) == 1
+
+
+# Several optimizers
+
+USES = {
+    "one each": ["a", "b"],
+    "the other way round": ["b", "a"],
+    "both and one": ["ab", "a"],
+    "one and both": ["b", "ab"],
+    "both, in another order": ["ab", "ba"],
+    "all three and one": ["abc", "c"],
+    "neighbours": ["ab", "bc"],
+    "the same one": ["c", "c"],
+}
+
+
+class Three(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(3, n) for n in (2, 3, 4))
+
+
+def _optimizer_group(rank: int, world_size: int, overlap: str) -> list[str]:
+    model = Three()
+    parts = dict(model.named_children())
+    optimizers = {name: wrapped(part, bucket_mb=0.0, overlap=overlap) for name, part in parts.items()}
+
+    def loss_of(use: str) -> Callable[[Tensor], Tensor]:
+        return lambda x: sum((parts[name](x).sum() for name in use), torch.zeros(()))
+
+    seen = []
+    for round_ in range(3):
+        for step, (what, uses) in enumerate(USES.items()):
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            loss_of(uses[rank])(batch(rank, step)).backward()
+            per_rank = [gradients(loss_of(uses[r]), model, [batch(r, step)]) for r in range(world_size)]
+            for i, (name, parameter) in enumerate(model.named_parameters()):
+                if not any(name[0] in use for use in uses):
+                    assert parameter.grad is None, f"{what}: {name}"
+                    continue
+                assert parameter.grad is not None, f"{what}: {name}"
+                expected = sum((g[i] for g in per_rank), torch.zeros(())) / world_size
+                assert_bitwise(parameter.grad, expected, f"round {round_}, {what}: {name}")
+            for optimizer in optimizers.values():
+                optimizer.step()
+            seen.append(digest(model.parameters()))
+    assert len(set(seen)) == len(seen)
+    return seen
+
+
+@pytest.mark.parametrize("overlap", ["inline", "thread"])
+def test_several_optimizers_that_ranks_reach_differently(overlap: str) -> None:
+    first, second = run_pooled(_optimizer_group, 2, overlap)
+    assert first == second
+
+
+def _neighbours_that_accumulate(rank: int, world_size: int, uses: Sequence[Sequence[str]]) -> None:
+    model = Three()
+    parts = dict(model.named_children())
+    optimizers = {name: wrapped(part, accumulate=2 if name == "a" else 1) for name, part in parts.items()}
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for use in uses:
+        for r in range(world_size):
+            for i, (name, parameter) in enumerate(model.named_parameters()):
+                loss = parts[name[0]](batch(r)).sum()
+                total[i] += torch.autograd.grad(loss, parameter)[0] if name[0] in use[r] else 0
+        sum((parts[name](batch(rank)).sum() for name in use[rank]), torch.zeros(())).backward()
+    for optimizer in optimizers.values():
+        optimizer.synchronize()
+    for (name, parameter), value in zip(model.named_parameters(), total, strict=True):
+        if name[0] != "c":
+            assert parameter.grad is not None
+            assert_bitwise(parameter.grad, value / world_size, name)
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        [["ab", "ab"]] * 6,
+        [["ab", "ab"]] * 2 + [["ab", "b"]] + [["ab", "ab"]] * 5,  # rank 1 is one backward of `a` behind
+        [["ab", "b"], ["ab", "ab"]] * 4,
+    ],
+    ids=["alike", "one behind", "every other one"],
+)
+def test_several_optimizers_of_which_one_accumulates(uses: list[list[str]]) -> None:
+    """Where ranks no longer agree on which backward is the n-th, one that wants to reduce takes the others along."""
+    run_pooled(_neighbours_that_accumulate, 2, uses)
+
+
+def _two_losses(rank: int, world_size: int) -> None:
+    """A GAN's step: the discriminator's loss reaches it alone, the generator's reaches both."""
+    generator, critic = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+    g_optimizer, d_optimizer = wrapped(generator), wrapped(critic)
+    both = torch.nn.ModuleList([generator, critic])
+    with torch.no_grad():
+        for parameter in both.parameters():
+            parameter.copy_(exact_inputs(parameter.numel(), torch.float32, 3).view_as(parameter))
+
+    def critic_loss(x: Tensor) -> Tensor:
+        return critic(x).sum() - critic(generator(x).detach()).sum()
+
+    def generator_loss(x: Tensor) -> Tensor:
+        return critic(generator(x)).sum()
+
+    d_optimizer.zero_grad()
+    critic_loss(batch(rank)).backward()
+    check_gradients(critic, mean_of(critic_loss, critic, world_size, [0]))
+    assert generator.weight.grad is None
+    g_optimizer.zero_grad()
+    d_optimizer.zero_grad()
+    generator_loss(batch(rank)).backward()
+    check_gradients(both, mean_of(generator_loss, both, world_size, [0]))
+    assert [o.stats().num_reductions for o in (d_optimizer, g_optimizer)] == [2, 1]
+
+
+def test_a_gan() -> None:
+    run_pooled(_two_losses, 2)
+
+
+def _leaving(rank: int, world_size: int) -> None:
+    model = Three()
+    first, second = wrapped(model.a), wrapped(model.b)
+    (model.a(batch(rank)).sum() + model.b(batch(rank)).sum()).backward()
+    first.close()
+    second.zero_grad()
+    model.a.zero_grad()
+    (model.a(batch(rank)).sum() + model.b(batch(rank)).sum()).backward()
+    check_gradients(model.a, gradients(lambda x: model.a(x).sum(), model.a, [batch(rank)]), "local")
+    check_gradients(model.b, mean_of(lambda x: model.b(x).sum(), model.b, world_size, [0]), "reduced")
+
+
+def test_an_optimizer_that_leaves_its_neighbour() -> None:
+    run_pooled(_leaving, 2)
+
+
+# What goes wrong between ranks
+
+
+def _after_a_failure(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 1's sparse gradient is in no plan, and buckets before it have left; returns the errors of two backwards."""
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 2))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), bucket_mb=0.0)  # without the model
+    texts = []
+    for _ in range(2):
+        loss = (model(torch.tensor([1, 2])) if rank == 1 else model[1](batch(rank))).sum()
+        with pytest.raises(RingError) as caught:
+            loss.backward()
+        texts.append(str(caught.value))
+    with pytest.raises(GradientError, match=r"the last backward did not reduce|an earlier backward failed"):
+        optimizer.step()
+    assert threading.active_count() < 10
+    return texts[0], texts[1]
+
+
+def test_a_failure_on_one_rank_reaches_all_and_stays() -> None:
+    (first, first_again), (second, second_again) = run_pooled(_after_a_failure, 2)
+    assert "sparse gradient" in second
+    assert "sparse gradient" in first
+    assert "rank 1" in first
+    assert first_again.startswith("an earlier backward failed: ")
+    assert second_again.startswith("an earlier backward failed: ")
+
+
+def _refused_before_anything_left(rank: int, world_size: int, overlap: str) -> list[int]:
+    """One bucket, which rank 1's sparse gradient does not get into; it goes on with another batch, rank 0 waits."""
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 2))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), overlap=overlap)  # without the model
+
+    def loss(x: Tensor) -> Tensor:
+        return model[1](x).sum()
+
+    for step in range(3):
+        optimizer.zero_grad()
+        if rank == 1:
+            with pytest.raises(GradientError, match="sparse gradient"):
+                model(torch.tensor([1, 2])).sum().backward()
+            with pytest.raises(GradientError, match="holds local contributions"):
+                optimizer.step()
+            optimizer.zero_grad()
+        loss(batch(rank, step)).backward()
+        check_gradients(model[1], mean_of(loss, model[1], world_size, [step]))
+        optimizer.step()
+    return [optimizer.stats().num_reductions]
+
+
+@pytest.mark.parametrize("overlap", ["inline", "thread"])
+def test_a_failure_before_anything_has_left_is_this_ranks_own(overlap: str) -> None:
+    """The round is broken off as by an error in backward, and what comes next is the round that peers are in."""
+    assert run_pooled(_refused_before_anything_left, 2, overlap) == [[3], [3]]
+
+
+class Swapped(torch.nn.Module):
+    """Gradients become ready in the order of registration, so the plan is rebuilt after the first round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.early = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.late(self.early(x)).sum()
+
+
+def _nothing_to_synchronize(rank: int, world_size: int, options: dict[str, str]) -> list[int]:
+    model = Swapped()
+    optimizer = wrapped(model, bucket_mb=0.0, **options)
+    counts = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(rank, step)).backward()
+        optimizer.synchronize()
+        optimizer.synchronize()
+        counts.append(optimizer.stats().num_reductions)
+        optimizer.step()
+    return counts
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"op": "sum"}, {"compression": "bf16"}, {"op": "sum", "compression": "fp16"}], ids=str
+)
+def test_after_a_backward_there_is_nothing_to_synchronize(options: dict[str, str]) -> None:
+    assert run_pooled(_nothing_to_synchronize, 2, options) == [[1, 2, 3]] * 2
+
+
+def _written(rank: int, world_size: int, op: str, culprit: int, told: Path) -> tuple[str, float]:
+    """One rank writes to a reduced gradient and synchronizes; returns the error, and how long it took."""
+    torchring.init(timeout_seconds=6)
+    model = Net()
+    optimizer = wrapped(model, op=op)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(rank, step)).backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    if rank == culprit:
+        assert model.first.weight.grad is not None
+        model.first.weight.grad += 2.0
+    started = time.monotonic()
+    try:
+        optimizer.synchronize()
+    except RingError as error:
+        seconds = time.monotonic() - started
+        if rank == culprit:
+            with contextlib.suppress(AssertionError):  # alive, but not coming: its peer must not have to wait for it
+                wait_until(told.exists, "the peer", seconds=4.0)
+        told.touch()
+        return f"{type(error).__name__}: {error}", seconds
+    before[0] += 1.0
+    check_gradients(model, before)
+    return "", time.monotonic() - started
+
+
+def test_a_gradient_written_to_on_one_rank_is_synchronized(tmp_path: Path) -> None:
+    assert [error for error, _ in run_pooled(_written, 2, "mean", 1, tmp_path / "told")] == ["", ""]
+
+
+def test_synchronizing_a_sum_that_one_rank_wrote_to_is_an_error_on_all_at_once(tmp_path: Path) -> None:
+    results = run_pooled(_written, 2, "sum", 1, tmp_path / "told", deadline=30)
+    assert "was written to after it was summed over ranks" in results[1][0]
+    for error, seconds in results:
+        assert error.startswith("GradientError")
+        assert seconds < patient(3)
+
+
+def _gone(rank: int, world_size: int, everywhere: bool) -> tuple[int, str]:
+    """Returns how many optimizers the world has after one was dropped, and what rank 1 gets from the one it kept."""
+    first, second = Net(), Net()
+    dropped = wrapped(first)
+    first(batch(rank)).backward()
+    dropped.step()
+    dropped.zero_grad(set_to_none=False)
+    kept = dropped if rank == 1 and not everywhere else None
+    del dropped
+    optimizer = wrapped(second)
+    second(batch(rank)).backward()
+    check_gradients(second, mean_of(second, second, world_size, [0]))
+    optimizer.step()
+    count = len(default_world().shared(OptimizerGroup)._members)
+    if kept is None:
+        return count, ""
+    first(batch(rank)).backward()
+    try:
+        kept.step()
+    except (GradientError, ValueError) as error:
+        return count, type(error).__name__
+    return count, "stepped on local gradients"
+
+
+def test_an_optimizer_that_is_dropped_leaves_its_optimizer_group() -> None:
+    assert run_pooled(_gone, 2, True) == [(1, ""), (1, "")]
+
+
+def test_an_optimizer_that_one_rank_has_dropped_is_of_no_use_on_the_others() -> None:
+    first, second = run_pooled(_gone, 2, False)
+    assert first == (1, "")
+    assert second[0] == 1
+    assert second[1] in ("GradientError", "ValueError")
+
+
+def _wrong_gradient(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = wrapped(model)
+    model(batch(rank)).backward()
+    check_gradients(model, gradients(model, model, [batch(rank)]))
+    optimizer.step()
+
+
+def test_the_check_of_gradients_can_fail() -> None:
+    with pytest.raises(RanksFailed, match="elements differ"):
+        run_pooled(_wrong_gradient, 2)

@@ -1,0 +1,382 @@
+"""torchring.horovod.elastic: what a commit keeps, when training starts again, and how samples are shared out."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.harness import run_ranks
+from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, PlanMismatchError
+from torchring.horovod import elastic
+from torchring.horovod.elastic import state as states
+
+
+class World:
+    """Stands in for the collectives, for one rank of a world whose other ranks are not there."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self.calls: list[str] = []
+        self.broadcast: Callable[[Any], Any] = lambda obj: obj  # what rank 0 says
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world, hvd = World(), importlib.import_module("torchring.horovod")
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: world.calls.append(name)
+
+    names = ["init", "shutdown", "broadcast_parameters", "broadcast_optimizer_state"]
+    for name, function in {
+        "rank": lambda: world.rank,
+        "size": lambda: world.size,
+        "broadcast_object": lambda obj, name: world.broadcast(obj),
+        **{name: note(name) for name in names},
+    }.items():
+        monkeypatch.setattr(hvd, name, function, raising=False)
+    return world
+
+
+def trained(steps: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_restored_state_trains_on_as_from_the_commit(world: World) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3).eval())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    state = elastic.TorchState(model, optimizer, batch=0)
+    trained(2, model, optimizer)
+    state.batch = 2
+    state.commit()
+    expected = trained(3, model, optimizer)
+    for _ in range(2):  # restoring, and training on, leaves what was saved as it was
+        state.batch = 5
+        optimizer.param_groups[0]["lr"] = 7.0
+        state.restore()
+        assert state.batch == 2
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert all(map(torch.equal, trained(3, model, optimizer), expected))
+
+
+def test_a_commit_keeps_values_as_they_were(world: World) -> None:
+    state = elastic.ObjectState(losses=[1.0], lines=(line for line in "ab"))  # a generator cannot be copied
+    state.losses.append(2.0)
+    state.save()
+    state.losses.append(3.0)
+    next(state.lines)
+    state.restore()
+    assert state.losses == [1.0, 2.0]
+    assert next(state.lines) == "b"
+    state.losses.append(4.0)
+    state.restore()
+    assert state.losses == [1.0, 2.0]
+
+
+def test_a_new_model_is_saved_when_it_is_assigned(world: World) -> None:
+    state = elastic.TorchState(torch.nn.Linear(1, 1), spare=None)
+    replacement = torch.nn.Linear(2, 1)
+    expected = replacement.weight.detach().clone()
+    state.model = replacement
+    replacement.weight.data.zero_()
+    state.restore()
+    assert torch.equal(replacement.weight, expected)
+    assert state.model is replacement
+    assert state.optimizer is state.spare is None
+
+
+def test_synchronised_values_are_committed(world: World) -> None:
+    state = elastic.TorchState(torch.nn.Linear(1, 1), epoch=3, names=["mine"])
+    world.broadcast = lambda mine: {**mine, "epoch": 8, "names": ["theirs"]}
+    state.epoch = 4
+    state.sync()
+    assert (state.epoch, state.names) == (8, ["theirs"])
+    state.model.bias.data.fill_(5.0)
+    state.epoch = 9
+    state.restore()
+    assert (state.epoch, state.names) == (8, ["theirs"])
+    assert state.model.bias.item() != 5.0
+    assert world.calls == ["broadcast_parameters"]
+
+
+def test_uncommitted_values_of_rank_0_reach_the_others(world: World) -> None:
+    """Horovod sends those of the last commit, beside a model that is ahead of them."""
+    said = []
+    state = elastic.ObjectState(batch=0)
+    world.broadcast = lambda mine: said.append(mine) or mine
+    state.batch = 3
+    state.sync()
+    assert said == [{"batch": 3}]
+
+
+def test_values_of_types_of_your_own(world: World) -> None:
+    class Counter:
+        value = 0
+
+    class Handler(states.StateHandler[Counter]):
+        saved = 0
+
+        def save(self) -> None:
+            self.saved = self.value.value
+
+        def restore(self) -> None:
+            self.value.value = self.saved
+
+        def sync(self) -> None:
+            self.value.value = 10
+
+    before = states.get_handler_registry()
+    states.set_handler_registry([(Counter, Handler), *before])
+    try:
+        state = elastic.TorchState(counter=Counter())
+    finally:
+        states.set_handler_registry(before)
+    state.sync()
+    assert state.counter.value == 10
+    state.counter.value = 11
+    state.restore()
+    assert state.counter.value == 10
+
+
+def test_hosts_updated_is_raised_once_and_says_whether_all_have_the_state(world: World) -> None:
+    state = elastic.ObjectState()
+    state.on_hosts_updated(1.0, states.REMOVED)
+    with pytest.raises(elastic.HostsUpdatedInterrupt) as removed:
+        state.commit()
+    state.commit()
+    state.on_hosts_updated(2.0, states.REMOVED)
+    state.on_hosts_updated(3.0, states.ADDED)
+    with pytest.raises(elastic.HostsUpdatedInterrupt) as both:
+        state.check_host_updates()
+    assert removed.value.skip_sync is True
+    assert both.value.skip_sync is False
+    state.on_hosts_updated(3.0, states.ADDED)  # old news
+    state.check_host_updates()
+
+
+def test_what_rank_0_was_told_counts(world: World) -> None:
+    state = elastic.ObjectState()
+    world.broadcast = lambda mine: (0, 5.0, states.ADDED)
+    with pytest.raises(elastic.HostsUpdatedInterrupt):
+        state.check_host_updates()
+    world.broadcast = lambda mine: (5.0, 5.0, states.NO_UPDATE)
+    state.on_hosts_updated(9.0, states.ADDED)
+    state.check_host_updates()
+
+
+class Failing(elastic.State):
+    """Counts what is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[str] = []
+
+    def save(self) -> None:
+        self.done.append("save")
+
+    def restore(self) -> None:
+        self.done.append("restore")
+
+    def sync(self) -> None:
+        self.done.append("sync")
+
+
+def mismatch() -> elastic.HorovodInternalError:
+    error = elastic.HorovodInternalError("other shapes")
+    error.__cause__ = PlanMismatchError("other shapes")
+    return error
+
+
+def test_training_starts_again_after_a_mismatch_and_after_new_hosts(world: World) -> None:
+    of_backward = PlanMismatchError("other gradients")
+    changes = [elastic.HostsUpdatedInterrupt(True), elastic.HostsUpdatedInterrupt(False)]
+    endings = iter([mismatch(), of_backward, *changes, None])
+    state = Failing()
+    state.register_reset_callbacks([lambda: state.done.append("callback")])
+
+    @elastic.run
+    def train(state: Failing, *, answer: int) -> int:
+        state.done.append("train")
+        if ending := next(endings):
+            raise ending
+        return answer
+
+    assert train(state, answer=42) == 42
+    assert train.__name__ == "train"
+    assert " ".join(state.done) == (
+        "sync train restore callback sync train restore callback sync train "
+        "callback train callback sync train"  # removed hosts: no sync
+    )
+    assert world.calls == ["shutdown", "init"] * 4
+
+
+@pytest.mark.parametrize("cause", [PeerLostError("gone"), PeerTimeoutError("stuck"), GradientError("wrong use")])
+def test_a_lost_rank_or_a_wrong_script_ends_the_job(world: World, cause: Exception) -> None:
+    state = Failing()
+
+    @elastic.run
+    def train(state: Failing) -> None:
+        raise elastic.HorovodInternalError("failed") from cause
+
+    with pytest.raises(elastic.HorovodInternalError, match="failed"):
+        train(state)
+    assert state.done == ["sync"]
+    assert world.calls == []
+
+
+def test_a_late_rank_that_is_there_does_not_end_the_job(world: World) -> None:
+    late = PeerTimeoutError("stuck")
+    late.in_step = True
+    errors = iter([late])
+
+    @elastic.run
+    def train(state: Failing) -> str:
+        for error in errors:
+            raise elastic.HorovodInternalError("failed") from error
+        return "trained"
+
+    assert train(Failing()) == "trained"
+
+
+def test_training_that_never_commits_is_not_started_for_ever(world: World) -> None:
+    starts = itertools.count()
+
+    @elastic.run
+    def train(state: Failing) -> None:
+        if next(starts) == 1:
+            state.commit()
+        raise mismatch()
+
+    with pytest.raises(elastic.HorovodInternalError, match="3 times without a commit: other shapes"):
+        train(Failing())
+    assert next(starts) == 4  # the commit was progress
+
+
+def test_the_limit_of_resets_holds_for_all_reasons(world: World) -> None:
+    starts = itertools.count()
+
+    @elastic.run(reset_limit=2)
+    def train(state: Failing) -> None:
+        raise mismatch() if next(starts) == 1 else elastic.HostsUpdatedInterrupt(False)
+
+    with pytest.raises(elastic.HorovodInternalError, match="limit of 2 resets"):
+        train(Failing())
+    assert next(starts) == 3
+    with pytest.raises(ValueError, match="-1"):
+        elastic.run(reset_limit=-1)
+
+
+def test_other_errors_are_none_of_its_business(world: World) -> None:
+    @elastic.run
+    def train(state: Failing) -> None:
+        raise KeyError("batch")
+
+    with pytest.raises(KeyError):
+        train(Failing())
+    assert world.calls == []
+
+
+def shared_out(world: World, size: int, **options: Any) -> list[elastic.ElasticSampler]:
+    world.size = size
+    samplers = []
+    for world.rank in range(size):
+        samplers.append(elastic.ElasticSampler(range(10), **options))
+    return samplers
+
+
+def test_samples_that_are_left_are_shared_out_anew(world: World) -> None:
+    first, second = shared_out(world, 2, shuffle=False)
+    assert [list(first), list(second)] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    first.record_batch(0, 2)
+    assert list(first) == [0, 2, 4, 6, 8]  # until the ranks change
+    others = shared_out(world, 3, shuffle=False)
+    for world.rank, other in enumerate(others):
+        other.load_state_dict(first.state_dict())
+    assert [list(other) for other in others] == [[4, 7], [5, 8], [6, 9]]
+    assert [len(other) for other in others] == [2, 2, 2]
+
+
+def test_few_samples_for_many_ranks_are_repeated(world: World) -> None:
+    samplers = shared_out(world, 4, shuffle=False)
+    for world.rank, sampler in enumerate(samplers):
+        sampler.load_state_dict({"epoch": 0, "processed_num": 9})
+    assert [list(sampler) for sampler in samplers] == [[9]] * 4
+    samplers[0].load_state_dict({"epoch": 0, "processed_num": 12})
+    assert list(samplers[0]) == []
+
+
+def test_all_ranks_shuffle_alike_and_each_epoch_anew(world: World) -> None:
+    first, second = shared_out(world, 2, seed=3)
+    epoch = [*first, *second]
+    assert sorted(epoch) == list(range(10))
+    for sampler in (first, second):
+        sampler.record_batch(0, 1)
+        world.rank = sampler.rank
+        sampler.set_epoch(1)
+    assert sorted([*first, *second]) == list(range(10))
+    assert [*first, *second] != epoch
+
+
+def test_a_sampler_of_a_state_follows_commits_and_resets(world: World) -> None:
+    state = elastic.TorchState(sampler=elastic.ElasticSampler(range(12), shuffle=False))
+    state.sampler.record_batch(0, 4)
+    state.commit()
+    state.sampler.record_batch(1, 4)
+    state.restore()
+    assert state.sampler.processed_num == 4
+    world.size = 2
+    state.on_reset()  # hosts were removed: no sync
+    assert list(state.sampler) == [4, 6, 8, 10]
+    world.broadcast = lambda mine: {"epoch": 1, "processed_num": 10} if "processed_num" in mine else mine
+    state.sync()
+    assert list(state.sampler) == [10]
+
+
+def _train_over_a_mismatch(rank: int, size: int) -> list[Any]:
+    import torchring.horovod as hvd
+
+    hvd.init()
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), named_parameters=model.named_parameters()
+    )
+    sampler = elastic.ElasticSampler(range(8), shuffle=False)
+    state = elastic.TorchState(model, optimizer, sampler=sampler, batch=10 * rank)
+    starts: list[Any] = []
+
+    @elastic.run
+    def train(state: elastic.TorchState) -> list[Any]:
+        starts.append([state.batch, list(state.sampler)])
+        for batch in range(state.batch, 4):
+            state.batch = batch
+            optimizer.zero_grad()
+            model(torch.full((1, 2), float(rank + 1))).sum().backward()
+            optimizer.step()
+            if state.batch == 1:
+                state.sampler.record_batch(0, 2)
+                state.commit()
+            if state.batch == 2 and len(starts) == 1:
+                hvd.allreduce(torch.ones(2 + rank), name="other shapes")
+        return [starts, [parameter.tolist() for parameter in model.parameters()]]
+
+    found = train(state)
+    hvd.shutdown()
+    return found
+
+
+def test_ranks_go_on_together_after_a_mismatch() -> None:
+    """Two ranks, the collectives themselves: rank 0's state everywhere, then the last commit's."""
+    first, second = run_ranks(_train_over_a_mismatch, 2)
+    assert first[1] == second[1]
+    assert first[0] == [[0, [0, 2, 4, 6]], [1, [4, 6]]]
+    assert second[0] == [[0, [1, 3, 5, 7]], [1, [5, 7]]]

@@ -1,0 +1,561 @@
+"""Horovod's variables and options: settings, horovodrun's command line, run(func), its launchers' key-value server."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.server
+import json
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.harness import patient, run_threads
+from torchring import cli
+from torchring.errors import PeerTimeoutError, TopologyError
+from torchring.horovod import runner, settings
+from torchring.horovod.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
+from torchring.horovod.settings import Settings, apply_log_level, read_settings
+from torchring.launch import launcher as launcher_module
+from torchring.launch.launcher import Host
+from torchring.launch.output import OutputOptions
+from torchring.rendezvous.environment import LaunchEnvironment, membership, read_environment, started_by_member
+from torchring.rendezvous.key_values import get, put
+from torchring.rendezvous.store import open_store
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# ---- settings
+
+
+def test_without_variables_the_settings_are_horovods() -> None:
+    assert read_settings({"PATH": "/bin"}) == Settings()
+    assert Settings().fusion_threshold_bytes == 134217728
+    assert (Settings().cycle_seconds, Settings().stall_warning_seconds) == (0.001, 60)
+
+
+def test_each_variable_reaches_its_setting() -> None:
+    environ = {
+        "HOROVOD_FUSION_THRESHOLD": "0",
+        "HOROVOD_CYCLE_TIME": "2.5",
+        "HOROVOD_TIMELINE": "/tmp/t.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "2",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "true",
+        "HOROVOD_ELASTIC": "1",
+        "HOROVOD_LOG_LEVEL": "error",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "7",
+    }
+    expected = Settings(0, 0.0025, "/tmp/t.json", True, False, 2.0, 5.0, True, True, logging.ERROR, 7.0)
+    assert read_settings(environ) == expected
+    for key in environ:
+        changed = {
+            name for name, value in vars(read_settings({key: environ[key]})).items() if value != vars(Settings())[name]
+        }
+        assert len(changed) == 1, key
+    assert read_settings(dict.fromkeys(environ, " ")) == Settings()
+    assert read_settings({"HOROVOD_TIMELINE": "dynamic"}).timeline == settings.DYNAMIC_TIMELINE
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "64MB"),
+        ("HOROVOD_FUSION_THRESHOLD", "-1"),
+        ("HOROVOD_CYCLE_TIME", "nan"),
+        ("HOROVOD_CYCLE_TIME", "-1"),
+        ("HOROVOD_TIMELINE_MARK_CYCLES", "perhaps"),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "1m"),
+        ("HOROVOD_LOG_LEVEL", "loud"),
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "0"),
+    ],
+)
+def test_a_bad_value_is_named(key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key} needs .*, got '{value}'"):
+        read_settings({key: value})
+
+
+def test_what_means_nothing_is_named_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_warned_of", set())
+    ours = {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_RANK": "0", "HOROVOD_GLOO_IFACE": "lo", "HOROVOD_WITH_PYTORCH": "1"}
+    off = {"HOROVOD_HIERARCHICAL_ALLREDUCE": "0"}
+    with pytest.warns(UserWarning, match="^HOROVOD_AUTOTUNE, HOROVOD_CACHE_CAPACITY mean nothing") as caught:
+        read_settings({**ours, **off, "HOROVOD_CACHE_CAPACITY": "5", "HOROVOD_AUTOTUNE": "1"})
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_settings({"HOROVOD_AUTOTUNE": "1"})
+    with pytest.warns(UserWarning, match="^HOROVOD_TYPO means nothing"):
+        read_settings({"HOROVOD_AUTOTUNE": "1", "HOROVOD_TYPO": "1"})
+
+
+def test_the_log_level_is_that_of_the_logger() -> None:
+    logger = logging.getLogger("torchring")
+    before = logger.level
+    try:
+        apply_log_level(Settings(log_level=logging.ERROR))
+        assert logger.level == logging.ERROR
+        apply_log_level(Settings())
+        assert logger.level == logging.ERROR
+    finally:
+        logger.setLevel(before)
+
+
+def test_exceptions_travel() -> None:
+    assert pickle.loads(pickle.dumps(HostsUpdatedInterrupt(True))).skip_sync is True
+    other = pickle.loads(pickle.dumps(HorovodVersionMismatchError("torch", "2.1", "2.0")))
+    assert (other.name, other.version, other.installed_version) == ("torch", "2.1", "2.0")
+    assert "2.0" in str(other)
+
+
+# ---- horovodrun's command line
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What would have been started."""
+    seen: list[dict[str, Any]] = []
+
+    def start(*arguments: Any, **options: Any) -> int:
+        names = ("command", "num_proc", "hosts", "env", "launcher", "output")
+        seen.append({**dict(zip(names, arguments, strict=True)), **options})
+        return 0
+
+    monkeypatch.setattr(cli, "start", start)
+    return seen
+
+
+def test_a_command_line_of_horovodruns(started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    line = "-np 3 -H a:2,b:1 -p 2222 -i key --verbose --network-interface eth0,eth1 --output-filename logs"
+    assert cli.main(["run", *line.split(), "python", "train.py", "-p", "1"]) == 0
+    sockets = {"GLOO_SOCKET_IFNAME": "eth0,eth1", "NCCL_SOCKET_IFNAME": "eth0,eth1"}
+    assert started == [
+        {
+            "command": ["train.py", "-p", "1"],
+            "num_proc": 3,
+            "hosts": [Host("a", 2), Host("b", 1)],
+            "env": sockets,
+            "launcher": "auto",
+            "output": OutputOptions(log_dir="logs"),
+            "ssh_options": ["-p", "2222", "-i", "key"],
+        }
+    ]
+    assert "starting 3 processes on a:2, b:1: python train.py -p 1" in capsys.readouterr().err
+
+
+def test_options_that_set_variables(started: list[dict[str, Any]]) -> None:
+    line = """--timeline-filename t.json --timeline-mark-cycles --fusion-threshold-mb 2 --cycle-time-ms 3.5
+        --no-stall-check --stall-check-warning-time-seconds 4 --stall-check-shutdown-time-seconds 5
+        --gloo-timeout-seconds 6 --log-level debug"""
+    assert cli.main(["run", "-np", "1", *line.split(), "--env", "HOROVOD_CYCLE_TIME=9", __file__]) == 0
+    env = started[0]["env"]
+    assert env.pop("HOROVOD_CYCLE_TIME") == "9"  # what --env says counts
+    read = read_settings({**env, "HOROVOD_CYCLE_TIME": "3.5"})
+    timeline = os.path.abspath("t.json")
+    expected = Settings(2 * 2**20, 0.0035, timeline, True, False, 4, 5, False, False, logging.DEBUG, 6)
+    assert read == expected
+    assert cli.main(["run", "-np", "1", "--timeline-filename", "DYNAMIC", __file__]) == 0
+    assert started[1]["env"] == {"HOROVOD_TIMELINE": "DYNAMIC"}  # nothing of the first call's
+
+
+def test_options_without_a_meaning_are_named_in_one_line(
+    started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "--start-timeout 30 --autotune --cache-capacity 9 --start-timeout 31"
+    assert cli.main(["run", "-np", "1", *line.split(), __file__]) == 0
+    expected = "torchring run: --start-timeout, --autotune, --cache-capacity: no meaning here, ignored\n"
+    assert capsys.readouterr().err == expected
+    assert cli.main(["run", "-np", "1", __file__]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "launcher"),
+    [
+        ("-np 2 --gloo", "local"),
+        ("-H a:2 --gloo", "ssh"),
+        ("-np 2 --mpi", "mpirun"),
+        ("-np 2 --mpi --launcher local", "local"),
+        ("-np 2", "auto"),
+    ],
+)
+def test_gloo_and_mpi_choose_what_starts(started: list[dict[str, Any]], line: str, launcher: str) -> None:
+    assert cli.main(["run", *line.split(), __file__]) == 0
+    assert started[0]["launcher"] == launcher
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("--mpi --gloo", "not allowed with"),
+        ("-p 0", "needs a TCP port, 1 to 65535, got '0'"),
+        ("--cycle-time-ms -1", "needs a number, 0 or more, got '-1'"),
+        ("--fusion-threshold-mb 1.5", "needs a whole number of megabytes"),
+        ("--network-interface eth0,", "needs names of network interfaces"),
+        ("--config-file a.yaml", "a.yaml is not read, so its settings would be lost: pass them as options"),
+    ],
+)
+def test_options_that_are_wrong(line: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "-np", "1", *line.split(), __file__])
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_check_build(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "--check-build"])
+    assert caught.value.code == 0
+    assert "PyTorch; Gloo between hosts" in capsys.readouterr().out
+
+
+def test_ssh_gets_its_options_and_is_preferred_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_module, "_why_no_mpirun", lambda: None)
+    hosts = [Host("192.0.2.1", 1)]
+    assert launcher_module._choose(hosts, "auto") == "mpirun"
+    assert launcher_module._choose(hosts, "auto", prefers_ssh=True) == "ssh"
+    (job,) = launcher_module._agents(hosts, ["train.py"], {}, OutputOptions(), ["-p", "22"])
+    assert job.command[:6] == ["ssh", "-o", "BatchMode=yes", "-p", "22", "192.0.2.1"]
+
+
+def test_other_hosts_get_horovods_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
+    monkeypatch.setenv("TORCHRING_TEST", "not for them")
+    forwarded = launcher_module.forwarded({"HOROVOD_TIMELINE": "t"})
+    assert forwarded["HOROVOD_CYCLE_TIME"] == "5"
+    assert forwarded["HOROVOD_TIMELINE"] == "t"
+    assert "TORCHRING_TEST" not in forwarded
+
+
+RANK = """
+import json, os, subprocess, sys
+import horovod.common.exceptions as e
+code = "import horovod.common.exceptions as e; print(e.__name__)"
+child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+print(json.dumps([int(os.environ["RANK"]), e.__name__, child, os.environ["HOROVOD_CYCLE_TIME"]]) + "\\n", end="")
+"""
+
+
+def test_a_script_that_is_not_edited(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANK)
+    command = [sys.executable, "-m", "torchring", "run", "--horovod", "-np", "2", "--cycle-time-ms", "2"]
+    ran = subprocess.run(
+        [*command, "python", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=patient(100)
+    )
+    assert ran.returncode == 0, ran.stderr
+    name = "torchring.horovod.exceptions"
+    assert sorted(map(json.loads, ran.stdout.splitlines())) == [[rank, name, name, "2"] for rank in (0, 1)]
+
+
+# ---- run(func)
+
+
+@pytest.fixture
+def processes(by_value: None, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Stands in for the launcher: runs rank after rank, without waiting for torch to be imported in each."""
+    seen: list[dict[str, Any]] = []
+
+    def start(command: list[str], num_proc: int, *arguments: Any, **options: Any) -> int:
+        seen.append({"num_proc": num_proc, "arguments": arguments, **options})
+        code = 0
+        for rank in range(num_proc):
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(num_proc), "LOCAL_RANK": str(rank)}
+            environ = {**os.environ, **ranks, "MASTER_ADDR": "x", "MASTER_PORT": "1", "PYTHONPATH": str(ROOT)}
+            ran = subprocess.run([sys.executable, *command], env=environ, capture_output=True, timeout=100)
+            code = code or ran.returncode if ran.returncode >= 0 else 128 - ran.returncode
+        return code
+
+    monkeypatch.setattr(runner, "start", start)
+    return seen
+
+
+def test_results_come_in_the_order_of_ranks(processes: list[dict[str, Any]], tmp_path: Path) -> None:
+    offset = 10
+
+    def work(factor: int, *, power: int) -> tuple[int, int]:  # cloudpickle sends what is inside a function, too
+        return offset + int(os.environ["RANK"]), factor**power
+
+    assert runner.run(work, (3,), {"power": 2}, np=2) == [(10, 9), (11, 9)]
+    assert processes[0]["num_proc"] == 2
+
+
+def fail_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        raise KeyError("batch")
+
+
+def leave_with(code: int) -> None:
+    sys.exit(code)
+
+
+def die() -> None:
+    os.kill(os.getpid(), 9)
+
+
+@pytest.fixture
+def by_value() -> Iterator[None]:
+    """The functions above are sent as code: no process imports this module, and torch with it."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def test_a_failure_names_the_rank_and_shows_its_traceback(processes: list[dict[str, Any]]) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 of 2 failed:[\s\S]*fail_on_rank_1[\s\S]*KeyError: 'batch'"
+    ) as caught:
+        runner.run(fail_on_rank_1, num_proc=2)
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        runner.run(leave_with, (3,))
+    assert runner.run(leave_with, (0,)) == [None]
+    with pytest.raises(RuntimeError, match="rank 0 returned nothing, of 1 processes; they ended with signal 9"):
+        runner.run(die)
+
+
+def test_nothing_stays_of_a_run(
+    processes: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    runner.run(leave_with, (0,))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_and_how_the_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def start(command: list[str], *arguments: Any, ssh_options: list[str]) -> int:
+        assert Path(command[-1]).stat().st_mode & 0o077 == 0  # pickles are read there
+        seen.append((Path(command[-1]).parent, *arguments, ssh_options))
+        return 3
+
+    monkeypatch.setattr(runner, "start", start)
+    monkeypatch.setattr(runner, "is_here", lambda name: name != "far")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("near slots=2\n")
+    for options in (
+        {"hosts": "near:1,far:1", "ssh_port": 7, "network_interfaces": "eth0", "output_filename": "logs"},
+        {"hostfile": tmp_path / "hosts", "use_mpi": True},
+        {"use_gloo": True},
+    ):
+        with pytest.raises(RuntimeError, match=r"ranks 0, 1 returned nothing.* exit code 3"):
+            runner.run(leave_with, num_proc=2, **options)  # type: ignore[arg-type]
+    sockets = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    logs = OutputOptions(log_dir="logs")
+    far, near, here = seen
+    assert far == (tmp_path, 2, [Host("near", 1), Host("far", 1)], sockets, "auto", logs, ["-p", "7"])  # shared folder
+    assert near[0] != tmp_path
+    assert near[1:5] == (2, [Host("near", 2)], None, "mpirun")
+    assert here[2:5] == (None, None, "local")
+
+
+def test_run_says_what_is_wrong() -> None:
+    for options, complaint in (
+        ({"hosts": "a:1", "hostfile": "f"}, "hosts or hostfile, not both"),
+        ({"use_gloo": True, "use_mpi": True}, "use_gloo or use_mpi"),
+        ({"hosts": "a:x"}, "host:slots"),
+        ({"num_proc": 0}, "num_proc must be 1 or more, got 0"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            runner.run(leave_with, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"cannot send leave_with and its arguments.*lock"):
+        runner.run(leave_with, (threading.Lock(),))
+    with pytest.raises(NotImplementedError, match="host_discovery_script"):
+        runner.run(leave_with, host_discovery_script="./hosts")
+
+
+def test_without_cloudpickle_a_function_of_the_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.task, "has_cloudpickle", lambda: False)
+    monkeypatch.setattr(leave_with, "__module__", "__main__")
+    with pytest.raises(ValueError, match=r"cannot send leave_with, .*pip install cloudpickle"):
+        runner.run(leave_with, (0,))
+
+
+def test_arguments_without_a_meaning_are_named(processes: list[dict[str, Any]]) -> None:
+    with pytest.warns(UserWarning, match="max_num_proc, start_timeout: no meaning"):
+        runner.run(leave_with, (0,), start_timeout=5, max_num_proc=4)
+
+
+# ---- the key-value server of Horovod's launchers
+
+
+class KeyValues(http.server.BaseHTTPRequestHandler):
+    """As Horovod's: any scope and key, 404 for what is not there."""
+
+    def do_GET(self) -> None:
+        value = self.server.values.get(self.path)  # type: ignore[attr-defined]
+        self.answer(404, b"") if value is None else self.answer(200, value)
+
+    def do_PUT(self) -> None:
+        assert self.path.count("/") == 2
+        self.server.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))  # type: ignore[attr-defined]
+        self.answer(200, b"")
+
+    def answer(self, code: int, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[http.server.ThreadingHTTPServer]:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for addresses of the cluster
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), KeyValues) as found:
+        found.values = {}  # type: ignore[attr-defined]
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def worker(rank: int, size: int, port: int | None = None) -> dict[str, str]:
+    """What Horovod's launchers set."""
+    environ = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": size, "HOROVOD_LOCAL_RANK": rank, "HOROVOD_LOCAL_SIZE": size}
+    if port is not None:
+        environ |= {"HOROVOD_GLOO_RENDEZVOUS_PORT": port}
+        environ |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_HOSTNAME": "localhost"}  # type: ignore[dict-item]
+    return {key: str(value) for key, value in environ.items()}
+
+
+def test_values_of_the_server(server: http.server.ThreadingHTTPServer) -> None:
+    place = ("127.0.0.1", server.server_port)
+    assert get(place, "key") is None
+    put(place, "key", b"\x00value")
+    assert get(place, "key") == b"\x00value"
+
+
+def test_ranks_meet_through_the_server(server: http.server.ThreadingHTTPServer) -> None:
+    def on_rank(rank: int, size: int, _: dist.Store) -> list[bytes]:
+        launch = read_environment(worker(rank, size, server.server_port))
+        assert (launch.launcher, launch.rank, launch.size, launch.local_rank) == ("horovodrun", rank, size, rank)
+        store = open_store(launch, 20.0)
+        assert store is not None
+        store.set(f"from{rank}", str(rank))
+        values = [store.get(f"from{other}") for other in range(size)]
+        met.wait(20)  # rank 0's store ends with it
+        return values
+
+    met = threading.Barrier(3)
+    # An earlier job has left the address of a store that is gone.
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    stale = {"host": "h", "port": port, "addresses": ["127.0.0.1"], "token": "old"}
+    server.values["/torchring/store"] = json.dumps(stale).encode()  # type: ignore[attr-defined]
+    assert run_threads(on_rank, 3) == [[b"0", b"1", b"2"]] * 3
+    published = json.loads(server.values["/torchring/store"])  # type: ignore[attr-defined]
+    assert published["addresses"] == ["127.0.0.1"]  # all ranks on one host
+
+
+def test_ranks_that_do_not_meet_say_why(server: http.server.ThreadingHTTPServer) -> None:
+    launch = read_environment(worker(1, 2, server.server_port))
+    with pytest.raises(PeerTimeoutError, match="rank 0 has not come") as late:
+        open_store(launch, 0.3)
+    assert late.value.peers == (0,)
+    stale = {"host": "far", "port": 1, "addresses": ["127.0.0.1"], "token": "old"}
+    server.values["/torchring/store"] = json.dumps(stale).encode()  # type: ignore[attr-defined]
+    with pytest.raises(TopologyError, match=r"reaches none of rank 0's addresses on far"):
+        open_store(launch, 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    for rank in (0, 1):
+        with pytest.raises(TopologyError, match=rf"rank {rank} on .* key-value server at 127.0.0.1:{port} .*refused"):
+            open_store(read_environment(worker(rank, 2, port)), 0.3)
+
+
+def test_something_else_at_the_servers_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = other.accept()
+                    connection.recv(1024)
+                    connection.sendall(b"SSH-2.0-Open\r\n\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(TopologyError, match="HTTP"):
+            open_store(read_environment(worker(0, 2, other.getsockname()[1])), 0.3)
+        other.shutdown(socket.SHUT_RDWR)
+
+
+MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+
+
+def test_variables_of_horovod_by_hand() -> None:
+    expected = LaunchEnvironment("the environment", 1, 2, 1, ("node7", 29500), False)
+    assert read_environment({**worker(1, 2), **MASTER}) == expected
+    assert read_environment(worker(0, 1)).size == 1
+    assert read_environment({**worker(1, 2, 1234), **MASTER}).key_values == ("127.0.0.1", 1234)
+    two_hosts = read_environment({**worker(1, 2, 1234), "HOROVOD_LOCAL_SIZE": "1"})
+    assert read_environment(worker(1, 2, 1234)).is_one_host
+    assert not two_hosts.is_one_host
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {"HOROVOD_GLOO_RENDEZVOUS_PORT": None},
+            r"horovodrun says HOROVOD_SIZE=2, but HOROVOD_GLOO_RENDEZVOUS_PORT not",
+        ),
+        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": "70000"}, "HOROVOD_GLOO_RENDEZVOUS_PORT=70000 is not a TCP port"),
+        ({"HOROVOD_GLOO_RENDEZVOUS_PORT": "x"}, "HOROVOD_GLOO_RENDEZVOUS_PORT='x', which is not an integer"),
+        ({"HOROVOD_RANK": "2"}, r"HOROVOD_RANK=2, which is not in 0 \.\. 1"),
+        ({"HOROVOD_RANK": None}, "HOROVOD_RANK not set"),
+        (
+            {"HOROVOD_GLOO_RENDEZVOUS_ADDR": None, "HOROVOD_GLOO_RENDEZVOUS_PORT": None, "HOROVOD_HOSTNAME": None},
+            "the environment says HOROVOD_SIZE=2, but MASTER_ADDR, MASTER_PORT not set",
+        ),
+    ],
+)
+def test_incomplete_variables_of_horovod(changes: dict[str, str | None], complaint: str) -> None:
+    environ = {key: value for key, value in {**worker(1, 2, 1234), **changes}.items() if value is not None}
+    with pytest.raises(TopologyError, match=complaint):
+        read_environment(environ)
+
+
+def test_torchrun_is_inside_horovodrun_and_mpirun_outside() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **MASTER}
+    mpirun = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+    assert read_environment({**worker(1, 2, 1234), **torchrun}).launcher == "torchrun"
+    assert read_environment({**worker(1, 2, 1234), **mpirun}).launcher == "horovodrun"
+    chosen = {"TORCHRING_LAUNCHER": "horovodrun"}
+    assert read_environment({**worker(1, 2, 1234), **torchrun, **chosen}).rank == 1
+
+
+def test_children_of_a_worker_are_no_ranks() -> None:
+    environ = worker(1, 2, 1234)
+    member = {**environ, "TORCHRING_MEMBER": membership(environ, 77, 1, 2, 1)}
+    child = started_by_member(member, 78)
+    assert child is not None
+    assert child.member_pid == 77
+    assert started_by_member({**member, **worker(0, 2, 1235)}, 78) is None  # another launch
+
+
+def test_the_parser_is_not_shared_between_calls() -> None:
+    from torchring.launch.horovodrun import add_options
+
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    parser.parse_args(["--autotune", "--log-level", "info"])
+    clean = parser.parse_args([])
+    assert (clean.ignored, clean.settings) == ([], {})

@@ -1,0 +1,505 @@
+"""hvd.DistributedOptimizer: trains as one process with all batches, whatever ritual a script follows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchring
+import torchring.horovod as hvd
+from tests.support.checks import assert_bitwise, assert_same_on_all_ranks
+from tests.support.documents import ROOT, blocks
+from tests.support.grids import grid
+from tests.support.harness import run_pooled, run_ranks
+from torchring.default_world import default_world
+from torchring.horovod.adasum import adasum
+from torchring.memory import host as host_module
+
+
+def run(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    return run_pooled(_in_world, size, fn, args)
+
+
+def _in_world(rank: int, size: int, fn: Any, args: tuple[Any, ...]) -> Any:
+    hvd.init(process_sets="dynamic")
+    result = fn(rank, size, *args)
+    hvd.barrier()
+    hvd.shutdown()
+    return result
+
+
+def model() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def loss_of(net: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(5, 4, dtype=torch.float64, generator=generator)
+    return net(inputs).square().mean()
+
+
+def expected(size: int, *, op: str = "mean", passes: int = 1, clip: float | None = None) -> list[Tensor]:
+    """Three steps in one process, with plain PyTorch."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = [loss_of(net, rank, 10 * step + i) for rank in range(size) for i in range(passes)]
+        (sum(losses) / (size if op == "mean" else 1)).backward()  # type: ignore[union-attr]
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+class _Halves:
+    """A compressor of the script's own, which loses nothing: the values are fp64."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor * 2, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return (tensor / 2).to(ctx)
+
+
+def _rituals(rank: int, size: int) -> dict[str, list[Tensor]]:
+    results: dict[str, list[Tensor]] = {}
+
+    def train(name: str, body: Callable[[Any, nn.Module, int], None], **options: Any) -> Any:
+        net = model()
+        if rank != 0:
+            nn.init.zeros_(net[0].weight)  # type: ignore[index, arg-type]
+        plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(plain, net.named_parameters(), **options)
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            body(optimizer, net, step)
+        results[name] = [p.detach().clone() for p in net.parameters()]
+        return optimizer
+
+    def plainly(optimizer: Any, net: nn.Module, step: int) -> None:
+        loss_of(net, rank, 10 * step).backward()
+        optimizer.step()
+
+    def clipped(optimizer: Any, net: nn.Module, step: int) -> None:
+        loss_of(net, rank, 10 * step).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    def clipped_without_ritual(optimizer: Any, net: nn.Module, step: int) -> None:
+        loss_of(net, rank, 10 * step).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        optimizer.step()
+
+    def by_closure(optimizer: Any, net: nn.Module, step: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(net, rank, 10 * step)
+            loss.backward()
+            return loss
+
+        mean = optimizer.step(closure)
+        everybody = hvd.allgather(mean.detach().reshape(1))
+        assert bool((everybody == everybody[0]).all())
+
+    def scaled(optimizer: Any, net: nn.Module, step: int) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(loss_of(net, rank, 10 * step)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+
+    def twice(optimizer: Any, net: nn.Module, step: int) -> None:
+        for micro in range(2):
+            loss_of(net, rank, 10 * step + micro).backward()
+        optimizer.step()
+
+    train("plain", plainly)
+    train("sum", plainly, op=hvd.Sum)
+    train("predivided", plainly, gradient_predivide_factor=2.0)
+    train("grouped", plainly, groups=2)
+    train("own compressor", plainly, compression=_Halves)
+    train("clipped", clipped)
+    train("clipped without ritual", clipped_without_ritual)
+    train("clipped, own compressor", clipped, compression=_Halves())
+    train("closure", by_closure)
+    train("closure, own compressor", by_closure, compression=_Halves)
+    train("scaled", scaled)
+    train("two passes", twice, backward_passes_per_step=2)
+    train("two passes, own compressor", twice, backward_passes_per_step=2, compression=_Halves)
+    train("two backwards of one pass", twice)
+    train("step() comes early", twice, backward_passes_per_step=3)
+    return results
+
+
+@grid("size", [1, 2, 3], keep=lambda size: size < 3)
+def test_every_ritual_trains_as_one_process_does(size: int) -> None:
+    ranks = run(_rituals, size)
+    wanted = {
+        "sum": expected(size, op="sum"),
+        "clipped": expected(size, clip=0.05),
+        "two passes": expected(size, passes=2),
+    }
+    alike = {
+        "clipped": ["clipped without ritual", "clipped, own compressor", "scaled"],
+        "two passes": ["two passes, own compressor", "two backwards of one pass", "step() comes early"],
+    }
+    for like, names in alike.items():
+        wanted |= dict.fromkeys(names, wanted[like])
+    plain = expected(size)
+    for name in ranks[0]:
+        for i, value in enumerate(wanted.get(name, plain)):
+            torch.testing.assert_close(ranks[0][name][i], value, rtol=1e-9, atol=1e-12, msg=f"{name}, parameter {i}")
+            assert_same_on_all_ranks([result[name][i] for result in ranks])
+
+
+def _uneven_gradients(rank: int, size: int) -> None:
+    """As in Horovod, a gradient that a rank lacks counts as zero, and the average is over all ranks."""
+    for compression in (hvd.Compression.none, _Halves):
+        first, second, third = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second, third], lr=1.0), compression=compression)
+        if rank == 0:
+            (first.sum() * 2).backward()
+        else:
+            (second.sum() * 4).backward()
+        optimizer.step()
+        others = size - 1
+        assert first.tolist() == [-2 / size] * 3
+        assert second.tolist() == [-4 * others / size] * 3
+        assert third.tolist() == [0.0] * 3
+        optimizer.zero_grad()
+        if rank == 0:  # the others run no backward at all
+            (first.sum() * 2).backward()
+        optimizer.step()
+        assert first.tolist() == [-4 / size] * 3
+        optimizer.zero_grad()
+        optimizer.step()  # nobody does
+        assert first.tolist() == [-4 / size] * 3
+
+
+def test_gradients_that_a_rank_lacks_count_as_zero() -> None:
+    run(_uneven_gradients, 2)
+
+
+def _contract(rank: int, size: int) -> None:
+    net = model()
+    plain = torch.optim.Adam(net.parameters(), lr=0.1)
+    loss_of(net, rank, 0).backward()
+    plain.step()
+    state = plain.state_dict()["state"][0]["exp_avg"].clone()
+    optimizer = hvd.DistributedOptimizer(plain, net.named_parameters())
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], state)  # kept, where Horovod drops it
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert [*optimizer._parameter_names.values()] == [name for name, _ in net.named_parameters()]
+    hvd.broadcast_parameters(net.named_parameters(), root_rank=0)  # a generator, which Horovod refuses
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+    assert type(copied) is hvd.DistributedOptimizer
+    optimizer.zero_grad()
+    loss_of(net, rank, 1).backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert len(caught) == 1
+    assert "skip_synchronize" in str(caught[0].message)
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    optimizer.set_backward_passes_per_step(2)
+    optimizer.zero_grad()
+    before = optimizer.stats().num_reductions
+    loss_of(net, rank, 2).backward()
+    assert optimizer.stats().num_reductions == before
+    loss_of(net, rank, 3).backward()
+    assert optimizer.stats().num_reductions == (before + 1 if size > 1 else 0)
+    optimizer.step()
+    optimizer.close()
+
+    weight = nn.Parameter(torch.zeros(2))
+    sgd = torch.optim.SGD([weight], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, [("weight", weight)], backward_passes_per_step=2)
+    weight.grad = torch.zeros_like(weight)  # no gradient of a rank that skips
+    if rank == 1:
+        optimizer.skip()
+    else:
+        (weight * 4).sum().backward()
+    optimizer.synchronize()  # ends an incomplete group
+    assert weight.grad.tolist() == [4.0, 4.0]
+    optimizer.zero_grad()
+    optimizer.weigh(1 + 2 * rank)
+    (weight * (1 + rank)).sum().backward()
+    optimizer.synchronize()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.75, 1.75]  # (1 * 1 + 3 * 2) / 4
+
+
+def test_what_a_script_does_with_an_optimizer() -> None:
+    run(_contract, 2)
+
+
+def test_wrong_arguments_are_found_before_init() -> None:
+    assert not hvd.is_initialized()
+    net = model()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    pairs = list(net.named_parameters())
+    weight = pairs[0][1]
+    for options, match in [
+        ({"named_parameters": [name for name, _ in pairs]}, "pairs"),
+        ({"named_parameters": [("same", parameter) for _, parameter in pairs]}, "unique.* same"),
+        ({"named_parameters": pairs[1:]}, "group 0, parameter 0"),
+        ({"backward_passes_per_step": 0}, "at least 1"),
+        ({"op": hvd.Max}, "Average"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "Average"),
+        ({"groups": 0}, "positive"),
+        ({"groups": [[weight], [weight]]}, "twice"),
+        ({"groups": [["weight"]]}, "str"),
+        ({}, "init"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            hvd.DistributedOptimizer(sgd, **options)
+    with pytest.warns(DeprecationWarning, match="num_groups"), pytest.raises(ValueError, match="init"):
+        hvd.DistributedOptimizer(sgd, num_groups=1)
+
+
+def _odd_ways(rank: int, size: int) -> list[Tensor]:
+    """A process set; sparse gradients without the model; Adasum; parameters that are not equal."""
+    last = hvd.add_process_set([size - 1])
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), process_set=last)
+    (parameter.sum() * (rank + 1)).backward()
+    optimizer.step()
+    assert parameter.tolist() == [-float(rank + 1)] * 2
+    two = hvd.add_process_set([0, size - 1]) if size > 2 else hvd.global_process_set
+    if size == 2 or rank != 1:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), process_set=two)
+        parameter.data.zero_()
+        optimizer.zero_grad()
+        (parameter.sum() * (rank + 1)).backward()
+        optimizer.step()
+        assert parameter.tolist() == [-(1 + size) / 2] * 2
+
+    layer = nn.Embedding(5, 2, sparse=True)
+    nn.init.zeros_(layer.weight)
+    for compression in (hvd.Compression.none, _Halves):
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters(), compression=compression
+        )
+        optimizer.zero_grad()
+        layer(torch.tensor([rank, 4])).sum().backward()
+        assert layer.weight.grad is not None
+        optimizer.step()
+        assert layer.weight.grad.is_sparse
+        optimizer.close()
+    assert layer.weight[4].tolist() == pytest.approx([-2.0, -2.0])
+    assert layer.weight[0].tolist() == pytest.approx([-2 / size] * 2)
+
+    if size != 2:
+        return [layer.weight.detach()]
+    start = torch.tensor([1.0, 2.0])
+    parameter = nn.Parameter(start.clone())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5), op=hvd.Adasum)
+    grads = [torch.tensor([1.0, 0.5]), torch.tensor([2.0, -1.0])]
+    (parameter * grads[rank]).sum().backward()
+    with pytest.raises(AssertionError, match="Adasum"), optimizer.skip_synchronize():
+        pass
+    for call in (optimizer.skip, lambda: optimizer.weigh(3)):
+        with pytest.raises(ValueError, match="does not work with a process set"):
+            call()
+    optimizer.step()
+    torch.testing.assert_close(parameter.detach(), start + adasum([-0.5 * grad for grad in grads]))
+    return [layer.weight.detach(), parameter.detach()]
+
+
+@grid("size", [2, 3], keep=lambda size: size == 2)
+def test_process_sets_sparse_gradients_and_adasum(size: int) -> None:
+    for per_rank in zip(*run(_odd_ways, size), strict=True):
+        assert_same_on_all_ranks(list(per_rank))
+
+
+def _uneven_data(rank: int, size: int) -> list[float]:
+    """Rank r has r + 1 batches, each of which has gradient 1. Averages are over all ranks, as with Horovod."""
+    values = []
+    for compression in (hvd.Compression.none, _Halves):
+        first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [(name, p)], compression=compression)
+            for name, p in (("first", first), ("second", second))
+        ]
+        for _ in range(rank + 1):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (first + second).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="batches")
+        last = hvd.join()
+        assert last == size - 1
+        hvd.broadcast_parameters([first, second], root_rank=last)
+        assert first.tolist() == pytest.approx([-sum((size - step) / size for step in range(size))] * 2)
+        assert_bitwise(first.detach(), second.detach())
+        optimizers[0].zero_grad()  # all have data again
+        first.sum().backward()
+        optimizers[0].step()
+        values += [first[0].item(), total.item()]
+        for optimizer in optimizers:
+            optimizer.close()
+    return values
+
+
+def _layers_in_join(rank: int, size: int, shares_memory: bool) -> str:
+    """All ranks join together first. Then rank 0 has another batch, on one host after more than the timeout."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not shares_memory:
+            patch.setattr(host_module, "_host_identity", lambda: f"host {rank}")
+        hvd.init()
+    layer = hvd.SyncBatchNorm(3)
+    problem = ""
+    try:
+        layer(torch.randn(4, 3))
+        hvd.join()
+        layer(torch.randn(4, 3))
+        if rank and (host := default_world().host) is not None:
+            host.timeout_seconds = 1.0
+        if not rank:
+            end = time.monotonic() + 1.5
+            while shares_memory and time.monotonic() < end:
+                hvd.allreduce(torch.ones(1), name="of rank 0")
+            layer(torch.randn(4, 3))
+        hvd.join()
+    except hvd.HorovodInternalError as error:
+        problem = str(error)
+    hvd.shutdown()
+    return problem
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_a_rank_that_has_joined_ends_the_layers_of_the_others(shares_memory: bool) -> None:
+    problem, of_joined = run_pooled(_layers_in_join, 2, shares_memory)
+    assert "hvd.join(no SyncBatchNorm layer may train meanwhile)" in problem
+    assert of_joined  # the same, or that rank 0 has left
+
+
+@grid("size", [2, 3], keep=lambda size: size == 2)
+def test_ranks_that_have_joined_take_part_in_the_backwards_of_the_others(size: int) -> None:
+    results = run(_uneven_data, size)
+    assert {tuple(result[::2]) for result in results} == {tuple(results[0][::2])}
+
+
+def _again(rank: int, size: int) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    earlier = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))  # Horovod has no close()
+    with pytest.raises(ValueError, match="closed"):
+        earlier.step()
+    (parameter * (rank + 1)).sum().backward()
+    optimizer.step()
+    mean = (size + 1) / 2
+    assert parameter.tolist() == [-mean] * 2
+    hvd.shutdown()
+    hvd.init()
+    optimizer.zero_grad()
+    (parameter * (rank + 1)).sum().backward()
+    optimizer.step()
+    assert parameter.tolist() == [-2 * mean] * 2
+    torchring.shutdown()  # in place of hvd.shutdown()
+    hvd.init(process_sets=[some := hvd.ProcessSet([0])])
+    torchring.shutdown()
+    hvd.init()
+    assert some.process_set_id is None
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), process_set=some)
+
+
+def test_parameters_that_are_wrapped_again_and_optimizers_after_a_new_init() -> None:
+    run(_again, 2)
+
+
+def _different_parameters(rank: int) -> None:
+    parameter = nn.Parameter(torch.full((2,), float(rank)))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("forgotten", parameter)])
+    for factor in (1.0, float("nan")):
+        optimizer.zero_grad()
+        (parameter * (factor if rank == 1 else 1.0)).sum().backward()
+        optimizer.step()
+
+
+def _warns(rank: int, size: int) -> list[str]:
+    """Horovod trains on, so these are warnings here."""
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    texts: list[str] = []
+    handler = Kept()
+    logging.getLogger("torchring").addHandler(handler)
+    try:
+        _different_parameters(rank)
+    finally:
+        logging.getLogger("torchring").removeHandler(handler)
+    return texts
+
+
+def test_parameters_that_differ_and_a_nan_are_warnings() -> None:
+    for texts in run(_warns, 2):
+        assert any("forgotten is not the same on all ranks: rank 1 differs" in text for text in texts)
+        assert any("the gradient of forgotten has a NaN or an infinity: it came from rank 1" in text for text in texts)
+
+
+def _documented(rank: int, size: int) -> list[list[Tensor]]:
+    """The script in docs/guides/horovod.md, before and after."""
+    text = blocks(ROOT / "docs" / "guides" / "horovod.md", "diff")[1].code
+    trained = []
+    for sign in "-+":
+        lines = [line[1:] for line in text.splitlines() if line[:1] in (sign, " ")]
+        names: dict[str, Any] = {}
+        exec("\n".join(lines).replace("horovod.torch", "torchring.horovod"), names)
+        trained.append([p.detach() for p in names["model"].parameters()])
+        torchring.shutdown() if sign == "+" else hvd.shutdown()
+    return trained
+
+
+def test_the_documented_script_trains_the_same_before_and_after() -> None:
+    ranks = run_pooled(_documented, 2)
+    for i in range(2):
+        assert_same_on_all_ranks([rank[0][i] for rank in ranks])
+        torch.testing.assert_close(ranks[0][0][i], ranks[0][1][i])
+    assert len(blocks(ROOT / "docs" / "guides" / "horovod.md", "diff")) == 2
+
+
+def _death_in_backward(rank: int, size: int) -> bool:
+    hvd.init()
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    parameter.sum().backward()
+    optimizer.step()
+    if rank == 1:
+        os._exit(7)
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
+        parameter.sum().backward()
+    return True
+
+
+def test_a_rank_that_dies_in_a_backward_is_what_elastic_scripts_catch() -> None:
+    assert run_ranks(_death_in_backward, 2, deadline=40.0, expect_exit={1: 7})[0]

@@ -1,0 +1,435 @@
+"""Every kernel compiled for GPUs that need not be here, and what the compiler made of it.
+
+Memory speed needs 128-bit loads and stores, and registers enough for all values; both can be read in the machine code.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.grids import grid
+from torchring.kernels import lazy, reference
+from torchring.kernels.accumulate import _BLOCK, _accumulate_kernel
+from torchring.kernels.direct import _direct_kernel
+from torchring.kernels.launching import NUM_WARPS, launch_options, register_limit, tile_numel
+from torchring.kernels.multicast import VECTORS
+from torchring.kernels.pack import _pack_kernel
+from torchring.kernels.ring import _ring_kernel
+from torchring.kernels.unpack import _unpack_kernel
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(lazy.INTERPRETED, reason="the interpreter has no compiler")
+
+F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+SHORT = {F32: "fp32", F16: "fp16", B16: "bf16", F64: "fp64"}
+# (dtype read, dtype written)
+PAIRS = [(F32, F32), (F32, F16), (F32, B16), (F16, F32), (B16, B16)]
+GPUS = ["sm_80", "sm_90", "sm_100", "gfx942"]
+NUM_PARTS = 4
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Empty at first, so that no kernel comes from an earlier run; shared, so that each is compiled once."""
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+
+
+def build(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], aligned: str, gpu: str, **options: Any
+) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    cuda = gpu.startswith("sm_")
+    target = GPUTarget("cuda", int(gpu[3:]), 32) if cuda else GPUTarget("hip", gpu, 64)
+    attributes = {(list(signature).index(aligned),): [["tt.divisibility", 16]]} if aligned else {}
+    source = ASTSource(kernel.jitted, signature, constants, attributes)
+    return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False, **options})
+
+
+def build_pack(
+    read: torch.dtype, written: torch.dtype, gpu: str, aligned: str = "wire", check: bool = False, **options: Any
+) -> Any:
+    columns = dict.fromkeys(["address", "wire_offset", "numel"], "*i64")
+    signature = {**columns, "wire": f"*{SHORT[written]}", "scale": "fp64"}
+    constants = with_found(signature, check)
+    return build_copy(_pack_kernel, signature, "SOURCE", read, read, written, aligned, gpu, constants, **options)
+
+
+def with_found(signature: dict[str, str], check: bool) -> dict[str, Any]:
+    """Adds `found` to the signature; returns the constants that go with it."""
+    signature["found"] = "*i32" if check else "constexpr"
+    return {"CHECK": True} if check else {"CHECK": False, "found": None}
+
+
+def build_unpack(read: torch.dtype, written: torch.dtype, gpu: str, aligned: str = "wire", **options: Any) -> Any:
+    columns = dict.fromkeys(["address", "wire_offset", "numel"], "*i64")
+    signature = {"wire": f"*{SHORT[read]}", **columns, "scale": "fp64"}
+    with vendor_of(gpu):
+        options = {**register_limit(torch.device("cuda")), **options}
+    return build_copy(_unpack_kernel, signature, "TARGET", written, read, written, aligned, gpu, **options)
+
+
+def build_copy(
+    kernel: Any,
+    signature: dict[str, str],
+    name: str,
+    dtype: torch.dtype,
+    read: torch.dtype,
+    written: torch.dtype,
+    aligned: str,
+    gpu: str,
+    more: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    compute = lazy.triton_dtype(reference.compute_dtype(read, written))
+    constants = {name: lazy.triton_dtype(dtype), "COMPUTE": compute, "CHUNK": 4096, **(more or {})}
+    signature = {**signature, **dict.fromkeys(constants, "constexpr")}
+    return build(kernel, signature, constants, aligned, gpu, **options)
+
+
+def build_accumulate(
+    read: torch.dtype,
+    written: torch.dtype,
+    gpu: str,
+    aligned: str = "out",
+    alignment: int = 16,
+    num_parts: int = NUM_PARTS,
+    **options: Any,
+) -> Any:
+    compute = lazy.triton_dtype(reference.compute_dtype(read, written))
+    constants = {"SOURCE": lazy.triton_dtype(read), "COMPUTE": compute, "NUM_PARTS": num_parts}
+    constants |= {"ALIGNMENT": alignment, "BLOCK": _BLOCK}
+    signature = {"addresses": "*i64", "out": f"*{SHORT[written]}", "numel": "i64", "scale": "fp64"}
+    signature |= dict.fromkeys(constants, "constexpr")
+    return build(_accumulate_kernel, signature, constants, aligned, gpu, **options)
+
+
+def build_direct(
+    dtype: torch.dtype,
+    gpu: str,
+    num_ranks: int = 4,
+    check: bool = True,
+    halves: str = "both",
+    multicast: bool = False,
+) -> Any:
+    sizes = {"rank": "i32", "begin": "i64", "end": "i64", "numel": "i64", "multicast": "i64"}
+    with vendor_of(gpu):
+        tile = VECTORS if multicast else tile_numel(dtype.itemsize, num_ranks)
+    constants = {"GATHER": halves != "spread", "SPREAD": halves != "gather", "MULTICAST": multicast, "TILE": tile}
+    return build_signalling(_direct_kernel, sizes, constants, dtype, gpu, num_ranks, check)
+
+
+def build_ring(dtype: torch.dtype, gpu: str, num_ranks: int = 4, check: bool = True) -> Any:
+    sizes = {"rank": "i32", "share": "i64", "numel": "i64"}
+    return build_signalling(_ring_kernel, sizes, {"TILE": tile_numel(dtype.itemsize, 2)}, dtype, gpu, num_ranks, check)
+
+
+def build_signalling(
+    kernel: Any,
+    sizes: dict[str, str],
+    constants: dict[str, Any],
+    dtype: torch.dtype,
+    gpu: str,
+    num_ranks: int,
+    check: bool,
+) -> Any:
+    signature = {"wires": "*i64", "signals": "*i64", "wire": f"*{SHORT[dtype]}", **sizes}
+    signature |= {"scale": "fp64", "abort": "*i32"}
+    compute = lazy.triton_dtype(reference.compute_dtype(dtype, dtype))
+    constants = {**constants, "COMPUTE": compute, "NUM_RANKS": num_ranks, "PTX": gpu.startswith("sm_")}
+    constants |= with_found(signature, check)
+    signature |= dict.fromkeys(constants, "constexpr")
+    with vendor_of(gpu):
+        options = launch_options(torch.device("cuda"))
+    return build(kernel, signature, constants, "wire", gpu, **options)
+
+
+def vendor_of(gpu: str) -> Any:
+    """As if torch were built for that GPU."""
+    return mock.patch("torch.version.hip", None if gpu.startswith("sm_") else "6.4")
+
+
+SIGNALLING: dict[str, Callable[..., Any]] = {"direct": build_direct, "ring": build_ring}
+BUILDERS: dict[str, Callable[..., Any]] = {"pack": build_pack, "unpack": build_unpack, "accumulate": build_accumulate}
+
+
+def num_wide(compiled: Any, what: str) -> int:
+    """128-bit instructions: `what` is "load" or "store"."""
+    if "ptx" in compiled.asm:
+        word = "ld" if what == "load" else "st"
+        return len(re.findall(rf"\b{word}\.global[.\w:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)\b", compiled.asm["ptx"]))
+    return len(re.findall(rf"\b(?:global|buffer)_{what}_dwordx4\b", compiled.asm["amdgcn"]))
+
+
+def spilled_bytes(compiled: Any, folder: Path) -> int:
+    """Bytes per thread that did not fit into registers."""
+    if "amdgcn" in compiled.asm:
+        counts = re.findall(
+            r"\.(?:vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size):\s+(\d+)", compiled.asm["amdgcn"]
+        )
+        assert len(counts) == 3
+        return sum(map(int, counts))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    report = subprocess.run([tool, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
+    usage = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", report)
+    assert usage is not None, report
+    return int(usage[1]) + int(usage[2])
+
+
+@grid("name, pair, gpu", list(BUILDERS), PAIRS, GPUS)
+def test_128_bits_at_a_time_and_no_spills(
+    name: str, pair: tuple[torch.dtype, torch.dtype], gpu: str, tmp_path: Path
+) -> None:
+    compiled = BUILDERS[name](*pair, gpu)
+    threads = 4 * (32 if gpu.startswith("sm_") else 64)
+    loaded, stored = (NUM_PARTS * _BLOCK, _BLOCK) if name == "accumulate" else (4096, 4096)
+    assert num_wide(compiled, "load") >= loaded * pair[0].itemsize // 16 // threads
+    assert num_wide(compiled, "store") >= stored * pair[1].itemsize // 16 // threads
+    assert spilled_bytes(compiled, tmp_path) == 0
+
+
+@grid("num_parts, gpu", [2, 8, 16], GPUS, keep=lambda *point: point in ((16, "sm_90"), (16, "gfx942"), (2, "sm_90")))
+def test_any_number_of_parts_fits_the_registers(num_parts: int, gpu: str, tmp_path: Path) -> None:
+    assert spilled_bytes(build_accumulate(F32, F32, gpu, num_parts=num_parts), tmp_path) == 0
+
+
+@grid(
+    "name, dtype, gpu",
+    list(SIGNALLING),
+    [F32, B16],
+    GPUS,
+    keep=lambda name, dtype, gpu: gpu == ("sm_90" if (name == "direct") == (dtype == F32) else "gfx942"),
+)
+def test_signalling_kernels_are_as_wide(name: str, dtype: torch.dtype, gpu: str, tmp_path: Path) -> None:
+    compiled = SIGNALLING[name](dtype, gpu)
+    threads = NUM_WARPS * (32 if gpu.startswith("sm_") else 64)
+    vectors = (8192 if name == "direct" else 16384) // 16 // threads  # of a tile
+    # Direct sums four wires and writes four; the ring adds two in one loop and copies one in the other.
+    loads, stores = (4, 4) if name == "direct" else (3, 2)
+    assert num_wide(compiled, "load") >= loads * vectors
+    assert num_wide(compiled, "store") >= stores * vectors
+    assert spilled_bytes(compiled, tmp_path) == 0
+
+
+@grid("gpu", GPUS, keep=lambda gpu: gpu in ("sm_90", "gfx942"))
+def test_eight_ranks_fit_the_registers(gpu: str, tmp_path: Path) -> None:
+    assert spilled_bytes(build_direct(B16, gpu, num_ranks=8), tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", SIGNALLING)
+def test_signalling_kernels_in_fp64(name: str, tmp_path: Path) -> None:
+    compiled = SIGNALLING[name](F64, "sm_90")
+    assert "add.rn.f64" in compiled.asm["ptx"]
+    assert spilled_bytes(compiled, tmp_path) == 0
+
+
+_EVENTS = {
+    "store": re.compile(r"\bst\.global\b|\bmultimem\.st\b"),
+    "barrier": re.compile(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|red)\b"),
+    "send": re.compile(r"\bst\.release\.sys\.global\b"),
+    "look": re.compile(r"\bld\.acquire\.sys\.global\b"),
+    "load": re.compile(r"\bld\.global\.v4\b|\bmultimem\.ld_reduce\b"),
+    "alias": re.compile(r"\bfence\.proxy\.alias\b"),
+    "found": re.compile(r"\b(?:atom|red)\.global\.gpu\.relaxed\.min\.s32\b"),
+    "atomic": re.compile(r"\b(?:atom|red)\.(?:\w+\.)*(?:global|sys|gpu)\b"),
+}
+
+
+def events_in(ptx: str) -> list[str]:
+    named = [next((name for name, what in _EVENTS.items() if what.search(line)), "") for line in ptx.splitlines()]
+    return [name for name in named if name]
+
+
+def unordered(events: list[str]) -> list[str]:
+    """Stores that nothing orders before the signal that tells of them, and loads that may overtake their signal."""
+    wrong = []
+    for i, event in enumerate(events):
+        if event == "send":
+            before = next(name for name in reversed(["barrier", *events[:i]]) if name in ("barrier", "store"))
+            wrong += ["store, send"] * (before == "store")
+        elif event == "look":
+            after = next(name for name in [*events[i + 1 :], "barrier"] if name in ("barrier", "load"))
+            wrong += ["look, load"] * (after == "load")
+        elif event == "atomic":
+            wrong.append(event)
+    return wrong
+
+
+@grid("name, num_ranks", list(SIGNALLING), [2, 4], keep=lambda name, num_ranks: num_ranks == 4)
+def test_signals_are_ordered_with_the_data(name: str, num_ranks: int) -> None:
+    ptx = SIGNALLING[name](F32 if name == "direct" else B16, "sm_90", num_ranks).asm["ptx"]
+    events = events_in(ptx)
+    num_waits = 2 if name == "direct" else 3
+    # One for all ranks at a time; the ring's four become three where there is but one step.
+    assert events.count("send") == (2 if name == "direct" else min(num_ranks + 1, 4))
+    assert events.count("look") >= 2 * num_waits  # once in the loop, and again after a relaxed look
+    assert len(re.findall(r"\bld\.relaxed\.sys\.global\b", ptx)) >= 2 * num_waits  # of words, and of the abort word
+    assert "load" in events
+    assert "store" in events
+    assert unordered(events) == []
+
+
+def test_a_missing_barrier_would_show() -> None:
+    lines = {
+        "store": "@%p7 st.global.v4.b32 [ %rd57 + 0 ], { %r74, %r75, %r76, %r77 };",
+        "barrier": "bar.red.and.pred come, 0, come;",
+        "send": "@mine st.release.sys.global.u32 [pad], %r7;",
+        "look": "@eager ld.acquire.sys.global.s32 seen, [word];",
+        "load": "@%p7 ld.global.v4.b32 { %r42, %r43, %r44, %r45 }, [ %rd47 + 0 ];",
+        "alias": "fence.proxy.alias;",
+        "found": "@%p1 red.global.gpu.relaxed.min.s32 [ %rd26 + 0 ], %r7;",
+        "atomic": "@%p1 atom.global.sys.release.exch.b32 %r6, [ %rd26 + 0 ], %r7;",
+    }
+    assert events_in("\n".join(["mov.u32 %r3, %tid.x;", *lines.values()])) == list(lines)
+    assert unordered(["barrier", "store", "send"]) == ["store, send"]
+    assert unordered(["look", "load", "barrier"]) == ["look, load"]
+    assert unordered(["store", "barrier", "send", "look", "barrier", "load"]) == []
+    assert unordered(["atomic"]) == ["atomic"]
+
+
+def loads_in_flight(sass: str) -> int:
+    """128-bit loads that a thread has issued when it adds for the first time."""
+    events = [match[0] for match in re.finditer(r"\bLDG\.E\.128\b|\bFADD\b|\bSTG\.E\.128\b", sass)]
+    assert "LDG.E.128" in events
+    return events[events.index("LDG.E.128") :].index("FADD")
+
+
+def disassembled(compiled: Any, folder: Path) -> str:
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    return subprocess.run([tool, "-c", cubin], check=True, capture_output=True, text=True).stdout
+
+
+@grid("dtype, num_ranks", [F32, B16], [2, 4, 8], keep=lambda dtype, num_ranks: num_ranks == (4 if dtype == F32 else 8))
+def test_loads_of_all_ranks_are_under_way_at_once(dtype: torch.dtype, num_ranks: int, tmp_path: Path) -> None:
+    # Eight loads of 16 bytes by 256 threads are 32 KiB for each block.
+    assert loads_in_flight(disassembled(build_direct(dtype, "sm_90", num_ranks), tmp_path)) >= 8
+
+
+def test_loads_between_additions_are_not_counted() -> None:
+    load, add = "LDG.E.128 R4, desc[UR6][R2.64] ;\n", "FADD R4, R5, R6 ;\n"
+    assert loads_in_flight(add + 3 * load + add + 5 * load + add) == 3
+
+
+@grid(
+    "dtype, gpu", [F32, B16, F16], ["sm_90", "sm_100"], keep=lambda *point: point in ((B16, "sm_90"), (F32, "sm_100"))
+)
+def test_the_switch_adds_and_copies(dtype: torch.dtype, gpu: str, tmp_path: Path) -> None:
+    compiled = build_direct(dtype, gpu, multicast=True)
+    ptx = compiled.asm["ptx"]
+    kind = {F32: "add.v4.f32", B16: "add.acc::f32.v4.bf16x2", F16: "add.acc::f32.v4.f16x2"}[dtype]
+    assert len(re.findall(rf"\bmultimem\.ld_reduce\.relaxed\.sys\.global\.{kind} ", ptx)) == VECTORS // 256
+    assert len(re.findall(r"\bmultimem\.st\.relaxed\.sys\.global\.v4\.f32 ", ptx)) == VECTORS // 256
+    # Accesses by the multicast address are ordered with signals by a fence of their own.
+    events = [event for event in events_in(ptx) if event in ("send", "look", "alias", "load", "store")]
+    runs = [event for i, event in enumerate(events) if event != events[i - 1]]
+    assert runs[:8] == ["send", "look", "alias", "load", "store", "alias", "send", "look"]
+    assert unordered(events_in(ptx)) == []
+    assert spilled_bytes(compiled, tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", SIGNALLING)
+def test_signals_reach_other_gpus_of_amd(name: str) -> None:
+    lines = SIGNALLING[name](B16 if name == "direct" else F32, "gfx942").asm["amdgcn"].splitlines()
+    code = [line.split()[0:1] + line.split()[1:] for line in lines if line.startswith("\t") and line[1:2] not in ".;"]
+    near = [" ".join(word for words in code[max(0, i - 4) : i + 4] for word in words) for i in range(len(code))]
+    sends = [near[i] for i, words in enumerate(code) if words[0] == "global_atomic_swap"]
+    assert len(sends) >= 2
+    assert all("buffer_wbl2 sc0 sc1" in send for send in sends)
+    # LLVM makes another atomic operation, or a load, of an `or` with 0. All that an `or` could become is looked at.
+    looks = re.compile(r"global_atomic_(or|add)|global_load_dword .* sc1|flat_load_dword .* sc1")
+    num_waits = 2 if name == "direct" else 3
+    where = [i for i, words in enumerate(code) if looks.match(" ".join(words))]
+    assert sum("buffer_inv sc0 sc1" in near[i] for i in where) >= 2 * num_waits
+
+
+@pytest.mark.parametrize("halves", ["gather", "spread"])
+def test_half_of_direct_has_half_of_the_signals(halves: str) -> None:
+    both, half = (events_in(build_direct(F32, "sm_90", halves=which).asm["ptx"]) for which in ("both", halves))
+    assert half.count("send") * 2 == both.count("send") == 2
+    assert unordered(half) == []
+
+
+@grid("name", ["pack", *SIGNALLING], keep=lambda name: name != "ring")
+def test_what_is_not_asked_for_is_not_looked_for(name: str, tmp_path: Path) -> None:
+    arguments = (F32, F16, "sm_90") if name == "pack" else (F32, "sm_90")
+    builder = {**BUILDERS, **SIGNALLING}[name]
+    checked, unchecked = (builder(*arguments, check=check) for check in (True, False))
+    assert ".min.s32" in checked.asm["ptx"]
+    assert ".min.s32" not in unchecked.asm["ptx"]
+    assert re.search(r"\b(red|atom)\.global\.gpu\.relaxed\.min\.s32\b", checked.asm["ptx"])
+    assert spilled_bytes(checked, tmp_path) == 0
+
+
+@grid(
+    "name, pair",
+    list(BUILDERS),
+    [(F64, F64), (F64, B16), (F64, F16), (F16, F64)],
+    keep=lambda name, pair: name == "pack" or pair == (F64, F64),
+)
+def test_fp64_compiles(name: str, pair: tuple[torch.dtype, torch.dtype], tmp_path: Path) -> None:
+    compiled = BUILDERS[name](*pair, "sm_90")
+    assert "mul.rn.f64" in compiled.asm["ptx"]
+    assert spilled_bytes(compiled, tmp_path) == 0
+
+
+def test_without_alignment_nothing_is_wide() -> None:
+    assert num_wide(build_pack(F32, F32, "sm_90", aligned=""), "store") == 0
+    assert num_wide(build_unpack(F32, F32, "sm_90", aligned=""), "load") == 0
+    odd = build_accumulate(F32, F32, "sm_90", aligned="", alignment=1)
+    assert num_wide(odd, "load") == num_wide(odd, "store") == 0
+    odd = build_accumulate(F32, F32, "gfx942", aligned="", alignment=1)
+    assert num_wide(odd, "load") == num_wide(odd, "store") == 0
+
+
+def test_too_few_registers_show_as_spills(tmp_path: Path) -> None:
+    assert spilled_bytes(build_pack(F32, F32, "sm_90", maxnreg=24), tmp_path) > 0
+
+
+def tensor_offset_types(compiled: Any) -> set[str]:
+    return set(re.findall(r"tt\.addptr .*, tensor<\d+x(i\d+)>", compiled.asm["ttir"]))
+
+
+@lazy.lazy_jit()
+def _narrow_kernel(out, numel: "tl.int64", BLOCK: "tl.constexpr"):  # type: ignore[no-untyped-def]  # noqa: F821
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # noqa: F821
+    tl.store(out + lane, 1.0, mask=lane < numel)  # noqa: F821
+
+
+def test_offsets_have_64_bits() -> None:
+    for compiled in (build_pack(F32, F32, "sm_90"), build_unpack(F32, F32, "sm_90")):
+        # One step to the chunk, and from there by less than a chunk.
+        assert re.findall(r"tt\.addptr %wire, %\w+ : !tt\.ptr<f32>, (i\d+)", compiled.asm["ttir"]) == ["i64"]
+    assert tensor_offset_types(build_accumulate(F32, F32, "sm_90")) == {"i64"}
+    # One step to the tile, and from there by less than a tile. The ring's words lie in a small pad.
+    steps = re.findall(r"tt\.addptr %\S+, %\w+ : !tt\.ptr<f32>, (i\d+)", build_direct(F32, "sm_90").asm["ttir"])
+    assert len(steps) >= 12
+    assert set(steps) == {"i64"}
+    assert tensor_offset_types(build_ring(B16, "sm_90")) == {"i64"}
+    signature = {"out": "*fp32", "numel": "i64", "BLOCK": "constexpr"}
+    assert tensor_offset_types(build(_narrow_kernel, signature, {"BLOCK": 1024}, "out", "sm_90")) == {"i32"}
+
+
+@pytest.mark.parametrize("name", ["pack", "unpack"])
+def test_only_aligned_addresses_take_the_wide_path(name: str) -> None:
+    # The interpreter ignores alignment and a GPU faults, so the branch is checked where it is decided.
+    ttir = BUILDERS[name](F32, F32, "sm_90").asm["ttir"]
+    aligned, misaligned = re.split(r"\n\s*} else {", ttir[ttir.index("arith.remsi") :], maxsplit=1)
+    assert re.search(r"arith\.cmpi eq, .*\n\s*scf\.if", aligned), ttir
+    assert "tt.divisibility" in aligned
+    assert "tt.divisibility" not in misaligned

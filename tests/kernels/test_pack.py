@@ -1,0 +1,177 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.test_interpreter import DEVICES, DTYPES, cast
+from tests.support.checks import assert_bitwise
+from tests.support.grids import grid
+from torchring.kernels import ChunkTable, lazy, pack, reference
+from torchring.kernels.chunks import layout
+from torchring.kernels.finite import NOT_FOUND
+
+INF, NAN = float("inf"), float("nan")
+NUMELS = [0, 1, 3, 4095, 4096, 4097, 8209, 0, 17]
+
+
+def offsets_for(numels: list[int], dtype: torch.dtype) -> list[int]:
+    """Each tensor at the next multiple of 64 bytes."""
+    step, offsets, end = 64 // dtype.itemsize, [], 0
+    for numel in numels:
+        offsets.append(end)
+        end += -(-numel // step) * step
+    return offsets
+
+
+def random_tensors(numels: list[int], dtype: torch.dtype, device: str, *, shift: int = 0) -> list[torch.Tensor]:
+    """Every tensor `shift` elements behind the start of an allocation of its own."""
+    generator = torch.Generator().manual_seed(len(numels) + shift)
+    return [torch.randn(n + shift, generator=generator).to(device, dtype)[shift:] for n in numels]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_worked_example(device: str) -> None:
+    table = ChunkTable([2, 1], [0, 32], wire_dtype=torch.float16, device=device)
+    wire = torch.full((33,), 9.0, dtype=torch.float16, device=device)
+    grads = [torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0], device=device)]
+    pack(grads, wire, table, scale=0.5)
+    assert wire.tolist() == [0.5, 1.0, *[9.0] * 30, 1.5]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(
+    ("tensor", "index", "value", "chunk"),
+    [
+        (3, 0, NAN, 2),  # NUMELS[3] is 4095
+        (5, 4095, INF, 4),  # 4097: a whole chunk, and one of a single element
+        (5, 4096, -INF, 5),
+        (6, 8208, NAN, 8),
+        (8, 16, 1e6, 9),  # too much for fp16
+        (8, 16, 1e4, NOT_FOUND),
+    ],
+)
+def test_the_first_chunk_that_is_not_finite(
+    tensor: int, index: int, value: float, chunk: int, shift: int, device: str
+) -> None:
+    table = ChunkTable(NUMELS, offsets_for(NUMELS, torch.float16), wire_dtype=torch.float16, device=device)
+    grads = random_tensors(NUMELS, torch.float32, device, shift=shift)
+    wire = torch.zeros(table.wire_numel, dtype=torch.float16, device=device)
+    found = torch.full((1,), NOT_FOUND, dtype=torch.int32, device=device)
+    pack(grads, wire, table, found=found)
+    assert found.item() == NOT_FOUND
+    grads[tensor][index] = value
+    pack(grads, wire, table, found=found)
+    assert found.item() == chunk
+    if chunk != NOT_FOUND:
+        assert table.tensor_of(chunk) == tensor
+    grads[1][0] = NAN
+    pack(grads, wire, table, found=found)
+    assert (found.item(), table.tensor_of(0)) == (0, 1)
+    grads[1][0] = 1.0
+    pack(grads, wire, table, found=found)
+    assert found.item() == 0  # never raised again
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_element_of_no_tensor_is_not_looked_at(device: str) -> None:
+    table = ChunkTable([2, 1], [0, 32], wire_dtype=torch.float16, device=device)
+    wire = torch.full((40,), NAN, dtype=torch.float16, device=device)
+    found = torch.full((1,), NOT_FOUND, dtype=torch.int32, device=device)
+    grads = [torch.tensor([1.0, 2e38], device=device), torch.ones(1, device=device)]
+    pack(grads[::-1], wire, ChunkTable([1, 2], [32, 0], wire_dtype=torch.float16, device=device), scale=0, found=found)
+    assert found.item() == NOT_FOUND
+    pack(grads, wire, table, scale=0.5, found=found)
+    assert found.item() == 0
+    with pytest.raises(ValueError, match=r"found must be int32 \[1\] on .*, got torch.int64 \[1\]"):
+        pack(grads, wire, table, found=found.long())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@grid("dtype, wire_dtype, shift", DTYPES, DTYPES, [0, 1])
+def test_bitwise_and_nothing_else_written(dtype: torch.dtype, wire_dtype: torch.dtype, shift: int, device: str) -> None:
+    offsets = offsets_for(NUMELS, wire_dtype)
+    table = ChunkTable(NUMELS, offsets, wire_dtype=wire_dtype, device=device)
+    tensors = random_tensors(NUMELS, dtype, device, shift=shift)
+    wire = torch.full((table.wire_numel + 5,), 7.0, dtype=wire_dtype, device=device)
+    pack(tensors, wire, table, scale=1 / 3)
+    compute = reference.compute_dtype(dtype, wire_dtype)
+    expected = torch.full((table.wire_numel + 5,), 7.0, dtype=wire_dtype)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        product = tensor.cpu().to(compute) * torch.tensor(1 / 3, dtype=compute)
+        expected[offset : offset + tensor.numel()] = cast(product, wire_dtype)
+    assert_bitwise(wire.cpu(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk_numel", [8192, 16384])
+def test_larger_chunks(chunk_numel: int, device: str) -> None:
+    numels = [20_011, 8192]
+    table = ChunkTable(numels, [0, 20_016], wire_dtype=torch.float32, device=device, chunk_numel=chunk_numel)
+    tensors = random_tensors(numels, torch.float16, device)
+    wire = torch.zeros(table.wire_numel, device=device)
+    pack(tensors, wire, table, scale=2.0)
+    assert_bitwise(wire[:20_011].cpu(), tensors[0].cpu().float() * 2)
+    assert_bitwise(wire[20_016:].cpu(), tensors[1].cpu().float() * 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_zero_dim_and_channels_last(device: str) -> None:
+    image = torch.arange(120.0, device=device).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    scalar = torch.tensor(5.0, device=device)
+    table = ChunkTable(
+        [120, 1], [0, 128], wire_dtype=torch.float32, device=device, layouts=[layout(image), layout(scalar)]
+    )
+    wire = torch.zeros(129, device=device)
+    pack([image, scalar], wire, table, scale=2.0)
+    assert torch.equal(wire[:120].as_strided(image.shape, image.stride()), image * 2)
+    assert not torch.equal(wire[:120].view(2, 3, 4, 5), image * 2)
+    assert wire[128].item() == 10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_to_pack(device: str) -> None:
+    wire = torch.full((4,), 7.0, device=device)
+    pack([], wire, ChunkTable([], [], wire_dtype=torch.float32, device=device))
+    pack([torch.empty(0, device=device)], wire, ChunkTable([0], [0], wire_dtype=torch.float32, device=device))
+    assert wire.tolist() == [7.0] * 4
+
+
+def test_wire_offsets_beyond_32_bits(tmp_path: Path) -> None:
+    far = 2**31 + 64  # elements; the file is sparse, so the 4 GiB are address space only
+    wire = torch.from_file(str(tmp_path / "wire"), shared=True, size=far + 3, dtype=torch.float16)
+    table = ChunkTable([3], [far], wire_dtype=torch.float16, device="cpu")
+    pack([torch.tensor([1.0, 2.0, 3.0])], wire, table)
+    assert wire[far:].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_which_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("the torch path")
+
+    monkeypatch.setattr(reference, "pack", fail)
+    table = ChunkTable([1], [0], wire_dtype=torch.float32, device="cpu")
+    if lazy.INTERPRETED:
+        pack([torch.ones(1)], torch.zeros(1), table)
+    else:
+        with pytest.raises(AssertionError, match="the torch path"):
+            pack([torch.ones(1)], torch.zeros(1), table)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "tensors", "wire"),
+    [
+        (TypeError, r"built for a wire of torch.float32, got torch.float16", [torch.ones(4)], torch.zeros(4).half()),
+        (ValueError, r"hold 4 elements; got shape \(3,\)", [torch.ones(4)], torch.zeros(3)),
+        (ValueError, r"with strides \(2,\)", [torch.ones(4)], torch.zeros(8)[::2]),
+        (ValueError, r"multiple of 16 bytes", [torch.ones(4)], torch.zeros(8)[1:]),
+        (ValueError, r"describes 1 tensors, got 2", [torch.ones(4)] * 2, torch.zeros(4)),
+        (ValueError, r"tensor 0 should have 4 elements, got shape \(5,\)", [torch.ones(5)], torch.zeros(4)),
+        (ValueError, r"strides \(1, 2\), its wire view is contiguous", [torch.ones(2, 2).t()], torch.zeros(4)),
+        (TypeError, r"tensors must have one of .* got torch.int32", [torch.ones(4).int()], torch.zeros(4)),
+    ],
+)
+def test_refused(error: type[Exception], message: str, tensors: list[torch.Tensor], wire: torch.Tensor) -> None:
+    table = ChunkTable([4], [0], wire_dtype=torch.float32, device="cpu")
+    with pytest.raises(error, match=message):
+        pack(tensors, wire, table)

@@ -1,0 +1,199 @@
+import pytest
+import torch
+
+import torchring.kernels
+from tests.support.checks import assert_bitwise
+from tests.support.grids import grid
+from torchring.kernels import reference
+
+F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+FLOATS = [F32, F16, B16, F64]
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Right answers come from here: one whole tensor at a time, through plain conversions only."""
+    return values.to(dtype)
+
+
+def test_worked_example() -> None:
+    wire = torch.zeros(3, dtype=F16)
+    views = [wire[:2], wire[2:]]
+    grads = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+    reference.pack(grads, views, scale=0.5)
+    assert wire.tolist() == [0.5, 1.0, 1.5]
+    reference.accumulate([wire, torch.ones(3, dtype=F16)], wire)
+    assert wire.tolist() == [1.5, 2.0, 2.5]
+    reference.unpack(views, grads)
+    assert [grad.tolist() for grad in grads] == [[1.5, 2.0], [2.5]]
+
+
+def test_scaled_before_cast() -> None:
+    view = torch.zeros(1, dtype=F16)
+    reference.pack([torch.tensor([1e5])], [view], scale=0.5)
+    assert view.item() == 49984  # fp16 has multiples of 32 there
+    reference.pack([torch.tensor([1e5])], [view])
+    assert view.item() == float("inf")  # the mean fits, the gradient does not: casting first is what goes wrong
+
+
+@grid("numel, wire_dtype, dtype, scale", [1, 5, 16 * 1024, 16 * 1024 + 1, 256 * 1024 + 3], FLOATS, FLOATS, [1.0, 1 / 3])
+def test_pack_and_unpack_round_once(numel: int, wire_dtype: torch.dtype, dtype: torch.dtype, scale: float) -> None:
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    compute = F64 if F64 in (dtype, wire_dtype) else F32
+    expected = rounded(grad.to(compute) * torch.tensor(scale, dtype=compute), wire_dtype)
+    for move in (reference.pack, reference.unpack):
+        target = torch.full((numel,), 7.0, dtype=wire_dtype)
+        move([grad, grad], [target.clone(), target], scale=scale)
+        assert_bitwise(target, expected)
+
+
+def test_rounding_twice_would_be_seen() -> None:
+    grad = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    once, twice = torch.empty(10_000, dtype=B16), (grad.to(B16) * torch.tensor(1 / 3)).to(B16)
+    reference.pack([grad], [once], scale=1 / 3)
+    assert (once != twice).sum() > 1000
+
+
+def test_values_follow_their_index_whatever_the_strides() -> None:
+    grad = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for scale in (1.0, 0.5):
+        contiguous, strided = torch.zeros(2, 3, 4, 5), torch.zeros_like(grad)
+        reference.pack([grad, grad], [contiguous, strided], scale=scale)
+        assert torch.equal(contiguous, torch.arange(120.0).view(2, 3, 4, 5) * scale)
+        assert torch.equal(strided, contiguous)
+    large = torch.randn(4, 64, 32, 32).to(memory_format=torch.channels_last)
+    target = torch.zeros(4, 64, 32, 32, dtype=B16)
+    reference.pack([large], [target], scale=0.3)
+    assert torch.equal(target, (large * 0.3).to(B16))
+
+
+def test_zero_dim_empty_and_nothing() -> None:
+    reference.pack([], [])
+    reference.pack([], [], scale=0.5)
+    targets = [torch.zeros(()), torch.zeros(0, 3)]
+    reference.pack([torch.tensor(3.0), torch.zeros(0, 3)], targets, scale=0.5)
+    assert targets[0].item() == 1.5
+
+
+def test_pack_refuses_what_torch_would_broadcast() -> None:
+    with pytest.raises(ValueError, match=r"tensor 1 has shape \(1,\), its target has shape \(3,\)"):
+        reference.pack([torch.ones(2), torch.ones(1)], [torch.ones(2), torch.ones(3)])
+    with pytest.raises(ValueError, match="2 tensors cannot be copied to 1"):
+        reference.pack([torch.ones(2), torch.ones(1)], [torch.ones(2)])
+    with pytest.raises(TypeError, match=r"torch\.int32 takes scale 1 only, got 0\.5"):
+        reference.pack([torch.ones(2)], [torch.ones(2, dtype=torch.int32)], scale=0.5)
+
+
+def sum_one_by_one(parts: list[torch.Tensor], dtype: torch.dtype, scale: float) -> torch.Tensor:
+    compute = F64 if F64 in (parts[0].dtype, dtype) else F32
+    total = parts[0].to(compute)
+    for part in parts[1:]:
+        total = total + part.to(compute)
+    return rounded(total * torch.tensor(scale, dtype=compute), dtype)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("out_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+def test_accumulate(dtype: torch.dtype, out_dtype: torch.dtype, num_parts: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(num_parts)
+    parts = [torch.randn(1031, generator=generator).to(dtype) for _ in range(num_parts)]
+    before = [part.clone() for part in parts]
+    expected = sum_one_by_one(parts, out_dtype, scale)
+    out = torch.full((1031,), 7.0, dtype=out_dtype)
+    reference.accumulate(parts, out, scale=scale)
+    assert_bitwise(out, expected)
+    scratch = torch.full((2000,), 7.0, dtype=reference.compute_dtype(dtype, out_dtype))
+    out.fill_(7.0)
+    reference.accumulate(parts, out, scale=scale, scratch=scratch)
+    assert_bitwise(out, expected)
+    for part, original in zip(parts, before, strict=True):
+        assert torch.equal(part, original)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.int64])
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_accumulate_into_one_of_the_parts(dtype: torch.dtype, place: int) -> None:
+    parts = [torch.tensor([1, 2, 3], dtype=dtype) * 4**i for i in range(4)]
+    reference.accumulate(parts, parts[place])
+    assert torch.equal(parts[place], torch.tensor([85, 170, 255]).to(dtype))
+    for i in {0, 1, 2, 3} - {place}:
+        assert torch.equal(parts[i], torch.tensor([1, 2, 3], dtype=dtype) * 4**i)
+
+
+def test_accumulate_adds_in_list_order() -> None:
+    big, small = torch.tensor([2.0**24]), torch.tensor([1.0])
+    out = torch.empty(1)
+    reference.accumulate([small, small, big], out)
+    assert out.item() == 2**24 + 2
+    reference.accumulate([big, small, small], out)
+    assert out.item() == 2**24  # each 1 is lost on its own
+
+
+def test_accumulate_rounds_16_bits_once() -> None:
+    parts = [torch.tensor([256.0], dtype=B16), torch.tensor([1.0], dtype=B16), torch.tensor([1.0], dtype=B16)]
+    out = torch.empty(1, dtype=B16)
+    reference.accumulate(parts, out)
+    assert out.item() == 258  # adding in bf16 stays at 256: 257 is not a bf16 value
+    assert ((parts[0] + parts[1]) + parts[2]).item() == 256
+
+
+def test_accumulate_stays_within_its_bound() -> None:
+    parts = [torch.randn(4096, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    out = torch.empty(4096)
+    reference.accumulate(parts, out, scale=0.1)
+    exact = 0.1 * sum(part.double() for part in parts)
+    bound = 8 * 2**-24 * 0.1 * sum(part.double().abs() for part in parts) + 2**-24 * exact.abs()
+    assert bool(((out.double() - exact).abs() <= bound).all())
+    assert not bool(((sum(p.to(B16) for p in parts).double() * 0.1 - exact).abs() <= bound).all())
+
+
+def test_accumulate_integers_are_exact() -> None:
+    out = torch.empty(2, dtype=torch.int64)
+    reference.accumulate([torch.tensor([2**62, 1]), torch.tensor([1, 2])], out)
+    assert out.tolist() == [2**62 + 1, 3]
+
+
+def test_accumulate_refuses() -> None:
+    ones, base = torch.ones(4), torch.ones(10)
+    half = torch.ones(4, dtype=B16)
+    refused = [
+        (ValueError, "parts is empty", lambda: reference.accumulate([], ones)),
+        (
+            ValueError,
+            r"out's shape \(4,\), got \[\(4,\), \(1,\)\]",
+            lambda: reference.accumulate([ones, ones[:1]], ones),
+        ),
+        (TypeError, "all parts need one dtype", lambda: reference.accumulate([ones, half], ones)),
+        (TypeError, "only floating point", lambda: reference.accumulate([ones], torch.ones(4, dtype=torch.int32))),
+        (TypeError, "only floating point", lambda: reference.accumulate([torch.ones(4, dtype=torch.int32)], ones)),
+        (TypeError, "scale 1 only, got 2", lambda: reference.accumulate([out_int()], out_int(), scale=2)),
+        (ValueError, r"parts\[2\] overlaps", lambda: reference.accumulate([ones, ones, base[:4]], base[2:6])),
+        (ValueError, r"parts\[0\] overlaps", lambda: reference.accumulate([base.view(B16)[:4]], base[:4])),
+        (ValueError, "at least 4 elements; got 3", lambda: reference.accumulate([half], half, scratch=torch.ones(3))),
+    ]
+    for error, message, call in refused:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def out_int() -> torch.Tensor:
+    return torch.ones(4, dtype=torch.int32)
+
+
+def test_fp32_parts_need_no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr(reference, "_running_sum", fail)
+    parts = [torch.ones(4) for _ in range(4)]
+    for out in (torch.empty(4), parts[0], parts[1]):
+        reference.accumulate(parts, out, scale=0.5)
+    with pytest.raises(AssertionError, match="allocated"):
+        reference.accumulate(parts, parts[2], scale=0.5)
+
+
+def test_public_names() -> None:
+    names = ["ChunkTable", "accumulate", "direct", "pack", "prepare_direct", "prepare_ring", "ring", "unpack"]
+    assert torchring.kernels.__all__ == names
+    assert all(callable(getattr(torchring.kernels, name)) for name in torchring.kernels.__all__)

@@ -1,0 +1,153 @@
+import pytest
+import torch
+
+from tests.kernels.test_direct import (
+    B16,
+    F16,
+    F32,
+    F64,
+    INF,
+    NAN,
+    Place,
+    Round,
+    check_abort,
+    check_outcomes,
+    come_early,
+    places_of_one_process,
+    rounds_of_rank,
+    rounds_on_streams,
+    words,
+)
+from tests.kernels.test_interpreter import TRITON_DEVICES, cast, needs_interpreter
+from tests.support.checks import assert_bitwise
+from tests.support.grids import grid
+from tests.support.harness import run_ranks
+from torchring.allreduce.slices import slice_bounds
+from torchring.kernels import lazy, prepare_ring, reference, ring
+
+ROUNDS = [
+    *(Round(numel, dtype, scale=1 / 3, seed=numel) for numel in (0, 1, 63, 1000, 5000) for dtype in (F32, F16, B16)),
+    Round(40_011, F32, seed=1),  # several blocks
+    Round(40_011, F32, seed=2, max_blocks=1),  # several turns
+    Round(5000, F64, scale=0.1, seed=4),
+    Round(1000, F32, seed=7, by_hand={(0, 777): INF, (0, 999): NAN}),
+    Round(1000, F16, seed=8, by_hand={(0, 3): 60_000.0}, scale=2.0),  # finite, but twice that is not
+    Round(40_011, F32, seed=9, by_hand={(0, 40_010): NAN}, max_blocks=1),
+    Round(40_011, F32, seed=10),  # blocks that the last launch left out
+]
+
+
+def run_ring(place: Place, todo: Round) -> None:
+    ring(
+        place.wires,
+        place.signals,
+        place.wire(todo.numel, todo.dtype),
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        scale=todo.scale,
+        abort=place.abort,
+        found=place.found,
+        max_blocks=todo.max_blocks,
+    )
+
+
+def sum_of_ring(todo: Round, num_ranks: int) -> torch.Tensor:
+    """Slice k begins with rank k, goes through the others in turn, and is rounded on its way at each."""
+    compute = reference.compute_dtype(todo.dtype, todo.dtype)
+    scaled = [todo.input(rank).to(compute) * torch.tensor(todo.scale, dtype=compute) for rank in range(num_ranks)]
+    result = torch.empty(todo.numel, dtype=todo.dtype)
+    for k, (begin, end) in enumerate(slice_bounds(todo.numel, num_ranks, todo.dtype.itemsize)):
+        total = scaled[k][begin:end]
+        for i in range(1, num_ranks):
+            total = cast(total + scaled[(k + i) % num_ranks][begin:end], todo.dtype).to(compute)
+        result[begin:end] = cast(total, todo.dtype)
+    return result
+
+
+@needs_interpreter
+@grid("num_ranks", [1, 2, 3, 5], keep=lambda num_ranks: num_ranks == 3)  # 2: test_on_device.py
+def test_every_round_between_processes(num_ranks: int) -> None:
+    rounds = ROUNDS if num_ranks < 5 else ROUNDS[1::3]
+    check_outcomes(run_ranks(rounds_of_rank, num_ranks, run_ring, rounds), rounds, sum_of_ring)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_every_round_between_streams(num_ranks: int) -> None:
+    check_outcomes(rounds_on_streams(num_ranks, run_ring, ROUNDS), ROUNDS, sum_of_ring)
+
+
+def test_the_order_of_addition_shows() -> None:
+    todo, as_direct = Round(1000, F16, seed=3), Round(1000, F16, seed=3)
+    total = sum(as_direct.input(rank).float() for rank in range(5))
+    assert not torch.equal(sum_of_ring(todo, 5), cast(total, F16))
+
+
+def example_of_rank(rank: int, num_ranks: int) -> list[float]:
+    by_hand = {(r, n): (n + 1.0) * 10**r for r in range(2) for n in range(32)}
+    ((wire, _),) = rounds_of_rank(rank, num_ranks, run_ring, [Round(32, scale=0.5, by_hand=by_hand)])
+    return wire.tolist()
+
+
+@needs_interpreter
+def test_worked_example() -> None:
+    assert run_ranks(example_of_rank, 2) == [[5.5 * n for n in range(1, 33)]] * 2
+    assert 5.5 * 17 == 93.5
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_counts_that_it_sends_and_waits_for(device: str) -> None:
+    place = places_of_one_process(3, device)[1]
+    pads = words(place)
+    # For four blocks: 40 steps that there have been, and the 4 of this round.
+    pads[1][:4, 3], pads[1][:4, 4], pads[1][:4, 5] = 45, 44, 40  # the left is in its next round already
+    expected = [pad.clone() for pad in pads]
+    expected[2][:4, 3] = 44  # the right's left
+    expected[0][:4, 4] = 44  # the left's right
+    expected[1][:4, 5] = 44
+    run_ring(place, Round(40_011))
+    for pad, what in zip(pads, expected, strict=True):
+        assert pad.tolist() == what.tolist()
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("num_steps", [0, 1, 2])  # that the left neighbour comes along
+def test_abort_ends_the_wait_and_poisons(num_steps: int, device: str) -> None:
+    place = places_of_one_process(2, device)[0]
+    words(place)[0][:, 2] = num_steps
+    check_abort(place, run_ring)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_abort_spoils_nothing_that_is_there(device: str) -> None:
+    place = places_of_one_process(2, device)[0]
+    come_early(place)
+    place.abort.fill_(1)
+    todo = Round(100)
+    place.fill(todo)
+    run_ring(place, todo)
+    result, _ = place.outcome(todo)
+    assert_bitwise(result[64:], todo.input(0)[64:])  # rank 1's wire is 0
+    assert result[:64].tolist() == [0.0] * 64  # and so is what it calls the sum of slice 0
+
+
+def test_without_cuda_or_interpreter_it_says_so() -> None:
+    place = places_of_one_process(1, "cpu")[0]
+    if lazy.INTERPRETED:
+        run_ring(place, Round(4))
+    else:
+        with pytest.raises(ValueError, match=r"ring runs on CUDA, or on CPU tensors under TRITON_INTERPRET=1; got"):
+            run_ring(place, Round(4))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_refused(device: str) -> None:
+    place = places_of_one_process(2, device)[0]
+    for error, message, change in [
+        (TypeError, r"ring sums .* got a wire of torch\.int32", {"wire": place.wire(64).view(torch.int32)}),
+        (ValueError, r"rank must be one of 2, got -1", {"rank": -1}),
+        (ValueError, r"signals must be contiguous, torch.int64 \[2\]", {"signals": place.wires[:1]}),
+    ]:
+        good = {"wires": place.wires, "signals": place.signals, "wire": place.wire(64), "rank": 0, "num_ranks": 2}
+        with pytest.raises(error, match=message):
+            prepare_ring(**{**good, "abort": place.abort, **change})

@@ -1,0 +1,529 @@
+"""`torchring run` on several hosts, and the reaper of its processes: who is started where, and that nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.harness import is_running, patient, wait_until
+from tests.support.netns import needs_hosts
+from torchring.bench.netns import INTERFACE, Network
+from torchring.launch import agent, reaper
+from torchring.launch import launcher as run_module
+from torchring.launch.launcher import Host, LaunchError, is_here, parse_hostfile, parse_hosts, share_out, start
+from torchring.launch.output import OutputOptions
+from torchring.launch.part import Part
+
+ROOT = Path(__file__).resolve().parents[2]
+REAPER = Path(run_module.__file__).with_name("reaper.py")
+
+# As sshd does: what stands behind the host, joined by spaces, is for the user's shell. `cases` says where that runs.
+SSH = """#!/bin/sh
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -o) shift 2 ;;
+        -G) echo "hostname 127.0.0.1"; exit ;;
+        -*) shift ;;
+        *) break ;;
+    esac
+done
+host=$1
+shift
+echo "$host" >>"$SSH_LOG"
+echo "$*" >>"$SSH_LOG.commands"
+case "$host" in
+%s
+    *) echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
+esac
+"""
+
+# Says where it is, then does as it is told; torch is not imported.
+RANK = """
+import json, os, pathlib, sys, time
+rank = os.environ["RANK"]
+path = pathlib.Path(os.environ["REPORTS"], rank)
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SETTING"]
+facts = {"argv": sys.argv[1:], "pid": os.getpid(), "cwd": os.getcwd(), **{name: os.environ.get(name) for name in names}}
+secret = os.environ.get("SETTING", "").rpartition(" ")[2].encode() or b"no secret"
+for file in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        facts["shown"] = secret in file.read_bytes() or facts.get("shown", False)
+    except OSError:
+        pass
+for i in range(300):
+    print("line", i, "of", rank)
+print("end of", rank, end="", file=sys.stderr)
+path.with_name("." + rank).write_text(json.dumps(facts))
+path.with_name("." + rank).rename(path)
+if sys.argv[1:2] == ["wait"]:
+    time.sleep(60)
+if sys.argv[1:2] == ["fail"]:
+    while not all(path.with_name(str(rank)).exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
+        time.sleep(0.05)
+    sys.exit(3) if rank == sys.argv[2] else time.sleep(60)
+"""
+
+SUM = """
+import json, os, torch, torchring
+total = torchring.all_reduce(torch.tensor([10.0 ** torchring.rank()]), "sum").item()
+facts = [torchring.rank(), torchring.local_rank(), torchring.node_rank(), total, os.environ["SETTING"], os.getcwd()]
+print(json.dumps(facts) + "\\n", end="", flush=True)
+"""
+
+# What the rank and its agent listen at, and the kernel's text for these addresses.
+LISTENING = """
+import pathlib
+def listening(pid):
+    links = [os.readlink(link) for link in pathlib.Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    for table in ("tcp", "tcp6"):
+        for line in pathlib.Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, here, _, state, *others = line.split()
+            if state == "0A" and f"socket:[{others[5]}]" in links:
+                yield here.partition(":")[0]
+if torchring.rank() == 0:
+    print("listening at", *sorted([*listening(os.getpid()), *listening(os.getppid())]), file=sys.stderr, flush=True)
+torchring.all_reduce(torch.zeros(1))
+"""
+
+
+def _of_kernel(address: str) -> str:
+    return socket.inet_aton(address)[::-1].hex().upper()
+
+
+def check_lines(out: str, ranks: int, tag: str = "") -> None:
+    """Each of them whole, and each rank's in order."""
+    lines = out.splitlines()
+    for rank in range(ranks):
+        start = tag.format(rank)
+        mine = [line for line in lines if line.endswith(f" of {rank}")]
+        assert mine == [f"{start}line {i} of {rank}" for i in range(300)]
+    assert len(lines) == 300 * ranks
+
+
+class Cluster:
+    """`torchring run` in a folder of its own, with an ssh that knows the hosts of `cases`."""
+
+    def __init__(self, folder: Path, cases: str) -> None:
+        self.folder = folder / "a folder's name"
+        self.reports_folder = folder / "reports"
+        (folder / "bin").mkdir()
+        self.folder.mkdir()
+        self.reports_folder.mkdir()
+        ssh = folder / "bin" / "ssh"
+        ssh.write_text(SSH % cases)
+        ssh.chmod(0o755)
+        self.log = folder / "log"
+        self.log.touch()
+        launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMP", "PMI", "SLURM_", "TORCHRING_")
+        self.environ = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+        self.environ |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SSH_LOG": str(self.log)}
+        self.environ |= {"PYTHONPATH": str(ROOT), "REPORTS": str(self.reports_folder), "OMP_NUM_THREADS": "1"}
+
+    def start(self, *arguments: str, code: str = RANK, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        (self.folder / "script.py").write_text(code)
+        command = [*before, sys.executable, "-m", "torchring.cli", "run", *arguments]
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+        try:
+            out, err = process.communicate(timeout=patient(60))
+        finally:
+            for pid in self.pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def run(self, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+        return self.finish(self.start(*arguments, **how))
+
+    def reports(self) -> list[dict[str, Any]]:
+        return [json.loads(file.read_text()) for file in sorted(self.reports_folder.glob("[0-9]*"))]
+
+    def pids(self) -> list[int]:
+        return [report["pid"] for report in self.reports()]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    """Two "hosts", both this machine, which only ssh knows."""
+    return Cluster(tmp_path, '    far | further) exec sh -c "$*" ;;')
+
+
+# ---- hosts
+
+
+def test_hosts() -> None:
+    assert parse_hosts("a:2, me@b.cluster:4,10.0.0.7") == [Host("a", 2), Host("me@b.cluster", 4), Host("10.0.0.7", 1)]
+    assert parse_hosts("[fe80::1]:2") == [Host("[fe80::1]", 2)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a:", "a:0", "a:x", "a:-1", ":2", "a:2,", "a b", "a:1:2", "-oProxyCommand=x", "a;b:"]
+)
+def test_what_is_no_list_of_hosts(text: str) -> None:
+    with pytest.raises(LaunchError, match="-H takes host:slots"):
+        parse_hosts(text)
+
+
+def test_host_file() -> None:
+    text = "# two machines\n\na slots=2 # old\n  b:3\nc\n"
+    assert parse_hostfile(text) == [Host("a", 2), Host("b", 3), Host("c", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("a\nb slots=x", "line 2 .*got 'b slots=x'"),
+        ("a slots=0", "line 1"),
+        ("a:2 slots=2", "line 1"),
+        ("a 2", "line 1"),
+        ("a slots=2 max_slots=3", "line 1"),
+        ("# nothing", "names no host"),
+    ],
+)
+def test_what_is_no_host_file(text: str, complaint: str) -> None:
+    with pytest.raises(LaunchError, match=complaint):
+        parse_hostfile(text)
+
+
+def test_hosts_are_filled_in_order() -> None:
+    hosts = [Host("a", 2), Host("b", 2), Host("a", 1), Host("c", 4)]
+    assert share_out(hosts, None) == [Host("a", 3), Host("b", 2), Host("c", 4)]
+    assert share_out(hosts, 4) == [Host("a", 3), Host("b", 1)]
+    assert share_out(hosts, 1) == [Host("a", 1)]
+    with pytest.raises(LaunchError, match="-np 10 is more than the 9 slots of a:3, b:2, c:4"):
+        share_out(hosts, 10)
+
+
+def test_names_of_this_machine() -> None:
+    assert all(map(is_here, ("localhost", "127.0.0.1", "[::1]", socket.gethostname())))
+    assert not any(map(is_here, ("192.0.2.1", "torchring.invalid", "someone@localhost", "[2001:db8::1]")))
+    names = run_module.as_this_machine([Host("far", 1), Host("localhost", 2), Host("127.0.0.1", 3)])
+    assert names == [Host("far", 1), Host("localhost", 5)]
+
+
+def test_what_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, far = Host("localhost", 2), Host("192.0.2.1", 2)
+    for trouble, chosen in [(None, "mpirun"), ("no mpirun", "ssh")]:
+        monkeypatch.setattr(run_module, "_why_no_mpirun", lambda trouble=trouble: trouble)
+        assert run_module._choose([here], "auto") == "local"
+        assert run_module._choose([here, far], "auto") == chosen
+        assert run_module._choose([here, far], "ssh") == "ssh"
+    with pytest.raises(LaunchError, match="no mpirun"):
+        run_module._choose([here], "mpirun")
+    with pytest.raises(LaunchError, match="must be one of auto, local, mpirun, ssh, got 'srun'"):
+        start(["x.py"], launcher="srun")
+
+
+def test_an_mpirun_that_is_not_open_mpis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
+    assert "no mpirun on PATH" in str(run_module._why_no_mpirun())
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    beside = tmp_path / "venv" / "bin" / "mpirun"
+    beside.write_text("#!/bin/sh\necho Intel\n")
+    beside.chmod(0o755)
+    assert str(run_module._why_no_mpirun()).startswith(f"{beside} is not Open MPI's"), "pip puts it there"
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho HYDRA build details:\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    assert "not Open MPI's" in str(run_module._why_no_mpirun())
+
+
+# ---- the reaper
+
+
+def reaped(*command: str) -> tuple[subprocess.Popen[bytes], int]:
+    theirs, lifeline = os.pipe()
+    process = subprocess.Popen([sys.executable, "-I", str(REAPER), str(theirs), *command], pass_fds=[theirs])
+    os.close(theirs)
+    return process, lifeline
+
+
+@pytest.mark.parametrize(("command", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143)])
+def test_the_reaper_passes_the_exit_code_on(command: str, code: int) -> None:
+    process, lifeline = reaped("sh", "-c", command)
+    assert process.wait(patient(20)) == code
+    os.close(lifeline)
+
+
+def test_the_reaper_of_a_command_that_is_not_there() -> None:
+    process, lifeline = reaped("/nowhere/command")
+    assert process.wait(patient(20)) == 127
+    os.close(lifeline)
+
+
+@pytest.mark.parametrize("ending", ["pipe", "signal", "failure"])
+def test_the_reaper_leaves_nothing(ending: str, tmp_path: Path) -> None:
+    """Not those that are in sessions of their own and have lost their parent either."""
+    orphan = f"setsid sh -c 'echo $$ >{tmp_path}/new && mv {tmp_path}/new {tmp_path}/pid; exec sleep 60' &"
+    process, lifeline = reaped("sh", "-c", f"{orphan} {'sleep 1; exit 4' if ending == 'failure' else 'sleep 60'}")
+    wait_until((tmp_path / "pid").exists, "the orphan")
+    pid = int((tmp_path / "pid").read_text())
+    assert is_running(pid)
+    if ending == "pipe":
+        os.close(lifeline)
+    elif ending == "signal":
+        process.terminate()
+    assert process.wait(patient(20)) == (4 if ending == "failure" else 143)
+    assert not is_running(pid)
+    if ending != "pipe":
+        os.close(lifeline)
+
+
+def test_the_reaper_collects_orphans(tmp_path: Path) -> None:
+    """Zombies would use up the process numbers of a container in a long job."""
+    command = f"for i in 1 2 3; do sh -c 'sh -c true &'; done; touch {tmp_path}/started; exec sleep 60"
+    process, lifeline = reaped("sh", "-c", command)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until((tmp_path / "started").exists, "the orphans")
+    wait_until(lambda: len(children.read_text().split()) == 1, "the orphans to be collected")
+    os.close(lifeline)
+    assert process.wait(patient(20)) == 143
+
+
+def test_the_reaper_meets_a_process_of_another_user(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It goes on with the others."""
+    own, really_kill = subprocess.Popen(["sleep", "60"]), os.kill
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 1:
+            raise PermissionError
+        really_kill(pid, number)
+
+    monkeypatch.setattr(reaper.os, "kill", kill)
+    reaper._kill(lambda: {1, own.pid} if own.poll() is None else {1})
+    assert own.wait() == -signal.SIGKILL
+    assert capfd.readouterr().err == "torchring run: processes of another user still run: [1]\n"
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_reaper_that_gets_no_heartbeat_ends_its_command(beats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a line that is cut: the pipe is not closed."""
+    monkeypatch.setattr(run_module, "HEARTBEAT_SECONDS", 0.1 if beats else 100.0)
+    reaper = [sys.executable, "-I", str(REAPER), "0", "--silence", "1"]
+    job = run_module.Job("host", [*reaper, "sleep", "3" if beats else "60"], os.environ, is_remote=True)
+    assert run_module._supervise([job], None, lambda: False) == (0 if beats else 128 + signal.SIGTERM)
+
+
+# ---- over ssh
+
+
+def test_hosts_over_ssh(cluster: Cluster) -> None:
+    """Two hosts of unequal size; everything that a shell could take apart arrives whole, and so does an exit code."""
+    given = ["fail", "2", "a b", "$HOME", "it's", "--", "-np", "*", ""]
+    hosts = ["-H", "far:2,further:9", "-np", "3", "--tag-output"]
+    cluster.environ["SETTING"] = f"x y's $Z\n {secrets.token_hex(8)}"
+    ran = cluster.run("--launcher", "ssh", *hosts, "--env", "SETTING", "script.py", *given)
+    assert ran.returncode == 3, ran.stderr
+    check_lines(ran.stdout, 3, "[{}] ")
+    assert [ran.stderr.count(f"[{rank}] end of {rank}") for rank in range(3)] == [1, 1, 1]
+    assert "torchring run: rank 2 (pid " in ran.stderr
+    assert "torchring run: the processes on further failed, with exit code 3" in ran.stderr
+    assert not any(map(is_running, cluster.pids()))
+    assert sorted(cluster.log.read_text().split()) == ["far", "further"]
+    assert "Traceback" not in ran.stderr, "no agent was left without the store"
+    reports = cluster.reports()
+    assert [report["RANK"] for report in reports] == ["0", "1", "2"]
+    assert [report["LOCAL_RANK"] for report in reports] == ["0", "1", "0"]
+    assert [report["LOCAL_WORLD_SIZE"] for report in reports] == ["2", "2", "1"]
+    for report in reports:
+        assert (report["WORLD_SIZE"], report["SETTING"], report["argv"]) == ("3", cluster.environ["SETTING"], given)
+        assert not report["shown"], "in a command line, which all users of the machine can read"
+        assert report["cwd"] == str(cluster.folder)
+    assert cluster.environ["SETTING"].split()[-1] not in Path(f"{cluster.log}.commands").read_text()
+
+
+@pytest.mark.grid
+def test_the_exit_code_of_a_rank_far_away(cluster: Cluster) -> None:
+    ran = cluster.run("--launcher", "ssh", "-H", "localhost,far", "script.py", "fail", "1")
+    assert ran.returncode == 3, ran.stderr
+    assert "torchring run: rank 1 (pid " in ran.stderr
+    assert "torchring run: the processes on far failed, with exit code 3" in ran.stderr
+    assert not any(map(is_running, cluster.pids()))
+
+
+def test_a_host_that_ssh_does_not_know(cluster: Cluster) -> None:
+    ran = cluster.run("--launcher", "ssh", "-H", "localhost,nowhere", "script.py", "wait")
+    assert ran.returncode == 255
+    assert "Could not resolve hostname nowhere" in ran.stderr
+    assert "torchring run: nowhere ended first, with 255: ssh could not run the processes there" in ran.stderr
+    assert not any(map(is_running, cluster.pids()))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "number"),
+    [
+        (["-H", "localhost,far", "--launcher", "ssh"], signal.SIGTERM),
+        pytest.param(["-H", "localhost,far", "--launcher", "ssh"], signal.SIGKILL, marks=pytest.mark.grid),
+        (["-np", "2"], signal.SIGKILL),
+    ],
+    ids=str,
+)
+def test_nothing_outlives_the_launcher(hosts: list[str], number: signal.Signals, cluster: Cluster) -> None:
+    process = cluster.start(*hosts, "script.py", "wait")
+    try:
+        wait_until(lambda: len(cluster.pids()) == 2 or process.poll() is not None, "the ranks")
+        pids = cluster.pids()
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
+        process.send_signal(number)
+        assert process.wait(patient(40)) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+        wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=20)
+    finally:
+        cluster.finish(process)
+
+
+@pytest.mark.parametrize(
+    ("depth", "message"),
+    [
+        (1, "the process that watches over the ranks (reaper.py, pid {}) was killed by SIGKILL"),
+        (2, "the process that starts the ranks (pid {}) was killed by SIGKILL"),
+    ],
+    ids=["reaper", "agent"],
+)
+def test_a_process_between_launcher_and_ranks_is_killed(depth: int, message: str, cluster: Cluster) -> None:
+    """The job ends, and the launcher says why."""
+    process = cluster.start("-np", "2", "script.py", "wait")
+    try:
+        wait_until(lambda: len(cluster.pids()) == 2 or process.poll() is not None, "the ranks")
+        victim = process.pid
+        for _ in range(depth):
+            victim = int(Path(f"/proc/{victim}/task/{victim}/children").read_text().split()[0])
+        os.kill(victim, signal.SIGKILL)
+        assert process.wait(patient(40)) == 137
+        wait_until(lambda: not any(map(is_running, cluster.pids())), "the ranks to end", seconds=20)
+    finally:
+        ran = cluster.finish(process)
+    assert f"torchring run: {message.format(victim)}" in ran.stderr
+
+
+# ---- mpirun
+
+needs_mpirun = pytest.mark.skipif(run_module._why_no_mpirun() is not None, reason=str(run_module._why_no_mpirun()))
+
+
+@needs_mpirun
+def test_mpirun_on_this_machine(cluster: Cluster) -> None:
+    code = RANK.replace('os.environ["RANK"]', 'os.environ["OMPI_COMM_WORLD_RANK"]')
+    code = code.replace('os.environ["WORLD_SIZE"]', 'os.environ["OMPI_COMM_WORLD_SIZE"]')
+    code = "import mpi4py.MPI\n" + code  # at its exit, a rank waits for the others
+    logs = cluster.folder / "logs"
+    cluster.environ["SETTING"] = f"a, b's $c {secrets.token_hex(8)}"
+    options = ["--launcher", "mpirun", "-H", "localhost:2", "--env", "SETTING", "--log-dir", str(logs)]
+    ran = cluster.run(*options, "script.py", "fail", "1", "x y", code=code)
+    assert ran.returncode == 3, ran.stderr
+    check_lines(ran.stdout, 2)
+    for rank in range(2):
+        file = (logs / f"rank{rank}.log").read_text()
+        assert [line for line in file.splitlines() if line.startswith("line")] == [
+            f"line {i} of {rank}" for i in range(300)
+        ]
+        assert f"end of {rank}" in file
+    reports = cluster.reports()
+    assert [report["argv"] for report in reports] == [["fail", "1", "x y"]] * 2
+    assert [report["SETTING"] for report in reports] == [cluster.environ["SETTING"]] * 2
+    assert not any(report["shown"] for report in reports), "in a command line, which all users of the machine can read"
+    assert [report["cwd"] for report in reports] == [str(cluster.folder)] * 2
+    wait_until(lambda: not any(map(is_running, cluster.pids())), "the ranks to end", seconds=10)
+
+
+# ---- where the store listens
+
+
+def test_one_machine_listens_on_loopback_only(cluster: Cluster) -> None:
+    ran = cluster.run("-np", "2", "--env", "SETTING=", "script.py", code=f"import sys{SUM}{LISTENING}")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == f"listening at {_of_kernel('127.0.0.1')}\n"
+
+
+@pytest.mark.parametrize(
+    ("address", "resolved"),
+    [
+        ("192.0.2.1", ["192.0.2.1"]),  # a router's
+        ("node1", ["127.0.1.1"]),  # Debian's idea of a machine's own name
+        ("node1", ["192.0.2.1", "2001:db8::1"]),
+        ("node1", []),
+    ],
+)
+def test_an_address_that_may_differ_for_other_hosts(
+    address: str, resolved: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "resolve", {address: resolved}.__getitem__)
+    with agent._listener(Part(1, 2, 0, "node1", address, 0, OutputOptions())) as listener:
+        assert listener.getsockname()[0] in ("0.0.0.0", "::")
+        with socket.create_connection(("127.0.0.1", listener.getsockname()[1])):
+            pass
+
+
+# ---- hosts that are apart
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[tuple[Network, Cluster]]:
+    """Two namespaces with host names of their own, which Open MPI goes by, and a name service that answers at once."""
+    with Network(2) as network:
+        folders = [Path("/etc/netns", network.name(host)) for host in range(2)]
+        cases = []
+        for host, folder in enumerate(folders):
+            folder.mkdir(parents=True)
+            (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
+            names = [f"{address} torchring-host{i}\n" for i, address in enumerate(network.addresses)]
+            (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
+            there = " ".join(network.command(host, ["unshare", "--uts", "sh", "-c"]))
+            cases.append(
+                f"""    {network.addresses[host]}) exec {there} 'hostname torchring-host{host}; eval "$0"' "$*" ;;"""
+            )
+        try:
+            yield network, Cluster(tmp_path, "\n".join(cases))
+        finally:
+            for folder in folders:
+                shutil.rmtree(folder)
+            with contextlib.suppress(OSError):
+                folders[0].parent.rmdir()
+
+
+@needs_hosts
+@pytest.mark.parametrize("launcher", ["ssh", pytest.param("mpirun", marks=[needs_mpirun, pytest.mark.grid])])
+def test_hosts_that_are_apart(launcher: str, network: tuple[Network, Cluster]) -> None:
+    """Started on the first of them, which is not gone to by ssh."""
+    hosts, cluster = network
+    on_first = hosts.command(0, ["unshare", "--uts", "sh", "-c", 'hostname torchring-host0; exec "$@"', "sh"])
+    slots = f"{hosts.addresses[0]}:2,{hosts.addresses[1]}:1"
+    options = ["--launcher", launcher, "-H", slots, "--env", "SETTING=x y", "--env", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
+    ran = cluster.run(*options, "script.py", code=f"import sys{SUM}{LISTENING}", before=tuple(on_first))
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    ranks = sorted(json.loads(line) for line in ran.stdout.splitlines() if line.startswith("["))
+    folder = str(cluster.folder)
+    assert ranks == [
+        [0, 0, 0, 111.0, "x y", folder], [1, 1, 0, 111.0, "x y", folder], [2, 0, 1, 111.0, "x y", folder]
+    ]  # fmt: skip
+    assert cluster.log.read_text().split() == [hosts.addresses[1]]
+    listening = {
+        word for line in ran.stderr.splitlines() if line.startswith("listening at") for word in line.split()[2:]
+    }
+    if launcher == "ssh":  # the store, and Gloo
+        assert listening == {_of_kernel(hosts.addresses[0])}

@@ -1,0 +1,649 @@
+"""`torchring run`: what ranks are told, what becomes of their exit codes, and that none survives the launcher; and
+`torchring bench`, which has the same duties towards a benchmark."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+import torchring
+from tests.support.documents import ROOT, blocks
+from tests.support.harness import is_running, patient, wait_until
+from torchring import cli
+from torchring.launch.launcher import Host
+from torchring.launch.output import OutputOptions
+
+REPORT = """
+import json, os, sys
+from pathlib import Path
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"]
+text = json.dumps({"argv": sys.argv[1:], "input": sys.stdin.read(), **{name: os.environ.get(name) for name in names}})
+Path(os.environ["REPORTS"], os.environ["RANK"]).write_text(text)
+"""
+
+
+class Launcher:
+    """Runs `python -m torchring ...` in a folder of its own; what ranks write to $REPORTS is in `reports`."""
+
+    input = "for rank 0\n"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reports_folder = folder / "reports"
+        self.reports_folder.mkdir()
+        launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "OMP_")
+        self.environ = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+        self.environ |= {"REPORTS": str(self.reports_folder)}
+
+    def script(self, code: str, name: str = "script.py") -> str:
+        (self.folder / name).write_text(code)
+        return name
+
+    def start(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torchring", *arguments],
+            cwd=self.folder,
+            env={**self.environ, **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, **environ)
+        try:
+            out, err = process.communicate(self.input, timeout=patient(60))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def reports(self) -> list[dict[str, object]]:
+        files = sorted(self.reports_folder.iterdir(), key=lambda file: int(file.name))
+        return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    return Launcher(tmp_path)
+
+
+# What ranks are told
+
+
+def test_ranks_get_their_place_and_the_scripts_arguments(launcher: Launcher) -> None:
+    """Those that look like the launcher's own, too: everything behind the script belongs to it."""
+    given = [
+        "data",
+        "--help",
+        "-np",
+        "7",
+        "--num-proc=3",
+        "-h",
+        "--version",
+        "--nproc-per-node=9",
+        "a b",
+        "",
+        "-x",
+        "--",
+    ]
+    given += ["--", "run", "--standalone", "--lr", "-0.5"]
+    ran = launcher.run("run", "-np", "2", launcher.script(REPORT), *given)
+    assert ran.returncode == 0, ran.stderr
+    reports = launcher.reports()
+    assert [report["argv"] for report in reports] == [given, given]
+    assert [report["input"] for report in reports] == [launcher.input, ""]
+    assert [report["RANK"] for report in reports] == ["0", "1"]
+    assert [report["LOCAL_RANK"] for report in reports] == ["0", "1"]
+    assert [report["WORLD_SIZE"] for report in reports] == ["2", "2"]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert [report["OMP_NUM_THREADS"] for report in reports] == [threads, threads]
+
+
+def test_a_double_dash_first_belongs_to_the_script(launcher: Launcher) -> None:
+    """A module, and a terminal's worth of nothing: what it prints is in the log file only."""
+    launcher.script(REPORT + "print('all', 'well')")
+    logs = ["--log-dir", "logs", "--quiet"]
+    ran = launcher.run("run", "--num-proc=1", *logs, "-m", "script", "--", "--epochs", "3", OMP_NUM_THREADS="3")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert (launcher.folder / "logs" / "rank0.log").read_text() == "all well\n"
+    (report,) = launcher.reports()
+    assert [report[name] for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")] == ["0", "1", "3"]
+    assert report["argv"] == ["--", "--epochs", "3"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--", "-a"], ["--", "-a"]),
+        (["--", "--"], ["--", "--"]),
+        (["a", "--", "b"], ["a", "--", "b"]),
+        (["a", "--"], ["a", "--"]),
+        (["--"], ["--"]),
+        (["-np", "3"], ["-np", "3"]),
+        ([], []),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("before", [[], ["--"]], ids=["plain", "after --"])
+def test_what_stands_behind_the_script_is_taken_apart_by_nobody(
+    before: list[str], given: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A "--" before the script is the launcher's own."""
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cli, "start", lambda *arguments, **_: seen.append(arguments) or 0)  # type: ignore[func-returns-value]
+    assert cli.main(["run", "-np", "2", *before, __file__, *given]) == 0
+    assert seen == [([__file__, *expected], 2, None, {}, "auto", OutputOptions())]
+
+
+def test_options_of_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cli, "start", lambda *arguments, **_: seen.append(arguments) or 7)  # type: ignore[func-returns-value]
+    hosts = [Host("a", 2), Host("b", 3)]
+    assert cli.main(["run", "-H", "a:2,b:3", "--env", "K=V=W x", "--env", "EMPTY=", __file__, "--env", "A=B"]) == 7
+    (tmp_path / "hosts").write_text("a slots=2\nb:3  # fast\n")
+    file = f"--hostfile={tmp_path / 'hosts'}"
+    logs = ["--log-dir", "logs", "--tag-output", "--quiet"]
+    assert cli.main(["run", "--nproc-per-node", "4", file, "--launcher", "ssh", *logs, "-m", "module", "-np", "1"]) == 7
+    assert seen == [
+        ([__file__, "--env", "A=B"], None, hosts, {"K": "V=W x", "EMPTY": ""}, "auto", OutputOptions()),
+        (["-m", "module", "-np", "1"], 4, hosts, {}, "ssh", OutputOptions(True, "logs", True)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-H", "a:x"], "torchring run: -H takes host:slots,host:slots,..., got 'a:x'\n"),
+        (["-H", "a:1", "-np", "3"], "torchring run: -np 3 is more than the 1 slots of a:1\n"),
+        (["-H", "192.0.2.1:1", "--launcher", "local"], "torchring run: launcher 'local' starts nothing on 192.0.2.1;"),
+        (["--hostfile", "/nowhere/hosts"], "torchring run: cannot read the host file '/nowhere/hosts': "),
+        (["-H", "a", "--hostfile", "b"], "usage: torchring run"),
+        (["-np", "1", "--env", "K"], "usage: torchring run"),
+        (["-np", "1", "--env", "2K=V"], "usage: torchring run"),
+        (["-np", "1", "--env", "RANK=3"], "usage: torchring run"),
+        (["-np", "1", "--quiet"], "usage: torchring run"),
+        (["-np", "1", "--nproc", "x"], "usage: torchring run"),
+        (["--nprocs", "1"], "usage: torchring run"),
+        (["-np", "1", "--launcher", "horse"], "usage: torchring run"),
+        ([], "usage: torchring run"),
+    ],
+    ids=str,
+)
+def test_wrong_use_of_run(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(["run", *arguments, __file__], capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith(complaint)
+
+
+def test_doctor_is_called_with_all_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    doctor = types.ModuleType("torchring.doctor")
+    doctor.main = lambda arguments: seen.append(arguments) or 3  # type: ignore[attr-defined, func-returns-value]
+    monkeypatch.setitem(sys.modules, "torchring.doctor", doctor)
+    monkeypatch.setattr(torchring, "doctor", doctor, raising=False)
+    assert cli.main(["doctor", "--json", "-np", "2", "--help", "--"]) == 3
+    assert seen == [["--json", "-np", "2", "--help", "--"]]
+
+
+def test_readmes_first_script_trains_as_pasted(launcher: Launcher) -> None:
+    """And ranks reduce together."""
+    code = blocks(ROOT / "README.md", "python")[0].code
+    code += """
+import os
+from pathlib import Path
+total = torchring.all_reduce(torch.tensor([float(torchring.rank() + 1)]), "sum").item()
+Path(os.environ["REPORTS"], str(torchring.rank())).write_text(str([total, torchring.size()]))
+"""
+    ran = launcher.run("run", "-np", "2", launcher.script(code, "a script with spaces.py"))
+    assert ran.returncode == 0, ran.stderr
+    losses = [float(line.rpartition(" ")[2]) for line in ran.stdout.splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 2
+    assert launcher.reports() == [[3.0, 2]] * 2
+
+
+# Exit codes
+
+
+@pytest.mark.grid  # those of launch/test_agent.py fail with exit codes, too
+def test_exit_code_of_the_rank_that_failed(launcher: Launcher) -> None:
+    script = launcher.script("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)\n")
+    started = time.monotonic()
+    ran = launcher.run("run", "-np", "2", script)
+    assert ran.returncode == 3
+    assert "rank 1 (pid " in ran.stderr
+    assert "ended first, with exit code 3" in ran.stderr
+    assert time.monotonic() - started < patient(45)  # the other one was ended, not waited for
+
+
+def test_a_killed_rank_is_137(launcher: Launcher) -> None:
+    """The other rank has time to see it, and to say so. It does not count as the one that ended first."""
+    code = """
+import os, signal, sys, time
+from pathlib import Path
+path = Path(os.environ["REPORTS"], "0")
+if os.environ["RANK"] == "0":
+    path.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGKILL)
+while not path.exists() or not path.read_text() or os.path.exists(f"/proc/{path.read_text()}"):
+    time.sleep(0.01)
+sys.exit("rank 0 died in step 5")
+"""
+    ran = launcher.run("run", "-np", "2", launcher.script(code))
+    assert ran.returncode == 137
+    assert "rank 0 died in step 5" in ran.stderr
+    assert "rank 0 (pid " in ran.stderr
+    assert "killed by SIGKILL" in ran.stderr
+
+
+def test_interrupting_the_launcher_ends_all_ranks(launcher: Launcher) -> None:
+    """To the launcher alone, as from a scheduler; a terminal would send Ctrl-C to the ranks as well."""
+    code = """
+import os, time
+from pathlib import Path
+path = Path(os.environ["REPORTS"], os.environ["RANK"])
+path.with_name("." + path.name).write_text(str(os.getpid()))
+path.with_name("." + path.name).rename(path)
+time.sleep(60)
+"""
+    process = launcher.start("run", "-np", "2", launcher.script(code))
+    try:
+        wait_until(lambda: {f.name for f in launcher.reports_folder.iterdir()} >= {"0", "1"}, "the ranks")
+        pids = [int((launcher.reports_folder / rank).read_text()) for rank in "01"]
+        assert all(map(is_running, pids))
+        for _ in range(3):  # as by somebody in a hurry
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=patient(60))
+        assert process.returncode == 130, err
+        wait_until(lambda: not any(map(is_running, pids)), "the ranks to end", seconds=10)
+        assert "torch" not in err  # tracebacks are the ranks' own
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for pid in launcher.reports_folder.glob("[01]"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_closed_streams(closed: str, launcher: Launcher) -> None:
+    """The ranks print into nothing, as a script without launcher does."""
+    script = launcher.script("import sys; print('hello'); print('hello', file=sys.stderr)")
+    command = ["sh", "-c", f'exec "$0" -m torchring run -np 2 {script} {closed}', sys.executable]
+    ran = subprocess.run(command, cwd=launcher.folder, env=launcher.environ, capture_output=True, timeout=patient(60))
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"" if "2>" in closed else b"hello\n" * 2)
+
+
+def test_the_folder_of_progress_goes_with_the_job_or_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "torchring-progress-killed").mkdir()
+    with cli._progress_folder() as first, cli._progress_folder() as second:
+        assert {str(file) for file in tmp_path.iterdir()} == {first, second}
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_pytorch_there_is_a_sentence(launcher: Launcher) -> None:
+    code = "import sys; sys.modules['torch'] = None; from torchring.__main__ import main; sys.argv[1:] = ['doctor']; "
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit(main())"], env=launcher.environ, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "torchring needs torch, which is not installed: pip install torch\n"
+
+
+def test_a_machine_that_does_not_reach_itself_says_so(launcher: Launcher) -> None:
+    """torch would try for a minute, and print pages."""
+    alone = ["unshare", "--net", "--map-root-user"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("takes a network namespace")
+    command = [*alone, sys.executable, "-m", "torchring", "run", "-np", "2", launcher.script("")]
+    ran = subprocess.run(command, cwd=launcher.folder, capture_output=True, text=True, timeout=patient(60))
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("torchring run: this machine does not reach itself at 127.0.0.1")
+    assert "`ip link set lo up`" in ran.stderr
+
+
+def test_what_needs_no_torch_imports_none(launcher: Launcher) -> None:
+    """And Ctrl-C during its import, which takes seconds, ends the command without a traceback."""
+    sign = launcher.folder / "importing"
+    (launcher.folder / "fake").mkdir()
+    launcher.script(f"open({str(sign)!r}, 'w').close()\nimport time\ntime.sleep(60)\n", "fake/torch.py")
+    environ = {"PYTHONPATH": str(launcher.folder / "fake")}
+    for arguments, code in [(["--version"], 0), (["run", "--help"], 0), (["run"], 2), (["bench", "--help"], 0)]:
+        assert launcher.run(*arguments, **environ).returncode == code
+        assert not sign.exists()
+    for command in (["run", "-np", "2", launcher.script("")], ["doctor"]):
+        process = launcher.start(*command, **environ)
+        try:
+            wait_until(sign.exists, "the import")
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=patient(60))
+            assert process.returncode in (130, -signal.SIGINT)  # 130 to a shell
+            assert (out, err) == ("", "")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        sign.unlink()
+
+
+# Wrong use, in this process: it ends before anything is started
+
+
+def called(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        code = cli.main(arguments)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_missing_script_is_2_with_a_plain_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder, missing = str(tmp_path), str(tmp_path / "nowhere.py")
+    for script, complaint in [
+        (missing, f"there is no script {missing!r}"),
+        (folder, f"{folder!r} is a directory without a __main__.py"),
+    ]:
+        code, out, err = called(["run", "-np", "2", script], capsys)
+        assert (code, out) == (2, "")
+        assert err == f"torchring run: {complaint}\n"
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "-3"])
+def test_too_few_processes(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(["run", f"--num-proc={number}", __file__], capsys)
+    assert (code, out) == (2, "")
+    assert "usage: torchring run" in err
+    assert f"argument -np/-n/--num-proc/--nproc-per-node: needs a number of processes, 1 or more, got {number!r}" in err
+
+
+@pytest.mark.parametrize("text", ["many", "2.5", "", "0x2"])
+def test_not_a_number_of_processes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(["run", f"--num-proc={text}", __file__], capsys)
+    assert (code, out) == (2, "")
+    assert "usage: torchring run" in err
+    assert f"argument -np/-n/--num-proc/--nproc-per-node: needs a number of processes, 1 or more, got {text!r}" in err
+    assert "_positive" not in err  # a name of ours, which says nothing to a user
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["walk"],
+        ["run"],
+        ["run", __file__],
+        ["run", "-np", "2"],
+        ["run", "-np"],
+        ["run", "--wrong", "-np", "2", "x"],
+        ["bench"],
+        ["bench", "--wrong"],
+    ],
+    ids=" ".join,
+)
+def test_nonsense_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(arguments, capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: torchring")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["run", "--help"], ["run", "-h"]], ids=" ".join)
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = called(arguments, capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: torchring")
+    assert ("-np" in out) is (arguments[0] == "run")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = called(["--version"], capsys)
+    assert code == 0
+    assert out.strip() == f"torchring {torchring.__version__}"
+
+
+def test_the_command_is_installed() -> None:
+    """Beside the interpreter that runs the tests."""
+    command = Path(sys.executable).with_name("torchring")
+    ran = subprocess.run(
+        [command, "run", "-np", "1", "nowhere.py"], capture_output=True, text=True, timeout=patient(60)
+    )
+    assert (ran.returncode, ran.stderr) == (2, "torchring run: there is no script 'nowhere.py'\n")
+
+
+# Benchmarks: `torchring bench` with a folder of our own, in this process
+
+ONE = '''"""One: prints what it was given.
+
+Not in the summary."""
+import json, sys
+if __name__ == "__main__":
+    print(json.dumps(sys.argv))
+'''
+ENDS = '''"""Ends as it is told."""
+import os, sys
+if __name__ == "__main__":
+    os.kill(os.getpid(), int(sys.argv[2])) if sys.argv[1] == "signal" else sys.exit(int(sys.argv[2]))
+'''
+WAITS = '''"""Waits, and so does its child; argv: a file for both pids, and signals to ignore."""
+import os, signal, subprocess, sys, time
+if __name__ == "__main__":
+    for number in sys.argv[2:]:
+        signal.signal(int(number), signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "60"])
+    with open(sys.argv[1] + ".new", "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+    time.sleep(60)
+'''
+
+
+@pytest.fixture
+def benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that `torchring bench` looks into."""
+    folder = tmp_path / "bench"
+    (folder / "micro").mkdir(parents=True)
+    sources = {"one": ONE, "ends": ENDS, "waits": WAITS, "tool": "def main(): ...", "__init__": ""}
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source)
+    (folder / "micro" / "__init__.py").write_text('"""Small ones."""')
+    monkeypatch.setattr(cli, "_BENCH", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["--help"],
+        ["-h", "--version", "-np", "2"],
+        ["--", "-a"],
+        ["--", "--"],
+        ["--"],
+        ["a", "--", "b c", ""],
+        ["one"],
+        ["--sizes", "1024", "-5"],
+    ],
+    ids=str,
+)
+def test_arguments_of_a_benchmark_are_taken_apart_by_nobody(
+    given: list[str], benchmarks: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "one", *given]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out) == [str(benchmarks / "one.py"), *given]
+    assert err == ""
+
+
+@pytest.mark.parametrize("code", [0, 1, 5])
+def test_exit_code_of_a_benchmark(code: int, benchmarks: Path) -> None:
+    assert cli.main(["bench", "ends", "code", str(code)]) == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_benchmark_killed_by_a_signal_is_128_more(number: signal.Signals, benchmarks: Path) -> None:
+    assert cli.main(["bench", "ends", "signal", str(int(number))]) == 128 + number
+
+
+def test_an_unknown_benchmark_is_an_error_that_lists_those_that_are_there(
+    benchmarks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for unknown in ("two", "tool", "__init__", "one.py", ""):
+        code, out, err = called(["bench", unknown], capsys)
+        assert (code, out) == (2, "")
+        assert err.startswith("usage: torchring bench")
+        assert f"argument NAME: invalid choice: {unknown!r}" in err
+        assert all(name in err.rpartition("choose from")[2] for name in ("ends", "micro", "one", "waits"))
+        assert "tool" not in err.rpartition("choose from")[2]
+
+
+def test_help_lists_benchmarks_with_the_first_line_of_their_own(
+    benchmarks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = called(["bench", "--help"], capsys)
+    assert (code, err) == (0, "")
+    listed = out.partition("benchmarks:\n")[2].splitlines()
+    assert [line.split(maxsplit=1) for line in listed] == [
+        ["ends", "Ends as it is told."],
+        ["micro", "Small ones."],
+        ["one", "One: prints what it was given."],
+        ["waits", "Waits, and so does its child; argv: a file for both pids, and signals to ignore."],
+    ]
+
+
+def test_the_benchmarks_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = called(["bench", "--help"], capsys)
+    listed = [line.split(maxsplit=1) for line in out.partition("benchmarks:\n")[2].splitlines()]
+    assert code == 0
+    assert {"allreduce", "micro", "step"} <= {name for name, _ in listed}
+    assert all(len(summary) > 20 for _, summary in listed)
+
+
+def test_microbenchmarks_are_run_by_pytest(benchmarks: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pytest_benchmark")
+    (benchmarks / "micro" / "pytest.ini").write_text("[pytest]\n")
+    (benchmarks / "micro" / "test_it.py").write_text("def test_good(): ...\ndef test_bad(): assert False\n")
+    storage = f"--benchmark-storage=file://{benchmarks / 'storage'}"
+    assert cli.main(["bench", "micro", "-q", storage, "-k", "good"]) == 0
+    assert "1 passed, 1 deselected" in capfd.readouterr().out
+    assert cli.main(["bench", "micro", "-q", storage]) == 1
+    assert "1 failed, 1 passed" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "missing", [["pytest"], ["pytest-benchmark"], ["pytest", "pytest-benchmark"]], ids=" and ".join
+)
+def test_what_microbenchmarks_need_is_named(
+    missing: list[str], benchmarks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name.replace("_", "-") in missing else object()
+    )
+    code, out, err = called(["bench", "micro"], capsys)
+    assert (code, out) == (2, "")
+    assert err == f"torchring bench micro needs {' and '.join(missing)}: pip install 'torchring[bench]'\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "is_stubborn"),
+    [
+        pytest.param(signal.SIGINT, False, id="2-willing"),
+        pytest.param(signal.SIGTERM, False, id="15-willing"),
+        pytest.param(signal.SIGHUP, False, id="1-willing"),
+        pytest.param(signal.SIGINT, True, id="2-stubborn", marks=pytest.mark.grid),
+        pytest.param(signal.SIGTERM, True, id="15-stubborn"),
+        pytest.param(signal.SIGHUP, True, id="1-stubborn", marks=pytest.mark.grid),
+    ],
+)
+def test_a_signal_ends_a_benchmark_and_what_it_has_started(
+    number: signal.Signals, is_stubborn: bool, benchmarks: Path, tmp_path: Path
+) -> None:
+    """Those that do not hear have ended after a second one."""
+    pids_file = tmp_path / "pids"
+
+    def interrupt() -> None:
+        wait_until(pids_file.exists, "the benchmark")
+        for _ in range(1 + is_stubborn):
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            time.sleep(0.5)
+
+    def handler(*_: object) -> None: ...
+
+    before = signal.signal(number, handler)
+    killer = threading.Thread(target=interrupt)
+    killer.start()
+    try:
+        started = time.monotonic()
+        code = cli.main(["bench", "waits", str(pids_file), *([str(int(number))] if is_stubborn else [])])
+        assert time.monotonic() - started < patient(8)
+        assert signal.getsignal(number) is handler
+    finally:
+        killer.join()
+        signal.signal(number, before)
+    assert code == 128 + number
+    assert not any(is_running(int(pid)) for pid in pids_file.read_text().split())
+
+
+def test_nothing_that_a_benchmark_has_started_outlives_it(benchmarks: Path, tmp_path: Path) -> None:
+    source = 'import subprocess, sys\nif __name__ == "__main__":\n'
+    source += "    child = subprocess.Popen(['sleep', '60'])\n    open(sys.argv[1], 'w').write(str(child.pid))\n"
+    (benchmarks / "leaves.py").write_text(source)
+    assert cli.main(["bench", "leaves", str(tmp_path / "pid")]) == 0
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_running(pid), "the end of the child")
+
+
+def test_a_signal_reaches_what_a_benchmark_has_started(benchmarks: Path, tmp_path: Path) -> None:
+    """A child may have to tidy up."""
+    shell = f"trap 'touch {tmp_path}/tidied; exit' INT; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    source = f'import subprocess\nif __name__ == "__main__":\n    subprocess.call(["sh", "-c", {shell!r}])\n'
+    (benchmarks / "parent.py").write_text(source)
+
+    def interrupt() -> None:
+        wait_until((tmp_path / "ready").exists, "the benchmark")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    killer = threading.Thread(target=interrupt)
+    killer.start()
+    try:
+        assert cli.main(["bench", "parent"]) == 130
+    finally:
+        killer.join()
+    assert (tmp_path / "tidied").exists()
+
+
+def test_a_benchmark_that_cannot_be_started(
+    benchmarks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    message = "torchring bench: cannot start /nowhere/python: No such file or directory\n"
+    assert called(["bench", "one"], capsys) == (2, "", message)
+
+
+def test_a_signal_that_was_ignored_stays_ignored(benchmarks: Path) -> None:
+    """As `nohup` has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident or 0, signal.SIGHUP))
+        timer.start()
+        (benchmarks / "naps.py").write_text('import time\nif __name__ == "__main__":\n    time.sleep(0.6)\n')
+        assert cli.main(["bench", "naps"]) == 0
+        timer.join()
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,130 @@
+"""Freed gradients stay with the process: counted in page faults, in processes that have freed none yet."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import types
+
+import pytest
+import torch
+
+from tests.support.grids import grid
+from tests.support.harness import run_ranks
+from torchring.memory import heap
+
+MIB = 2**20
+PAGE = os.sysconf("SC_PAGE_SIZE")
+NUM_PAGES = 48 * MIB // PAGE
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is tuned through glibc's mallopt")
+
+
+def _faults(rank: int, world_size: int, calls: list[list[int]], num_bytes: int) -> list[int]:
+    def step() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.zeros(num_bytes, dtype=torch.uint8)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    for call in calls:
+        heap.keep_freed(call)
+    for _ in range(40):  # until the heap has grown to where blocks fit, beside small ones that stay
+        step()
+    return [step() for _ in range(4)]
+
+
+def faults(calls: list[list[int]], num_bytes: int, **environ: str) -> list[int]:
+    """Page faults of taking, touching and freeing a block, four times, after some that do not count."""
+    env: dict[str, str | None] = {k: None for k in os.environ if k.startswith("MALLOC_") or k == "GLIBC_TUNABLES"}
+    # The C library reads those variables when a process begins.
+    (result,) = run_ranks(_faults, 1, calls, num_bytes, env={**env, **environ}, fresh=bool(environ))
+    return result  # type: ignore[no-any-return]
+
+
+def test_a_block_that_comes_and_goes_is_not_faulted_in_again() -> None:
+    assert max(faults([[48 * MIB]], 48 * MIB)) < 0.1 * NUM_PAGES
+
+
+def test_without_it_a_block_is_faulted_in_every_time() -> None:
+    """Else the test above says nothing."""
+    assert min(faults([], 48 * MIB)) > 0.9 * NUM_PAGES
+
+
+def test_what_is_larger_than_a_gradient_still_goes_back() -> None:
+    assert min(faults([[40 * MIB, 8 * MIB]], 48 * MIB)) > 0.9 * NUM_PAGES
+
+
+def test_a_second_optimizer_of_small_gradients_changes_nothing() -> None:
+    assert max(faults([[48 * MIB], [10] * 10], 48 * MIB)) < 0.1 * NUM_PAGES
+
+
+def test_sizes_beyond_an_int() -> None:
+    assert max(faults([[48 * MIB] * 100], 48 * MIB)) < 0.1 * NUM_PAGES
+
+
+def test_a_very_large_gradient_goes_back_and_does_not_raise_the_threshold_for_others() -> None:
+    assert min(faults([[65 * MIB, 240 * MIB]], 48 * MIB)) > 0.9 * NUM_PAGES
+
+
+def _holes(rank: int, world_size: int, num_blocks: int) -> tuple[int, int, int]:
+    heap.keep_freed([60 * MIB])
+    heap.give_back()
+    before = heap._resident_bytes()
+    blocks, between = [], []
+    for _ in range(num_blocks):
+        blocks.append(torch.ones(30 * MIB, dtype=torch.uint8))
+        between.append(torch.ones(MIB // 4, dtype=torch.uint8))  # these stay
+    del blocks
+    freed = heap._resident_bytes()
+    heap._next_look = 0.0
+    heap.give_back()
+    return heap._bound_bytes // MIB, (freed - before) // MIB, (heap._resident_bytes() - before) // MIB
+
+
+@pytest.mark.parametrize("num_blocks", [4, 12])
+def test_free_memory_between_blocks_in_use_is_given_back_where_it_is_more_than_gradients_take(num_blocks: int) -> None:
+    ((bound, freed, left),) = run_ranks(_holes, 1, num_blocks)
+    assert bound == 60 + 2 * 61
+    assert freed > 28 * num_blocks, "glibc by itself keeps it"
+    assert (left < 20) if freed > bound else (left > 28 * num_blocks)
+
+
+def test_memory_that_every_step_needs_is_given_back_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, gave_back = 0.0, []
+
+    def resident() -> int:
+        """Little after the first step and after giving back; at any other look, each step has taken it again."""
+        is_little = now == 0.0 or gave_back[-1:] == [now]
+        if not is_little:
+            gave_back.append(now)
+        return 10 if is_little else 1000
+
+    monkeypatch.setattr(heap, "time", types.SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(heap, "_resident_bytes", resident)
+    for name, value in {"bound_bytes": 100, "lowest_bytes": None, "pause_seconds": 0.1, "next_look": 0.0}.items():
+        monkeypatch.setattr(heap, f"_{name}", value)
+    for step in range(600):
+        now = step / 10
+        heap.give_back()
+    assert 4 < len(gave_back) < 12, gave_back
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"MALLOC_MMAP_THRESHOLD_": str(32 * MIB)}, {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={32 * MIB}"}],
+    ids=["variable", "tunable"],
+)
+def test_thresholds_of_its_own_are_seen(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(heap, "_kept_bytes", 0)
+    heap.keep_freed([48 * MIB])
+    assert heap._kept_bytes == 0
+
+
+@grid("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"], keep=lambda name: name == "GLIBC_TUNABLES")
+def test_a_process_with_thresholds_of_its_own_keeps_them(name: str) -> None:
+    value = str(32 * MIB)
+    environ = {name: f"glibc.malloc.mmap_threshold={value}" if name == "GLIBC_TUNABLES" else value}
+    assert min(faults([[48 * MIB]], 48 * MIB, **environ)) > 0.9 * NUM_PAGES

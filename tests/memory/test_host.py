@@ -1,0 +1,898 @@
+"""Shared memory between ranks: who gets in, who stays out, what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import ctypes
+import encodings.idna  # noqa: F401  # for the rank that becomes another user, who may not read Python's files
+import errno
+import fcntl
+import gc
+import io
+import json
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchring
+from tests.support.checks import assert_bitwise, exact_inputs
+from tests.support.grids import grid
+from tests.support.harness import RanksFailed, count_open_fds, run_ranks, run_threads, wait_until
+from torchring import linux
+from torchring.allreduce.select import choose, open_mover
+from torchring.collectives.service import Collectives
+from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError, RingError
+from torchring.memory import host as host_module
+from torchring.memory.channel import Channel
+from torchring.memory.host import ErrorPages, HostGroup, SharedBlock, connect, partition
+from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.world import World
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+_NOBODY = 65534
+_CLONE_NEWNET = 0x40000000
+
+
+def run_groups(size: int, body: Callable[..., Any], *, timeout_seconds: float = 10.0) -> list[Any]:
+    """body(group) on every rank, in threads."""
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
+        group = connect(Rendezvous(store, rank, size, timeout_seconds))
+        try:
+            return body(group)
+        finally:
+            group.close()
+
+    return run_threads(on_rank, size)
+
+
+def shared_mappings() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:torchring" in line]
+
+
+def launcher_store() -> dist.Store:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+# ---- who is in a group
+
+
+def test_partition_example() -> None:
+    assert partition([[1], [0], [3], [2]]) == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("reachable", "groups"),
+    [
+        ([], []),
+        ([[]], [(0,)]),
+        ([[], []], [(0,), (1,)]),
+        ([[1, 2], [0, 2], [0, 1]], [(0, 1, 2)]),
+        ([[2], [3], [0], [1]], [(0, 2), (1, 3)]),
+        ([[1], [0, 2], [1]], [(0, 1), (2,)]),  # 0 and 2 do not reach each other, so they share no group
+        ([[1], []], [(0,), (1,)]),  # one direction is not enough
+        ([[1, 2], [0], [0]], [(0, 1), (2,)]),
+    ],
+)
+def test_partition(reachable: list[list[int]], groups: list[tuple[int, ...]]) -> None:
+    assert partition(reachable) == groups
+
+
+def test_partition_of_any_graph_puts_every_rank_in_one_group_of_friends() -> None:
+    dice = random.Random(1)
+    for _ in range(200):
+        size = dice.randrange(1, 8)
+        reachable = [[p for p in range(size) if p != r and dice.random() < 0.7] for r in range(size)]
+        groups = partition(reachable)
+        assert sorted(rank for group in groups for rank in group) == list(range(size))
+        for group in groups:
+            assert all(b in reachable[a] for a in group for b in group if a != b)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_threads_of_a_process_form_a_group(size: int) -> None:
+    def body(group: HostGroup) -> tuple[tuple[int, ...], int, int]:
+        return group.ranks, group.index, group.size
+
+    assert run_groups(size, body) == [(tuple(range(size)), rank, size) for rank in range(size)]
+
+
+def test_ranks_of_two_hosts_form_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        host_module, "_host_identity", lambda: f"host {int(threading.current_thread().name.split()[1]) % 2}"
+    )
+
+    def body(group: HostGroup) -> tuple[tuple[int, ...], int, torch.Tensor]:
+        block = group.allocate(8)
+        block.own.fill_(group.rank + 1)
+        Channel(group, poll_seconds=0.0).barrier()
+        return group.ranks, group.index, torch.stack(block.parts)[:, 0]
+
+    results = run_groups(5, body)
+    assert [result[:2] for result in results] == [
+        ((0, 2, 4), 0),
+        ((1, 3), 0),
+        ((0, 2, 4), 1),
+        ((1, 3), 1),
+        ((0, 2, 4), 2),
+    ]
+    assert [result[2].tolist() for result in results] == [[1, 3, 5], [2, 4], [1, 3, 5], [2, 4], [1, 3, 5]]
+
+
+def _world_of(rank: int, size: int) -> Any:
+    world = World(launcher_store(), rank, size, timeout_seconds=10.0)
+    facts = world.hosts, world.shares_memory, world.num_nodes, world.local_size
+    result = _sum_and_algorithm(world)
+    world.close()
+    return facts, result
+
+
+def _sum_and_algorithm(world: World) -> tuple[float, str]:
+    collectives = Collectives(world)
+    mover = open_mover(world, choose(world, [(3, torch.float32)]).algorithm, "auto")
+    (wire,) = mover.open_wires([(3, torch.float32)])
+    wire.tensor.fill_(world.rank + 1)
+    mover.start(wire).wait()
+    assert float(collectives.all_reduce(torch.tensor(world.rank + 1.0), "sum")) == float(wire.tensor[2])
+    mover.close()
+    return float(wire.tensor[0]), mover.algorithm
+
+
+def test_processes_of_a_host_form_a_group() -> None:
+    for facts, result in run_ranks(_world_of, 3):
+        assert facts == (((0, 1, 2),), True, 1, 3)
+        assert result == (6.0, "direct")
+
+
+def _as_another_user(rank: int, size: int, other: int) -> Any:
+    if rank == other:
+        os.setuid(_NOBODY)
+    return _world_of(rank, size)
+
+
+@needs_root
+@pytest.mark.parametrize("other", [0, 1])
+def test_another_user_gets_no_memory(other: int) -> None:
+    """Whether that user dials (rank 1) or listens (rank 0)."""
+    for rank, (facts, result) in enumerate(run_ranks(_as_another_user, 2, other)):
+        assert facts == (((0,), (1,)), False, 2, 1), f"rank {rank}"
+        assert result in ((3.0, "ring"), (3.0, "native"))
+
+
+@needs_root
+def test_the_effective_user_counts() -> None:
+    os.seteuid(_NOBODY)
+    try:
+        assert run_groups(2, lambda group: group.ranks) == [(0, 1)] * 2
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    ("user", "uid_map", "looks_alike"),
+    [
+        (65534, "65534 100000 1", True),
+        (65534, "0 100000 65536", True),
+        (65534, "0 0 4294967295", False),
+        (65534, None, True),
+        (1000, "1000 1000 1", False),
+    ],
+)
+def test_nobody_of_a_user_namespace_is_given_no_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, user: int, uid_map: str | None, looks_alike: bool
+) -> None:
+    """The kernel would show rank 1 every user outside of the namespace as nobody, too."""
+
+    def fake_open(name: str) -> Any:
+        if uid_map is None:
+            raise FileNotFoundError(name)
+        return io.StringIO(uid_map if name.endswith("uid_map") else "65534")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_module, "open", fake_open, raising=False)
+        patch.setattr(os, "geteuid", lambda: user)
+        trouble = host_module._why_users_look_alike()
+    assert ("another user of its container" in trouble) == looks_alike
+    monkeypatch.setattr(
+        host_module, "_why_users_look_alike", lambda: trouble if "1" in threading.current_thread().name else ""
+    )
+    groups = run_groups(3, lambda group: group.ranks)
+    assert groups == ([(0, 2), (1,), (0, 2)] if looks_alike else [(0, 1, 2)] * 3)
+    texts = [record.message for record in caplog.records]
+    assert len(texts) == looks_alike
+    if looks_alike:
+        assert "ranks 0, 2 and rank 1 run on one machine, in one network namespace, but cannot share memory" in texts[0]
+        assert f"rank 1 runs as user {user} (nobody)" in texts[0]
+
+
+def test_ranks_of_two_c_libraries_are_told_that_they_share_no_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        host_module, "_host_identity", lambda: f"kernel 1, libc {threading.current_thread().name.split()[1]}"
+    )
+    assert run_groups(2, lambda group: group.ranks) == [(0,), (1,)]
+    (text,) = [record.message for record in caplog.records]
+    assert text.startswith("rank 0 and rank 1 run on one machine, in one network namespace, but cannot share memory: ")
+    assert "their C libraries differ (libc 0 and libc 1)" in text
+
+
+def _in_another_network(rank: int, size: int, other: int) -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/self/ns/net") as home:
+        store = launcher_store()  # its connection stays
+        if rank == other and libc.unshare(_CLONE_NEWNET) != 0:
+            return os.strerror(ctypes.get_errno())
+        world = World(store, rank, size, timeout_seconds=10.0)
+        facts = world.hosts, world.shares_memory
+        # Back, for Gloo needs a network between the ranks.
+        assert libc.setns(home.fileno(), _CLONE_NEWNET) == 0 or rank != other
+    result = _sum_and_algorithm(world)
+    world.close()
+    return facts, result
+
+
+@needs_root
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_another_network_namespace_is_another_host(other: int) -> None:
+    results = run_ranks(_in_another_network, 3, other)
+    if isinstance(results[other], str):
+        pytest.skip(f"no network namespaces here: {results[other]}")
+    together = tuple(rank for rank in range(3) if rank != other)
+    for facts, result in results:
+        assert facts == (tuple(sorted([together, (other,)])), False)
+        assert result in ((6.0, "hierarchical"), (6.0, "native"))
+
+
+# ---- the hand-over, spoken by hand
+
+
+def dial(address: str) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.settimeout(8.0)
+    link.connect("\0" + address)
+    return link
+
+
+def card_of(store: dist.Store, rank: int) -> dict[str, str]:
+    key = f"host/0/{rank}"
+    end = time.monotonic() + 5.0
+    while not store.check([key]) and time.monotonic() < end:
+        time.sleep(0.005)
+    card: dict[str, str] = json.loads(store.get(key))
+    return card
+
+
+def run_with_intruder(intrude: Callable[[dict[str, str]], Any]) -> tuple[Any, Any]:
+    """Rank 0 waits for rank 1; `intrude` is given rank 0's card before rank 1 comes. Both connect in the end."""
+    intruded = threading.Event()
+    answers: list[Any] = []
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> tuple[int, ...]:
+        if rank == 1:
+            # Rank 0 does not know yet that rank 1 shares its host: it has to be told, or it would not listen.
+            card = card_of(store, 0)
+            rendezvous = Rendezvous(store, 1, 2, 10.0)
+            all_gather, told = rendezvous.all_gather, []
+
+            def intrude_after_cards(name: str, value: bytes) -> list[bytes]:
+                values = all_gather(name, value)
+                if not told:
+                    told.append(name)
+                    try:
+                        answers.append(intrude(card))
+                    finally:
+                        intruded.set()
+                return values
+
+            rendezvous.all_gather = intrude_after_cards  # type: ignore[method-assign]
+            group = connect(rendezvous)
+        else:
+            group = connect(Rendezvous(store, 0, 2, 10.0))
+            assert intruded.is_set()
+        block = group.allocate(16)
+        block.own.fill_(rank + 1)
+        Channel(group, poll_seconds=0.0).barrier()
+        seen = tuple(int(part[0]) for part in block.parts)
+        group.close()
+        return seen
+
+    return run_threads(on_rank, 2), answers[0]
+
+
+def _try_hello(card: dict[str, str], message: bytes) -> bytes:
+    with dial(card["address"]) as link:
+        try:
+            link.send(message)  # another user is hung up on before a word was heard: EPIPE
+            data, descriptors, _, _ = socket.recv_fds(link, 64, 4)
+        except (BrokenPipeError, ConnectionResetError):
+            return b""
+        assert not descriptors, "a stranger was handed memory"
+        return data
+
+
+def test_the_right_token_would_be_admitted() -> None:
+    """The control of the next tests: with the right words, the stranger takes rank 1's place, and is told yes."""
+    said: list[bytes] = []
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
+        if rank == 0:
+            with pytest.raises(RingError):  # the impostor hands over no memory
+                connect(Rendezvous(store, 0, 2, 1.0))
+            return None
+        rendezvous = Rendezvous(store, 1, 2, 5.0)
+        card = {"address": "none", "token": "none", "host": host_module._host_identity(), "trouble": ""}
+        rendezvous.all_gather("host", json.dumps(card).encode())
+        target = card_of(store, 0)
+        said.append(_try_hello(target, json.dumps({"rank": 1, "token": target["token"]}).encode()))
+        return None
+
+    run_threads(on_rank, 2)
+    assert said == [b"yes"]
+
+
+@pytest.mark.parametrize("what", ["wrong token", "empty token", "another rank", "own rank", "no token", "wrong types"])
+def test_a_stranger_is_refused_and_the_group_forms(what: str) -> None:
+    def intrude(card: dict[str, str]) -> bytes:
+        token = card["token"]
+        hello: Any = {
+            "wrong token": {"rank": 1, "token": "0" * len(token)},
+            "empty token": {"rank": 1, "token": ""},
+            "another rank": {"rank": 7, "token": token},
+            "own rank": {"rank": 0, "token": token},
+            "no token": {"rank": 1},
+            "wrong types": {"rank": [1], "token": {}},
+        }[what]
+        return _try_hello(card, json.dumps(hello).encode())
+
+    groups, answer = run_with_intruder(intrude)
+    assert answer in (b"no", b"")
+    assert groups == [(1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"garbage",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"null",
+        b'{"rank": null, "token": ""}',
+        b'{"rank": Infinity, "token": ""}',
+        b'{"rank": NaN, "token": ""}',
+        '{"rank": 1, "token": "ü"}'.encode(),
+        b"[" * 4000,
+        b"x" * 60_000,
+    ],
+    ids=["text", "binary", "list", "null", "no rank", "infinity", "nan", "umlaut", "nested", "long"],
+)
+def test_garbage_does_no_harm(message: bytes) -> None:
+    groups, answer = run_with_intruder(lambda card: _try_hello(card, message))
+    assert answer in (b"no", b"")
+    assert groups == [(1, 2), (1, 2)]
+
+
+def test_a_stranger_that_says_nothing_does_not_keep_the_others_out() -> None:
+    links: list[socket.socket] = []
+    started = time.monotonic()
+    groups, _ = run_with_intruder(lambda card: links.append(dial(card["address"])))
+    elapsed = time.monotonic() - started
+    for link in links:
+        link.close()
+    assert groups == [(1, 2), (1, 2)]
+    assert elapsed < 9.0
+
+
+@needs_root
+def test_the_right_token_of_another_user_is_refused() -> None:
+    def intrude(card: dict[str, str]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.setuid(_NOBODY)
+                answer = _try_hello(card, json.dumps({"rank": 1, "token": card["token"]}).encode())
+                code = 0 if answer in (b"no", b"") else 2
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    groups, code = run_with_intruder(intrude)
+    assert code == 0
+    assert groups == [(1, 2), (1, 2)]
+
+
+def test_a_listener_that_does_not_answer_is_not_told_the_token_of_another() -> None:
+    """Tokens are of one listener: two ranks of a world never publish the same one."""
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> tuple[str, str]:
+        connect(Rendezvous(store, rank, size, 10.0)).close()
+        card = card_of(store, rank)
+        return card["address"], card["token"]
+
+    cards = run_threads(on_rank, 3)
+    assert len({address for address, _ in cards}) == len({token for _, token in cards}) == 3
+    assert all(len(token) >= 32 for _, token in cards)
+
+
+# ---- allocation
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 65, 4095, 4096, 4097, 2**20])
+def test_what_one_writes_all_read(num_bytes: int) -> None:
+    def body(group: HostGroup) -> list[torch.Tensor]:
+        block = group.allocate(num_bytes)
+        assert all(part.shape == (num_bytes,) and part.dtype == torch.uint8 for part in block.parts)
+        assert not any(part.any() for part in block.parts), "fresh memory is zero"
+        channel = Channel(group, poll_seconds=0.0)
+        channel.barrier()  # everybody has looked
+        block.own.fill_(group.rank + 1)
+        channel.barrier()
+        return [part.clone() for part in block.parts]
+
+    for parts in run_groups(3, body):
+        for rank, part in enumerate(parts):
+            assert_bitwise(part, torch.full((num_bytes,), rank + 1, dtype=torch.uint8))
+
+
+def test_own_is_the_part_of_this_rank_and_peers_may_write_it() -> None:
+    def body(group: HostGroup) -> int:
+        block = group.allocate(8)
+        assert block.own.data_ptr() == block.parts[group.index].data_ptr()
+        channel = Channel(group, poll_seconds=0.0)
+        channel.barrier()
+        block.parts[(group.index + 1) % 3].fill_(10 + group.rank)
+        channel.barrier()
+        return int(block.own[5])
+
+    assert run_groups(3, body) == [12, 10, 11]
+
+
+def test_prepare_runs_before_any_peer_can_look() -> None:
+    def body(group: HostGroup) -> list[int]:
+        block = group.allocate(8, prepare=lambda part: part.fill_(group.rank + 7))  # type: ignore[arg-type,return-value]
+        return [int(part[0]) for part in block.parts]
+
+    assert run_groups(3, body) == [[7, 8, 9]] * 3
+
+
+@grid("sizes", [(64, 128), (0, 64), (64, 64, 65), (1, 2, 3)], keep=lambda sizes: sizes in ((0, 64), (64, 64, 65)))
+def test_different_sizes_are_an_error_on_every_rank(sizes: tuple[int, ...]) -> None:
+    def body(group: HostGroup) -> tuple[str, int | None, bool]:
+        with pytest.raises(PlanMismatchError, match="bytes") as caught:
+            group.allocate(sizes[group.rank])
+        peers = caught.value.peers
+        return (
+            str(caught.value),
+            caught.value.rank,
+            all(sizes[peer] != sizes[group.rank] for peer in peers) and bool(peers),
+        )
+
+    gc.collect()
+    before = count_open_fds()
+    for rank, (message, who, names_a_rank_that_differs) in enumerate(run_groups(len(sizes), body)):
+        assert str(sizes[rank]) in message
+        assert who == rank
+        assert names_a_rank_that_differs
+    gc.collect()
+    assert count_open_fds() <= before
+
+
+_UNDECLARED = {
+    os: ("memfd_create", "MFD_CLOEXEC", "MFD_ALLOW_SEALING", "pidfd_open"),
+    fcntl: ("F_ADD_SEALS", "F_SEAL_SHRINK", "F_SEAL_GROW"),
+}
+
+
+@pytest.mark.parametrize("is_declared", [True, False], ids=["", "python built against an old glibc"])
+def test_no_peer_can_shrink_or_grow_a_block(monkeypatch: pytest.MonkeyPatch, is_declared: bool) -> None:
+    """Shrinking a file under a mapping would crash the other with SIGBUS."""
+    if not is_declared:
+        for module, names in _UNDECLARED.items():
+            for name in names:
+                monkeypatch.delattr(module, name)
+    refused: list[int] = []
+    map_it = host_module.map_block
+
+    def attack(descriptor: int, length: int, *, is_own: bool) -> torch.Tensor:
+        for target in (0, length * 2):
+            try:
+                os.ftruncate(descriptor, target)
+            except PermissionError:
+                refused.append(target)
+        return map_it(descriptor, length, is_own=is_own)
+
+    monkeypatch.setattr(host_module, "map_block", attack)
+
+    def body(group: HostGroup) -> None:
+        group.allocate(4096)
+
+    run_groups(2, body)
+    assert refused.count(0) == 8  # two blocks (one holds last words) x two ranks x own and peer's
+    assert refused.count(8192) == 8
+
+
+def test_a_limit_on_file_sizes_is_named() -> None:
+    """`ulimit -f`, which a script has no reason to connect with its gradients."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, old[1]))
+        with pytest.raises(OSError, match=r"cannot reserve 2 MiB of memory to share .* `ulimit -f unlimited`"):
+            linux.create_memory("torchring-test", 2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def test_a_refused_system_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    expected = "cannot create memory to share .*: Operation not permitted; allow the system call memfd_create"
+    with pytest.raises(PermissionError, match=expected):
+        linux.create_memory("torchring-test", 4096)
+
+
+def test_memory_is_reserved_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal each 10 ms keeps no call from ending."""
+    reserve, pieces = os.posix_fallocate, []
+
+    def note(descriptor: int, start: int, length: int) -> None:
+        pieces.append((start, length))
+        reserve(descriptor, start, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", note)
+    descriptor = linux.create_memory("torchring-test", (16 << 20) + 5)
+    assert pieces == [(0, 8 << 20), (8 << 20, 8 << 20), (16 << 20, 5)]
+    assert os.fstat(descriptor).st_blocks * 512 >= os.fstat(descriptor).st_size == (16 << 20) + 5
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("is_declared", [True, False], ids=["", "python built against an old glibc"])
+def test_the_end_of_a_process_shows_in_its_descriptor(monkeypatch: pytest.MonkeyPatch, is_declared: bool) -> None:
+    if not is_declared:
+        monkeypatch.delattr(os, "pidfd_open")
+    end, lives = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(lives)
+        os.read(end, 1)  # until the parent closes its end, or is gone
+        os._exit(0)
+    os.close(end)
+    descriptor = linux.open_process(pid)
+    assert not os.get_inheritable(descriptor)
+    assert not select.select([descriptor], [], [], 0)[0]
+    os.close(lives)
+    assert select.select([descriptor], [], [], 20)[0] == [descriptor]
+    os.waitpid(pid, 0)
+    os.close(descriptor)
+    with pytest.raises(ProcessLookupError):
+        linux.open_process(pid)
+
+
+def test_ranks_share_memory_where_proc_is_not_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_proc(file: Any, *args: Any, **kwargs: Any) -> Any:
+        return open(f"/nonexistent{file}" if str(file).startswith("/proc/") else file, *args, **kwargs)
+
+    monkeypatch.setattr(linux, "open", without_proc, raising=False)
+    monkeypatch.setattr(host_module, "open", without_proc, raising=False)
+    assert run_groups(2, lambda group: group.ranks) == [(0, 1), (0, 1)]
+
+
+def test_the_attack_would_work_without_seals() -> None:
+    descriptor = os.memfd_create("torchring-test")
+    os.posix_fallocate(descriptor, 0, 4096)
+    os.ftruncate(descriptor, 0)
+    assert os.fstat(descriptor).st_size == 0
+    os.close(descriptor)
+
+
+# ---- nothing is left behind
+
+
+def _leave_nothing(rank: int, size: int) -> Any:
+    store = launcher_store()
+
+    def cycle() -> None:
+        world = World(store_of(), rank, size, timeout_seconds=10.0)
+        assert world.host is not None
+        assert shared_mappings()
+        block = world.host.allocate(2**20)
+        block.own.fill_(1)
+        Channel(world.host, poll_seconds=0.0).barrier()
+        collectives = Collectives(world)
+        collectives.all_reduce(torch.ones(10), "sum")
+        world.close()
+        del world, block, collectives
+
+    numbers = iter(range(100))
+
+    def store_of() -> dist.Store:
+        return dist.PrefixStore(f"cycle{next(numbers)}", store)
+
+    cycle()
+    gc.collect()
+    before = count_open_fds()
+    for _ in range(5):
+        cycle()
+    gc.collect()
+    return count_open_fds() - before, shared_mappings(), os.listdir("/dev/shm")
+
+
+def test_closing_leaves_no_descriptor_and_no_mapping() -> None:
+    shm = set(os.listdir("/dev/shm"))
+    for leaked, mappings, files in run_ranks(_leave_nothing, 3):
+        assert leaked == 0
+        assert mappings == []
+        assert {name for name in files if "torchring" in name} <= shm
+
+
+def test_a_block_lives_as_long_as_a_tensor_that_views_it() -> None:
+    def body(group: HostGroup) -> torch.Tensor:
+        block = group.allocate(4096)
+        block.own.fill_(group.rank + 1)
+        Channel(group, poll_seconds=0.0).barrier()
+        return block.parts[1 - group.rank][100:164].view(torch.int32)
+
+    views = run_groups(2, body)
+    gc.collect()
+    assert len(shared_mappings()) == 2
+    assert views[0].tolist() == [0x02020202] * 16
+    assert views[1].tolist() == [0x01010101] * 16
+    del views
+    gc.collect()
+    assert shared_mappings() == []
+
+
+def test_descriptors_of_blocks_are_closed_at_once() -> None:
+    def body(group: HostGroup) -> int:
+        before = count_open_fds_of_memfds()
+        kept = [group.allocate(100) for _ in range(10)]
+        Channel(group, poll_seconds=0.0).barrier()
+        return count_open_fds_of_memfds() - before if kept else -1
+
+    assert run_groups(1, body) == [0]
+
+
+def count_open_fds_of_memfds() -> int:
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            count += "memfd:torchring" in os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+    return count
+
+
+def _hold_memory_and_die(rank: int, size: int) -> Any:
+    world = World(launcher_store(), rank, size, timeout_seconds=10.0)
+    assert world.host is not None
+    block = world.host.allocate(2**20)
+    channel = Channel(world.host, poll_seconds=0.0)
+    channel.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError):
+        _pass_barriers(channel)
+    return int(block.parts[0].sum())  # what the dead one shared stays readable
+
+
+def _pass_barriers(channel: Channel) -> None:
+    """The dead one may or may not have let this rank through the barrier that both had come to."""
+    while True:
+        channel.barrier()
+
+
+def test_a_killed_rank_leaves_nothing() -> None:
+    shm = set(os.listdir("/dev/shm"))
+    assert run_ranks(_hold_memory_and_die, 2, expect_exit={0: -signal.SIGKILL}) == [None, 0]
+    assert {name for name in os.listdir("/dev/shm") if "torchring" in name} <= shm
+    # Those of other tests go, one day.
+    left = _abstract_sockets()
+    wait_until(lambda: left.isdisjoint(_abstract_sockets()), f"{left} to go")
+
+
+def _abstract_sockets() -> set[str]:
+    words = Path("/proc/net/unix").read_text().split()
+    return {word for word in words if word.startswith("@torchring-")}
+
+
+# ---- barriers and watching over peers
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("poll_seconds", [0.0, 1e-4])
+def test_nobody_leaves_a_barrier_before_all_have_come(size: int, poll_seconds: float) -> None:
+    num_rounds = 60
+
+    def body(group: HostGroup) -> None:
+        counters = group.allocate(8)
+        words = [part.view(torch.int64) for part in counters.parts]
+        channel = Channel(group, poll_seconds=poll_seconds)
+        for turn in range(1, num_rounds + 1):
+            if turn % 20 == group.rank:
+                time.sleep(0.01)
+            words[group.index].fill_(turn)
+            channel.barrier()
+            assert [int(word) for word in words] == [turn] * size
+            channel.barrier()
+
+    run_groups(size, body)
+
+
+def test_a_missing_barrier_is_noticed_by_the_test_above() -> None:
+    def body(group: HostGroup) -> None:
+        counters = group.allocate(8)
+        channel = Channel(group, poll_seconds=0.0)
+        channel.barrier()
+        if group.rank == 1:
+            time.sleep(0.1)
+        counters.own.fill_(1)
+        assert [int(part[0]) for part in counters.parts] == [1, 1]
+
+    with pytest.raises(RanksFailed):
+        run_groups(2, body)
+
+
+def test_two_channels_count_for_themselves() -> None:
+    def body(group: HostGroup) -> None:
+        first, second = Channel(group, poll_seconds=0.0), Channel(group, poll_seconds=0.0)
+        if group.rank == 0:
+            thread = threading.Thread(target=first.barrier)
+            thread.start()  # waits in the first while both pass the second
+            for _ in range(5):
+                second.barrier()
+            assert thread.is_alive()
+            second.barrier()
+            thread.join(5.0)
+            assert not thread.is_alive()
+        else:
+            for _ in range(5):
+                second.barrier()
+            time.sleep(0.05)
+            second.barrier()
+            first.barrier()
+
+    run_groups(2, body)
+
+
+def test_several_threads_of_a_rank_may_look_after_its_peers() -> None:
+    """A worker thread reduces while the main thread is in a collective: both wait, so both look."""
+
+    def body(group: HostGroup) -> None:
+        failures: list[BaseException] = []
+
+        def look() -> None:
+            try:
+                for _ in range(3000):
+                    group.check_peers([1 - group.rank])
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        Channel(group, poll_seconds=0.0).barrier()
+        if failures:
+            raise failures[0]
+
+    run_groups(2, body)
+
+
+def test_a_barrier_times_out_and_names_who_is_missing() -> None:
+    have_failed = threading.Barrier(3)
+
+    def body(group: HostGroup) -> Any:
+        channel = Channel(group, poll_seconds=0.0)
+        if group.rank == 2:
+            have_failed.wait(10.0)
+            return None
+        started = time.monotonic()
+        with pytest.raises(PeerTimeoutError) as caught:
+            channel.barrier()
+        elapsed = time.monotonic() - started
+        have_failed.wait(10.0)
+        return caught.value.peers, 0.3 < elapsed < 3.0
+
+    assert run_groups(3, body, timeout_seconds=0.5)[:2] == [((2,), True), ((2,), True)]
+
+
+def test_a_reported_failure_stops_those_who_wait_and_names_its_cause() -> None:
+    def body(group: HostGroup) -> Any:
+        channel = Channel(group, poll_seconds=0.0)
+        if group.rank == 1:
+            group.report_failure(PlanMismatchError("no such plan", rank=1, peers=(2,)))
+            group.report_failure(PeerLostError("an echo of it", rank=1, peers=(0,)))
+            time.sleep(0.3)
+            return None
+        with pytest.raises(PlanMismatchError, match="no such plan") as caught:
+            channel.barrier()
+        return caught.value.peers, caught.value.rank
+
+    results = run_groups(3, body)
+    assert results[0] == ((2,), 0)
+    assert results[2] == ((2,), 2)
+
+
+@pytest.mark.parametrize("text", ["ä" * 3000, "\U0001f980" * 3000, '"\\' * 3000, ""])
+def test_last_words_of_any_length_and_alphabet(text: str) -> None:
+    def body(group: HostGroup) -> Any:
+        if group.rank == 1:
+            group.report_failure(PeerTimeoutError(text, peers=(1,)))
+        Channel(group, poll_seconds=0.0).barrier()
+        if group.rank == 0:
+            with pytest.raises(PeerTimeoutError) as caught:
+                group.check_peers([1])
+            Channel(group, poll_seconds=0.0)
+            return caught.value.peers
+        return Channel(group, poll_seconds=0.0) and None
+
+    assert run_groups(2, body)[0] == (1,)
+
+
+def test_last_words_that_are_seen_in_part_are_not_read_yet() -> None:
+    """A CPU that orders memory weakly may show the stores of another core in any order."""
+    written, seen = (torch.zeros(ErrorPages.NUM_BYTES, dtype=torch.uint8) for _ in range(2))
+    ErrorPages(SharedBlock((written,), 0), (0,)).write(0, b"the last words of rank 0")
+    pages = ErrorPages(SharedBlock((seen,), 0), (0,))
+    assert pages.read(0) is None
+    for part in (slice(0, 4), slice(4, 8), slice(8, 20)):
+        seen[part] = written[part]
+        assert pages.read(0) is None
+    seen.copy_(written)
+    assert pages.read(0) == b"the last words of rank 0"
+
+
+def test_a_rank_of_a_closed_group_is_lost() -> None:
+    def body(group: HostGroup) -> Any:
+        if group.rank == 1:
+            return None
+        with pytest.raises(PeerLostError, match="shutdown") as caught:
+            group.allocate(64)
+        return caught.value.peers
+
+    assert run_groups(2, body)[0] == (1,)
+
+
+def _train_in_threads(rank: int, size: int, store: dist.Store) -> torch.Tensor:
+    """Nothing but a World is needed: no default world, no environment."""
+    world = World(store, rank, size, timeout_seconds=10.0)
+    mover = open_mover(world, "direct", "inline")
+    collectives = Collectives(world)
+    (wire,) = mover.open_wires([(1000, torch.float32)])
+    for i in range(5):
+        wire.tensor.copy_(exact_inputs(1000, torch.float32, rank + i))
+        mover.start(wire).wait()
+        collectives.all_reduce(torch.ones(3), "sum")
+    result = wire.tensor.clone()
+    world.close()
+    return result
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_may_be_threads_of_one_process(size: int) -> None:
+    expected = torch.stack([exact_inputs(1000, torch.float32, rank + 4) for rank in range(size)]).sum(0)
+    for result in run_threads(_train_in_threads, size):
+        assert_bitwise(result, expected)
+    assert not torchring.is_initialized()
+    gc.collect()
+    assert shared_mappings() == []
+
+
+def test_the_grant_is_what_this_file_thinks_it_is() -> None:
+    """A change of the protocol should be noticed by those who speak it by hand."""
+    assert host_module._GRANT.size == struct.calcsize("=qq") == 16

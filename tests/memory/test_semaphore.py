@@ -1,0 +1,117 @@
+"""POSIX semaphores in shared memory: counting, sleeping, order between processes."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.harness import patient
+from torchring.memory import semaphore
+
+
+@pytest.fixture
+def page() -> Iterator[torch.Tensor]:
+    """A page that forked processes share, with two semaphores at its start."""
+    memory = torch.frombuffer(mmap.mmap(-1, 4096), dtype=torch.uint8)
+    for i in range(2):
+        semaphore.initialise(memory.data_ptr() + i * semaphore.SEMAPHORE_STRIDE)
+    return memory
+
+
+def test_posts_are_counted_and_taken_one_by_one(page: torch.Tensor) -> None:
+    address = page.data_ptr()
+    assert semaphore.value(address) == 0
+    assert semaphore.try_wait(address) == -1
+    for _ in range(3):
+        semaphore.post(address)
+    assert semaphore.value(address) == 3
+    assert [semaphore.try_wait(address) for _ in range(4)] == [0, 0, 0, -1]
+    assert semaphore.value(address) == 0
+
+
+def test_neighbours_do_not_collide(page: torch.Tensor) -> None:
+    first, second = page.data_ptr(), page.data_ptr() + semaphore.SEMAPHORE_STRIDE
+    semaphore.post(first)
+    assert semaphore.value(first) == 1
+    assert semaphore.value(second) == 0
+    assert not page[2 * semaphore.SEMAPHORE_STRIDE :].any(), "nothing is written behind the last one"
+
+
+def test_initialise_starts_at_zero_again(page: torch.Tensor) -> None:
+    semaphore.post(page.data_ptr())
+    semaphore.initialise(page.data_ptr())
+    assert semaphore.value(page.data_ptr()) == 0
+
+
+def test_wait_for_takes_a_post_that_is_there(page: torch.Tensor) -> None:
+    semaphore.post(page.data_ptr())
+    assert semaphore.wait_for(page.data_ptr(), 0.0) is True
+    assert semaphore.value(page.data_ptr()) == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.3])
+def test_wait_for_gives_up_in_time(page: torch.Tensor, seconds: float) -> None:
+    started = time.monotonic()
+    assert semaphore.wait_for(page.data_ptr(), seconds) is False
+    assert seconds - 0.005 <= time.monotonic() - started < seconds + patient(1.0)
+
+
+def test_wait_for_releases_the_gil(page: torch.Tensor) -> None:
+    """The poster is a thread of this process, which could not run if the sleeper kept the interpreter."""
+    timer = threading.Timer(0.1, lambda: semaphore.post(page.data_ptr()))
+    timer.start()
+    started = time.monotonic()
+    assert semaphore.wait_for(page.data_ptr(), 10.0) is True
+    assert 0.05 < time.monotonic() - started < 5.0
+    timer.join()
+
+
+def test_a_signal_interrupts_the_sleep(page: torch.Tensor) -> None:
+    caught: list[int] = []
+    previous = signal.signal(signal.SIGALRM, lambda number, _: caught.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        started = time.monotonic()
+        assert semaphore.wait_for(page.data_ptr(), 10.0) is False
+        assert time.monotonic() - started < 5.0
+        assert caught == [signal.SIGALRM]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _answer(page: torch.Tensor, num_turns: int) -> None:
+    """Adds 1 to the counter at byte 2048 in every turn."""
+    ping, pong = page.data_ptr(), page.data_ptr() + semaphore.SEMAPHORE_STRIDE
+    counter = page[2048:2056].view(torch.int64)
+    for _ in range(num_turns):
+        if not semaphore.wait_for(ping, 10.0):
+            return
+        counter.add_(1)
+        semaphore.post(pong)
+
+
+def test_two_processes_take_turns_and_see_each_others_writes(page: torch.Tensor) -> None:
+    num_turns = 500
+    ping, pong = page.data_ptr(), page.data_ptr() + semaphore.SEMAPHORE_STRIDE
+    counter = page[2048:2056].view(torch.int64)
+    peer = multiprocessing.get_context("fork").Process(target=_answer, args=(page, num_turns))
+    peer.start()
+    try:
+        for turn in range(num_turns):
+            counter.add_(1)
+            semaphore.post(ping)
+            assert semaphore.wait_for(pong, 10.0), f"no answer in turn {turn}"
+            assert int(counter) == 2 * (turn + 1)
+    finally:
+        peer.join(5.0)
+        peer.kill()
+        peer.join()
+    assert peer.exitcode == 0

@@ -1,0 +1,102 @@
+"""What a rank writes down comes back from its file, or an error says what is wrong with the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import tokenize
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.traces import MS, simulate
+from torchring.observe.recorder.files import FORMAT, TraceError, find, path_of, read, write, write_encoded
+from torchring.observe.recorder.records import About, Part, RankTrace, decode, encode
+
+
+def test_a_step_is_cut_into_parts_without_gaps() -> None:
+    (trace, _) = simulate(num_steps=3, backward_ms=[60, 90], noise=0)
+    step = trace.steps[1]
+    assert [part.begin for part in step.parts] == [step.begin, *(part.end for part in step.parts[:-1])]
+    assert step.parts[-1].end == step.end
+    assert sum(step.ns_in(part) for part in Part) == step.end - step.begin
+    # 26 MB and 25 MB of buckets: the last one begins when rank 1 is there, 30 ms later, and takes 12.7 ms.
+    assert step.exposed_ns == pytest.approx(42.7 * MS)
+    assert step.num_bytes == 51_000_000
+
+
+def test_an_encoded_step_is_the_same_step_and_a_short_one_is_refused() -> None:
+    for trace in simulate(3, 2, skew_ms=[0, 5, -7], ranks_per_host=1):
+        for known in trace.steps:
+            loading = {"loading_ns": 9, "loading_cpu_ns": 8, "num_workers": 2}
+            step = dataclasses.replace(known, queued_ns=7, exposed_queued_ns=5, collecting_ns=3, **loading)
+            numbers = encode(step)
+            assert decode(numbers) == step
+            for length in (0, 13, 14, len(numbers) - 1):
+                with pytest.raises(ValueError, match="cut short"):
+                    decode(numbers[:length])
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    traces = simulate(3, 4, skew_ms=[0, 5, -7], ranks_per_host=1)
+    empty = RankTrace(About(rank=7))
+    for trace in (*traces, empty):
+        write(tmp_path / "new", trace)
+    assert {rank: read(path) for rank, path in find(tmp_path / "new").items()} == dict(enumerate(traces)) | {7: empty}
+    write(tmp_path / "new", dataclasses.replace(empty, num_dropped=3))
+    assert read(path_of(tmp_path / "new", 7)).num_dropped == 3
+    assert len(list((tmp_path / "new").iterdir())) == 4  # nothing unfinished is left
+
+
+def test_a_torn_file_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, simulate(1, 20)[0])
+    whole = path.read_bytes()
+    rng = random.Random(1)
+    for length in (0, 1, 100, len(whole) // 2, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(10))):
+        path.write_bytes(whole[:length])
+        with pytest.raises(TraceError, match=path.name):
+            read(path)
+    with pytest.raises(TraceError, match="No such file"):
+        read(tmp_path / "rank-00009.npz")
+
+
+def test_another_format_is_named(tmp_path: Path) -> None:
+    about = f'{{"format": {FORMAT + 1}, "versions": {{"torchring": "9.9"}}, "novelty": 1}}'
+    np.savez(path_of(tmp_path, 0), about=np.frombuffer(about.encode(), np.uint8))
+    with pytest.raises(TraceError, match=r"torchring 9\.9, in another format"):
+        read(path_of(tmp_path, 0))
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("compression type 99"), tokenize.TokenError("EOF", (1, 0))])
+def test_whatever_a_damaged_file_raises_is_named(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    path = write(tmp_path, simulate(1, 1)[0])
+    monkeypatch.setattr(np, "load", fail)
+    with pytest.raises(TraceError, match=r"rank-00000\.npz is torn, or no trace: "):
+        read(path)
+
+
+@pytest.mark.parametrize("change", [{"rank": "0"}, {"size": None}, {"num_cores": True}, {"host": 7}, {"options": []}])
+def test_what_is_no_number_or_text_is_named(change: dict[str, Any], tmp_path: Path) -> None:
+    trace = simulate(1, 1)[0]
+    path = write(tmp_path, trace)
+    write_encoded(path, dataclasses.replace(trace, about=dataclasses.replace(trace.about, **change)), [])
+    with pytest.raises(TraceError, match=f"no trace: {next(iter(change))} is "):
+        read(path)
+
+
+def test_text_of_a_trace_gives_a_terminal_no_orders(tmp_path: Path) -> None:
+    trace = simulate(1, 1)[0]
+    parameters = tuple(dataclasses.replace(each, name="\x1b]0;title\x07") for each in trace.about.parameters)
+    about = dataclasses.replace(
+        trace.about, host="\x1b[31mred\u202e", options={"a\nb": "\udcff"}, parameters=parameters
+    )
+    read_again = read(write(tmp_path, dataclasses.replace(trace, about=about))).about
+    assert (read_again.host, read_again.options) == ("\ufffd[31mred\ufffd", {"a b": "\ufffd"})
+    assert read_again.parameters[0].name == "\ufffd]0;title\ufffd"

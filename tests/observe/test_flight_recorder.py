@@ -1,0 +1,784 @@
+"""A rank that waits for long says who is missing, where that rank is, and since when."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import signal
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchring
+from tests.support.harness import run_pooled, run_ranks, wait_until
+from torchring import cli
+from torchring.default_world import default_world
+from torchring.errors import RingError
+from torchring.linux import open_process
+from torchring.memory import host as host_module
+from torchring.memory.host import HostGroup
+from torchring.observe.flight_recorder import call_sites as places
+from torchring.observe.flight_recorder import monitor as monitor_module
+from torchring.observe.flight_recorder import stacks
+from torchring.observe.flight_recorder.call_sites import place_of
+from torchring.observe.flight_recorder.monitor import StallMonitor
+from torchring.observe.flight_recorder.page import (
+    PAGE_BYTES,
+    CurrentWait,
+    Phase,
+    Progress,
+    Snapshot,
+    Track,
+    TrackState,
+    Wait,
+    key_of,
+    read_page,
+    want_stacks,
+)
+from torchring.observe.flight_recorder.report import Peer, describe_ranks, describe_wait, missing_ranks
+from torchring.rendezvous.environment import STACKS
+from torchring.rendezvous.rendezvous import Rendezvous
+
+_LIMIT = 0.3
+_LATE = 1  # the rank that is late
+_HOSTS = {"one host": [(0, 1, 2)], "hosts": [(0, 1), (2,)], "apart": [(0,), (1,)]}
+
+
+# ---- stalls of three ranks, on one host and on two
+
+
+class Stall:
+    """One stall: the late rank stands in the function `name`, which reads all pipes, until all others have warned."""
+
+    def __init__(self, folder: str, name: str, rank: int) -> None:
+        self.name, self.rank = name, rank
+        self.pipes = [Path(folder, f"{name}{other}") for other in (0, 2)]
+        self.warnings: list[str] = []
+
+    def others_wait_until(self, text: str) -> None:
+        """The late rank is where it is to be, so what follows in the other ranks waits for it there."""
+        if self.rank != _LATE:
+            monitor = default_world()._stalls
+            assert monitor is not None
+            wait_until(lambda: text in monitor.explain([_LATE]), f"rank {_LATE} to be {text}")
+
+    def release(self, message: str) -> None:
+        self.warnings.append(message)
+        if len(self.warnings) == 1:
+            self.pipes[self.rank // 2].write_bytes(b"")
+
+
+class Handler(logging.Handler):
+    """Hands warnings to the stall under way. A loaded machine may cause other waits, and so other warnings."""
+
+    stall: Stall | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        stall = self.stall
+        if record.levelno == logging.WARNING and stall is not None and f"in {stall.name}" in message:
+            stall.release(message)
+
+
+@contextmanager
+def logged(handler: logging.Handler) -> Iterator[None]:
+    logger = logging.getLogger("torchring")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def on_hosts(rank: int, topology: str, **options: float) -> Iterator[None]:
+    place = next(i for i, members in enumerate(_HOSTS[topology]) if rank in members)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_module, "_host_identity", lambda: f"host {place}")
+        torchring.init(**options)
+    yield
+    torchring.shutdown()
+
+
+def _model() -> torch.nn.Sequential:
+    return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+
+
+def _stalls(rank: int, size: int, folder: str, topology: str) -> dict[str, list[str]]:
+    handler = Handler()
+    with logged(handler), on_hosts(rank, topology, timeout_seconds=40.0, stall_warning_seconds=_LIMIT):
+        model = _model()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        algorithm = "direct" if topology == "one host" else "hierarchical"
+        optimizer = torchring.wrap(plain, model, bucket_mb=0.0, algorithm=algorithm)  # a bucket for each parameter
+        stalls: dict[str, Stall] = {}
+
+        def begin(name: str) -> Stall:
+            handler.stall = stalls[name] = Stall(folder, name, rank)
+            return handler.stall
+
+        def train(before_backward: Callable[[], None] = lambda: None) -> None:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).sum()
+            before_backward()
+            loss.backward()
+            optimizer.step()
+
+        def on_late_rank(function: Callable[[], None]) -> None:
+            if rank == _LATE:
+                function()
+
+        for _ in range(2):
+            train()  # step 0, 1; then buckets are in their final order
+
+        stall = begin("load_batch")
+
+        def load_batch() -> None:
+            list(map(Path.read_bytes, stall.pipes))
+
+        on_late_rank(load_batch)
+        train(lambda: stall.others_wait_until("load_batch"))  # step 2
+
+        stall = begin("think")
+
+        def think(*_: Any) -> None:
+            list(map(Path.read_bytes, stall.pipes))
+
+        handle = model[1].register_forward_hook(think if rank == _LATE else lambda *_: None)
+        train(lambda: stall.others_wait_until("in forward"))  # step 3
+        handle.remove()
+
+        stall = begin("reconsider")
+
+        def reconsider(gradient: torch.Tensor) -> None:
+            list(map(Path.read_bytes, stall.pipes))
+
+        weight = model[1].weight
+        weight_hook = weight.register_hook(reconsider if rank == _LATE else lambda _: None)
+        train(lambda: stall.others_wait_until("in backward"))  # step 4
+        weight_hook.remove()
+
+        stall = begin("polish")
+
+        def polish(*_: Any) -> None:
+            list(map(Path.read_bytes, stall.pipes))
+
+        step_hook = plain.register_step_pre_hook(polish if rank == _LATE else lambda *_: None)
+        train()  # step 5, in which the late rank is while others go on to step 6
+        step_hook.remove()
+        train(lambda: stall.others_wait_until("in step()"))
+
+        stall = begin("count")
+
+        def count() -> None:
+            list(map(Path.read_bytes, stall.pipes))
+
+        on_late_rank(count)
+        stall.others_wait_until("count")
+        torchring.all_reduce(torch.ones(1))
+    return {name: stall.warnings for name, stall in stalls.items()}
+
+
+@pytest.fixture(scope="module", params=["one host", "hosts"])
+def stalls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """For each stall, what rank 0 and rank 2 have said."""
+    folder = tmp_path_factory.mktemp("stalls")
+    for name in ("load_batch", "think", "reconsider", "polish", "count"):
+        for rank in (0, 2):
+            os.mkfifo(folder / f"{name}{rank}")
+    first, late, third = run_pooled(_stalls, 3, str(folder), request.param)
+    assert not any(late.values()), late
+    assert all(len(said) == 1 for said in (*first.values(), *third.values())), "one warning for each wait"
+    return {name: [*first[name], *third[name]] for name in first}
+
+
+_BUCKET = r"in the reduction of gradients \(step (\d+), bucket (\d+), first parameter ([\w.]+)\) for rank 1\. "
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "step", "late_step"),
+    [
+        ("load_batch", "outside of forward, backward and step()", 2, 2),
+        ("think", "in forward", 3, 3),
+        ("reconsider", "in backward", 4, 4),
+        ("polish", "in step()", 6, 5),
+    ],
+)
+def test_who_is_missing_in_training(
+    name: str, phase: str, step: int, late_step: int, stalls: dict[str, list[str]]
+) -> None:
+    parameters = [parameter for parameter, _ in _model().named_parameters()]
+    for rank, message in zip((0, 2), stalls[name], strict=True):
+        assert re.match(rf"rank {rank} has waited for \d+\.\d s ", message), message
+        found = re.search(_BUCKET, message)
+        assert found, message
+        assert int(found[1]) == step
+        bucket, parameter = int(found[2]), found[3]
+        if name == "reconsider":  # its last layer's buckets have left
+            assert bucket >= 2, message
+            assert parameter in parameters[:4], message
+        else:
+            assert bucket == 0, message
+            assert parameter in parameters[4:], message
+        where = rf"Rank 1 \(pid \d+\)(, last heard of .* ago,)? has been {re.escape(phase)} for \d+\.\d s, "
+        assert re.search(where + rf"in step {late_step}, at \S*test_flight_recorder\.py:\d+ in {name}", message), (
+            message
+        )
+        assert "All ranks wait" not in message
+
+
+def test_who_is_missing_in_a_collective_of_the_script(stalls: dict[str, list[str]]) -> None:
+    for rank, message in zip((0, 2), stalls["count"], strict=True):
+        assert re.match(rf"rank {rank} has waited for \d+\.\d s in all_reduce for rank 1\. Rank 1 ", message), message
+        assert "in step 7" in message
+
+
+# ---- a rank that cannot run
+
+
+def _stop(rank: int, size: int) -> list[str]:
+    said: list[str] = []
+
+    class Continue(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "process is stopped" in record.getMessage():
+                said.append(record.getMessage())
+                os.kill(pids[1], signal.SIGCONT)
+
+    with logged(Continue()):
+        torchring.init(stall_warning_seconds=_LIMIT)
+        pids = torchring.all_gather_object(os.getpid())
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            wait_until(lambda: stacks.is_stopped(pids[1]), "rank 1 to stop")
+        torchring.barrier()
+    return said
+
+
+def test_a_stopped_rank_is_said_to_be_stopped() -> None:
+    (message,), of_the_stopped = run_pooled(_stop, 2)
+    assert of_the_stopped == []
+    assert "in barrier for rank 1. Rank 1 (pid" in message
+    assert "outside of forward, backward and step()" in message
+    assert "its process is stopped" in message
+
+
+def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    hosts = [HostGroup(rank, [], 5.0) for rank in range(2)]
+    first, second = (
+        StallMonitor(Rendezvous(store, rank, 2, 5.0), host, host.allocate(PAGE_BYTES), 1000.0)
+        for rank, host in enumerate(hosts)
+    )
+    assert first.explain([1]) == "Rank 1 has not said yet what it is doing"
+    second.progress.enter(Phase.STEP, 8)
+    second.tick()
+    wait_until(lambda: "in step 8" in first.explain([1]), "the message of rank 1")
+    assert "no sign of life" not in first.explain([1])
+    second.close()
+    clock = types.SimpleNamespace(
+        monotonic=lambda: time.monotonic() + 100.0,
+        monotonic_ns=time.monotonic_ns,
+        clock_gettime=lambda clock: time.clock_gettime(clock) + 100.0,
+        CLOCK_BOOTTIME=time.CLOCK_BOOTTIME,
+    )
+    monkeypatch.setattr(monitor_module, "time", clock)
+    said = first.explain([1])
+    assert ", last heard of 100 s ago, was then outside of forward, backward and step(), in step 8" in said
+    assert "it has shown no sign of life for 100 s" in said
+    first._messages.clear()  # a rank reads messages only when it waits
+    assert ", last heard of 100 s ago, was then outside of forward, backward and step(), in step 8" in first.explain(
+        [1]
+    )
+    first.close()
+    for host in hosts:
+        host.close()
+
+
+# ---- timeouts
+
+
+def _time_out(rank: int, size: int, folder: str, topology: str, limit: float) -> Any:
+    """Rank 1 stands still in the backward of step 2."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    with on_hosts(rank, topology, timeout_seconds=3.0, stall_warning_seconds=limit):
+        monitor, host = default_world()._stalls, default_world().host
+        assert monitor is not None
+        assert host is not None
+        host.timeout_seconds = 1.0  # where ranks meet, a loaded machine takes its time
+        assert ("torchring-stalls" in [thread.name for thread in threading.enumerate()]) is (limit > 0)
+        model = _model()
+        algorithm = "direct" if topology == "one host" else "ring"
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm=algorithm)
+        for _ in range(2):  # after which the buckets are in their final order
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+        def pause(_: torch.Tensor) -> None:
+            Path(folder, "pipe").read_bytes()
+
+        if rank == 1:
+            model[0].weight.register_hook(pause)
+        loss = model(torch.ones(2, 4)).sum()
+        if rank == 0:
+            where = "in pause" if limit else "in backward"
+            wait_until(lambda: where in monitor.explain([1]), "rank 1 to pause")
+        with logged(handler), pytest.raises(RingError) as caught:
+            loss.backward()
+        if rank == 0:
+            Path(folder, "pipe").write_bytes(b"")
+        error = caught.value
+        optimizer.close()
+    return type(error).__name__, error.peers, error.explanation, str(error), heard
+
+
+@pytest.mark.parametrize(("topology", "limit"), [("one host", _LIMIT), ("one host", 0.0), ("apart", _LIMIT)])
+def test_a_timeout_carries_the_same(topology: str, limit: float, tmp_path: Path) -> None:
+    """Without a timer thread, what the training threads have stamped."""
+    os.mkfifo(tmp_path / "pipe")
+    (kind, peers, explanation, text, heard), late = run_pooled(_time_out, 2, str(tmp_path), topology, limit)
+    assert (kind, peers) == ("PeerTimeoutError", (1,))
+    where = r"Rank 1 \(pid \d+\)(, last heard of .* ago,)? has been in backward for \d+(\.\d)? s, in step 2"
+    assert re.match(where, explanation), explanation
+    assert ("in pause" in explanation) is (limit > 0)
+    assert text.endswith(f"]. {explanation}")
+    assert len(heard) <= (1 if limit else 0), heard
+    assert late[-1] == [], "the late rank waits for nobody"
+
+
+def _cross(rank: int, size: int) -> Any:
+    """Rank 0 waits for gradients, rank 1 for a sum."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    world = torchring.init(timeout_seconds=20.0, stall_warning_seconds=2 * _LIMIT)
+    model = _model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    torchring.barrier()
+    assert world.host is not None
+    world.host.timeout_seconds = 2.0 if rank == 1 else 4.0  # so that rank 0 still waits when rank 1 asks why
+    loss = model(torch.ones(2, 4)).sum()
+    with logged(handler), pytest.raises(RingError) as caught:
+        torchring.all_reduce(torch.ones(1)) if rank == 1 else loss.backward()
+    optimizer.close()
+    return said, str(caught.value)
+
+
+def test_ranks_that_wait_in_different_operations_are_told_so() -> None:
+    results = run_pooled(_cross, 2)
+    gradients, collective = "the reduction of gradients (step 0, bucket 0", "all_reduce"
+    for rank, (own, other) in enumerate([(gradients, collective), (collective, gradients)]):
+        message = results[rank][0][0]
+        assert f"rank {rank} has waited" in message
+        assert f"in {own}" in message
+        assert re.search(rf"Rank {1 - rank} \(pid \d+\) itself has waited for \d+\.\d s in {re.escape(other)}", message)
+        assert "All ranks wait, in different operations" in message
+    assert "itself has waited for" in results[1][1], results
+
+
+# ---- ranks that do not come to init()
+
+
+def _come_late(rank: int, size: int, folder: str) -> list[str]:
+    pipe, said = Path(folder, "pipe"), []
+
+    class Release(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            pipe.write_bytes(b"")
+
+    if rank == 1:
+        pipe.read_bytes()
+        torchring.init()
+    else:
+        with logged(Release()):
+            torchring.init(stall_warning_seconds=_LIMIT)
+    return said
+
+
+def test_a_rank_that_does_not_come_to_init_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (message,), _ = run_pooled(_come_late, 2, str(tmp_path))
+    assert "in torchring.init() for rank 1, which has not come there yet" in message
+
+
+# ---- stacks
+
+
+def _hold_the_lock(rank: int, size: int, folder: str) -> Any:
+    """Rank 1 never lets go of the interpreter's lock, so neither its timer thread nor a handler of Python's can run."""
+    pipe, said = os.open(Path(folder, "pipe"), os.O_RDWR), []
+    with open(Path(folder, "stderr"), "wb") as stderr:
+        os.dup2(stderr.fileno(), 2)
+
+    class Release(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            os.write(pipe, b".")
+
+    torchring.init(stall_warning_seconds=_LIMIT)
+    torchring.barrier()
+    has_left = Path(folder, "rank 1 has left the barrier")  # a rank that itself waits is not asked for its stacks
+    if rank == 1:
+        has_left.touch()
+        ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+        torchring.barrier()
+        return said
+    wait_until(has_left.exists, "rank 1 to leave the barrier")
+    with logged(Release()):
+        torchring.barrier()
+    return said
+
+
+def test_stuck_ranks_print_their_stacks(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (message,), _ = run_ranks(_hold_the_lock, 2, str(tmp_path), env={STACKS: "1"})
+    assert "in barrier for rank 1" in message
+    assert message.endswith("; it was told to print its Python stacks to its standard error")
+    printed = (tmp_path / "stderr").read_text()
+    assert re.search(r"test_flight_recorder\.py\", line \d+ in _hold_the_lock$", printed, re.MULTILINE), printed
+    assert printed.count("observe/test_flight_recorder.py") == 1, "once, and of that rank alone"
+
+
+def test_torchring_run_asks_ranks_for_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(cli, "start", lambda *arguments, **_: environments.append(arguments[3]) or 0)
+    for options in ([], ["--stacks-on-stall"], ["--stacks-on-stall", "--env", "A=1"]):
+        assert cli.main(["run", "-np", "2", *options, __file__]) == 0
+    assert environments == [{}, {STACKS: "1"}, {"A": "1", STACKS: "1"}]
+
+
+def _far_and_stuck(rank: int, size: int, folder: str) -> Any:
+    """Rank 1 is on another host: its own timer thread prints."""
+    with open(Path(folder, f"stderr{rank}"), "wb") as stderr:
+        os.dup2(stderr.fileno(), 2)
+
+    def stand_still() -> None:
+        wait_until(lambda: "Its Python stacks" in Path(folder, "stderr1").read_text(), "the stacks")
+
+    with on_hosts(rank, "apart", stall_warning_seconds=_LIMIT):
+        torchring.barrier()
+        if rank == 1:
+            stand_still()
+        torchring.barrier()
+
+
+def test_stuck_ranks_of_other_hosts_print_their_stacks(tmp_path: Path) -> None:
+    run_ranks(_far_and_stuck, 2, str(tmp_path), env={STACKS: "1"})
+    printed = (tmp_path / "stderr1").read_text()
+    assert printed.count("torchring: rank 1 keeps other ranks waiting. Its Python stacks:") == 1
+    assert "keeps other ranks waiting" not in (tmp_path / "stderr0").read_text()
+
+
+def test_no_signal_is_sent_to_a_process_that_would_die_of_it() -> None:
+    descriptor = open_process(os.getpid())
+    try:
+        assert not stacks.ask(os.getpid(), descriptor, signal.SIGRTMAX - 7)
+    finally:
+        os.close(descriptor)
+
+
+def test_stacks_are_asked_for_once_in_each_stall() -> None:
+    page = memoryview(bytearray(PAGE_BYTES))
+    progress = Progress(page)
+    sent: list[int] = []
+
+    def send(number: int) -> bool:
+        sent.append(number)
+        return len(sent) < 2
+
+    assert want_stacks(page, 7, send)
+    assert sent == []
+    assert progress.stacks_wanted() == 7, "without a signal, the timer thread prints"
+    progress.offer_stacks(60)
+    assert want_stacks(page, 8, send)
+    assert not want_stacks(page, 8, send)
+    assert sent == [60]
+    assert progress.stacks_wanted() == 0
+    assert want_stacks(page, 9, send)
+    assert sent == [60, 60]
+    assert progress.stacks_wanted() == 9, "the signal could not be sent"
+
+
+# ---- pages
+
+
+def test_a_page_says_what_was_stamped() -> None:
+    page = memoryview(bytearray(PAGE_BYTES))
+    assert read_page(page) is None
+    progress = Progress(page)
+    progress.enter(Phase.BACKWARD, 1000)
+    track = progress.open_track("gradients")
+    track.begin(4)
+    seen: list[Snapshot | None] = []
+
+    def wait() -> None:
+        progress.write_sample(Phase.BACKWARD, "train.py:3 in main", progress.waits())
+        seen.append(read_page(page, time.monotonic_ns() + 10**9))
+
+    track.waiting(Wait("the reduction of gradients", 1000, 2, "a.weight"), wait)
+    (during,), after = seen, read_page(page)
+    assert during is not None
+    assert after is not None
+    assert (during.pid, during.step, during.phase) == (os.getpid(), 1000, Phase.BACKWARD)
+    assert during.place == "train.py:3 in main"
+    assert during.tracks == {key_of("gradients"): TrackState(5, 0, True)}
+    assert during.waits is not None
+    assert during.waits[0] == "the reduction of gradients (step 1000, bucket 2, first parameter a.weight)"
+    assert during.waits[1] >= 1.0
+    assert after.waits is None
+    assert not after.tracks[track.key].waits
+    progress.enter(Phase.OUTSIDE, 1001)  # newer than the sample
+    latest = read_page(page)
+    assert latest is not None
+    assert (latest.phase, latest.step) == (Phase.OUTSIDE, 1001)
+
+
+def test_a_text_that_is_being_written_is_not_read() -> None:
+    page = memoryview(bytearray(PAGE_BYTES))
+    progress = Progress(page)
+    progress.write_sample(Phase.OUTSIDE, "train.py:3 in main", [])
+    assert b"train.py" in bytes(page)
+    page[bytes(page).index(b"train.py")] = 0
+    snapshot = read_page(page)
+    assert snapshot is not None
+    assert snapshot.place == ""
+
+
+def test_a_page_has_room_for_many_tracks_and_takes_closed_ones_again() -> None:
+    page = memoryview(bytearray(PAGE_BYTES))
+    progress = Progress(page)
+
+    def keys() -> set[int]:
+        snapshot = read_page(page)
+        assert snapshot is not None
+        return set(snapshot.tracks)
+
+    tracks = [progress.open_numbered_track("gradients") for _ in range(70)]
+    assert len({track.key for track in tracks}) == 70
+    assert keys() == {track.key for track in tracks[:64]}
+    assert tracks[69].run("a private one", lambda: 5) == 5
+    progress.close_track(tracks[69])
+    progress.close_track(tracks[3])
+    another = progress.open_track("another")
+    assert keys() == {track.key for track in tracks[:64] if track is not tracks[3]} | {another.key}
+
+
+def test_a_track_counts_operations_and_says_where_it_waits() -> None:
+    progress = Progress(memoryview(bytearray(PAGE_BYTES)))
+    track = progress.open_track("collectives")
+    progress.operations[threading.get_ident()] = "wrap()"
+
+    def operation() -> list[CurrentWait]:
+        progress.await_ranks((2,), 0.1)
+        return progress.waits()
+
+    track.run("barrier", lambda: None)
+    (wait,) = track.run("all_gather", operation)
+    assert (wait.key, wait.position, str(wait.wait), wait.awaited) == (track.key, 1, "wrap() (all_gather)", (2,))
+    assert wait.is_in_training
+    (wait,) = progress.waits()  # outside of all tracks
+    assert (wait.key, str(wait.wait), wait.awaited) == (0, "wrap()", (2,))
+    progress.await_ranks((), 0.0)
+    assert progress.waits() == []
+
+
+def test_the_place_of_a_thread_names_the_library_and_the_script() -> None:
+    future: torch.futures.Future[int] = torch.futures.Future()
+    thread = threading.Thread(target=lambda: future.wait(), name="waits")
+    thread.start()
+    found = []
+
+    def is_there() -> bool:
+        found.append(place_of(thread.ident or 0))
+        return "futures" in found[-1][1]
+
+    try:
+        wait_until(is_there, "the thread to wait")
+    finally:
+        future.set_result(1)
+        thread.join()
+    phase, text = found[-1]
+    assert phase == Phase.OUTSIDE
+    assert re.fullmatch(
+        r"torch/futures/__init__\.py:\d+ in wait, called from \S*test_flight_recorder\.py:\d+ in <lambda>", text
+    ), text
+    assert place_of(thread.ident or 0) == (Phase.OUTSIDE, "")
+
+
+def test_a_look_at_a_stack_keeps_no_local_variable_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch switches something off when a local variable ends, which is on again if the end is late."""
+
+    class Local:
+        pass
+
+    has_begun, may_return, has_returned = threading.Event(), threading.Event(), threading.Event()
+    local: list[weakref.ref[Local]] = []
+    is_alive: list[bool] = []
+
+    def function() -> None:
+        variable = Local()
+        local.append(weakref.ref(variable))
+        has_begun.set()
+        may_return.wait()
+
+    def run() -> None:
+        function()
+        has_returned.set()
+
+    def is_internal(code: types.CodeType) -> bool:  # called for each function on the stack
+        may_return.set()
+        assert has_returned.wait(10)
+        is_alive.append(local[0]() is not None)
+        return True
+
+    monkeypatch.setattr(places, "_is_internal", is_internal)
+    thread = threading.Thread(target=run, name="looked-at")
+    thread.start()
+    assert has_begun.wait(10)
+    place_of(thread.ident or 0)
+    thread.join()
+    assert len(is_alive) > 2
+    assert not any(is_alive)
+
+
+def test_the_phase_of_a_thread_is_seen_on_its_stack() -> None:
+    model, seen = torch.nn.Linear(2, 2), []
+
+    def look(*_: Any) -> None:
+        seen.append(place_of(threading.get_ident())[0])
+
+    def compute_again(_: torch.Tensor) -> None:  # as checkpoints do
+        model(torch.ones(1, 2))
+
+    model.register_forward_hook(look)
+    loss = model(torch.ones(1, 2)).sum()
+    model.weight.register_hook(lambda _: look())
+    model.bias.register_hook(compute_again)
+    loss.backward()
+    look()
+    assert seen == [Phase.FORWARD, *[Phase.BACKWARD] * (len(seen) - 2), Phase.OUTSIDE]
+    assert len(seen) == 4
+
+
+# ---- who is missing, in words
+
+
+def snapshot(num_begun: int, num_finished: int = 0, *, waits: bool = False, place: str = "") -> Snapshot:
+    tracks = {5: TrackState(num_begun, num_finished, waits)}
+    wait = ("all_reduce", 20.0) if waits else None
+    return Snapshot(77, 12, Phase.FORWARD, 31.2, place, 0.5, tracks, wait, 0)
+
+
+def wait_for(*awaited: int, key: int = 5) -> CurrentWait:
+    return CurrentWait(key, 3, 0, Wait("barrier"), awaited, True)
+
+
+@pytest.mark.parametrize(
+    ("peers", "awaited", "expected"),
+    [
+        ({1: Peer(snapshot(3)), 2: Peer(snapshot(4, waits=True))}, (), [1]),
+        ({1: Peer(snapshot(3)), 2: Peer(snapshot(4, waits=True))}, (2,), [1]),  # which rank 2 waits for, too
+        ({1: Peer(snapshot(4, waits=True)), 2: Peer(snapshot(4, waits=True))}, (2,), [2]),
+        ({1: Peer(None), 2: Peer(snapshot(9, 9))}, (), [1]),
+        ({1: Peer(snapshot(4)), 2: Peer(snapshot(4, 4))}, (), [1]),  # has begun, and computes elsewhere
+        ({1: Peer(snapshot(4, waits=True)), 2: Peer(snapshot(4, waits=True), is_stopped=True)}, (), [2]),
+        ({1: Peer(snapshot(4, waits=True)), 2: Peer(snapshot(4, waits=True), is_silent=True)}, (), [2]),
+        ({1: Peer(snapshot(4, waits=True)), 2: Peer(snapshot(5, 4))}, (), []),
+    ],
+)
+def test_missing_ranks(peers: dict[int, Peer], awaited: tuple[int, ...], expected: list[int]) -> None:
+    assert missing_ranks(wait_for(*awaited), peers) == expected
+
+
+def test_outside_of_tracks_those_are_missing_whose_signal_is() -> None:
+    assert missing_ranks(wait_for(3, 1, key=0), {1: Peer(None), 3: Peer(None)}) == [1, 3]
+
+
+def test_words() -> None:
+    one = {1: Peer(snapshot(3, place="train.py:3 in main"))}
+    assert describe_wait(0, wait_for(), one, 30.4, 30.0) == (
+        "rank 0 has waited for 30 s in barrier for rank 1. Rank 1 (pid 77) has been in forward for 31 s, in step 12, "
+        "at train.py:3 in main"
+    )
+    many = {rank: Peer(snapshot(3)) for rank in range(1, 12)}
+    text = describe_wait(0, wait_for(), many, 30.0, 30.0)
+    assert "for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more. Rank 1 " in text
+    assert "Rank 8 " in text
+    assert "Rank 9 " not in text
+    assert "All ranks have come there" in describe_wait(0, wait_for(), {1: Peer(snapshot(5, 4))}, 30.0, 30.0)
+    assert describe_ranks([3], {3: Peer(None)}) == "Rank 3 has not said yet what it is doing"
+    silent = Peer(snapshot(3).older(20.0), is_silent=True, heard=20.0, was_asked=True)
+    assert describe_ranks([3], {3: silent}) == (
+        "Rank 3 (pid 77), last heard of 20 s ago, was then in forward, in step 12; it has shown no sign of "
+        "life for 20 s; it was told to print its Python stacks to its standard error"
+    )
+
+
+def test_only_ranks_that_all_wait_are_locked() -> None:
+    waiting, computing = Peer(snapshot(3, waits=True)), Peer(snapshot(3))
+    assert "none of them can go on" in describe_wait(0, wait_for(), {1: waiting, 2: waiting}, 30.0, 30.0)
+    assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting, 2: computing}, 30.0, 30.0)
+    assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting}, 300.0, 300.0), "not for long"
+    for stopped in (Peer(snapshot(3, waits=True), is_stopped=True), Peer(snapshot(3, waits=True), is_silent=True)):
+        assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting, 2: stopped}, 30.0, 30.0)
+
+
+def test_a_long_place_keeps_its_line_and_a_longer_one_is_no_old_one() -> None:
+    page = memoryview(bytearray(PAGE_BYTES))
+    progress = Progress(page)
+    folder = "層" * 300
+    code = compile("def f(): return look(thread)\nresult = f()", f"/{folder}/file.py", "exec")
+    names: dict[str, object] = {"look": place_of, "thread": threading.get_ident()}
+    exec(code, names)
+    _, place = names["result"]  # type: ignore[misc]
+    assert str(place).startswith(f"…{'層' * 112}/file.py:1 in f")
+    for text, kept in (("a.py:1 in f", "a.py:1 in f"), ("層" * 400, "層" * 400), ("\x00" * 400, "\x00" * 100)):
+        progress.write_sample(Phase.OUTSIDE, text, ())
+        found = read_page(page)
+        assert found is not None
+        assert found.place == kept
+
+
+def test_a_private_track_is_no_trouble() -> None:
+    track = Track.private("alone")
+    with pytest.raises(ZeroDivisionError):
+        track.run("a failure", lambda: 1 // 0)
+    assert track.num_begun == 1
+    assert not track.waiting_since
+
+
+# ---- the option
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_bad_seconds(seconds: float) -> None:
+    with pytest.raises(ValueError, match="stall_warning_seconds"):
+        torchring.init(stall_warning_seconds=seconds)
+
+
+def _init_again(rank: int, size: int) -> None:
+    world = torchring.init(stall_warning_seconds=7.0 + rank)
+    assert torchring.init() is torchring.init(stall_warning_seconds=7.0 + rank) is world
+    with pytest.raises(ValueError, match=r"open with stall_warning_seconds="):
+        torchring.init(stall_warning_seconds=30.0)
+    torchring.barrier()
+
+
+def test_an_open_world_keeps_its_limit() -> None:
+    run_pooled(_init_again, 2)

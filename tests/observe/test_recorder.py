@@ -1,0 +1,562 @@
+"""What the recorder writes down of real steps, and when the trace is written."""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import gc
+import itertools
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import torchring
+from tests.support.harness import run_pooled, run_ranks
+from torchring import default_world as world_module
+from torchring.observe.recorder import process, writer
+from torchring.observe.recorder import recorder as recorder_module
+from torchring.observe.recorder.clocks import estimate, measure
+from torchring.observe.recorder.files import find, live_path_of, path_of, read, write
+from torchring.observe.recorder.forward import ForwardWatch
+from torchring.observe.recorder.recorder import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Recorder, decoded
+from torchring.observe.recorder.records import (
+    About,
+    Arrivals,
+    ClockOffset,
+    ParameterRecord,
+    Part,
+    RankTrace,
+    StepRecord,
+)
+from torchring.rendezvous.environment import PROGRESS
+
+SIZES = (300, 300, 300)  # 360 kB a layer: copied on arrival
+
+
+class Clock:
+    """A clock that a test sets, in place of the time module."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def perf_counter_ns(self) -> int:
+        return self.now
+
+    def thread_time_ns(self) -> int:
+        return 2 * self.now
+
+    def time(self) -> float:
+        return 1.8e9
+
+
+def steps_of(recorder: Recorder) -> tuple[StepRecord, ...]:
+    return decoded(*recorder.trace()).steps
+
+
+def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(recorder_module, "time", clock)
+    recorder = Recorder()
+    for number in range(1003):
+        for part, begin in ((FORWARD, 5), (BACKWARD, 9), (BACKWARD, 11), (EXPOSED, 20), (BETWEEN, 30), (OPTIMIZER, 31)):
+            clock.now = 100 * number + begin
+            recorder.enter(part)
+        recorder.num_samples += 8
+        recorder.add_round([0, 64, 1, 2, 3, 4, 5], 7, 6)
+        clock.now = 100 * (number + 1)
+        recorder.end_step()
+    steps = steps_of(recorder)
+    assert [step.number for step in steps] == list(range(3, 1003))
+    last = steps[-1]
+    assert (last.begin, last.end, last.num_samples, last.stall_ns, last.packing_ns) == (100_200, 100_300, 8, 7, 6)
+    assert [last.ns_in(part) for part in Part] == [5, 4, 11, 10, 1, 69]
+    assert last.exposed_ns == 17
+    assert (recorder.num_steps, recorder.num_bytes, recorder.num_samples_before) == (1003, 64 * 1003, 8 * 1003)
+    trace, _ = recorder.trace()
+    assert trace.num_dropped == 3
+    recorder.is_on = False
+    recorder.end_step()
+    assert (len(steps_of(recorder)), recorder.num_steps) == (1000, 1004)
+
+
+def test_the_recorder_knows_how_long_its_thread_had_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says in how many slices of time a thread had a core; a thread that asks had one at least."""
+    queued_ns, num_slices = 100, 1
+    monkeypatch.setattr(os, "pread", lambda *_: f"5 {queued_ns} {num_slices}\n".encode())
+    recorder = Recorder()
+
+    def run_step() -> tuple[int, int]:
+        nonlocal queued_ns
+        for part in (FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER):
+            queued_ns += part  # 3 of them before EXPOSED begins, and 4 until it ends
+            recorder.enter(part)
+        recorder.end_step()
+        step = steps_of(recorder)[-1]
+        return step.queued_ns, step.exposed_queued_ns
+
+    assert run_step() == (-1, -1), "nothing is known of what was before"
+    assert run_step() == (15, 4)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run_step).result() == (-1, -1), "these are numbers of another thread"
+    num_slices = 0
+    assert run_step() == (-1, -1), "the kernel does not count"
+
+
+def test_a_step_of_very_many_micro_steps_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    for _ in range(100_000):
+        recorder.enter(FORWARD)
+        recorder.enter(BACKWARD)
+    recorder.end_step()
+    (step,) = steps_of(recorder)
+    assert len(step.parts) < 2000
+    assert sum(step.ns_in(part) for part in Part) == step.end - step.begin
+
+
+class _Nested(torch.utils.data.Dataset[int]):
+    """Reads a batch of another DataLoader for each sample. Each look at the clock takes 1 ns."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        self.clock.now += 50
+        return int(next(iter(DataLoader([index]))))
+
+
+def test_time_in_a_data_loader_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, recorder = Clock(), Recorder()
+    monkeypatch.setattr(process, "time", clock)
+    before = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+    process.watch(recorder)
+    batches = iter(DataLoader(_Nested(clock), batch_size=1))
+    next(batches)
+    recorder.enter(BETWEEN)
+    next(batches)  # the rank would pass this time anyway
+    recorder.end_step()
+    iter(DataLoader(_Nested(clock)))  # gives no batch yet
+    elsewhere = threading.Thread(target=next, args=(batches,))
+    elsewhere.start()
+    elsewhere.join()
+    recorder.end_step()
+    next(batches)
+    next(batches, None)
+    recorder.end_step()
+    loading = [(step.loading_ns, step.loading_cpu_ns, step.num_workers) for step in steps_of(recorder)]
+    assert loading == [(50, 100, 0), (0, 0, -1), (50, 100, 0)]
+    process.forget(recorder)
+    assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is before
+
+
+def test_the_work_of_workers_is_that_of_their_processes() -> None:
+    class Worker:
+        pid = os.getpid()  # a worker that works for as long as this test does
+
+    class Batches:
+        _workers = (Worker(), Worker())
+
+    batches, before = Batches(), time.process_time_ns()
+    assert process._since_last_batch(batches) == -1, "nothing is known of what was before"
+    while time.process_time_ns() < before + 1_000_000:
+        pass
+    worked = process._since_last_batch(batches)
+    assert 0 < worked <= 2 * (time.process_time_ns() - before)
+    Worker.pid = 2**22 + 1  # more than there can be
+    assert process._since_last_batch(batches) == -1
+
+
+def test_full_garbage_collections_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, recorder = Clock(), Recorder()
+    clock.now = 1
+    monkeypatch.setattr(process, "time", clock)
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        clock.now += 30 * (phase == "start")
+
+    process.watch(recorder)
+    gc.callbacks.append(look)
+    try:
+        gc.collect()
+        gc.collect(1)
+    finally:
+        gc.callbacks.remove(look)
+    process.forget(recorder)
+    gc.collect()
+    recorder.end_step()
+    assert [step.collecting_ns for step in steps_of(recorder)] == [30]
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(size, size) for size in SIZES))
+
+
+def _train(rank: int, size: int, options: dict[str, Any], micros: int) -> tuple[RankTrace, int, list[float]]:
+    model = _model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, **options)
+    for _ in range(8):
+        optimizer.zero_grad()
+        for _ in range(micros):
+            model(torch.ones(5, SIZES[0])).square().mean().backward()
+        with torch.no_grad():
+            model(torch.ones(7, SIZES[0]))  # no part of training
+        optimizer.step()
+    recorder = world_module.default_world().recorder
+    return decoded(*recorder.trace()), optimizer.stats().bytes_per_step, list(torchring.metrics().values())
+
+
+@pytest.mark.parametrize(
+    ("options", "micros"),
+    [({"bucket_mb": 0.5}, 1), ({"accumulate": 2}, 2), ({"algorithm": "ring", "overlap": "thread"}, 1)],
+    ids=str,
+)
+def test_real_steps(options: dict[str, Any], micros: int) -> None:
+    for rank, (trace, bytes_per_step, _) in enumerate(run_pooled(_train, 2, options, micros)):
+        about = trace.about
+        assert (about.rank, about.size, about.host != "", about.pid > 0) == (rank, 2, True, True)
+        assert about.algorithm == options.get("algorithm", "direct")
+        assert [parameter.name for parameter in about.parameters] == [
+            f"{i}.{k}" for i in range(3) for k in ("weight", "bias")
+        ]
+        assert sum(about.bucket_bytes) == bytes_per_step
+        assert 0 < about.process_began < about.wrapped < trace.steps[0].end
+        assert [step.number for step in trace.steps] == list(range(8))
+        for before, step in itertools.pairwise(trace.steps):
+            assert before.end == step.begin
+            kinds = [part.part for part in step.parts]
+            assert kinds == [INPUT, FORWARD, BACKWARD] * micros + [EXPOSED, BETWEEN, OPTIMIZER]
+            assert step.num_samples == 5 * micros
+            assert step.num_bytes == bytes_per_step
+            assert [bucket.index for bucket in step.buckets] == list(range(len(about.bucket_bytes)))
+            (backward,) = (part for part in step.parts[-4:] if part.part == BACKWARD)
+            for bucket in step.buckets:
+                assert backward.begin < bucket.ready <= bucket.packed <= bucket.launched <= bucket.started
+                assert bucket.started <= bucket.reduced <= step.parts[-2].begin
+            assert 0 <= step.stall_ns <= step.ns_in(Part.BACKWARD)
+            assert step.packing_ns > 0
+        assert [arrivals.step for arrivals in trace.arrivals] == [2, 3, 4, 5]
+        for arrivals in trace.arrivals:
+            ready = [arrivals.ready_ns[2 * layer] for layer in range(3)]  # of the weights
+            assert arrivals.backward_ns >= ready[0] > ready[1] > ready[2] > 0
+
+
+def test_metrics_add_up_to_the_step() -> None:
+    for _, _, values in run_pooled(_train, 2, {}, 1):
+        rank, size, num_steps, num_samples, num_bytes, per_s, samples_per_s, step, *parts, exposed = values
+        assert (rank in (0, 1), size, num_steps, num_samples) == (True, 2, 8, 35)  # hooks come with the first step
+        assert num_bytes >= 8 * 4 * 3 * 90_300
+        assert (per_s * step, samples_per_s / per_s) == (pytest.approx(1), pytest.approx(35 / 8))
+        assert sum(parts) + exposed == pytest.approx(step)
+        assert all(part > 0 for part in parts)
+
+
+def test_a_world_of_one(tmp_path: Path) -> None:
+    trace, _, values = _train(0, 1, {"on_nonfinite": "skip"}, 1)
+    assert [part.part for part in trace.steps[-1].parts] == [INPUT, FORWARD, BACKWARD, OPTIMIZER]
+    assert trace.steps[-1].buckets == ()
+    assert trace.about.algorithm == "none"
+    assert len(values) == 14
+
+
+def _closure(rank: int, size: int) -> list[list[int]]:
+    model = _model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(5, SIZES[0])).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    steps = steps_of(world_module.default_world().recorder)
+    return [[part.part for part in step.parts] for step in steps]
+
+
+def test_what_an_optimizer_does_after_its_closure_is_the_optimizers() -> None:
+    expected = [INPUT, OPTIMIZER, INPUT, FORWARD, BACKWARD, OPTIMIZER]
+    assert _closure(0, 1)[-1] == expected
+    assert run_pooled(_closure, 2)[0][-1] == [*expected[:-1], EXPOSED, BETWEEN, OPTIMIZER]
+
+
+def test_inputs_without_a_shape_are_not_counted() -> None:
+    model = nn.Identity()
+    watch = ForwardWatch(model, lambda: recorder)
+    watch.start()
+    recorder = Recorder()
+    model(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]))
+    model(torch.tensor(1.0))
+    model("text")
+    assert recorder.num_samples == 2
+
+
+def test_a_script_that_never_steps_does_not_fill_the_memory() -> None:
+    recorder = Recorder()
+    for _ in range(20_000):
+        recorder.add_round([0] * 70, 0, 0)
+    assert len(recorder._buckets) < 60_000
+
+
+def _skips(rank: int, size: int) -> int:
+    model = _model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, on_nonfinite="skip")
+    for factor in (1.0, float("nan"), 1.0):
+        optimizer.zero_grad()
+        (model(torch.ones(5, SIZES[0])).square().mean() * factor).backward()
+        optimizer.step()
+    return world_module.default_world().recorder.num_steps
+
+
+def test_a_step_that_is_left_out_is_a_step() -> None:
+    assert run_pooled(_skips, 2) == [3, 3]
+
+
+def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
+    model = _model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    assert not model._forward_pre_hooks, "torch.cuda.make_graphed_callables takes no model with hooks"
+    optimizer.step()
+    pickled = pickle.dumps(model)
+    assert b"torchring" not in pickled
+    before = world_module.default_world().recorder.num_samples
+    for other in (copy.deepcopy(model), pickle.loads(pickled)):
+        other(torch.ones(3, SIZES[0]))
+    assert world_module.default_world().recorder.num_samples == before
+    model(torch.ones(3, SIZES[0]))
+    assert world_module.default_world().recorder.num_samples == before + 3
+    torch.compile(model, fullgraph=True, backend="eager")(torch.ones(3, SIZES[0]))
+    again = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)  # the first one is not closed
+    again.step()
+    model(torch.ones(3, SIZES[0]))
+    assert world_module.default_world().recorder.num_samples == 3, "each forward since the last step counts once"
+    with pytest.raises(RuntimeError, match=r"optimizer\.close\(\) first"):
+        torch.jit.script(model)
+    optimizer.close()
+    again.close()
+    scripted = torch.jit.script(model)
+    torchring.wrap(torch.optim.SGD(scripted.parameters(), lr=0.01), scripted)
+
+
+def _writes(rank: int, size: int, folder: Path) -> None:
+    with torchring.trace(folder / "unused"):
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "the harness has faulthandler handle it"
+    faulthandler.unregister(signal.SIGUSR1)
+    model = _model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(5, SIZES[0])).square().mean().backward()
+        optimizer.step()
+
+    step()
+    assert writer._writer.is_for_progress
+    writer._writer._write_live()
+    with torchring.trace(folder / "block"):
+        step()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        now = read(path_of(folder / "block", rank))
+        assert ([each.number for each in now.steps], now.about.ended_by) == ([1], "SIGUSR1"), "step 0 was before"
+        step()
+        writer._writer._write_live()
+        assert len(read(live_path_of(folder / "block", rank)).steps) == 2
+        with pytest.raises(ValueError, match=r"written to .*block already"), torchring.trace(folder / "other"):
+            pass
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert len(read(path_of(folder / "block", rank)).steps) == 2
+    assert not live_path_of(folder / "block", rank).exists()
+    with torchring.trace(folder / "broken"):
+        step()
+        error = torchring.PeerLostError("rank 7 is gone", rank=rank, peers=(7,))
+        world_module.default_world().fail(error)
+        assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).about.ended_by
+    assert "rank 7 is gone" in read(path_of(folder / "broken", rank)).about.ended_by
+    assert live_path_of(folder / "progress", rank).exists()
+
+
+def test_when_a_trace_is_written(tmp_path: Path) -> None:
+    """`torchring run --progress` is in nobody's way."""
+    run_ranks(_writes, 2, tmp_path, env={PROGRESS: str(tmp_path / "progress")})
+    assert list(find(tmp_path / "block")) == [0, 1]
+
+
+def _ends(rank: int, size: int) -> None:
+    _train(rank, size, {}, 1)
+    if rank == 1:
+        sys.last_value = ValueError("a mistake")  # as after an exception that nobody has caught
+
+
+def test_the_environment_asks_for_a_trace_which_the_exit_writes(tmp_path: Path) -> None:
+    run_ranks(_ends, 2, env={"TORCHRING_TRACE": str(tmp_path)})
+    traces = [read(path) for path in find(tmp_path).values()]
+    assert [len(trace.steps) for trace in traces] == [8, 8]
+    assert [trace.about.ended_by for trace in traces] == ["end", "ValueError: a mistake"]
+
+
+def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    recorder = Recorder()
+    recorder.about = About()
+    recorder.end_step()
+    with caplog.at_level(logging.WARNING, "torchring"), torchring.trace(tmp_path / "file" / "folder"):
+        assert writer._writer is not None
+        for _ in range(3):
+            writer._writer.write(recorder)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        f"no trace is written to {tmp_path}/file/folder"
+    ]
+
+
+def _wraps_two(rank: int, size: int, folder: Path) -> tuple[About, tuple[int, ...]]:
+    models = _model(), nn.Linear(4, 4)
+    first, second = (torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model) for model in models)
+    for model, optimizer in zip(models, (first, second), strict=True):
+        for _ in range(2):  # after the first backward, buckets are laid out anew
+            model(torch.ones(5, next(model.parameters()).shape[1])).sum().backward()
+            optimizer.step()
+    trace = decoded(*world_module.default_world().recorder.trace())
+    return read(write(folder, trace)).about, tuple(bucket.num_bytes for bucket in trace.steps[1].buckets)
+
+
+def test_the_trace_knows_all_optimizers(tmp_path: Path) -> None:
+    for about, sent in run_pooled(_wraps_two, 2, tmp_path):
+        assert [parameter.name for parameter in about.parameters] == ["weight", "bias"]
+        (other,) = about.others
+        assert [parameter.name for parameter in other.parameters] == [
+            f"{i}.{k}" for i in range(3) for k in ("weight", "bias")
+        ]
+        assert other.bucket_bytes == sent
+
+
+def test_arrivals_of_fewer_parameters_are_left_out(tmp_path: Path) -> None:
+    parameters = (ParameterRecord("a", 4, 0), ParameterRecord("b", 4, 0))
+    trace = RankTrace(About(parameters=parameters), arrivals=(Arrivals(2, 9, (5,)), Arrivals(3, 9, (5, 6))))
+    assert read(write(tmp_path, trace)).arrivals == (Arrivals(3, 9, (5, 6)),)
+
+
+def test_clocks() -> None:
+    """The example of the docstring, and hosts whose clocks differ by 5 s."""
+    assert estimate([(151, 153)], [(100, 104)]) == ClockOffset(153, 50, 3)
+    ahead, delays = 5_000_000_000, ((70, 900), (300, 60), (80, 80))
+    mine, theirs = [], []
+    for number, (there, back) in enumerate(delays):
+        sent = 1000 * number
+        mine.append((sent + ahead + 10, sent + ahead + max(10, there)))
+        theirs.append((sent, sent + 10 + back))
+    found = estimate(mine, theirs)
+    assert abs(found.offset_ns - ahead) <= found.error_ns < 80
+
+
+def test_clocks_are_compared_by_exchanges() -> None:
+    sent: list[bytes] = []
+
+    def exchange(data: bytes) -> list[bytes]:
+        sent.append(data)
+        return [data]  # as if rank 0 had the same times
+
+    other = measure(exchange, is_same_host=False)
+    assert len(sent) == 11
+    assert abs(other.offset_ns) <= other.error_ns < 10_000_000
+    same = measure(exchange, is_same_host=True)
+    assert (same.offset_ns, same.error_ns) == (0, 0)
+
+
+class Stream:
+    """A device that reaches marks when a test says so. Its clock is 7 ns ahead of the host's, and counts from there."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.done_at = -1
+        self.capturing = False
+
+    def mark_current(self) -> Any:
+        return _Mark(self, self.now)
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+
+class _Mark:
+    def __init__(self, stream: Stream, at: int) -> None:
+        self.stream = stream
+        self.at = at
+
+    def is_reached(self) -> bool:
+        return self.at <= self.stream.done_at
+
+    def milliseconds_since(self, earlier: _Mark) -> float:
+        assert self.is_reached()
+        assert earlier.is_reached()
+        return (self.at - earlier.at) / 1e6
+
+
+class _Reduction:
+    def __init__(self, stream: Stream, begin: int, end: int) -> None:
+        self.begin, self.end = _Mark(stream, begin), _Mark(stream, end)
+
+
+def test_steps_get_the_times_of_the_device_when_it_has_come_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host takes 1 ns for what takes the device 100; before the second step it waits until the device is idle."""
+    clock, stream = Clock(), Stream()
+    monkeypatch.setattr(recorder_module, "time", clock)
+    recorder = Recorder()
+    recorder.follow(stream)
+
+    def run_step(host: int, device: int) -> None:
+        for i, part in enumerate((FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER)):
+            clock.now, stream.now = host + 1 + i, device + 100 * (i + 1)
+            recorder.enter(part)
+        reductions = [_Reduction(stream, device + 250, device + 380)]
+        recorder.add_round([0, 64, 1, 1, 1, 1, 1], 0, 0, reductions)
+        clock.now, stream.now = host + 10, device + 600
+        recorder.end_step()
+
+    run_step(0, 0)
+    assert steps_of(recorder) == ()
+    stream.done_at = 600
+    recorder._device.take_finished()
+    clock.now, stream.now = 607, 600  # idle, as after loss.item(); what the device does next begins now
+    recorder.enter(FORWARD)
+    recorder.end_step()
+    stream.done_at = 10_000
+    run_step(607, 600)
+    first, *_, last = steps_of(recorder)
+    assert [part.end - part.begin for part in first.parts] == [100] * 6
+    assert (first.end - first.begin, first.exposed_ns) == (600, 100)
+    (bucket,) = first.buckets
+    assert [at - first.begin for at in (bucket.ready, bucket.launched, bucket.started, bucket.reduced)] == [250] * 3 + [
+        380
+    ]
+    assert last.begin == 607
+    assert [part.end - part.begin for part in last.parts] == [100] * 6
+
+
+def test_a_step_with_a_captured_graph_keeps_the_times_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stream = Clock(), Stream()
+    monkeypatch.setattr(recorder_module, "time", clock)
+    recorder = Recorder()
+    recorder.follow(stream)
+    stream.capturing = True
+    clock.now = 5
+    recorder.enter(FORWARD)
+    stream.capturing = False
+    clock.now = 9
+    recorder.end_step()
+    (step,) = steps_of(recorder)
+    assert [(part.begin, part.end) for part in step.parts] == [(0, 5), (5, 9)]

@@ -1,0 +1,375 @@
+"""What the caller got wrong is a ValueError or TypeError that says what was received; other ranks get an error, too.
+
+Arguments of wrap, on all ranks or on one · closed optimizers · ranks with different models, options, world sizes
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchring
+from tests.support.checks import assert_same_on_all_ranks, digest
+from tests.support.harness import patient, run_ranks
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _wrap(**options: Any) -> Callable[[], Any]:
+    model = _model()
+    return lambda: torchring.wrap(_sgd(model), model, **options)
+
+
+def _with_member(member: Callable[[nn.Module], Any], pass_model: bool = True) -> Callable[[], Any]:
+    """The optimizer's list of parameters has one more entry, which torch.optim itself would not have taken."""
+    model = _model()
+    optimizer = _sgd(model)
+    optimizer.param_groups[0]["params"].append(member(model))
+    return lambda: torchring.wrap(optimizer, model if pass_model else None)
+
+
+def _closed() -> Callable[[], Any]:
+    model = _model()
+    optimizer = torchring.wrap(_sgd(model), model)
+    optimizer.close()
+    return lambda: torchring.wrap(optimizer, model)
+
+
+def _taken() -> Callable[[], Any]:
+    model = _model()
+    optimizer = torchring.wrap(_sgd(model), model)
+    return lambda: (torchring.wrap(_sgd(model), model), optimizer)
+
+
+def _grad_dtype() -> Callable[[], Any]:
+    model = _model().bfloat16()
+    model[2].bias.grad_dtype = torch.float32
+    return lambda: torchring.wrap(_sgd(model), model)
+
+
+def _lazy() -> Callable[[], Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.Linear(4, 5), nn.LazyLinear(2))
+    optimizer = torch.optim.SGD([model[0].weight], lr=0.1)
+    optimizer.param_groups[0]["params"].append(model[1].weight)
+    return lambda: torchring.wrap(optimizer, model)
+
+
+def _meta() -> Callable[[], Any]:
+    model = _model()
+    model[2] = nn.Linear(5, 2, device="meta")
+    return lambda: torchring.wrap(_sgd(model), model)
+
+
+def _with_buffer(buffer: torch.Tensor) -> Callable[[], Any]:
+    model = _model()
+    model[0].register_buffer("odd", buffer)
+    return lambda: torchring.wrap(_sgd(model), model)
+
+
+def _frozen() -> Callable[[], Any]:
+    model = _model().requires_grad_(False)
+    return lambda: torchring.wrap(_sgd(model), model)
+
+
+def _other_model() -> Callable[[], Any]:
+    mine, other = _model(), _model()
+    return lambda: torchring.wrap(_sgd(other), mine)
+
+
+def _half_foreign() -> Callable[[], Any]:
+    mine, other = _model(), nn.Linear(3, 7)
+    optimizer = torch.optim.SGD([{"params": mine.parameters()}, {"params": other.parameters()}], lr=0.1)
+    return lambda: torchring.wrap(optimizer, mine)
+
+
+def _swapped() -> Callable[[], Any]:
+    model = _model()
+    return lambda: torchring.wrap(model, _sgd(model))  # type: ignore[arg-type]
+
+
+def _no_module() -> Callable[[], Any]:
+    model = _model()
+    return lambda: torchring.wrap(_sgd(model), model.state_dict())  # type: ignore[arg-type]
+
+
+def _parameters() -> Callable[[], Any]:
+    return lambda: torchring.wrap(list(_model().parameters()))  # type: ignore[arg-type]
+
+
+# name: (what makes the call, type of error, what the message has to contain)
+_BAD: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]] = {
+    "op": (lambda: _wrap(op="average"), "ValueError", ("op", "'average'", "'mean'", "'sum'")),
+    "op None": (lambda: _wrap(op=None), "ValueError", ("op", "None")),
+    "algorithm": (lambda: _wrap(algorithm="tree"), "ValueError", ("algorithm", "'tree'", "'direct'", "'ring'")),
+    "compression": (lambda: _wrap(compression="int8"), "ValueError", ("compression", "'int8'", "'fp16'", "'bf16'")),
+    "compression dtype": (lambda: _wrap(compression=torch.float16), "ValueError", ("compression", "torch.float16")),
+    "compression list": (lambda: _wrap(compression=["fp16"]), "ValueError", ("compression", "['fp16']")),
+    "overlap": (lambda: _wrap(overlap=True), "ValueError", ("overlap", "True", "'inline'", "'thread'")),
+    "bucket_mb negative": (lambda: _wrap(bucket_mb=-1), "ValueError", ("bucket_mb", "-1")),
+    "bucket_mb nan": (lambda: _wrap(bucket_mb=float("nan")), "ValueError", ("bucket_mb", "nan")),
+    "bucket_mb text": (lambda: _wrap(bucket_mb="25"), "ValueError|TypeError", ("bucket_mb", "'25'")),
+    "accumulate 0": (lambda: _wrap(accumulate=0), "ValueError", ("accumulate", "0")),
+    "accumulate 1.5": (lambda: _wrap(accumulate=1.5), "ValueError|TypeError", ("accumulate", "1.5")),
+    "accumulate None": (lambda: _wrap(accumulate=None), "ValueError|TypeError", ("accumulate", "None")),
+    "unknown option": (lambda: _wrap(buckets=3), "TypeError", ("buckets",)),
+    "swapped": (_swapped, "TypeError", ("Optimizer", "Sequential")),
+    "no optimizer": (_parameters, "TypeError", ("Optimizer", "list")),
+    "no module": (_no_module, "TypeError", ("Module", "OrderedDict|dict")),
+    "closed": (_closed, "ValueError", ()),
+    "taken": (_taken, "ValueError", ("0.weight", "close")),
+    "grad_dtype": (_grad_dtype, "ValueError", ("2.bias", "grad_dtype=torch.float32")),
+    "other model": (_other_model, "ValueError", ("model", "(5, 4)")),
+    "half foreign": (_half_foreign, "ValueError", ("group1.param0", "(7, 3)")),
+    "foreign tensor": (lambda: _with_member(lambda _: nn.Parameter(torch.zeros(3, 9))), "ValueError", ("(3, 9)",)),
+    "non-leaf": (lambda: _with_member(lambda m: m[0].weight * 2, False), "ValueError|TypeError", ("leaf", "param4")),
+    "non-leaf, model": (lambda: _with_member(lambda m: m[0].weight * 2), "ValueError|TypeError", ("param4",)),
+    "not a tensor": (lambda: _with_member(lambda _: 3.5, False), "TypeError|ValueError", ("param4", "float|3.5")),
+    "twice": (lambda: _with_member(lambda m: m[2].bias), "ValueError", ("2.bias", "twice|again|dupl")),
+    "sparse buffer": (lambda: _with_buffer(torch.eye(3).to_sparse()), "ValueError", ("0.odd", "sparse", "to_dense")),
+    "expanded buffer": (lambda: _with_buffer(torch.zeros(3, 1).expand(3, 4)), "ValueError", ("0.odd", "clone")),
+    "lazy": (_lazy, "ValueError", ("1.weight",)),
+    "meta": (_meta, "ValueError", ("2.weight", "meta")),
+    "frozen": (_frozen, "ValueError", ("gradient",)),
+}
+
+
+def _attempt(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _bad_call(rank: int, world_size: int, name: str, on: tuple[int, ...]) -> list[Any]:
+    """The error, how long it took, and whether all ranks train together after it."""
+    torchring.init(timeout_seconds=5)
+    bad = _BAD[name][0]()
+    good_model = _model()
+    good = _sgd(good_model)
+    started = time.monotonic()
+    problem = _attempt(bad if rank in on else lambda: torchring.wrap(good, good_model))
+    seconds = time.monotonic() - started
+    after = _model()
+    optimizer = torchring.wrap(_sgd(after), after)
+    after(torch.full((2, 4), float(rank))).square().mean().backward()
+    optimizer.step()
+    torchring.shutdown()
+    return [problem, seconds, digest(after.parameters())]
+
+
+def _in_turn(rank: int, world_size: int, fn: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
+    """The results of fn(rank, world_size, *arguments), each of which has a world of its own."""
+    results = []
+    for arguments in calls:
+        print(arguments)  # the last one in the output is the one that failed
+        results.append(fn(rank, world_size, *arguments))
+    return results
+
+
+def _assert_says(problem: str, name: str) -> None:
+    _, kinds, fragments = _BAD[name]
+    assert problem.split(":")[0] in kinds.split("|"), problem
+    for fragment in fragments:
+        assert any(option in problem for option in fragment.split("|")), f"{fragment!r} is not in: {problem}"
+
+
+def test_on_all_ranks_it_is_the_callers_error(subtests: pytest.Subtests) -> None:
+    per_rank = run_ranks(_in_turn, 2, _bad_call, [(name, (0, 1)) for name in _BAD])
+    for name, *results in zip(_BAD, *per_rank, strict=True):
+        with subtests.test(name):
+            for problem, _, _ in results:
+                _assert_says(problem, name)
+            assert_same_on_all_ranks([trained for _, _, trained in results])
+
+
+def test_on_one_rank_the_others_are_told(subtests: pytest.Subtests) -> None:
+    """PlanMismatchError on the good ranks, naming the bad one and what it was, at once; and the world still works."""
+    names = [name for name in _BAD if name != "unknown option"]
+    per_rank = run_ranks(_in_turn, 3, _bad_call, [(name, (1,)) for name in names])
+    for name, *results in zip(names, *per_rank, strict=True):
+        with subtests.test(name):
+            _assert_says(results[1][0], name)
+            reason = results[1][0].split(": ", 1)[1]
+            for problem, seconds, _ in (results[0], results[2]):
+                assert problem.startswith("PlanMismatchError")
+                assert "rank 1" in problem
+                assert reason[:40] in problem
+                assert seconds < patient(5)
+            assert_same_on_all_ranks([trained for _, _, trained in results])
+
+
+def test_in_a_world_of_one_too(subtests: pytest.Subtests) -> None:
+    names = ["op", "bucket_mb negative", "closed", "other model", "twice", "meta", "swapped"]
+    (results,) = run_ranks(_in_turn, 1, _bad_call, [(name, (0,)) for name in names], launcher_env=False)
+    for name, (problem, _, _) in zip(names, results, strict=True):
+        with subtests.test(name):
+            _assert_says(problem, name)
+
+
+# Ranks that disagree
+
+
+class _Named(nn.Module):
+    def __init__(self, swapped: bool = False, name: str = "middle", **buffers: torch.Tensor) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        parts = {"first": nn.Linear(4, 4), name: nn.Linear(4, 4), "last": nn.Linear(4, 2)}
+        for key in reversed(parts) if swapped else parts:
+            setattr(self, key, parts[key])
+        for key, value in buffers.items():
+            self.register_buffer(key, value)
+
+
+def _edited(change: Callable[[_Named], Any]) -> _Named:
+    model = _Named()
+    change(model)
+    return model
+
+
+# name: (the odd rank's model, its options, what the message has to name)
+_ODD: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]] = {
+    "shape": (lambda: _edited(lambda m: setattr(m, "middle", nn.Linear(4, 4, bias=False))), {}, ("middle.bias",)),
+    "size": (lambda: _edited(lambda m: setattr(m, "last", nn.Linear(4, 3))), {}, ("last.weight", "(3, 4)", "(2, 4)")),
+    "one more": (lambda: _edited(lambda m: setattr(m, "more", nn.Linear(2, 2))), {}, ("more.weight",)),
+    "one less": (lambda: _edited(lambda m: delattr(m, "last")), {}, ("last.weight",)),
+    "dtype": (lambda: _edited(lambda m: m.middle.double()), {}, ("middle.weight", "float64")),
+    "order": (lambda: _Named(swapped=True), {}, ("first.weight", "last.weight")),
+    "name": (lambda: _Named(name="centre"), {}, ("middle.weight", "centre.weight")),
+    "frozen": (lambda: _edited(lambda m: m.middle.requires_grad_(False)), {}, ("middle.weight",)),
+    "buffers": (lambda: _Named(running=torch.zeros(3)), {}, ("running",)),
+    "op": (_Named, {"op": "sum"}, ("op='sum'", "op='mean'")),
+    "bucket_mb": (_Named, {"bucket_mb": 1.0}, ("bucket_mb=1.0", "bucket_mb=None")),
+    "accumulate": (_Named, {"accumulate": 2}, ("accumulate=2",)),
+    "compression": (_Named, {"compression": "bf16"}, ("compression='bf16'",)),
+    "algorithm": (_Named, {"algorithm": "ring"}, ("algorithm='ring'",)),
+    "no initial state": (_Named, {"sync_initial_state": False}, ("sync_initial_state=False",)),
+}
+
+
+def _odd_one(rank: int, world_size: int, name: str, odd: int, pass_model: bool) -> dict[str, Any]:
+    make, options, _ = _ODD[name]
+    model = make() if rank == odd else _Named()
+    started = time.monotonic()
+    seen = {"type": "none", "text": "", "peers": (), "seconds": 0.0}
+    try:
+        torchring.wrap(_sgd(model), model if pass_model else None, **(options if rank == odd else {}))
+    except torchring.RingError as error:
+        seconds = time.monotonic() - started
+        seen = {"type": type(error).__name__, "text": str(error), "peers": error.peers, "seconds": seconds}
+    torchring.shutdown()
+    return seen
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_with_another_model_or_option_is_named_on_every_rank(odd: int, subtests: pytest.Subtests) -> None:
+    per_rank = run_ranks(_in_turn, 3, _odd_one, [(name, odd, True) for name in _ODD])
+    for name, *results in zip(_ODD, *per_rank, strict=True):
+        for seen in results:
+            with subtests.test(name):
+                assert seen["type"] == "PlanMismatchError", seen
+                assert seen["seconds"] < patient(5)
+                assert f"rank {odd}" in seen["text"]
+                for fragment in _ODD[name][2]:
+                    assert fragment in seen["text"], f"{fragment!r} is not in: {seen['text']}"
+                assert seen["peers"] == ((1,) if odd == 1 else (1, 2))  # rank 0 is what the others are compared with
+
+
+def test_without_the_model_parameters_have_numbers(subtests: pytest.Subtests) -> None:
+    names = ["size", "one more", "one less", "dtype", "frozen"]
+    per_rank = run_ranks(_in_turn, 3, _odd_one, [(name, 2, False) for name in names])
+    for name, *results in zip(names, *per_rank, strict=True):
+        for seen in results:
+            with subtests.test(name):
+                assert seen["type"] == "PlanMismatchError", seen
+                assert "group0.param" in seen["text"]
+                assert seen["peers"] == (2,)
+
+
+def _odd_optimizer(rank: int, world_size: int, kind: str) -> str:
+    torchring.init(timeout_seconds=5)
+    model = _model()
+    if rank == 0:
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    elif kind == "groups":
+        optimizer = torch.optim.SGD([{"params": p} for p in model.parameters()], lr=0.1, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        wrapped = torchring.wrap(optimizer, model)
+        for _ in range(3):
+            wrapped.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            wrapped.step()
+        torchring.barrier()
+
+    return _attempt(train) or digest(model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["groups", "class"])
+def test_a_rank_with_another_optimizer_is_an_error_everywhere(kind: str) -> None:
+    """Ring errors or value errors, but no rank trains on by itself."""
+    results = run_ranks(_odd_optimizer, 2, kind, deadline=30)
+    assert all("Error: " in result for result in results), results
+
+
+# Worlds that do not fit together
+
+
+def _world(
+    rank: int, world_size: int, changes: dict[int, dict[str, str | None]], timeout_seconds: float
+) -> tuple[str, float]:
+    for name, value in changes.get(rank, {}).items():
+        if value is None:
+            os.environ.pop(name)
+        else:
+            os.environ[name] = value
+    started = time.monotonic()
+    return _attempt(lambda: torchring.init(timeout_seconds=timeout_seconds)), time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("changes", "at_once"),
+    [
+        ({1: {"WORLD_SIZE": "3"}}, True),
+        ({0: {"WORLD_SIZE": "3"}}, True),
+        ({1: {"RANK": "0"}}, False),
+        ({1: {"WORLD_SIZE": "two"}}, False),
+        ({1: {"MASTER_PORT": None}}, False),
+    ],
+    ids=str,
+)
+def test_ranks_that_were_told_different_worlds(changes: dict[int, dict[str, str | None]], at_once: bool) -> None:
+    """TopologyError where it can be known, and a time-out on a rank whose peers never show up."""
+    timeout_seconds = 20.0 if at_once else 2.0
+    results = run_ranks(_world, 2, changes, timeout_seconds)
+    for problem, seconds in results:
+        assert problem.startswith(("TopologyError", "PeerTimeoutError")), results
+        assert seconds < patient(10)
+    if changes != {1: {"RANK": "0"}}:  # two ranks 0 both wait for rank 1
+        assert any(problem.startswith("TopologyError") for problem, _ in results)
+    if at_once:
+        assert all("3" in problem and "2" in problem for problem, _ in results)
+
+
+@pytest.mark.parametrize("arguments", [{"backend": "smoke"}, {"timeout_seconds": 0}, {"timeout_seconds": -1}], ids=str)
+def test_init_checks_its_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(arguments.values())))):
+        torchring.init(**arguments)

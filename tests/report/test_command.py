@@ -1,0 +1,259 @@
+"""`torchring report`: what it prints and writes, and what it says about bad input."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.traces import simulate
+from torchring.cli import main
+from torchring.observe.recorder.files import path_of, write
+from torchring.report import command, terminal
+from torchring.report.analysis import analyse
+from torchring.report.findings import Advice
+from torchring.report.merge import merge
+
+NUM_STEPS = 10
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a job whose rank 1 loads slowly."""
+    faults = {"input_ms": [2, 62, 2], "start_up_s": 0.1, "noise": 0.0}
+    for trace in simulate(3, NUM_STEPS, skew_ms=[0, 500, 500], ranks_per_host=1, **faults):
+        write(tmp_path / "trace", trace)
+    return tmp_path / "trace"
+
+
+def test_the_verdict_comes_first_and_the_page_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    monkeypatch.setattr("torchring.report.page.write_page", lambda analysis, path: written.append((analysis, path)))
+    assert main(["report", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    first = " ".join(out.partition("\n\n")[0].split())
+    assert "% of each step waits for data on rank 1, or for other code between step() and forward (62 ms of" in first
+    assert first.endswith("(62 ms of 177 ms, between 62 and 62).")
+    assert [(analysis.verdict.rank, path) for analysis, path in written] == [(1, folder / "report.html")]
+    assert out.splitlines()[-1] == f"Written: {folder / 'report.html'}"
+    assert err == ""
+    elsewhere = folder.parent / "elsewhere.html"
+    assert main(["report", str(folder), "--html", str(elsewhere)]) == 0
+    assert written[-1][1] == elsewhere
+
+
+def test_no_page_if_none_is_wanted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder), "--no-html"]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == [f"rank-0000{rank}.npz" for rank in range(3)]
+    out = capsys.readouterr().out
+    assert "Load data in the background, or faster, on rank 1: 3" in out
+    assert "Rank 1 spends 62.0 ms between step() and forward, and no DataLoader is used." in " ".join(out.split())
+    assert "DataLoader(..., num_workers=1, persistent_workers=True)" in out
+    for title in ("What would help", "Milliseconds of a step, by rank", "Who waits for whom", "Buckets", "Predicted"):
+        assert f"\n{title}" in out
+    assert "times of hosts may differ by 0.05 ms" in out
+    assert "\x1b" not in out
+
+
+def test_a_bandwidth_that_is_given_is_predicted_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder), "--no-html", "--bandwidth", "10"]) == 0
+    assert "Predictions assume the network that was given (1.17 GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "the following arguments are required: DIR"),
+        (["d", "--bandwidth", "fast"], "'fast' is no bandwidth: give a number of Gbit/s"),
+        (["d", "--bandwidth", "0"], "'0' is no bandwidth"),
+        (["d", "--html", "x", "--no-html"], "not allowed with"),
+    ],
+)
+def test_usage_errors(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", *arguments])
+    assert said in capsys.readouterr().err
+
+
+def test_nothing_to_read_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"torchring report: {tmp_path} has no trace")
+    assert err.count("\n") == 1
+
+
+def test_what_is_missing_is_said_and_the_rest_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path_of(folder, 2).write_bytes(b"PK")
+    assert main(["report", str(folder), "--no-html"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "waits for data on rank 1" in out
+    places = [out.index(each) for each in ("What is missing or strange", "rank-00002.npz is torn", "What would help")]
+    assert places == sorted(places)
+
+
+def test_a_file_that_cannot_be_written_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = folder / "gone" / "table.csv"
+    assert main(["report", str(folder), "--no-html", "--csv", str(gone)]) == 1
+    assert capsys.readouterr().err == f"torchring report: cannot write {gone}: No such file or directory\n"
+
+
+def test_a_package_that_is_missing_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(analysis: object, path: object) -> None:
+        raise ImportError("report.html needs plotly: pip install 'torchring[report]'")
+
+    monkeypatch.setattr(command, "_write_page", refuse)
+    assert main(["report", str(folder)]) == 0, "the summary is a report, too"
+    assert main(["report", str(folder), "--html", str(folder / "page.html")]) == 2
+    out, err = capsys.readouterr()
+    assert out.count("waits for data on rank 1") == 2
+    assert err == 2 * "torchring report: report.html needs plotly: pip install 'torchring[report]'\n"
+
+
+def test_the_table_has_a_row_for_each_step_and_rank(folder: Path) -> None:
+    file = folder / "table.csv"
+    assert main(["report", str(folder), "--no-html", "--csv", str(file)]) == 0
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert [(int(row["step"]), int(row["rank"])) for row in rows] == [
+        *itertools.product(range(NUM_STEPS), range(3)),
+    ]
+    phases = [
+        *("input_ms", "forward_ms", "backward_ms", "waiting_for_a_rank_ms", "communication_ms"),
+        *("between_backward_and_step_ms", "optimizer_ms"),
+    ]
+    for row in rows:
+        assert sum(float(row[phase]) for phase in phases) == pytest.approx(float(row["step_ms"]), abs=1e-5)
+        assert row["waits_for_rank"] == ("" if row["rank"] == "1" else "1")
+        assert (row["num_samples"], row["num_bytes"]) == ("16", "51000000")
+
+
+def test_the_trace_of_all_ranks_has_the_spans_of_the_steps(folder: Path) -> None:
+    file = folder / "trace.json"
+    assert main(["report", str(folder), "--no-html", "--trace-json", str(file)]) == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {rank: f"rank {rank} (host{rank}, cpu)" for rank in range(3)}
+    spans = [event for event in events if event["ph"] == "X"]
+    steps = merge(simulate(3, NUM_STEPS, input_ms=[2, 62, 2], ranks_per_host=1, skew_ms=[0] * 3, noise=0.0)).steps
+    base = min(step.begin for step in steps[0])
+    for rank, number in itertools.product(range(3), range(NUM_STEPS)):
+        step = steps[number][rank]
+        (whole,) = (s for s in spans if (s["pid"], s["name"]) == (rank, f"step {number}"))
+        assert (whole["ts"], whole["dur"]) == pytest.approx(((step.begin - base) / 1e3, (step.end - step.begin) / 1e3))
+        buckets = {s["name"]: s for s in spans if s["pid"] == rank and s.get("args", {}).get("step") == number}
+        for bucket in step.buckets:
+            span = buckets[f"bucket {bucket.index}"]
+            assert span["ts"] == pytest.approx((bucket.launched - base) / 1e3)
+            assert span["ts"] + span["dur"] == pytest.approx((bucket.reduced - base) / 1e3)
+    assert {s["name"] for s in spans if s["name"].startswith("waiting")} >= {"waiting for rank 1"}
+
+
+def test_the_trace_of_all_ranks_has_the_phases_of_the_table(tmp_path: Path) -> None:
+    """Backward stands still for 7 ms of each step."""
+    for trace in simulate(2, NUM_STEPS, input_ms=[2, 9], backward_ms=[60, 15], noise=0.0):
+        steps = tuple(dataclasses.replace(step, stall_ns=7_000_000) for step in trace.steps)
+        write(tmp_path, dataclasses.replace(trace, steps=steps))
+    arguments = ["--no-html", "--csv", str(tmp_path / "table.csv"), "--trace-json", str(tmp_path / "trace.json")]
+    assert main(["report", str(tmp_path), *arguments]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    totals: dict[str, float] = {}
+    for event in events:
+        if event.get("cat") == "phase":
+            totals[event["name"]] = totals.get(event["name"], 0.0) + event["dur"] / 1e3
+    rows = list(csv.DictReader((tmp_path / "table.csv").read_text().splitlines()))
+    for name in ("input", "backward", "waiting for a rank", "communication", "between backward and step", "optimizer"):
+        column = f"{name.replace(' ', '_')}_ms"
+        assert totals.get(name, 0.0) == pytest.approx(sum(float(row[column]) for row in rows), abs=1e-3), name
+    assert totals["backward"] == pytest.approx(NUM_STEPS * (60 - 7 + 15 - 7))
+
+
+def test_arrows_and_a_track_show_how_buckets_travel(folder: Path) -> None:
+    file = folder / "trace.json"
+    assert main(["report", str(folder), "--no-html", "--trace-json", str(file)]) == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    begins = {each["id"]: each for each in events if each["ph"] == "s"}
+    ends = {each["id"]: each for each in events if each["ph"] == "f"}
+    assert begins.keys() == ends.keys()
+    assert len(ends) == NUM_STEPS * 3 * 3
+    buckets = {(each["pid"], each["tid"], each["ts"]): each["name"] for each in events if each.get("cat") == "bucket"}
+    for number, end in ends.items():
+        assert buckets[end["pid"], end["tid"], end["ts"]] == end["name"]
+        assert begins[number]["ts"] <= end["ts"]
+    speeds = {each["args"]["GB/s"] for each in events if each["ph"] == "C"}
+    # 25 MB take 0.2 ms and 16.7 ms: each rank sends 33.3 MB.
+    assert max(speeds) == pytest.approx(33.333 / 16.867, rel=1e-3)
+    assert min(speeds) == 0
+
+
+def test_a_host_name_is_no_formula(tmp_path: Path) -> None:
+    (trace,) = simulate(1, 2)
+    write(tmp_path, dataclasses.replace(trace, about=dataclasses.replace(trace.about, host="=HYPERLINK(1)")))
+    assert main(["report", str(tmp_path), "--no-html", "--csv", str(tmp_path / "table.csv")]) == 0
+    assert "0,0,'=HYPERLINK(1)," in (tmp_path / "table.csv").read_text()
+
+
+def test_spans_of_one_lane_are_nested_and_do_not_overlap(folder: Path) -> None:
+    file = folder / "trace.json"
+    assert main(["report", str(folder), "--no-html", "--trace-json", str(file)]) == 0
+    spans = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert nested(spans)
+    assert not nested([*spans, {**spans[0], "ts": spans[0]["ts"] + 1.0}])
+
+
+def nested(spans: list[dict[str, Any]]) -> bool:
+    lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
+        around = lanes.setdefault((span["pid"], span["tid"]), [])
+        begin, end = round(span["ts"], 3), round(span["ts"] + span["dur"], 3)
+        while around and around[-1][1] <= begin:
+            around.pop()
+        if around and end > around[-1][1]:
+            return False
+        around.append((begin, end))
+    return True
+
+
+def test_a_terminal_gets_colours_and_no_markup() -> None:
+    rich = pytest.importorskip("rich")
+    assert rich
+    advice = Advice("Use [bold]", 1.0, 0.5, "Because.", "x[red]")
+    analysis = dataclasses.replace(analyse(merge(simulate(2, 5))), advice=(advice,))
+    terminal.show(analysis, screen := Screen())
+    text = screen.getvalue()
+    assert "\x1b[1m" in text
+    assert "Use [bold]" in text
+    assert "x[red]" in text
+
+
+def test_headings_are_whole_in_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal.show(analyse(merge(simulate(2, 12, ranks_per_host=1))), screen := Screen())
+    text = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
+    words = " ".join(text.split())
+    assert "rank step input forward backward waiting communication between optimizer" in words
+    assert "bucket MB ready ms reduced in ms exposed ms GB/s parameters" in words
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.importlib.util, "find_spec", lambda name: None)
+    analysis = analyse(merge(simulate(2, 5)))
+    terminal.show(analysis, screen := Screen())
+    assert screen.getvalue() == f"{terminal.plain(analysis)}\nWith colours and lines: pip install 'torchring[report]'\n"
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True

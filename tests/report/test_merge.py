@@ -1,0 +1,194 @@
+"""Traces of all ranks are put on one clock. What is missing is said, and the rest is used."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.support.traces import MS, shifted, simulate
+from torchring.observe.recorder.files import TraceError, live_path_of, path_of, write, write_encoded
+from torchring.observe.recorder.records import About, ClockOffset, RankTrace, encode
+from torchring.report.analysis import analyse
+from torchring.report.merge import Job, load, merge, name_ranks
+
+
+def write_all(folder: Path, traces: list[RankTrace]) -> Path:
+    for trace in traces:
+        write(folder, trace)
+    return folder
+
+
+def about(trace: RankTrace, **changes: object) -> RankTrace:
+    return dataclasses.replace(trace, about=dataclasses.replace(trace.about, **changes))
+
+
+def test_clocks_that_are_5_seconds_apart_are_aligned() -> None:
+    there = merge(simulate(4, 12, skew_ms=[0, 0, 5000, 5000], ranks_per_host=2))
+    here = merge(simulate(4, 12, ranks_per_host=2, skew_ms=[0] * 4))
+    assert there.steps == here.steps
+    assert [trace.about.wrapped for trace in there.traces] == [trace.about.wrapped for trace in here.traces]
+    assert there.clock_error_ms == 0.05  # that of the simulation
+    assert merge(simulate(2, 3)).clock_error_ms == 0
+
+
+def test_a_clock_that_drifts_is_followed() -> None:
+    home, away = simulate(2, 12, ranks_per_host=1, skew_ms=[0, 0])
+    first, last = away.steps[0].begin, away.steps[-1].begin
+    # In the middle, the clock is 3 ms ahead; before and after the measurements, it is taken to stand.
+    clock = (ClockOffset(last, 4 * MS, 7), ClockOffset(first, 2 * MS, 5))
+    job = merge([home, dataclasses.replace(away, clock=clock)])
+    moved = [before.begin - row[1].begin for before, row in zip(away.steps, job.steps, strict=True)]
+    assert moved[0] == 2 * MS
+    assert moved[-1] == 4 * MS
+    middle = (away.steps[6].begin - first) / (last - first)
+    assert moved[6] == pytest.approx(2 * MS + 2 * MS * middle, abs=2)
+    assert job.clock_error_ms == 7e-6
+
+
+def test_hosts_whose_clocks_were_not_compared_are_aligned_where_reductions_end() -> None:
+    traces = simulate(4, 20, skew_ms=[0, 0, 5000, 5000], ranks_per_host=2, input_ms=[2, 2, 2, 40])
+    forgotten = [dataclasses.replace(trace, clock=()) for trace in traces]
+    job = merge(forgotten)
+    assert job.clock_error_ms is None
+    assert "clocks of ranks 2 and 3 were not compared with the clock of rank 0" in job.problems[0]
+    assert [step.begin for step in job.steps[5]] == pytest.approx([step.begin for step in merge(traces).steps[5]])
+    assert analyse(job).verdict.rank == 3
+
+
+def test_steps_are_matched_by_number() -> None:
+    first, second, third = simulate(3, 30)
+    job = merge([shifted(third, 12), first, dataclasses.replace(second, steps=second.steps[:25])])
+    assert [trace.about.rank for trace in job.traces] == [0, 1, 2]
+    assert [[step.number for step in row] for row in job.steps] == [[number] * 3 for number in range(12, 25)]
+    assert job.problems == ()
+
+
+def test_a_rank_without_common_steps_is_left_out() -> None:
+    first, second, third = simulate(3, 30)
+    late = shifted(second, 20)
+    job = merge([dataclasses.replace(first, steps=first.steps[:10]), late, dataclasses.replace(third, steps=())])
+    assert [trace.about.rank for trace in job.traces] == [0]
+    assert "Rank 1 has steps 20 to 29, of which the other ranks have none" in job.problems[0]
+    assert job.problems[1] == "Rank 2 has written down no step. It is left out."
+
+
+def test_a_torn_file_and_a_missing_rank_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    write_all(tmp_path, simulate(4, 20))
+    path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 1).read_bytes()[:500])
+    path_of(tmp_path, 2).unlink()
+    job = load(tmp_path)
+    assert [trace.about.rank for trace in job.traces] == [0, 3]
+    assert len(job.steps) == 20
+    assert "rank-00001.npz is torn" in job.problems[0]
+    assert job.problems[1] == (
+        "Ranks 1 and 2 of 4 have no trace that can be used. Waiting for them counts as communication."
+    )
+    assert analyse(job).size == 4
+
+
+def test_an_error_that_ended_a_rank_is_quoted() -> None:
+    first, second = simulate(2, 5)
+    job = merge([about(first, ended_by="SIGUSR1"), about(second, ended_by="PeerLostError: rank 0 died")])
+    assert job.problems == ('Rank 1 ended with an error: "PeerLostError: rank 0 died".',)
+    assert job.ended_badly == job.problems[0]
+    assert merge([first, second]).ended_badly == ""
+
+
+def test_files_of_an_earlier_job_are_left_out() -> None:
+    now, earlier = simulate(2, 5), simulate(4, 5)
+    job = merge([*now, earlier[3]])
+    assert [trace.about.rank for trace in job.traces] == [0, 1]
+    assert "do not agree how many they are (ranks 0 and 1: 2, rank 3: 4)" in job.problems[0]
+    one_each = [about(now[0], written_at=2.0), about(earlier[1], written_at=1.0)]
+    assert merge(one_each).size == 2
+
+
+def test_a_file_of_an_earlier_run_of_the_same_size_is_left_out() -> None:
+    """Rank 1 of the second run was killed. Its file is that of the first run, a minute before."""
+    earlier, now = simulate(3, 20), simulate(3, 20, skew_ms=[60_000] * 3)
+    first, _, third = (about(dataclasses.replace(trace, clock=()), written_at=70.0) for trace in now)
+    job = merge([first, about(earlier[1], written_at=10.0), third])
+    assert [trace.about.rank for trace in job.traces] == [0, 2]
+    assert job.problems == (
+        "The file of rank 1 is left over from another run: rank 0 made the same steps at another time.",
+        "Rank 1 of 3 has no trace that can be used. Waiting for it counts as communication.",
+    )
+
+
+def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
+    first, second, third = (about(trace, written_at=10.0) for trace in simulate(3, 60))
+    for trace in (first, about(second, ended_by="SIGUSR1"), third):
+        write(tmp_path, trace)
+    for trace in (second, third):  # that of rank 1 has fewer steps than its trace, that of rank 2 is newer
+        newest = about(dataclasses.replace(trace, steps=trace.steps[40:]), ended_by="", written_at=11.0)
+        write_encoded(live_path_of(tmp_path, trace.about.rank), newest, list(map(encode, newest.steps)))
+    job = load(tmp_path)
+    assert [len(trace.steps) for trace in job.traces] == [60, 60, 20]
+    assert job.problems == ("Rank 2 was killed, or still runs. Of its steps, only 20 are known.",)
+    assert job.ended_badly == "Rank 2 was killed, or still runs."
+    nameless = about(third, ended_by="", written_at=11.0, parameters=(), rank=0)
+    write_encoded(live_path_of(tmp_path, 0), nameless, list(map(encode, nameless.steps)))
+    job = load(tmp_path)
+    assert job.traces[0].about.parameters == first.about.parameters != ()  # which another rank has, too
+    assert job.problems == ("Ranks 0 and 2 were killed, or still run. Of their steps, only 60 are known.",)
+    live_path_of(tmp_path, 0).unlink()
+    next_run = about(second, ended_by="", written_at=12.0, pid=second.about.pid + 1)
+    write_encoded(live_path_of(tmp_path, 1), next_run, list(map(encode, next_run.steps)))
+    assert load(tmp_path).traces[1].about.pid == second.about.pid + 1, "that of SIGUSR1 is of an earlier run"
+    for rank in range(3):
+        path_of(tmp_path, rank).unlink()
+    job = load(tmp_path)
+    assert "Ranks 1 and 2 were killed, or still run." in job.problems[0]
+    assert job.ended_badly == "", "no rank has ended, so the job may run"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, r"there is no folder .*gone.*`torchring run --trace .*` writes one"),
+        ([], r"no file is named like rank-00000\.npz.*`torchring run --trace .*` writes one, if .*wrap\(\) and makes"),
+        ([b"torn"], r"no file of the trace in .*gone can be read\. A file cannot be read: .*rank-00000\.npz is torn"),
+        ([RankTrace(About())], r"the trace has no step"),
+    ],
+)
+def test_a_folder_without_a_trace_is_an_error(
+    content: list[bytes | RankTrace] | None, said: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "gone"
+    for each in content or []:
+        folder.mkdir()
+        if isinstance(each, bytes):
+            path_of(folder, 0).write_bytes(each)
+        else:
+            write(folder, each)
+    if content == []:
+        folder.mkdir()
+    with pytest.raises(TraceError, match=said):
+        load(folder)
+
+
+def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TraceError, match="Not a directory"):
+        load(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0 and 1"),
+        ([1, 2, 3, 5], "ranks 1-3 and 5"),
+        ([0, 1, 4, 6, 7, 8], "ranks 0 and 1, 4 and 6-8"),
+    ],
+)
+def test_names_of_ranks(ranks: list[int], text: str) -> None:
+    assert name_ranks(ranks) == text
+
+
+def test_a_job_knows_its_size() -> None:
+    job = merge(simulate(3, 2)[:1])
+    assert isinstance(job, Job)
+    assert job.size == 3

@@ -1,0 +1,494 @@
+"""report.html: what it says and shows, that it can be trusted with any text, and that a real browser draws it."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.browser import Browser, find
+from tests.support.traces import simulate
+
+pytest.importorskip("plotly", reason="needs plotly: pip install 'torchring[report]'")
+
+from torchring.observe.recorder.records import RankTrace
+from torchring.report import captions, figures
+from torchring.report.analysis import analyse
+from torchring.report.drawing import COLORS
+from torchring.report.figures import bandwidth_by_bucket
+from torchring.report.findings import Analysis, Phase, Spread
+from torchring.report.formats import number, percent, seconds
+from torchring.report.merge import merge
+from torchring.report.page import page_of, write_page
+
+STEP_MS = 2.0 + 40.0 + 30.0 + 60.0 + 18.95 + 0.5 + 8.0  # of the rank whose data comes late
+FIGURES = ["by-rank", "over-time", "wait-map", "lanes", "bus-bandwidth", "step-time", "efficiency"]
+BAD = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\"'&"
+
+
+def late_data() -> list[RankTrace]:
+    """Rank 3 waits 40 ms longer for its data than the others do."""
+    return simulate(4, 24, input_ms=[2.0, 2.0, 2.0, 42.0], noise=0.0)
+
+
+@pytest.fixture(scope="module")
+def analysis() -> Analysis:
+    return dataclasses.replace(analyse(merge(late_data())), problems=("Rank 9 has left no trace.",))
+
+
+@pytest.fixture(scope="module")
+def page(analysis: Analysis) -> str:
+    return page_of(analysis)
+
+
+class Elements(HTMLParser):
+    """The elements of a page: (name, attributes), and its text outside of scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {key: value or "" for key, value in attrs}))
+
+    def handle_data(self, data: str) -> None:
+        if self.elements and self.elements[-1][0] not in ("script", "style"):
+            self.text += data
+
+    def all(self, name: str) -> list[dict[str, str]]:
+        return [attributes for tag, attributes in self.elements if tag == name]
+
+
+def without_plotly(page: str) -> str:
+    from plotly.offline import get_plotlyjs
+
+    assert page.count(get_plotlyjs()) == 1
+    return page.replace(get_plotlyjs(), "")
+
+
+def data_of(page: str, figure: str) -> list[dict[str, Any]]:
+    """The traces of a figure, with all arrays decoded."""
+    found = re.search(rf'<script type="application/json" id="{figure}-data">(.*?)</script>', page, re.DOTALL)
+    assert found, f"there is no figure {figure}"
+    return [_decoded(trace) for trace in json.loads(found[1])["data"]]
+
+
+def traces_of(page: str, figure: str) -> dict[str, dict[str, Any]]:
+    """The traces of a figure, by name or else by number."""
+    return {str(trace.get("name", i)): trace for i, trace in enumerate(data_of(page, figure))}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict) and "bdata" in value:
+        array = np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"])
+        return array.reshape([int(n) for n in str(value.get("shape", len(array))).split(",")])
+    return {key: _decoded(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+# What it says
+
+
+def test_the_page_answers_in_the_order_of_its_questions(page: str, analysis: Analysis) -> None:
+    ids = [attributes["id"] for name, attributes in Elements(page).elements if name == "h2"]
+    assert ids == ["problems", "advice", "time", "waits", "step", "bandwidth", "scaling"]
+    assert page.index("<h1>") < page.index('id="problems"')
+    assert "rank 3" in page[page.index("<h1>") : page.index("</h1>")]
+    text = Elements(page).text
+    assert "Rank 9 has left no trace." in text
+    assert analysis.advice
+    for advice in analysis.advice:
+        assert advice.what in text
+        assert advice.how in text
+    assert "The ranks differ most in input: 2.00\u00a0ms on rank 0, 42.0\u00a0ms on rank 3." in text
+    assert "100% of all waiting is for rank 3." in text
+    assert f"A step takes {number(STEP_MS)}\u00a0ms" in text
+
+
+def test_one_file_that_names_no_address(page: str, analysis: Analysis, tmp_path: Path) -> None:
+    ours = without_plotly(page)
+    assert "//" not in re.sub(r"^ *//.*$|; // .*$", "", ours, flags=re.MULTILINE)  # but for comments in the script
+    assert "default-src 'none'" in ours
+    elements = Elements(ours)
+    assert [a for name, a in elements.elements if a.get("src")] == []
+    assert [a["href"] for a in elements.all("link")] == ["data:,"]
+    write_page(analysis, tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == page
+    write_page(dataclasses.replace(analysis, problems=("\udcff is no Unicode",)), tmp_path / "report.html")
+    assert "? is no Unicode" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_people_who_cannot_see_it_find_their_way(page: str) -> None:
+    elements = Elements(without_plotly(page))
+    assert elements.all("html")[0]["lang"] == "en"
+    ids = [attributes["id"] for _, attributes in elements.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    drawings = [a for a in elements.all("div") if a.get("class") == "drawing"]
+    assert [a["id"] for a in drawings] == FIGURES
+    assert all(a["role"] == "img" and len(a["aria-label"]) > 40 for a in drawings)
+    assert len(elements.all("table")) == len(elements.all("caption")) == 4
+    assert (
+        {a["for"] for a in elements.all("label")} == {a["id"] for a in elements.all("select")} == {"over-time-choice"}
+    )
+    levels = [int(name[1]) for name, _ in elements.elements if re.fullmatch("h[1-6]", name)]
+    assert levels[0] == 1
+    assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
+
+
+def test_text_of_users_is_only_text() -> None:
+    traces = late_data()
+    parameters = [
+        dataclasses.replace(each, name=f"</script>{BAD}{i}") for i, each in enumerate(traces[0].about.parameters)
+    ]
+    for i, trace in enumerate(traces):
+        about = dataclasses.replace(
+            trace.about,
+            host=BAD,
+            parameters=tuple(parameters),
+            algorithm=BAD,
+            reason=BAD,
+            options={BAD: BAD},
+            versions={BAD: BAD},
+        )
+        traces[i] = dataclasses.replace(trace, about=about)
+    analysis = dataclasses.replace(analyse(merge(traces)), problems=(BAD,))
+    page = without_plotly(page_of(analysis))
+    assert "<img" not in page
+    assert page.count("<script") == page.count("</script>") == len(FIGURES) + 2
+    text = Elements(page).text
+    assert text.count(BAD) >= 6
+    assert f"</script>{BAD}0" in text
+    hovers = traces_of(page, "by-rank")["input"]["hovertext"]
+    assert all("<script" not in each and "&lt;script" in each for each in hovers)
+
+
+# What it shows
+
+
+def test_phases_by_rank(page: str) -> None:
+    bars = traces_of(page, "by-rank")
+    expected = {"input": [2, 2, 2, 42], "forward": [30] * 4, "backward": [60] * 4, "optimizer": [8] * 4}
+    expected |= {"waiting for a rank": [40, 40, 40, 0], "communication": [18.95] * 4}
+    for name, values in expected.items():
+        assert bars[name]["x"] == pytest.approx(values, abs=0.1), name
+    assert bars["whole step"]["x"] == pytest.approx([STEP_MS] * 4, abs=0.1)
+
+
+def test_a_phase_has_one_colour(page: str) -> None:
+    assert len({*COLORS.values()}) == len(Phase)
+    for phase in Phase:
+        for figure, key in (("by-rank", "marker"), ("lanes", "marker"), ("over-time", "fillcolor")):
+            trace = traces_of(page, figure).get(phase.value)
+            if trace:
+                assert (trace[key]["color"] if key == "marker" else trace[key]) == COLORS[phase]
+    swatches = re.findall(r'background:(#\w+)" aria-hidden="true"></i>([a-z ]+)<', page)
+    assert {color for color, name in swatches if name == "backward"} == {COLORS[Phase.BACKWARD]}
+    assert len(swatches) > 20
+
+
+def test_phases_over_time_of_each_rank(page: str) -> None:
+    areas = data_of(page, "over-time")
+    assert {area["legendgroup"] for area in areas} == {"0", "1", "2", "3"}
+    assert {area["legendgroup"] for area in areas if area["visible"]} == {"3"}  # which is to blame
+    inputs = {area["legendgroup"]: area["y"] for area in areas if area["name"] == "input"}
+    assert inputs["3"] == pytest.approx([42.0] * 24, abs=0.1)
+    assert inputs["0"] == pytest.approx([2.0] * 24, abs=0.1)
+
+
+def test_long_points_over_time_leave_the_others_large(analysis: Analysis) -> None:
+    """The first step takes 50 times as long as the others, on rank 3 only."""
+    series = analysis.series
+    phases = {rank: {**of_rank} for rank, of_rank in series.phases.items()}
+    phases[3][Phase.INPUT] = (50 * STEP_MS, *phases[3][Phase.INPUT][1:])
+    page = page_of(dataclasses.replace(analysis, series=dataclasses.replace(series, phases=phases)))
+    marks = {mark["legendgroup"]: mark for mark in data_of(page, "over-time") if mark["name"] == "longer"}
+    assert {rank: [*mark["x"]] for rank, mark in marks.items()} == {"0": [], "1": [], "2": [], "3": [0]}
+    assert [rank for rank, mark in marks.items() if mark["visible"]] == ["3"]
+    assert figures.phases_over_time(analysis).layout.yaxis.range is None
+    top = 3 * STEP_MS
+    assert marks["3"]["y"] == pytest.approx([0.97 * top], rel=0.01)
+    assert f"mark what is longer than {number(top)}\u00a0ms" in Elements(page).text
+
+
+def test_who_waits_for_whom(page: str) -> None:
+    (heat,) = traces_of(page, "wait-map").values()
+    expected = np.zeros((4, 4))
+    expected[:3, 3] = 40.0
+    off_diagonal = ~np.eye(4, dtype=bool)
+    assert heat["z"][off_diagonal] == pytest.approx(expected[off_diagonal], abs=0.1)
+    assert np.isnan(heat["z"].diagonal()).all()
+    assert heat["customdata"][0, 3] == pytest.approx([1.0, 40.0, 40.0, 40.0], abs=0.1)
+
+
+def test_lanes_show_when_buckets_wait_and_when_they_are_reduced(page: str) -> None:
+    lanes = traces_of(page, "lanes")
+    reduced, waits = lanes["bucket is reduced"], lanes["bucket waits"]
+    assert reduced["text"] == ["0", "1", "2"] * 4
+    assert reduced["x"] == pytest.approx([0.95, 18.95, 18.95] * 4, abs=0.01)
+    # Backward of rank 0 begins at 32 ms, that of rank 3 at 72 ms. Both take 60 ms for three buckets. A bucket has its
+    # turn when the one before it is reduced.
+    assert waits["base"][:3] == pytest.approx([52.0, 92.95, 130.95], abs=0.1)
+    assert waits["x"] == pytest.approx([40.0, 112.0 - 92.95, 132.0 - 130.95] * 3 + [0.0] * 3, abs=0.1)
+    assert lanes["input"]["x"] == pytest.approx([2, 2, 2, 42], abs=0.1)
+
+
+def test_bandwidth_of_each_bucket(page: str) -> None:
+    bars = traces_of(page, "bus-bandwidth")["0"]
+    assert list(bars["x"]) == ["0", "1", "2"]
+    assert bars["y"] == pytest.approx([1.5 / 0.95, 37.5 / 18.95, 37.5 / 18.95], rel=0.01)
+
+
+def test_bandwidths_that_are_far_apart_have_a_logarithmic_axis(analysis: Analysis) -> None:
+    assert bandwidth_by_bucket(analysis).layout.yaxis.type is None
+    fast = dataclasses.replace(analysis.buckets[0], bus_bandwidth=Spread(500.0, 500.0, 400.0, 600.0, "GB/s"))
+    wide = dataclasses.replace(analysis, buckets=(fast, *analysis.buckets[1:]))
+    assert bandwidth_by_bucket(wide).layout.yaxis.type == "log"
+
+
+def test_predictions_beside_what_was_measured(page: str, analysis: Analysis) -> None:
+    step = traces_of(page, "step-time")
+    labels = list(step["communication"]["x"])
+    assert labels[0] == "2"
+    assert labels[-1] == "1,024"
+    parts = [step[name]["y"] for name in ("everything else", "waiting for a rank", "communication")]
+    assert np.sum(parts, axis=0) == pytest.approx([each.step_ms for each in analysis.predictions])
+    assert step["measured"]["x"] == ["4"]
+    assert step["measured"]["y"] == pytest.approx([STEP_MS], abs=0.1)
+    assert traces_of(page, "efficiency")["predicted"]["y"] == pytest.approx(
+        [100 * each.efficiency for each in analysis.predictions]
+    )
+
+
+# Large, small and strange jobs
+
+
+def test_a_page_of_64_ranks_and_1000_steps_is_below_6_megabytes() -> None:
+    analysis = analyse(merge(simulate(64, 6, bucket_mb=[4.0] * 12, input_ms=[2.0] * 63 + [20.0])))
+    noise = tuple(np.random.default_rng(0).uniform(1.0, 100.0, 300))  # does not compress, nor is any phase left out
+    series = dataclasses.replace(
+        analysis.series,
+        numbers=tuple(range(0, 1200, 4)),
+        num_steps_per_point=4,
+        phases={rank.rank: dict.fromkeys(Phase, noise) for rank in analysis.ranks},
+    )
+    page = page_of(dataclasses.replace(analysis, series=series))
+    assert 5_000_000 < len(page.encode()) < 6_000_000
+    options = re.findall(r"<option[^>]*>([^<]*)</option>", page)
+    assert options[:2] == ["0 on host0", "1 on host0"]
+    assert options[64:] == [f"{i} to {i + 7}" for i in range(0, 64, 8)]
+    assert re.findall(r'<option[^>]*selected="selected">([^<]*)<', page) == ["63 on host0", "56 to 63"]
+    area = traces_of(page, "over-time")["input"]
+    assert len(area["y"]) == 100  # a third
+    assert area["dx"] == 12
+    assert area["y"][0] == pytest.approx(np.mean(noise[:3]))
+    assert "Each point is the mean of 12 steps." in page
+
+
+def test_of_many_ranks_those_that_others_wait_for_are_shown() -> None:
+    analysis = analyse(merge(simulate(66, 4, input_ms=[2.0] * 65 + [20.0])))
+    page = page_of(analysis)
+    assert "Of 66 ranks, figures show the 64 that the others wait for most." in page
+    shown = traces_of(page, "by-rank")["input"]["y"]
+    assert len(shown) == 64
+    assert "65" in shown
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_without_communication_there_is_less_to_show(num_ranks: int) -> None:
+    page = page_of(analyse(merge(simulate(num_ranks, 8, bucket_mb=()))))
+    drawn = [a["id"] for a in Elements(without_plotly(page)).all("div") if a.get("class") == "drawing"]
+    assert drawn == ["by-rank", "over-time", "lanes"]
+    assert ("Ranks wait for each other" in page) is (num_ranks > 1)
+
+
+def test_without_plotly_the_error_says_what_to_install(analysis: Analysis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ImportError, match=r"pip install 'torchring\[report\]'"):
+        page_of(analysis)
+
+
+def over_time(analysis: Analysis, input_ms: Sequence[float]) -> str:
+    phases = {0: {Phase.INPUT: tuple(input_ms), Phase.FORWARD: (1.0,) * len(input_ms)}}
+    series = dataclasses.replace(analysis.series, phases=phases, num_steps_per_point=1)
+    return captions.of_time(dataclasses.replace(analysis, series=series), 0)
+
+
+def test_the_caption_says_whether_a_job_changes(analysis: Analysis) -> None:
+    assert "is steady: about 10.0\u00a0ms" in over_time(analysis, [90.0, 9.0, 9.0, 9.1, 9.0, 9.0])  # but for its start
+    assert "becomes slower: from 10.0\u00a0ms to 19.0\u00a0ms" in over_time(analysis, [9.0] * 4 + [18.0] * 2)
+    assert "becomes faster" in over_time(analysis, [9.0] * 4 + [5.0] * 2)
+    assert over_time(analysis, [9.0, 9.0]).endswith("on. ")
+
+
+def test_the_caption_says_that_reductions_keep_backward_waiting(analysis: Analysis) -> None:
+    assert "keep it waiting" not in captions.of_buckets(analysis)
+    slow = dataclasses.replace(analysis.ranks[1], stall=Spread(20.0, 20.0, 19.0, 21.0))
+    text = captions.of_buckets(dataclasses.replace(analysis, ranks=(analysis.ranks[0], slow)))
+    assert "keep it waiting for 20.0\u00a0ms\u00a0(19.0–\u206021.0) of each step." in text
+
+
+def test_the_caption_says_when_one_rank_would_be_faster(analysis: Analysis) -> None:
+    assert "4 ranks are as fast as 2.8 ranks" in captions.of_verdict(analysis)
+    slow = captions.of_verdict(dataclasses.replace(analysis, efficiency=0.2))
+    assert "4 ranks are as fast as 0.8 ranks that never wait for anything. One rank alone would be faster." in slow
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0.0, "0"), (0.0123, "0.012"), (0.98765, "0.99"), (12.345, "12.3"), (123.4, "123"), (12345.6, "12,346")],
+)
+def test_numbers_have_about_three_digits(value: float, expected: str) -> None:
+    assert number(value) == expected
+
+
+def test_shares_and_long_durations() -> None:
+    assert [percent(share) for share in (0.0, 0.0001, 0.042, 0.42, 1.0)] == ["0%", "<0.1%", "4.2%", "42%", "100%"]
+    assert [seconds(value) for value in (1.5, 150.0, 9000.0)] == ["1.50\u00a0s", "2.50\u00a0minutes", "2.50\u00a0hours"]
+
+
+# In a browser
+
+PROGRAM = find()
+DRAWN = "document.documentElement.dataset.drawnIn"
+HOVERS = [  # what the mouse points at, and what it shows
+    ("#by-rank .barlayer .point path", "rank 0 on host0", "input: 2.00 ms"),
+    ("#over-time .nsewdrag", "2.0 ms", "backward"),
+    ("#wait-map .heatmaplayer image", "waits for rank", "of each step"),
+    ("#lanes .barlayer .trace:last-child .point:nth-child(2) path", "rank 0, bucket 1", "reduced in 23.12 ms"),
+    ("#bus-bandwidth .barlayer .point path", "bucket 0, 1.00 MB", "GB/s"),
+    ("#step-time .barlayer .point path", "2 ranks", "everything else"),
+    ("#efficiency .scatterlayer .point", "2 ranks: efficiency", "without loss"),
+]
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    if PROGRAM is None:
+        pytest.skip("needs chromium, chromium-browser or google-chrome")
+    browser = Browser(PROGRAM, tmp_path / "profile", seconds=90)
+    try:
+        yield browser
+    finally:
+        browser.close()
+
+
+def test_in_a_browser(browser: Browser, tmp_path: Path) -> None:
+    """One process and few pages for all that only a browser can tell, because each costs a second."""
+    file = tmp_path / "report.html"
+    write_page(analyse(merge(simulate(12, 12, input_ms=[2.0] * 11 + [42.0], noise=0.0))), file)
+    browser.resize(1280)
+    browser.prefer("light")
+    browser.open(file)
+    browser.wait_until(DRAWN)
+    assert browser.requests() == [file.as_uri()]
+    check_that_all_is_drawn(browser)
+    check_menus(browser)
+    for hover in HOVERS:
+        check_hover(browser, *hover)
+    check_colours(browser)
+    assert browser.requests() == [file.as_uri()]
+    assert browser.complaints() == []
+    check_phone(browser, file)
+    assert browser.complaints() == []
+    check_that_the_checks_can_fail(browser, tmp_path)
+
+
+def check_that_all_is_drawn(browser: Browser) -> None:
+    marks = ".cartesianlayer :is(.point path, .heatmaplayer image, .scatterlayer path)"
+    sizes = browser.evaluate(
+        "[...document.querySelectorAll('.drawing')].map(each => {"
+        "const box = each.querySelector('svg.main-svg').getBoundingClientRect();"
+        f"return [each.id, box.width, box.height, each.querySelectorAll('{marks}').length];}})"
+    )
+    assert [name for name, *_ in sizes] == FIGURES
+    for name, width, height, num_marks in sizes:
+        assert width > 500, name
+        assert height > 100, name
+        assert num_marks > 0, name
+
+
+def check_hover(browser: Browser, target: str, *expected: str) -> None:
+    labels = f"document.querySelectorAll('{target.split()[0]} .hoverlayer :is(.hovertext, .legend)')"
+    assert browser.evaluate(f"{labels}.length") == 0
+    browser.evaluate(f"document.querySelector('{target}').scrollIntoView({{block: 'center', behavior: 'instant'}})")
+    box = browser.evaluate(f"document.querySelector('{target}').getBoundingClientRect().toJSON()")
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    browser.point_at(x + 2, y)
+    browser.point_at(x, y)
+    browser.wait_until(f"{labels}.length")
+    text = browser.evaluate(f"[...{labels}].map(each => each.textContent).join(' ')").replace("\u00a0", " ")
+    for each in expected:
+        assert each in text
+
+
+def check_menus(browser: Browser) -> None:
+    """With the keyboard. They begin with rank 11, which is to blame."""
+    traces = "document.getElementById('over-time').data.filter(each => each.visible)"
+    ranks = f"[...new Set({traces}.map(each => each.legendgroup))].join()"
+    lanes = "document.getElementById('lanes').layout.yaxis.range.join()"
+    for choice, shown, before, after in (("over-time", ranks, "11", "10"), ("lanes", lanes, "11.5,7.5", "7.5,-0.5")):
+        assert browser.evaluate(shown) == before
+        browser.evaluate(f"document.getElementById('{choice}-choice').focus()")
+        browser.press("ArrowUp", 38)
+        browser.wait_until(f"{shown} === '{after}'")
+
+
+def check_colours(browser: Browser) -> None:
+    assert brightness(browser) == pytest.approx((1.0, 0.0), abs=0.2)
+    browser.prefer("dark")
+    browser.wait_until(f"{DRAWN} === 'dark'")
+    assert brightness(browser) == pytest.approx((0.0, 1.0), abs=0.2)
+    browser.evaluate("document.getElementById('theme').click()")  # against what the system prefers
+    browser.wait_until(f"{DRAWN} === 'light'")
+    assert brightness(browser) == pytest.approx((1.0, 0.0), abs=0.2)
+    assert browser.evaluate("document.getElementById('theme').textContent") == "Dark colours"
+
+
+def brightness(browser: Browser) -> tuple[float, float]:
+    """Of the page and of the text of its last figure, from 0 to 1."""
+    page = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    text = browser.evaluate("getComputedStyle(document.querySelector('#efficiency .xtick text')).fill")
+    first, second = (np.mean([float(each) for each in re.findall(r"[\d.]+", color)[:3]]) for color in (page, text))
+    return float(first) / 255, float(second) / 255
+
+
+def check_phone(browser: Browser, file: Path) -> None:
+    browser.resize(360, is_phone=True)
+    browser.open(file)
+    browser.wait_until(DRAWN)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 360
+    widths = browser.evaluate("[...document.querySelectorAll('.drawing svg.main-svg')].map(each => each.clientWidth)")
+    assert len(widths) >= len(FIGURES)
+    assert all(250 < width <= 360 for width in widths)
+    sizes = browser.evaluate(
+        "[...document.querySelectorAll('.drawing :is(.xtick, .ytick) text')]"
+        ".map(each => parseFloat(getComputedStyle(each).fontSize))"
+    )
+    assert min(sizes) >= 10
+
+
+def check_that_the_checks_can_fail(browser: Browser, folder: Path) -> None:
+    page = folder / "wrong.html"
+    image = "<img src='http://127.0.0.1:9/x.png' width=2000>"
+    page.write_text(f"{image}<script>console.error('spoken'); throw new Error('thrown')</script>")
+    browser.open(page)
+    assert "http://127.0.0.1:9/x.png" in browser.requests()
+    complaints = " ".join(browser.complaints())
+    assert "spoken" in complaints
+    assert "thrown" in complaints
+    assert browser.evaluate("document.documentElement.scrollWidth") > 360
+    policy = "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\">"
+    page.write_text(policy + image)
+    browser.open(page)
+    assert "Content Security Policy" in " ".join(browser.complaints())

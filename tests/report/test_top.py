@@ -1,0 +1,153 @@
+"""`torchring top` shows what live files say, and ends when the job has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.traces import simulate
+from torchring import cli
+from torchring.observe.recorder.files import live_path_of, path_of, write, write_encoded
+from torchring.observe.recorder.records import RankTrace, encode
+from torchring.rendezvous.environment import TRACE
+from torchring.report import progress, top
+from torchring.report.top import Picture
+
+
+def write_live(folder: Path, traces: Sequence[RankTrace], age: float = 0.0) -> None:
+    for trace in traces:
+        about = dataclasses.replace(trace.about, ended_by="", written_at=time.time() - age)
+        path = live_path_of(folder, trace.about.rank)
+        write_encoded(path, dataclasses.replace(trace, about=about), list(map(encode, trace.steps)))
+
+
+def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_live(tmp_path, simulate(2, 50, input_ms=[2, 60], noise=0))
+    assert cli.main(["top", str(tmp_path), "--once"]) == 0
+    first, verdict, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("Step 50: ")
+    assert first.endswith("2 ranks, the last 47 steps.")
+    assert "waits for data on rank 1" in verdict
+    assert any(line.split()[:3] == ["rank", "0", "1"] for line in rest), "rank 0 waits for rank 1"
+    assert top.look(tmp_path).headline == f"{first} {verdict}"
+    write_live(tmp_path, simulate(2, 50), age=60)
+    assert "No rank has made a step for 60 s." in top.look(tmp_path).text
+
+
+def test_the_speed_is_steps_and_samples_by_time(tmp_path: Path) -> None:
+    """A pause of 2 s counts, as it does for whoever waits for the job."""
+    traces = simulate(1, 50, bucket_mb=[], noise=0, input_ms=lambda step, rank: 2 + 2000 * (step == 30))
+    write_live(tmp_path, traces)
+    seconds = 47 * 0.1005 + 2
+    speed = f"Step 50: {47 / seconds:.3g} steps/s, {47 * 16 / seconds:,.0f} samples/s, 1 rank, the last 46 steps. "
+    assert top.look(tmp_path).headline.startswith(speed)
+
+
+def test_a_killed_rank_leaves_its_last_steps_behind(tmp_path: Path) -> None:
+    survivor, killed = simulate(2, 50)
+    write_live(tmp_path, [survivor, killed], age=5)
+    for ended_by, is_over in (("SIGUSR1", False), ("rank 1 is gone", True)):
+        about = dataclasses.replace(survivor.about, ended_by=ended_by, written_at=time.time() - 4)
+        write(tmp_path, dataclasses.replace(survivor, about=about))
+        assert top.look(tmp_path).is_over is is_over
+
+
+def test_a_job_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert cli.main(["top", str(folder), "--once"]) == 1
+        assert f"no rank has written to {folder} yet; `torchring run --trace {folder}" in capsys.readouterr().out
+
+
+def test_it_ends_with_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files come and go while it looks: nothing, torn, live, and then the whole trace."""
+    (error, other) = simulate(2, 50)
+    stages = iter(
+        [
+            lambda: live_path_of(tmp_path, 0).write_bytes(b"torn"),
+            lambda: write_live(tmp_path, [error, other]),
+            lambda: [live_path_of(tmp_path, rank).unlink() for rank in (0, 1)],
+        ]
+    )
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 0.25
+        stage = next(stages)
+        stage()
+        if not live_path_of(tmp_path, 0).exists():
+            about = dataclasses.replace(error.about, ended_by="rank 1 is gone")
+            write(tmp_path, dataclasses.replace(error, about=about))
+            write(tmp_path, other)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert cli.main(["top", str(tmp_path), "--every", "0.25"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("no rank has written") == 2
+    assert out.count("Step 50: ") == 2
+    assert "The job has ended: rank 1 is gone." in out
+    assert path_of(tmp_path, 0).exists()
+
+
+def test_a_line_each_time_that_steps_were_made(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen = [Picture("nothing yet"), *[Picture("", "A")] * 2, ValueError("odd"), Picture("", "B")]
+    is_over = threading.Event()
+    left = iter(seen)
+
+    def look(_: Path) -> Picture:
+        if (picture := next(left, None)) is None:
+            is_over.set()
+        if isinstance(picture, Exception):
+            raise picture
+        return picture or Picture("", "the end", is_over=True)
+
+    monkeypatch.setattr(progress, "look", look)
+    with progress.shown(Path(), seconds=0.001):
+        assert is_over.wait(40)
+    lines = ["A", "there is no progress to show: ValueError: odd", "B"]
+    assert capfd.readouterr().err == "".join(f"torchring run: {line}\n" for line in lines)
+
+
+def test_progress_needs_no_trace_on_one_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders: list[Path] = []
+    monkeypatch.delenv(TRACE, raising=False)
+
+    def start(_: object, num_proc: int, hosts: object, env: dict[str, str], *__: object, **___: object) -> int:
+        (folder,) = env.values()
+        folders.append(Path(folder))
+        assert folders[-1].is_dir()
+        assert (TRACE in env) == (folder == str(tmp_path))
+        return 0
+
+    monkeypatch.setattr(cli, "start", start)
+    for where in (["-np", "2"], ["-H", "localhost:2"]):
+        assert cli.main(["run", *where, "--progress", __file__]) == 0
+    assert len(folders) == 2
+    assert not any(folder.exists() for folder in folders)
+    for options in ([], ["--elastic", "--min-np", "1"]):
+        assert cli.main(["run", "-H", "other.invalid:2", *options, "--progress", __file__]) == 2
+        assert "--progress on several hosts needs --trace DIR" in capsys.readouterr().err
+    monkeypatch.setenv(TRACE, str(tmp_path))
+    assert cli.main(["run", "-np", "2", "--progress", __file__]) == 0
+    assert folders[-1] == tmp_path
+    assert tmp_path.is_dir()
+
+
+def test_the_reader_may_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `torchring top DIR | head`: no traceback, also not from Python's exit, which flushes once more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert cli.main(["top", str(tmp_path), "--once"]) == 128 + signal.SIGPIPE

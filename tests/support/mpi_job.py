@@ -1,0 +1,307 @@
+"""One mpirun for many tests: its ranks wait for work, and say for each piece how it went.
+
+    with MpiJob(3) as job:
+        job.run(body, 2)     body(rank, store, communicator) on the first 2 of its ranks; results in rank order
+
+Starting it takes a second, so test modules share one: `job`, if they import the fixture `job_ends`, too. Its ranks are
+forked from the harness' server, which has imported torch, and mpirun starts stand-ins for them, mpi_rank.py.
+Work and answers travel through a TCPStore of the tests' process, pickled; `body` is a module-level function or a
+functools.partial of one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import importlib.util
+import io
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.harness import (
+    _PR_SET_PDEATHSIG,
+    _TAIL,
+    RankReport,
+    RanksFailed,
+    _clean_environ,
+    _environment,
+    _exit_text,
+    _leave_server,
+    _start_method,
+)
+from tests.support.mpi_rank import NUMBER
+
+_PATIENCE = 5.0  # seconds that the other ranks get once one has failed
+_STARTING = 60.0  # seconds more for the first work, while the ranks import torch
+_IDLE = 600.0  # seconds after which a rank without work ends
+
+MISSING = ", ".join(
+    [
+        *(["mpirun is not on the PATH"] if shutil.which("mpirun") is None else []),
+        *(["mpi4py is not installed"] if importlib.util.find_spec("mpi4py") is None else []),
+    ]
+)
+
+
+def mpirun(
+    argv: Sequence[str | os.PathLike[str]],
+    num_ranks: int,
+    *,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    output: Any = subprocess.PIPE,
+) -> subprocess.Popen[str]:
+    """Start python with these arguments on so many ranks of this machine; the caller waits."""
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *options]
+    command += ["-np", str(num_ranks), sys.executable, *(os.fspath(argument) for argument in argv)]
+    # A short TMPDIR: Open MPI keeps sockets there, whose paths may have 108 bytes.
+    environ = {
+        **_clean_environ(),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "TMPDIR": "/tmp",
+        **(env or {}),
+    }
+    return subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a job that was started by `mpirun`: it ends its ranks itself, given the time."""
+    process.terminate()
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class MpiJob:
+    """`num_ranks` processes under one mpirun, started with the first work and again after a failure."""
+
+    def __init__(self, num_ranks: int, options: Sequence[str] = ()) -> None:
+        self.num_ranks = num_ranks
+        self._options = options
+        self._process: subprocess.Popen[str] | None = None
+        self._forks: Any = None
+        self._num_works = 0
+
+    def __enter__(self) -> MpiJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Now. More work would start another."""
+        if self._process is not None and self._process.poll() is None:
+            self._store.set(f"work/{self._num_works}", pickle.dumps(None))
+            try:
+                self._process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                stop(self._process)
+        self._process = None
+        self._end_forks()
+
+    def _end_forks(self) -> None:
+        if self._forks is not None:
+            self._forks.kill()  # and with it what it has forked
+            self._forks.join()
+            self._forks = None
+
+    def run(self, body: Callable[..., Any], size: int, *, deadline: float = 60.0, dies: int | None = None) -> list[Any]:
+        """As harness.run_ranks. body(rank, store, communicator): a store and an MPI communicator of just these ranks.
+
+        dies: a rank that must not answer; its result is None, and the job is over.
+        """
+        if self._process is None:
+            self._start()
+            deadline += _STARTING
+        assert self._process is not None
+        work = f"work/{self._num_works}"
+        self._num_works += 1
+        self._store.set(work, pickle.dumps((pickle.dumps(body), size)))
+        reports = [RankReport(rank, f"still running after {deadline} s", failed=True) for rank in range(size)]
+        results: list[Any] = [None] * size
+        running = set(range(size)) - {dies}
+        end = time.monotonic() + deadline
+        while running and time.monotonic() < end and self._process.poll() is None:
+            for rank in sorted(running):
+                if self._store.check([f"{work}/{rank}"]):
+                    answer = io.BytesIO(self._store.get(f"{work}/{rank}"))
+                    results[rank], status, text = torch.load(answer, weights_only=False)
+                    reports[rank] = RankReport(rank, status, failed=bool(text), traceback=text)
+                    running.discard(rank)
+                    if text:
+                        end = min(end, time.monotonic() + _PATIENCE)
+            time.sleep(0.005)
+        if dies is not None:
+            reports[dies].failed = self._store.check([f"{work}/{dies}"])
+        if any(report.failed for report in reports):
+            raise RanksFailed(f"{body}: {self._describe_end()}", reports)
+        return results
+
+    def _start(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  # for as long as the job
+        self._num_works = 0
+        self._end_forks()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(b"")  # Linux finds an abstract name
+            listener.listen()
+            environ = _clean_environ()
+            context = _start_method(False, environ)
+            self._forks = context.Process(target=_fork_ranks, args=(listener,), name="forks", daemon=True)
+            with _environment(environ):
+                self._forks.start()
+            name = listener.getsockname()[1:].decode()
+        self._process = mpirun(
+            ["-I", "-S", Path(__file__).with_name("mpi_rank.py")],
+            self.num_ranks,
+            options=self._options,
+            env={"TESTS_STORE_PORT": str(self._store.port), "TESTS_FORKS": name},
+            output=self._output,
+        )
+
+    def _describe_end(self) -> str:
+        """Stop the ranks, which may be out of step with each other; what they printed, with stacks of what hung."""
+        process, self._process = self._process, None
+        assert process is not None
+        code = process.poll()
+        if code is None:
+            for pid in _children_of(process.pid):
+                os.kill(pid, signal.SIGUSR1)  # the fault handler prints all stacks
+            time.sleep(0.5)
+        stop(process)
+        self._output.seek(0)
+        return f"mpirun: {_exit_text(code)}\n--- output:\n{self._output.read()[-_TAIL:]}"
+
+
+job = MpiJob(3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def job_ends(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`job` does, after the last module of the session that has imported this."""
+    yield
+    sharing = [item.module for item in request.session.items if hasattr(getattr(item, "module", None), "job_ends")]
+    if request.module is sharing[-1]:
+        job.end()
+
+
+def _children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _save(answer: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(answer, buffer)  # plain pickle does not know all dtypes
+    return buffer.getvalue()
+
+
+def _fork_ranks(listener: socket.socket) -> None:
+    """Body of the process that forks a rank for each mpi_rank.py, and tells it how the rank has ended."""
+    _leave_server()
+    clients: dict[socket.socket, int] = {}  # process ids of their ranks
+    ends: dict[int, socket.socket] = {}  # by the file descriptor of the rank's process
+    while True:
+        for item in select.select([listener, *clients, *ends], [], [])[0]:
+            if item is listener:
+                client, _ = listener.accept()
+                head, files, _, _ = socket.recv_fds(client, NUMBER.size, 2)
+                text = client.recv(*NUMBER.unpack(head), socket.MSG_WAITALL).decode()
+                if (pid := os.fork()) == 0:
+                    _become_rank(dict(line.split("=", 1) for line in text.split("\0")), files)
+                for file in files:
+                    os.close(file)
+                clients[client] = pid
+                ends[os.pidfd_open(pid)] = client
+            elif isinstance(item, int):
+                client = ends.pop(item)
+                os.close(item)
+                _, status = os.waitpid(clients.pop(client), 0)
+                with client, contextlib.suppress(OSError):
+                    client.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+            elif item in clients:
+                number = item.recv(NUMBER.size, socket.MSG_WAITALL)
+                os.kill(clients[item], NUMBER.unpack(number)[0] if number else signal.SIGKILL)
+                if not number:  # mpirun has killed the stand-in; until the rank has ended there is no more to hear
+                    os.waitid(os.P_PID, clients[item], os.WEXITED | os.WNOWAIT)
+
+
+def _become_rank(environ: dict[str, str], files: Sequence[int]) -> NoReturn:
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        for number, file in enumerate(files, start=1):
+            os.dup2(file, number)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        os.environ.clear()
+        os.environ.update(environ)
+        tempfile.tempdir = None
+        main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    from mpi4py import MPI
+
+    atexit._run_exitfuncs()
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+    os._exit(code)
+
+
+def main() -> None:
+    """What a rank does."""
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    torch.set_num_threads(1)
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    store = dist.TCPStore(
+        "127.0.0.1",
+        int(os.environ["TESTS_STORE_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_IDLE),
+    )
+    number = 0
+    while (work := pickle.loads(store.get(f"work/{number}"))) is not None:
+        payload, size = work
+        if world.rank < size:
+            communicator = world.Create_group(world.group.Incl(range(size)))
+            torch.manual_seed(1000 + world.rank)
+            try:
+                body = pickle.loads(payload)
+                result = body(world.rank, dist.PrefixStore(f"store/{number}", store), communicator)
+                answer = _save((result, "ok", ""))
+            except BaseException as error:
+                answer = _save((None, f"{type(error).__name__}: {error}", traceback.format_exc()))
+            store.set(f"work/{number}/{world.rank}", answer)
+        number += 1

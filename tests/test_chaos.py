@@ -1,9 +1,0 @@
-"""Twenty seconds of `make chaos`. Its module says what happens, and what is looked at."""
-
-from __future__ import annotations
-
-from chaos import run
-
-
-def test_adversary_of_twenty_seconds() -> None:
-    print(run(20.0, seed=3))

@@ -1,0 +1,453 @@
+"""`torchring.join`: ranks with different numbers of batches train as one process with all of them, and end alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchring
+from tests.optimizer.test_contract import TINY_MB, attempt, batch, small_model, values
+from tests.support.checks import assert_same_on_all_ranks
+from tests.support.grids import grid
+from tests.support.harness import run_pooled, run_ranks
+
+_NUM_BATCHES = {1: (4,), 2: (2, 5), 3: (4, 0, 3)}  # of each rank
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    inputs, targets = batch(rank, step)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def _optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+    return adam, torch.optim.lr_scheduler.StepLR(adam, step_size=2, gamma=0.5)
+
+
+def _uneven(rank: int, size: int, accumulate: int, weighted: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """A schedule and clipping, which a rank that has ended does not run; then two steps of all."""
+    model = small_model()
+    adam, schedule = _optimizer(model)
+    optimizer = torchring.wrap(adam, model, accumulate=accumulate, **{"bucket_mb": TINY_MB, **options})
+
+    def one_step(step: int) -> None:
+        optimizer.zero_grad()
+        for micro in range(accumulate):
+            if weighted:
+                optimizer.weigh(rank + 1)
+            (_loss(model, rank, 10 * step + micro) / accumulate).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+
+    with torchring.join(optimizer, schedule):
+        for step in range(_NUM_BATCHES[size][rank]):
+            one_step(step)
+    has_no_gradient = all(p.grad is None for p in model.parameters())
+    joined = values(model)
+    for step in (10, 11):
+        one_step(step)
+    return {
+        "joined": joined,
+        "values": values(model),
+        "moments": [state["exp_avg"] for state in adam.state.values()],
+        "steps": [int(state["step"]) for state in adam.state.values()],
+        "lr": adam.param_groups[0]["lr"],
+        "no gradient": has_no_gradient,
+    }
+
+
+def _as_one(size: int, accumulate: int, weighted: bool) -> dict[str, Any]:
+    model = small_model()
+    adam, schedule = _optimizer(model)
+    joined: list[Tensor] = []
+    for step in [*range(max(_NUM_BATCHES[size])), 10, 11]:
+        present = [rank for rank in range(size) if step >= 10 or step < _NUM_BATCHES[size][rank]]
+        if step == 10:
+            joined = values(model)
+        adam.zero_grad()
+        # Weights count over micro-steps, too: there the result is a mean over these, and not their sum.
+        weights = {rank: (rank + 1 if weighted else 1) for rank in present}
+        micros = accumulate if weighted else 1
+        for micro in range(accumulate):
+            for rank in present:
+                share = weights[rank] / sum(weights.values()) / accumulate / micros
+                (_loss(model, rank, 10 * step + micro) * share).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        adam.step()
+        schedule.step()
+    return {"joined": joined, "values": values(model), "lr": adam.param_groups[0]["lr"]}
+
+
+def _check(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for what in ("joined", "values"):
+        for i, right in enumerate(expected[what]):
+            assert_same_on_all_ranks([result[what][i] for result in results])
+            torch.testing.assert_close(results[0][what][i], right, rtol=1e-6, atol=1e-7)
+    for i in range(len(results[0]["moments"])):
+        assert_same_on_all_ranks([result["moments"][i] for result in results])
+    assert [result["no gradient"] for result in results] == [True] * len(results)
+    assert [result["lr"] for result in results] == [expected["lr"]] * len(results)
+    assert len({tuple(result["steps"]) for result in results}) == 1
+
+
+@grid(
+    "options, size, accumulate, weighted",
+    [{}, {"algorithm": "ring"}, {"algorithm": "native", "overlap": "inline"}, {"bucket_mb": 25.0, "overlap": "thread"}],
+    [3, 2],
+    [1, 2],
+    [False, True],
+)
+def test_means_are_over_the_ranks_that_have_data(
+    options: dict[str, Any], size: int, accumulate: int, weighted: bool
+) -> None:
+    results = run_pooled(_uneven, size, accumulate, weighted, options)
+    _check(results, _as_one(size, accumulate, weighted))
+
+
+def test_a_world_of_one() -> None:
+    _check([_uneven(0, 1, 1, False, {})], _as_one(1, 1, False))
+    torchring.shutdown()
+
+
+def _last_group(rank: int, size: int) -> list[Tensor]:
+    """Accumulation whose last group is incomplete: `synchronize` in there counts as a reduction."""
+    model = small_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, accumulate=2)
+    num_batches = (3, 6)[rank]
+    with torchring.join(optimizer):
+        optimizer.zero_grad()
+        for step in range(num_batches):
+            _loss(model, rank, step).backward()
+            if step % 2 or step + 1 == num_batches:
+                if step % 2 == 0:
+                    optimizer.synchronize()
+                optimizer.step()
+                optimizer.zero_grad()
+    return values(model)
+
+
+def _last_group_as_one() -> list[Tensor]:
+    model = small_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    groups = [[(0, 0), (0, 1), (1, 0), (1, 1)], [(0, 2), (1, 2), (1, 3)], [(1, 4), (1, 5)]]
+    for group in groups:
+        sgd.zero_grad()
+        num_ranks = len({rank for rank, _ in group})
+        for rank, step in group:
+            (_loss(model, rank, step) / num_ranks).backward()
+        sgd.step()
+    return values(model)
+
+
+def test_an_incomplete_group_of_micro_steps() -> None:
+    results = run_pooled(_last_group, 2)
+    for i, right in enumerate(_last_group_as_one()):
+        assert_same_on_all_ranks([result[i] for result in results])
+        torch.testing.assert_close(results[0][i], right)
+
+
+def _two_optimizers(rank: int, size: int) -> list[Tensor]:
+    """One of a pair steps more often, and has micro-steps; another that nobody uses any more is garbage."""
+    nets = [small_model(), small_model()]
+    sgds = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
+    one, other = (torchring.wrap(sgd, net) for sgd, net in zip(sgds, nets, strict=True))
+    gone = small_model()
+    torchring.wrap(torch.optim.SGD(gone.parameters(), lr=0.1), gone)
+    with torchring.join(other, one):
+        for step in range((5, 2)[rank]):
+            one.zero_grad()
+            with one.no_sync():
+                _loss(nets[0], rank, 20 + step).backward()
+            _loss(nets[0], rank, step).backward()
+            one.step()
+            if step % 2 == 0:
+                other.zero_grad()
+                _loss(nets[1], rank, 10 + step).backward()
+                other.step()
+    return [*values(nets[0]), *values(nets[1])]
+
+
+def _two_as_one() -> list[Tensor]:
+    nets = [small_model(), small_model()]
+    sgds = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
+    for step in range(5):
+        present = [rank for rank in range(2) if step < (5, 2)[rank]]
+        for which, steps in ((0, (20 + step, step)), (1, (10 + step,) if step % 2 == 0 else ())):
+            sgds[which].zero_grad()
+            for rank in present:
+                for number in steps:
+                    (_loss(nets[which], rank, number) / len(present)).backward()
+            if steps:
+                sgds[which].step()
+    return [*values(nets[0]), *values(nets[1])]
+
+
+def test_several_optimizers() -> None:
+    results = run_pooled(_two_optimizers, 2)
+    for i, right in enumerate(_two_as_one()):
+        assert_same_on_all_ranks([result[i] for result in results])
+        torch.testing.assert_close(results[0][i], right)
+
+
+def _early_stopping(rank: int, size: int) -> dict[str, Any]:
+    """A rank that stops at its own criterion, as in reinforcement learning; BatchNorm; a loss scale; an average."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    num_steps = 0
+    with torchring.join(optimizer, average, scaler):
+        for step in range(9):
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 4) + rank).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            average.update_parameters(model)
+            num_steps += 1
+            if step == 2 + 3 * rank:
+                break
+    buffers = [value.clone() for value in model.state_dict().values()]
+    return {
+        "model": buffers,
+        "average": [value.clone() for value in average.state_dict().values()],
+        "scale": scaler.get_scale(),
+        "steps": num_steps,
+    }
+
+
+def test_a_rank_that_stops_early_ends_nobody() -> None:
+    results = run_pooled(_early_stopping, 2)
+    for what in ("model", "average"):
+        for each in zip(*(result[what] for result in results), strict=True):
+            assert_same_on_all_ranks(each)
+    assert [result["scale"] for result in results] == [32.0, 32.0]  # after 6 steps
+    assert [result["steps"] for result in results] == [3, 6]
+
+
+def _wrong_inside(rank: int, size: int) -> dict[str, str]:
+    model = nn.Sequential(nn.Linear(4, 3), torchring.SyncBatchNorm(3), nn.Linear(3, 2))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    found = {}
+    with torchring.join(optimizer):
+        found["all_reduce"] = attempt(lambda: torchring.all_reduce(torch.ones(1)))
+        found["async"] = attempt(lambda: torchring.broadcast(torch.ones(1), async_op=True))
+        found["forward"] = attempt(lambda: model(torch.ones(2, 4)))
+        found["closure"] = attempt(lambda: optimizer.step(lambda: 0.0))
+        found["nested"] = attempt(lambda: torchring.join(optimizer).__enter__())
+        found["wrap"] = attempt(lambda: torchring.wrap(torch.optim.SGD(small_model().parameters())))
+        found["group"] = attempt(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}))
+        found["groups"] = str(len(optimizer.param_groups))
+        found["close"] = attempt(optimizer.close)
+        model.eval()
+        for _ in range(rank):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    found["after"] = attempt(lambda: torchring.all_reduce(torch.ones(1)))
+    return found
+
+
+def test_what_ranks_that_have_ended_would_miss_is_refused() -> None:
+    for found in run_pooled(_wrong_inside, 2):
+        refused = " was called inside torchring.join(), where ranks whose data has ended would not take part; call it"
+        for what, name in (
+            *(("all_reduce", "all_reduce"), ("async", "broadcast"), ("forward", "SyncBatchNorm")),
+            *(("closure", "step(closure)"), ("wrap", "wrap()"), ("group", "add_param_group()"), ("close", "close()")),
+        ):
+            assert found[what].startswith(f"ValueError: {name}{refused}"), found[what]
+        assert found["groups"] == "1"
+        assert found["nested"] == "ValueError: torchring.join() was called inside torchring.join(); one block is enough"
+        assert found["after"] == ""
+
+
+class _Unsendable:
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedule": [1, lambda step: 0.5**step]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+def _wrong_arguments(rank: int, size: int) -> dict[str, str]:
+    model, other = small_model(), small_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    unlisted = torchring.wrap(torch.optim.SGD(other.parameters(), lr=0.1), other)
+
+    def enter(*objects: Any) -> str:
+        def body() -> None:
+            with torchring.join(*objects):
+                pass
+
+        return attempt(body)
+
+    found = {
+        "none": enter(),
+        "plain": enter(optimizer.optimizer),
+        "number": enter(optimizer, unlisted, 5),
+        "unsendable": enter(optimizer, unlisted, _Unsendable()),
+        "missing": enter(optimizer),
+        "on one rank": enter(*((optimizer, unlisted) if rank else (optimizer, unlisted, 5))),
+        "another order": enter(*((optimizer, unlisted, model) if rank else (model, optimizer, unlisted))),
+    }
+    unlisted.close()
+    found["closed"] = enter(optimizer, unlisted)
+    found["right"] = enter(optimizer)
+    torchring.shutdown()
+    torchring.init()
+    found["another world"] = enter(optimizer)
+    again = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    found["another world on one rank"] = enter(optimizer if rank else again)
+    found["right again"] = enter(again)
+    return found
+
+
+def test_wrong_arguments_are_an_error_on_every_rank() -> None:
+    results = run_pooled(_wrong_arguments, 2)
+    for rank, found in enumerate(results):
+        takes = "TypeError: torchring.join() takes the optimizers that torchring.wrap() has returned, got none"
+        assert found["none"] == found["plain"] == takes
+        assert found["number"] == "TypeError: torchring.join() takes objects with state_dict(), got int"
+        assert found["unsendable"].startswith("TypeError: schedule[1] of the _Unsendable, of type function, cannot be")
+        assert found["unsendable"].endswith("Leave it out, and restore it on all ranks after the with block")
+        assert "1 DistributedOptimizers are missing" in found["missing"]
+        told = "PlanMismatchError: rank 0 could not enter torchring.join(): TypeError"
+        assert found["on one rank"].startswith(told if rank else "TypeError: torchring.join() takes objects")
+        assert "object 0 of join(): rank 0 has Sequential; rank 1 has DistributedOptimizer" in found["another order"]
+        assert found["closed"].startswith("ValueError: this DistributedOptimizer is closed")
+        shut = "this DistributedOptimizer belongs to a world that was shut down; wrap again"
+        assert found["another world"] == f"ValueError: {shut}"
+        assert shut in found["another world on one rank"]
+        assert found["right"] == found["right again"] == ""
+
+
+class _Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2).double()
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def _all_that_belongs(rank: int, size: int, mode: str | None) -> dict[str, Any]:
+    """Parameters outside of the model, a schedule with milestones, a cache of each rank, constants; two blocks."""
+    torch.manual_seed(rank)
+    model = _Added()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(sgd, [1, 3, 3])
+    optimizer = torchring.wrap(sgd, model, sync_buffers=mode)
+    extra = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer.add_param_group({"params": [extra]})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model.cache = torch.full((1 + rank,), 10.0 + rank)
+    for _ in range(2):
+        with torchring.join(schedule, optimizer, scaler):
+            for step in range(2 + 2 * rank):
+                optimizer.zero_grad()
+                loss = (_loss(model, rank, step) + extra.sum()) * (torch.inf if step > 1 else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    found = [*values(model), extra.detach(), torch.tensor(scaler.get_scale())]
+    return {"equal": found, "milestones": str(schedule.milestones), "cache": model.cache.tolist()}
+
+
+@pytest.mark.parametrize("mode", ["mean", None])
+def test_all_that_belongs_to_training_is_taken_over_and_nothing_else(mode: str | None) -> None:
+    """Rank 1 goes on with steps that its scaler leaves out: the scale is that of the rank that ended last."""
+    results = run_pooled(_all_that_belongs, 2, mode)
+    for each in zip(*(result["equal"] for result in results), strict=True):
+        assert_same_on_all_ranks(each)
+    assert float(results[0]["equal"][-1]) == 8.0 / 2**4
+    assert [result["milestones"] for result in results] == ["Counter({3: 2, 1: 1})"] * 2
+    assert [result["cache"] for result in results] == [[10.0], [11.0, 11.0]]
+
+
+def _shuts_down(rank: int, size: int) -> str:
+    model = small_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def body() -> None:
+        with torchring.join(optimizer):
+            torchring.shutdown()
+
+    return attempt(body)
+
+
+def test_shutdown_inside_the_block_is_an_error() -> None:
+    for error in run_pooled(_shuts_down, 2):
+        assert (
+            error == "ValueError: torchring.shutdown() was called inside torchring.join(); call it after the with block"
+        )
+
+
+def _raises(rank: int, size: int) -> str:
+    model = small_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def body() -> None:
+        with torchring.join(optimizer):
+            for step in range(1 + 3 * rank):
+                _loss(model, rank, step).backward()
+                optimizer.step()
+                if step == 2:
+                    raise KeyError("no such batch")
+
+    return attempt(body)
+
+
+def test_an_exception_on_one_rank_ends_the_block_on_all() -> None:
+    """At once: the others need not wait for the time-out."""
+    waiting, raising = run_ranks(_raises, 2)
+    assert raising == "KeyError: 'no such batch'"
+    assert waiting.startswith(
+        "RingError: rank 1 stopped: torchring.join() was interrupted by KeyError: 'no such batch'"
+    )
+
+
+def _refused_on_all(rank: int, size: int) -> str:
+    """What is wrong with a reduction."""
+    model = small_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def body() -> None:
+        with torchring.join(optimizer):
+            for step in range((3, 0, 3)[rank]):
+                if rank == 0:
+                    optimizer.weigh(2)
+                _loss(model, rank, step).backward()
+
+    return attempt(body)
+
+
+def test_an_error_of_a_reduction_reaches_ranks_that_have_ended_too() -> None:
+    for error in run_pooled(_refused_on_all, 3):
+        assert error.startswith("GradientError: rank 2 did not call optimizer.weigh()")
+
+
+def _alarms(rank: int, size: int) -> str:
+    """Replicas are looked at again after the block: a change on one rank is found."""
+    model = small_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with torchring.join(optimizer):
+        for step in range(3 + 4 * rank):
+            optimizer.zero_grad()
+            _loss(model, rank, step).backward()
+            optimizer.step()
+    with torch.no_grad():
+        next(model.parameters()).add_(rank)
+    optimizer.zero_grad()
+    return attempt(lambda: _loss(model, rank, 20).backward())
+
+
+def test_replicas_are_compared_again_after_the_block() -> None:
+    for error in run_pooled(_alarms, 2):
+        assert error.startswith("GradientError: 0.weight is not the same on all ranks")

@@ -1,0 +1,252 @@
+"""`make chaos`: an elastic job trains while a seeded adversary kills, stops, cuts off, dismisses and adds workers.
+
+    make chaos SECONDS=600        another order of events in each run
+    make chaos SECONDS=60 SEED=7  the events of seed 7, at the same times
+
+An event comes every second on average, at random moments: in backward, in the reduction, in the step, while workers
+meet again, while one joins. In the end, and for each step: replicas are equal bit for bit, each sample was used once,
+the parameters are those of one process, and no worker has grown with the number of changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.elastic.test_elastic import check_books, check_growth, check_result, train_worker
+from tests.support.elastic_job import ElasticJob, Slots
+from tests.support.harness import run_ranks
+from tests.support.netns import enter, inside, why_skipped
+from torchring.bench.netns import INTERFACE, Network
+
+__all__ = ["Adversary", "Slots", "run", "run_ranks"]  # the harness preloads modules that have `run_ranks`
+_MEAN_SECONDS = 1.0  # between two events
+_HEARTBEAT_TIMEOUT = 6.0
+_CUT_SECONDS = (0.5, 15.0)
+_STOP_SECONDS = (1.0, 20.0)
+
+
+class Adversary:
+    """Does something to the job every now and then.
+
+    Attributes:
+        num_events: of each kind, so far.
+    """
+
+    def __init__(self, job: ElasticJob, seed: int, hosts: Slots, network: Network | None, folder: Path) -> None:
+        self.num_events: Counter[str] = Counter()
+        self._job = job
+        self._random = random.Random(seed)
+        self._hosts = hosts
+        self._network = network
+        self._folder = folder
+        self._is_cut = False
+        self._later: list[tuple[float, Callable[[], object]]] = []
+        self._next_at = time.monotonic() + self._random.expovariate(1 / _MEAN_SECONDS)
+        kinds: dict[str, tuple[float, Callable[[], bool]]] = {
+            "kill": (5, self._kill),
+            "kill rank 0": (1, self._kill_rank_0),
+            "polite end": (2, self._end),
+            "stop": (0.4, self._stop),
+            "wait for a checkpoint to be written": (1, self._kill_writer),
+            "full disk": (0.4 if _is_small(folder) else 0, self._fill_disk),
+            "other slots": (0.7, self._change_slots),
+            "cut": (0.3 if network else 0, self._cut),
+        }
+        self._kinds = kinds
+
+    def tick(self) -> None:
+        """Do what is due."""
+        now = time.monotonic()
+        for at, action in list(self._later):
+            if now >= at:
+                self._later.remove((at, action))
+                action()
+        if now >= self._next_at:
+            self._next_at = now + self._random.expovariate(1 / _MEAN_SECONDS)
+            weights = [weight for weight, _ in self._kinds.values()]
+            (kind,) = self._random.choices(list(self._kinds), weights)
+            if self._kinds[kind][1]():
+                self.num_events[kind] += 1
+
+    def end(self) -> None:
+        """Undo what can be undone."""
+        later, self._later = self._later, []
+        for _, action in later:
+            action()
+        self._later = []  # what waits for a file that is not finished would wait again
+        self._hosts.offer(dict.fromkeys(self._hosts.names, 2))
+
+    def _alive(self) -> list[int]:
+        return [worker for worker in self._job.pids if self._job.is_alive(worker)]
+
+    def _send(self, worker: int, number: int) -> bool:
+        if not self._job.is_alive(worker):
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            self._job.send(worker, number)
+        return True
+
+    def _kill(self) -> bool:
+        alive = self._alive()
+        return bool(alive) and self._send(self._random.choice(alive), signal.SIGKILL)
+
+    def _kill_rank_0(self) -> bool:
+        return bool(self._job.members) and self._send(self._job.members[0], signal.SIGKILL)
+
+    def _kill_writer(self) -> bool:
+        if any(file.suffix == ".tmp" for file in self._folder.iterdir()):
+            self.num_events["kill while a checkpoint is written"] += self._kill_rank_0()
+        else:
+            self._later.append((0.0, self._kill_writer))  # until there is a file that is not finished
+        return True
+
+    def _fill_disk(self) -> bool:
+        file = self._folder / "full"
+        if file.exists():
+            return False
+        with contextlib.suppress(OSError), file.open("wb", buffering=0) as full:
+            while True:
+                full.write(bytes(1 << 14))
+        self._later.append((time.monotonic() + self._random.uniform(0.5, 5.0), file.unlink))
+        return True
+
+    def _end(self) -> bool:
+        alive = self._alive()
+        return len(alive) > 1 and self._send(self._random.choice(alive), signal.SIGTERM)
+
+    def _stop(self) -> bool:
+        alive = self._alive()
+        if not alive:
+            return False
+        worker = self._random.choice(alive)
+        self._later.append(
+            (time.monotonic() + self._random.uniform(*_STOP_SECONDS), lambda: self._send(worker, signal.SIGCONT))
+        )
+        return self._send(worker, signal.SIGSTOP)
+
+    def _change_slots(self) -> bool:
+        few = [1, 2] if len(self._hosts.names) > 1 else [2, 3, 4]
+        self._hosts.offer({name: self._random.choice(few) for name in self._hosts.names})
+        return True
+
+    def _cut(self) -> bool:
+        network = self._network
+        assert network is not None
+        if self._is_cut:
+            return False
+        network.set_link(1, False)
+        self._is_cut = True
+        self._later.append((time.monotonic() + self._random.uniform(*_CUT_SECONDS), self._mend))
+        return True
+
+    def _mend(self) -> None:
+        assert self._network is not None
+        self._network.set_link(1, True)
+        self._is_cut = False
+
+
+def _is_small(folder: Path) -> bool:
+    return os.path.ismount(folder)
+
+
+@contextlib.contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    """A file system of its own, which the adversary can fill. For root; others go without."""
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder]).returncode:
+        yield
+        return
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def run(seconds: float, seed: int, network: Network | None = None) -> str:
+    """Let the adversary act for that long. Returns what has happened, as text. Raises AssertionError.
+
+    With a network of two hosts, this process has to be on host 0.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchring-chaos-") as name, _small_disk(Path(name)):
+        folder = Path(name)
+        hosts = Slots(["a"] if network is None else ["a", "b"])
+        enters = None if network is None else functools.partial(_enter, {"b": network.name(1)})
+        script = functools.partial(train_worker, checkpoint=folder, every=50)
+        sizes = {"size": 4, "max_size": 4, "heartbeat_timeout": _HEARTBEAT_TIMEOUT}
+        if network is None:
+            hosts.offer({"a": 4})
+            sizes["size"] = 3
+        interface = "" if network is None else INTERFACE
+        with ElasticJob(script, hosts=hosts, enter_host=enters, interface=interface, **sizes) as job:
+            job.run_until(lambda: job.last_step() > 100, "100 steps")
+            before = job.notes("step")
+            rate = (before[-1]["step"] - before[0]["step"]) / (before[-1]["at"] - before[0]["at"])
+            adversary = Adversary(job, seed, hosts, network, folder)
+            began_at, first = time.monotonic(), job.last_step()
+            longest = _train_under(adversary, job, began_at + seconds)
+            disturbed = (job.last_step() - first) / (time.monotonic() - began_at)
+            adversary.end()
+            num_steps = job.stop()
+            code = job.run(120)
+            assert code == 0, f"the job has ended with {code}"
+            check_books(job, num_steps)
+            check_result(job, num_steps)
+            grown = check_growth(job)
+            events = ", ".join(f"{count} x {kind}" for kind, count in adversary.num_events.most_common())
+            return (
+                f"{job.generation} generations, {len(job.pids)} workers, {num_steps} steps; {events}. Steps a second: "
+                f"{rate:.0f} before the first event, {disturbed:.0f} under them ({disturbed / rate:.0%}); longest time "
+                f"without a step {longest:.1f} s. The most that a worker has grown: {grown}"
+            )
+
+
+def _train_under(adversary: Adversary, job: ElasticJob, end: float) -> float:
+    """Returns the longest time without a new step, in seconds."""
+    step, at, longest = job.last_step(), time.monotonic(), 0.0
+    while (now := time.monotonic()) < end:
+        assert job.code is None, f"the job has ended with {job.code}"
+        assert now - at < 90, "no step for 90 s"
+        adversary.tick()
+        job.tick()
+        if (newest := job.last_step()) > step:
+            longest = max(longest, now - at)
+            step, at = newest, now
+    return longest
+
+
+def _enter(namespaces: dict[str, str], host: str) -> None:
+    if host in namespaces:
+        enter(namespaces[host])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train while an adversary kills workers.")
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=None)
+    options = parser.parse_args()
+    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    if (reason := why_skipped()) is not None:
+        print(f"one host only: {reason}", flush=True)
+        print(run(options.seconds, seed))
+        return 0
+    with Network(2) as network, inside(network.name(0)):
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        print(run(options.seconds, seed, network), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

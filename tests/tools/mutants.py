@@ -1,0 +1,326 @@
+"""Mutation testing of the core: break one line, run the tests that should notice, and so on for a sample of lines.
+
+    make mutants                                      200 lines
+    make mutants NUM=50 SEED=3 JOBS=2 ONLY="ring plan"
+
+The sample is drawn by a hash of seed, file name and line, so a change of the core leaves most of a sample as it was.
+The mutations are mutmut's, and two more: leave out a statement, negate a condition. mutmut's own runner would not do:
+it replaces functions by dispatchers, which ranks in other processes know nothing of, and leaves out decorated ones.
+
+Each mutant runs in a copy of the tree, in a process forked from this one, which has imported torch but not torchring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import difflib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import libcst as cst
+import libcst.matchers as m
+import pytest
+import torch._dynamo  # noqa: F401 - tests need it; importing it takes longer than most tests
+from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
+from mutmut.mutation.mutators import mutation_operators
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The tests that should notice a mutant of a file, quick ones first, and which of them (pytest's -k).
+TESTS = {
+    "torchring/gradients/hooks.py": ("gradients/test_hooks gradients/test_backward", ""),
+    "torchring/gradients/sync.py": (
+        "gradients/test_hooks optimizer/test_replicas gradients/test_module_wrappers gradients/test_backward "
+        "optimizer/test_semantics",
+        "",
+    ),
+    "torchring/gradients/group.py": ("gradients/test_hooks gradients/test_broken_off optimizer/test_contract", ""),
+    "torchring/gradients/plan.py": ("gradients/test_plan gradients/test_bucket", ""),
+    "torchring/gradients/bucket.py": (
+        "gradients/test_bucket gradients/test_scheduler gradients/test_hooks allreduce/device/test_on_device",
+        "",
+    ),
+    "torchring/gradients/ledger.py": ("gradients/test_bucket gradients/test_hooks optimizer/test_silent_desync", ""),
+    "torchring/gradients/scheduler.py": ("gradients/test_scheduler gradients/test_hooks gradients/test_broken_off", ""),
+    "torchring/gradients/participants/replicas.py": ("optimizer/test_replicas", ""),
+    "torchring/gradients/participants/weights.py": ("gradients/participants/test_weights", ""),
+    "torchring/gradients/alone.py": ("gradients/participants/test_weights optimizer/test_nonfinite", ""),
+    "torchring/gradients/participants/buffers.py": ("gradients/participants/test_buffers", ""),
+    "torchring/gradients/reduction.py": (
+        "gradients/test_hooks gradients/participants/test_weights gradients/participants/test_buffers "
+        "optimizer/test_semantics",
+        "",
+    ),
+    "torchring/joining.py": ("test_joining", ""),
+    "torchring/allreduce/direct.py": (
+        "allreduce/test_allreduce allreduce/test_faults",
+        "not (native or ring or hierarchical)",
+    ),
+    "torchring/allreduce/ring.py": ("allreduce/test_allreduce allreduce/test_faults", "ring"),
+    "torchring/allreduce/hierarchical.py": ("allreduce/test_allreduce allreduce/test_faults", "hierarchical"),
+}
+
+# Mutants that compute what the original does: file, the broken line, and why.
+EQUIVALENT = {
+    ("direct.py", "self.done = Channel(group, )"): "polls for another time before it sleeps: speed",
+    (
+        "direct.py",
+        "def all_reduce(self, wire: SharedWire, *, scale: float = 1.0, tag: int = 0, lane: int = 1)"
+        " -> NonFinite | None:",
+    ): "direct has one lane, and does not look at its number",
+    ("ring.py", "NUM_AHEAD: Final = 5  # receives that are posted before their blocks are needed"): "speed",
+}
+
+# Left out: what cannot matter; and stores in __init__, positional arguments, and None instead of a value, without which
+# every test would crash.
+SKIPPED = m.OneOf(
+    *(m.Annotation(), m.Assert(), m.Decorator(), m.Import(), m.ImportFrom(), m.Arg(keyword=m.Name("strict"))),
+    m.Assign(value=m.Call(func=m.Name("TypeVar")) | m.Subscript(value=m.Name("Callable"))),
+)
+STORE = m.Assign(targets=[m.AssignTarget(target=m.Attribute() | m.Subscript())])
+EFFECT = m.Expr(value=m.Call()) | m.Raise() | m.AugAssign() | m.Del() | STORE
+
+
+def _is_text(node: cst.CSTNode) -> bool:
+    """Docstrings and messages."""
+    is_sentence = isinstance(node, cst.SimpleString) and " " in node.value
+    return is_sentence or isinstance(node, cst.ConcatenatedString | cst.FormattedString)
+
+
+def _num_texts(node: cst.CSTNode) -> int:
+    return 1 if _is_text(node) else sum(map(_num_texts, node.children))
+
+
+class _Mutations(cst.CSTVisitor):
+    """For each line: (start, stop, replacement) of what can be replaced there, as bytes of the source."""
+
+    METADATA_DEPENDENCIES = (ByteSpanPositionProvider,)
+
+    def __init__(self, source: bytes) -> None:
+        super().__init__()
+        self.by_line: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
+        self._source = source
+        self._in_init = False
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if _is_text(node) or m.matches(node, SKIPPED):
+            return False
+        if isinstance(node, cst.FunctionDef):
+            self._in_init = node.name.value == "__init__"
+        for kind, operator in mutation_operators:
+            for mutated in operator(node) if isinstance(node, kind) else ():
+                if not self._is_left_out(node, mutated) and _num_texts(node) == _num_texts(mutated):
+                    self._add(node, mutated)
+        if isinstance(node, cst.If | cst.CompIf):
+            test = node.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+            self._add(node.test, cst.UnaryOperation(cst.Not(), test))
+        if m.matches(node, EFFECT) and not (self._in_init and m.matches(node, STORE)):
+            self._add(node, cst.Pass())
+        return True
+
+    def _is_left_out(self, node: cst.CSTNode, mutated: cst.CSTNode) -> bool:
+        if isinstance(node, cst.Call) and isinstance(mutated, cst.Call) and len(mutated.args) < len(node.args):
+            removed = next(arg for arg in node.args if arg not in mutated.args)
+            return removed.keyword is None or removed.keyword.value == "strict"  # an assertion, too
+        before, after = cst.Module([]).code_for_node(node), cst.Module([]).code_for_node(mutated)
+        return before.count("None") < after.count("None")
+
+    def _add(self, node: cst.CSTNode, mutated: cst.CSTNode) -> None:
+        span = self.get_metadata(ByteSpanPositionProvider, node)
+        line = self._source.count(b"\n", 0, span.start) + 1
+        replacement = cst.Module([]).code_for_node(mutated).encode()
+        self.by_line[line].append((span.start, span.start + span.length, replacement))
+
+
+@dataclass
+class Mutant:
+    """One broken line. `source`: the file with it."""
+
+    file: str
+    line: int
+    source: str
+    diff: str = ""
+    reason: str = ""  # why it behaves like the original
+    result: str = ""  # "caught", "timed out" or "survived"
+    noticed_by: str = ""
+    seconds: float = 0.0
+    log: str = ""
+
+
+def sample(seed: int, num: int, only: list[str]) -> list[Mutant]:
+    """`num` mutants of the files in TESTS; if `only` is not empty, of those whose stem is there."""
+    drawn = []
+    for file in TESTS:
+        if only and Path(file).stem not in only:
+            continue
+        source = (ROOT / file).read_bytes()
+        mutations = _Mutations(source)
+        MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True).visit(mutations)
+        lines = source.decode().splitlines()
+        seen: Counter[str] = Counter()
+        for line, choices in sorted(mutations.by_line.items()):
+            text = lines[line - 1].strip()
+            seen[text] += 1
+            key = hashlib.sha256(f"{seed} {Path(file).name} {text} {seen[text]}".encode()).hexdigest()
+            drawn.append((key, file, line, source, choices))
+    mutants = []
+    for key, file, line, source, choices in sorted(drawn, key=lambda one: one[0])[:num]:
+        start, stop, replacement = choices[int(key, 16) % len(choices)]
+        broken = (source[:start] + replacement + source[stop:]).decode()
+        changes = difflib.unified_diff(source.decode().splitlines(), broken.splitlines(), n=1, lineterm="")
+        diff = list(changes)[2:]
+        changed = min(text for text in diff[1:] if text[0] in "+-")[1:].strip()  # a line added, if there is one
+        reason = EQUIVALENT.get((Path(file).name, changed), "")
+        mutants.append(Mutant(file, line, broken, "\n".join(diff), reason))
+    return sorted(mutants, key=lambda mutant: (mutant.file, mutant.line))
+
+
+def _copy_tree(copy: Path) -> None:
+    listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # deleted, and not committed yet
+            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+
+
+def _test(file: str, copy: Path) -> int:
+    """In a process of its own: pytest's exit code."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.chdir(copy)
+    log = os.open("log", os.O_WRONLY | os.O_CREAT)
+    for number, target in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+        os.dup2(target, number)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    sys.pycache_prefix = f"{copy.parent}/bytecode"  # outlives the copy
+    os.environ |= {"PATH": path, "PYTHONPATH": f"{copy}/editable", "TMPDIR": str(copy.parent)}
+    os.environ |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}
+    sys.path[0] = f"{copy}/editable"
+    sys.modules["__main__"] = types.ModuleType("__main__")  # ranks would import this file as theirs
+    names, keywords = TESTS[file]
+    files = [f"tests/{name}.py" for name in names.split()]
+    code = pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *files, "-k", keywords])
+    import torchring
+
+    return int(code) if str(torchring.__file__).startswith(str(copy)) else pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def _start(mutant: Mutant, tree: Path, copy: Path) -> int:
+    """Start the tests of a mutant in a copy of `tree`; their process."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(tree, copy, symlinks=True)
+    (copy / mutant.file).write_text(mutant.source)
+    pid = os.fork()
+    if pid == 0:
+        code = int(pytest.ExitCode.INTERNAL_ERROR)
+        with contextlib.suppress(BaseException):
+            code = _test(mutant.file, copy)
+        os._exit(code)
+    return pid
+
+
+def _end(pid: int, copy: Path) -> None:
+    """Kill these tests and what they have started, which has the copy as PYTHONPATH."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"PYTHONPATH={copy}/editable".encode() in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)
+
+
+def run(mutants: list[Mutant], tree: Path, copies: list[Path], limits: dict[str, float]) -> Iterator[Mutant]:
+    """Test mutants, as many at a time as there are copies. `limits`: seconds for the tests of a file."""
+    waiting, free = list(mutants), list(copies)
+    running: dict[int, tuple[Path, Mutant, float]] = {}
+    try:
+        while waiting or running:
+            while waiting and free:
+                mutant, copy = waiting.pop(0), free.pop()
+                running[_start(mutant, tree, copy)] = copy, mutant, time.monotonic()
+            time.sleep(0.1)
+            for pid, (copy, mutant, started) in list(running.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                mutant.seconds = round(time.monotonic() - started, 1)
+                if not ended and mutant.seconds < limits[mutant.file]:
+                    continue
+                _end(pid, copy)
+                del running[pid]
+                code = os.waitstatus_to_exitcode(status if ended else os.waitpid(pid, 0)[1])
+                mutant.log = (copy / "log").read_text(errors="replace")
+                if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+                    raise RuntimeError(f"no test of {mutant.file} ran in {copy}:\n{mutant.log}")
+                mutant.result = "timed out" if not ended else "caught" if code else "survived"
+                failures = [line for line in mutant.log.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+                mutant.noticed_by = failures[0] if failures else f"exit code {code}"
+                free.append(copy)
+                yield mutant
+    finally:
+        for pid, (copy, *_) in running.items():
+            _end(pid, copy)
+            os.waitpid(pid, 0)
+
+
+def report(mutants: list[Mutant], about: dict[str, object], path: Path) -> None:
+    """Print the survivors and a table; write everything to `path` as JSON."""
+    for mutant in mutants:
+        if mutant.result in ("survived", "equivalent"):
+            print(f"\n{mutant.file}:{mutant.line} {mutant.reason or 'survived'}\n{mutant.diff}")
+    columns = ("caught", "timed out", "survived", "equivalent")
+    counts = {file: Counter(mutant.result for mutant in mutants if mutant.file == file) for file in TESTS}
+    counts["all"] = sum(counts.values(), Counter())
+    print(f"\n{'':40}{'mutants':>12}" + "".join(f"{column:>12}" for column in columns))
+    for name, count in counts.items():
+        print(f"{name:40}{count.total():12}" + "".join(f"{count[column]:12}" for column in columns))
+    noticed, survived = counts["all"]["caught"] + counts["all"]["timed out"], counts["all"]["survived"]
+    print(f"{noticed} of {noticed + survived} are noticed: {noticed / max(noticed + survived, 1):.1%}")
+    details = [
+        {name: value for name, value in vars(mutant).items() if name not in ("source", "log")} for mutant in mutants
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**about, "counts": counts, "mutants": details}, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=200, help="lines to break")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="mutants that are tested at a time")
+    parser.add_argument("--only", nargs="*", default=[], metavar="STEM", help="files, such as plan and ring")
+    parser.add_argument("--json", type=Path, default=ROOT / "build/mutants.json")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    mutants = sample(arguments.seed, arguments.num, arguments.only)
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+        tree, copies = Path(folder, "tree"), [Path(folder, str(job)) for job in range(arguments.jobs)]
+        _copy_tree(tree)
+        limits = {mutant.file: 600.0 for mutant in mutants}
+        for mutant in run([Mutant(file, 0, (tree / file).read_text()) for file in limits], tree, copies, limits):
+            if mutant.result != "survived":
+                sys.exit(f"{mutant.log}\n{mutant.file}: {mutant.result} as it is")
+            limits[mutant.file] = 60 + 3 * mutant.seconds
+        for mutant in run([mutant for mutant in mutants if not mutant.reason], tree, copies, limits):
+            print(f"{mutant.file}:{mutant.line} {mutant.result} ({mutant.seconds} s)", flush=True)
+    for mutant in mutants:
+        mutant.result = mutant.result or "equivalent"
+    report(mutants, {"date": date, "commit": commit, "seed": arguments.seed}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,592 @@
+"""One contract (`torchring/transport/contract.py`), three implementations: the fake of the tests, Gloo's, and MPI's.
+
+Bodies are functions of the module, so that the ranks of an MPI job can be told to run them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import mpi_job
+from tests.support.checks import assert_bitwise, exact_inputs
+from tests.support.fakes import FakeNetwork
+from tests.support.harness import count_open_fds, patient, run_ranks, run_threads
+from tests.support.mpi_job import job, job_ends  # noqa: F401  # a fixture
+from torchring.allreduce.contract import NonFinite
+from torchring.allreduce.native import NativeAllReduce
+from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
+from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.transport.c10d import C10dTransport
+from torchring.transport.contract import Transport
+from torchring.transport.mpi import MpiTransport
+from torchring.world import World
+
+MIB = 2**20
+DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.bool,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn,
+)  # fmt: skip
+
+Meet = Callable[[], object]  # a barrier of the ranks that no transport takes part in
+
+needs_mpi = pytest.mark.skipif(bool(mpi_job.MISSING), reason=mpi_job.MISSING)
+pytestmark = pytest.mark.parametrize("kind", ["fake", "c10d", pytest.param("mpi", marks=needs_mpi)])
+
+
+def run_transports(
+    kind: str, size: int, body: Callable[..., Any], *, num_streams: int = 1, timeout_seconds: float = 20.0
+) -> list[Any]:
+    """body(meet, *transports) on every rank: in threads, or under MPI; closed when all ranks have returned.
+
+    Each transport is of a world of its own, so that one that fails says nothing of the others.
+    """
+    names = [f"stream{i}" for i in range(num_streams)]
+    if kind == "mpi":
+        return job.run(partial(_on_mpi_rank, body=body, names=names, timeout_seconds=timeout_seconds), size)
+    network = FakeNetwork(size, timeout_seconds)
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
+        worlds = [Rendezvous(dist.PrefixStore(name, store), rank, size, timeout_seconds) for name in names]
+        transports = [
+            network.transport(rank, name) if kind == "fake" else C10dTransport(world, name)
+            for world, name in zip(worlds, names, strict=True)
+        ]
+        return _run_and_close(body, Rendezvous(store, rank, size, 20.0), transports)
+
+    return run_threads(on_rank, size)
+
+
+def _on_mpi_rank(
+    rank: int, store: dist.Store, communicator: Any, body: Callable[..., Any], names: list[str], timeout_seconds: float
+) -> Any:
+    worlds = [Rendezvous(dist.PrefixStore(name, store), rank, communicator.size, timeout_seconds) for name in names]
+    transports = [
+        MpiTransport(world, name, communicator=communicator) for world, name in zip(worlds, names, strict=True)
+    ]
+    return _run_and_close(body, Rendezvous(store, rank, communicator.size, 20.0), transports)
+
+
+def _run_and_close(body: Callable[..., Any], meeting: Rendezvous, transports: list[Any]) -> Any:
+    result = body(lambda: meeting.all_gather("meet", b""), *transports)
+    meeting.all_gather("finished", b"")
+    for transport in transports:
+        transport.close()
+    return result
+
+
+# ---- transfers
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rank_and_size(kind: str, size: int) -> None:
+    assert run_transports(kind, size, _rank_and_size) == [(rank, size) for rank in range(size)]
+
+
+def _rank_and_size(_: Meet, transport: Transport) -> tuple[int, int]:
+    return transport.rank, transport.size
+
+
+def test_transfers_match_in_the_order_in_which_they_were_started(kind: str) -> None:
+    assert run_transports(kind, 2, _in_order) == [list(range(100, 120)), list(range(20))]
+
+
+def _in_order(_: Meet, transport: Transport) -> list[int]:
+    rank, peer = transport.rank, 1 - transport.rank
+    outgoing = [torch.full((5,), 100 * rank + i) for i in range(20)]
+    incoming = [torch.zeros(5, dtype=torch.int64) for _ in range(20)]
+    if rank:  # one side posts receives first, the other one sends
+        receiving = [transport.receive(tensor, peer) for tensor in incoming]
+        sending = [transport.send(tensor, peer) for tensor in outgoing]
+    else:
+        sending = [transport.send(tensor, peer) for tensor in outgoing]
+        receiving = [transport.receive(tensor, peer) for tensor in incoming]
+    for transfer in reversed([*receiving, *sending]):  # waiting in another order changes nothing
+        transfer.wait()
+    return [int(tensor[0]) if bool((tensor == tensor[0]).all()) else -1 for tensor in incoming]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 63, 64, 65, 65_537, MIB, pytest.param(64 * MIB, marks=pytest.mark.grid)])
+def test_sizes(kind: str, num_bytes: int) -> None:
+    for rank, found in enumerate(run_transports(kind, 2, partial(_of_size, num_bytes=num_bytes))):
+        assert found == "as sent", f"rank {rank}: {found}"
+
+
+def _of_size(_: Meet, transport: Transport, num_bytes: int) -> str:
+    def pattern(rank: int) -> torch.Tensor:
+        period = torch.arange(251, dtype=torch.int64).mul(2 * rank + 3).remainder(251).to(torch.uint8)  # prime
+        return period.repeat(num_bytes // 251 + 1)[:num_bytes]
+
+    rank = transport.rank
+    incoming = torch.full((num_bytes,), 255, dtype=torch.uint8)
+    receiving = transport.receive(incoming, 1 - rank)
+    sending = transport.send(pattern(rank), 1 - rank)
+    receiving.wait()
+    sending.wait()
+    assert_bitwise(incoming, pattern(1 - rank), f"rank {rank}")
+    return "as sent"
+
+
+def test_every_dtype_travels_bit_for_bit(kind: str) -> None:
+    for rank, incoming in enumerate(run_transports(kind, 2, _of_every_dtype)):
+        for tensor, dtype in zip(incoming, DTYPES, strict=True):
+            assert_bitwise(tensor, _payload(1 - rank, dtype), f"rank {rank} {dtype}")
+
+
+def _payload(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7 * rank + 1)
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (64,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(2, -1)  # NaNs with odd payloads among them
+
+
+def _of_every_dtype(_: Meet, transport: Transport) -> list[torch.Tensor]:
+    rank = transport.rank
+    incoming = [torch.zeros_like(_payload(rank, dtype)) for dtype in DTYPES]
+    receiving = [transport.receive(tensor, 1 - rank) for tensor in incoming]
+    sending = [transport.send(_payload(rank, dtype), 1 - rank) for dtype in DTYPES]
+    for transfer in receiving + sending:
+        transfer.wait()
+    return incoming
+
+
+def test_zero_dim_and_offset_tensors(kind: str) -> None:
+    (scalar, buffer), _ = run_transports(kind, 2, _odd_shapes)
+    assert_bitwise(scalar, torch.tensor(1.5))
+    assert_bitwise(buffer, torch.tensor([-1.0] * 3 + [12.0, 13.0, 14.0, 15.0] + [-1.0] * 3))
+
+
+def _odd_shapes(_: Meet, transport: Transport) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = transport.rank
+    scalar, buffer = torch.tensor(0.0), torch.full((10,), -1.0)
+    receiving = [transport.receive(scalar, 1 - rank), transport.receive(buffer[3:7], 1 - rank)]
+    sending = [transport.send(torch.tensor(rank + 0.5), 1 - rank)]
+    sending.append(transport.send((torch.arange(10.0) + 10 * rank)[2:6], 1 - rank))
+    for transfer in receiving + sending:
+        transfer.wait()
+    return scalar, buffer
+
+
+def test_a_ring(kind: str) -> None:
+    size = job.num_ranks if kind == "mpi" else 5
+    expected = [[(rank - 1 - step) % size for step in range(size)] for rank in range(size)]
+    assert run_transports(kind, size, _ring) == expected
+
+
+def _ring(_: Meet, transport: Transport) -> list[int]:
+    rank, size = transport.rank, transport.size
+    token, seen = torch.tensor([rank]), []
+    for _ in range(size):
+        incoming = torch.empty_like(token)
+        receiving = transport.receive(incoming, (rank - 1) % size)
+        transport.send(token, (rank + 1) % size).wait()
+        receiving.wait()
+        token = incoming
+        seen.append(int(token))
+    return seen
+
+
+def test_several_transports_at_once_do_not_mix(kind: str) -> None:
+    assert run_transports(kind, 2, _do_not_mix, num_streams=3) == [[100, 101, 102], [0, 1, 2]]
+
+
+def _do_not_mix(_: Meet, *transports: Transport) -> list[int]:
+    rank = transports[0].rank
+    incoming = [torch.zeros(1, dtype=torch.int64) for _ in transports]
+    receiving = [t.receive(target, 1 - rank) for t, target in zip(transports, incoming, strict=True)]
+    # Rank 1 sends in the opposite order, so a shared link would cross them.
+    order = list(enumerate(transports))[:: -1 if rank else 1]
+    sending = [t.send(torch.tensor([100 * rank + i]), 1 - rank) for i, t in order]
+    for transfer in receiving + sending:
+        transfer.wait()
+    return [int(tensor) for tensor in incoming]
+
+
+def test_threads(kind: str) -> None:
+    expected = [[1000 * thread + step for step in range(30)] for thread in range(3)]
+    assert run_transports(kind, 2, _in_threads, num_streams=3) == [expected, expected]
+
+
+def _in_threads(_: Meet, *transports: Transport) -> list[list[int]]:
+    rank = transports[0].rank
+    seen: list[list[int]] = [[] for _ in range(3)]
+
+    def drive(thread: int) -> None:
+        transport = transports[thread]
+        for step in range(30):
+            incoming = torch.empty(1000, dtype=torch.int64)
+            receiving = transport.receive(incoming, 1 - rank)
+            transport.send(torch.full((1000,), 1000 * thread + step), 1 - rank).wait()
+            receiving.wait()
+            seen[thread].append(int(incoming.min()))
+            assert int(incoming.min()) == int(incoming.max())
+
+    threads = [threading.Thread(target=drive, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return seen
+
+
+def test_tensors_with_gaps_are_refused(kind: str) -> None:
+    assert run_transports(kind, 2, _with_gaps) == [2.0, 1.0]
+
+
+def _with_gaps(_: Meet, transport: Transport) -> float:
+    rank = transport.rank
+    gaps = torch.zeros(4, 4).t()[1:]
+    with pytest.raises(ValueError, match="contiguous"):
+        transport.send(gaps, 1 - rank)
+    with pytest.raises(ValueError, match="contiguous"):
+        transport.receive(gaps, 1 - rank)
+    return _swap(transport)  # and nothing was started by it
+
+
+def _swap(transport: Transport) -> float:
+    """Both ranks tell each other their rank + 1."""
+    incoming = torch.zeros(1)
+    receiving = transport.receive(incoming, 1 - transport.rank)
+    transport.send(torch.tensor([transport.rank + 1.0]), 1 - transport.rank).wait()
+    receiving.wait()
+    return float(incoming)
+
+
+# ---- the engine's own sum
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduce_sums_what_it_says_it_sums(kind: str, size: int) -> None:
+    results = run_transports(kind, size, _sums)
+    for dtype, dtypes_sum in results[0].items():
+        expected = sum(exact_inputs(1001, dtype, rank).double() for rank in range(size))
+        assert_bitwise(dtypes_sum, torch.as_tensor(expected).to(dtype), str(dtype))
+        for result in results[1:]:
+            assert_bitwise(result[dtype], dtypes_sum, str(dtype))
+    assert {torch.float32, torch.float64, torch.int64} <= results[0].keys()
+    assert torch.complex64 not in results[0]
+    if kind == "mpi":
+        assert torch.bfloat16 not in results[0]
+
+
+def _sums(_: Meet, transport: Transport) -> dict[torch.dtype, torch.Tensor]:
+    results = {}
+    for dtype in DTYPES:
+        # uint8 holds no negative numbers; what wraps around is no sum.
+        if dtype is not torch.uint8 and transport.sums(dtype):
+            results[dtype] = exact_inputs(1001, dtype, transport.rank)
+            transport.all_reduce(results[dtype])
+        elif not transport.sums(dtype):
+            with pytest.raises(ValueError, match="does not add up"):
+                transport.all_reduce(torch.zeros(4, dtype=dtype))
+    with pytest.raises(ValueError, match="strides"):
+        transport.all_reduce(torch.zeros(4, 4).t())
+    transport.all_reduce(torch.zeros(0))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_gather_gives_everybodys_number_in_rank_order(kind: str, size: int) -> None:
+    expected = [[-1, 2**40 - 1, 2**41 - 1][:size], [0, -1, -2][:size]]
+    assert run_transports(kind, size, _numbers) == [expected] * size
+
+
+def _numbers(_: Meet, transport: Transport) -> list[list[int]]:
+    return [transport.all_gather(transport.rank * 2**40 - 1), transport.all_gather(-transport.rank)]
+
+
+def test_native_reduces_over_every_transport(kind: str) -> None:
+    for result in run_transports(kind, 3, _native):
+        expected = [exact_inputs(5000, torch.float32, rank) for rank in range(3)]
+        assert_bitwise(result[0], torch.stack(expected).sum(0) * 0.5)
+        assert result[1:] == ((1, 17), (None, 3))
+
+
+def _native(meet: Meet, transport: Transport) -> Any:
+    mover = NativeAllReduce([transport])
+    if transport.engine == "MPI":
+        with pytest.raises(ValueError, match=r"algorithm='native' under MPI .*bfloat16.* algorithm='ring'"):
+            mover.open_wires([(4, torch.float32), (4, torch.bfloat16)])
+    (wire,) = mover.open_wires([(5000, torch.float32)])
+    wire.tensor.copy_(exact_inputs(5000, torch.float32, transport.rank))
+    assert mover.all_reduce(wire, scale=0.5) is None
+    result = wire.tensor.clone()
+    wire.tensor.fill_(1.0)
+    if transport.rank == 1:
+        wire.tensor[17] = torch.nan
+    own = mover.all_reduce(wire, tag=1)
+    wire.tensor.zero_()
+    wire.tensor[3] = 3e38  # finite; the sum is not
+    overflow = mover.all_reduce(wire, tag=2)
+    assert isinstance(own, NonFinite)
+    assert isinstance(overflow, NonFinite)
+    meet()
+    return result, (own.rank, own.element), (overflow.rank, overflow.element)
+
+
+# ---- failures
+
+
+def test_time_outs_name_the_cause_and_not_its_victims(kind: str) -> None:
+    """Three of them at the same time, because finding out takes seconds."""
+    bodies = [_time_out, _missing_in_a_sum]
+    if kind != "fake":  # which knows of no chains
+        bodies.append(_chain)
+    results = run_transports(kind, 3, partial(_at_once, bodies), num_streams=3, timeout_seconds=0.5)
+    by_body = dict(zip(bodies, zip(*results, strict=True), strict=True))
+    peers, rank, seconds, elapsed = by_body[_time_out][0]
+    assert peers == (2,)
+    assert rank == 0
+    assert 0.4 < seconds <= elapsed < patient(4.0)
+    assert by_body[_missing_in_a_sum] == ((1,), None, (1,))
+    assert by_body.get(_chain, ((2,), (2,), None)) == ((2,), (2,), None)
+
+
+def _at_once(bodies: list[Callable[..., Any]], meet: Meet, *transports: Transport) -> list[Any]:
+    """What they return; each has a thread and a transport, and all meet when all are done."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        futures = [pool.submit(body, transport) for body, transport in zip(bodies, transports, strict=False)]
+        results = [future.result() for future in futures]
+    meet()
+    return results
+
+
+def _time_out(transport: Transport) -> Any:
+    if transport.rank != 0:
+        return None
+    started = time.monotonic()
+    with pytest.raises(PeerTimeoutError) as caught:
+        transport.receive(torch.empty(4), 2).wait()
+    return caught.value.peers, caught.value.rank, caught.value.seconds, time.monotonic() - started
+
+
+def _missing_in_a_sum(transport: Transport) -> Any:
+    if transport.rank == 1:
+        return None
+    with pytest.raises(PeerTimeoutError) as caught:
+        transport.all_reduce(torch.ones(1000))
+    return caught.value.peers
+
+
+def _chain(transport: Transport) -> Any:
+    """Rank 0 waits for 1, which waits for 2, which does nothing."""
+    if transport.rank == 2:
+        return None
+    with pytest.raises(PeerTimeoutError) as caught:
+        transport.receive(torch.empty(4), transport.rank + 1).wait()
+    return caught.value.peers
+
+
+def test_an_error_that_one_rank_leaves_is_raised_by_who_waits_for_it(kind: str) -> None:
+    if kind == "fake":
+        pytest.skip("the fake passes no words on")
+    text, peers = run_transports(kind, 3, _leave_an_error)[0]
+    assert "rank 1 stopped: the plans differ" in text
+    assert peers == (2,)
+
+
+def _leave_an_error(meet: Meet, transport: Transport) -> Any:
+    result = None
+    if transport.rank == 0:
+        with pytest.raises(PlanMismatchError) as caught:
+            transport.receive(torch.empty(4), 1).wait()
+        result = str(caught.value), caught.value.peers
+    elif transport.rank == 1:
+        time.sleep(0.1)
+        error = PlanMismatchError("the plans differ", peers=(2,))
+        assert transport.fail(error) is error
+    meet()
+    return result
+
+
+def test_who_waits_for_a_closed_transport_is_told(kind: str) -> None:
+    peers, seconds = run_transports(kind, 2, _peer_closes)[0]
+    assert peers == (1,)
+    assert 0.1 < seconds < patient(3.0)
+
+
+def _peer_closes(_: Meet, transport: Transport) -> Any:
+    if transport.rank == 1:
+        time.sleep(0.2)
+        transport.close()
+        with pytest.raises(PeerLostError):
+            transport.send(torch.zeros(1), 0)
+        return None
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        transport.receive(torch.empty(4), 1).wait()
+    return caught.value.peers, time.monotonic() - started
+
+
+def test_closing_one_transport_leaves_the_others_open(kind: str) -> None:
+    assert run_transports(kind, 2, _close_one, num_streams=2) == [2.0, 1.0]
+
+
+def _close_one(_: Meet, first: Transport, second: Transport) -> float:
+    first.close()
+    first.close()  # twice is once
+    return _swap(second)
+
+
+def test_closing_with_transfers_under_way(kind: str) -> None:
+    assert run_transports(kind, 2, _close_in_the_middle, num_streams=3) == [2.0, 1.0]
+
+
+def _close_in_the_middle(meet: Meet, first: Transport, second: Transport, third: Transport) -> float:
+    peer = 1 - first.rank
+    # Neither has a counterpart, and the send is too large for any buffer on the way.
+    transfers = [first.receive(torch.empty(8), peer), second.send(torch.ones(4 * MIB), peer)]
+    meet()
+    first.close()
+    second.close()
+    for transfer in transfers:
+        with pytest.raises(PeerLostError):
+            transfer.wait()
+    del transfers
+    meet()
+    return _swap(third)
+
+
+def test_a_thread_that_waits_while_another_closes_the_transport(kind: str) -> None:
+    assert run_transports(kind, 2, _close_under_a_thread) == ["PeerLostError"] * 2
+
+
+def _close_under_a_thread(meet: Meet, transport: Transport) -> str:
+    ended: list[str] = []
+
+    def wait() -> None:
+        try:
+            transport.receive(torch.empty(8), 1 - transport.rank).wait()
+        except PeerLostError as error:
+            ended.append(type(error).__name__)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.2)
+    meet()
+    transport.close()
+    thread.join(10.0)
+    return ended[0] if ended else "still waits"
+
+
+def test_who_is_in_the_midst_of_a_message_when_it_breaks_off_is_told(kind: str) -> None:
+    if kind != "c10d":
+        pytest.skip("the fake's messages are there at once, MPI's sender cannot break one off")
+    for closes in (0, 1):
+        other, seconds = run_transports(kind, 2, partial(_break_off, closes=closes))[1 - closes]
+        assert other in ("PeerLostError", "arrived")  # before the end came
+        assert seconds < patient(10.0)
+
+
+def _break_off(meet: Meet, transport: Transport, closes: int) -> tuple[str, float]:
+    data = torch.ones(256 * MIB, dtype=torch.uint8)
+    ended: list[str] = []
+
+    def move() -> None:
+        try:
+            (transport.send(data, 0) if transport.rank else transport.receive(data, 1)).wait()
+            ended.append("arrived")
+        except PeerLostError as error:
+            ended.append(type(error).__name__)
+
+    meet()
+    started = time.monotonic()
+    thread = threading.Thread(target=move)
+    thread.start()
+    if transport.rank == closes:
+        time.sleep(0.04)
+        transport.close()
+    thread.join(15.0)
+    return (ended or ["still waits"])[0], time.monotonic() - started
+
+
+def test_the_death_of_a_peer_names_it(kind: str) -> None:
+    if kind == "c10d":
+        died, *survivors = run_ranks(_wait_for_the_dying, 3, expect_exit={0: -signal.SIGKILL})
+        assert died is None
+    elif kind == "mpi":
+        # Unless told so, mpirun ends the other ranks, too.
+        with mpi_job.MpiJob(3, options=("--runtime-options", "continuous")) as own_job:
+            died, *survivors = own_job.run(_wait_for_the_dying_under_mpi, 3, dies=0)
+        assert died is None
+    else:
+        network = FakeNetwork(3)
+
+        def on_rank(rank: int, size: int, _: dist.Store) -> Any:
+            if rank == 0:
+                time.sleep(0.2)
+                return network.kill(0)
+            return _wait(network.transport(rank))
+
+        survivors = run_threads(on_rank, 3)[1:]
+    for peers, seconds in survivors:
+        assert peers == (0,)
+        assert seconds < patient(3.0)
+
+
+def _wait_for_the_dying(rank: int, size: int) -> Any:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    transport = C10dTransport(Rendezvous(store, rank, size, 20.0), "stream")
+    if rank == 0:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _wait(transport)
+
+
+def _wait_for_the_dying_under_mpi(rank: int, store: dist.Store, communicator: Any) -> Any:
+    world = World(store, rank, communicator.size, timeout_seconds=20.0)  # which knows who on this host lives
+    assert world.rendezvous is not None
+    transport = MpiTransport(world.rendezvous, "stream", world.host, communicator=communicator)
+    if rank == 0:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _wait(transport)
+
+
+def _wait(transport: Transport) -> Any:
+    """Rank 1 waits for rank 0, rank 2 for rank 1, which has gone for want of rank 0."""
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        transport.receive(torch.empty(4), transport.rank - 1).wait()
+    seconds = time.monotonic() - started
+    transport.close()
+    return caught.value.peers, seconds
+
+
+def test_closing_gives_back_every_descriptor(kind: str) -> None:
+    if kind == "mpi":
+        for before, after in job.run(_descriptors_under_mpi, 2):
+            assert after <= before
+        return
+    run_transports(kind, 2, _use)  # what is opened once per process
+    before = count_open_fds()
+    for _ in range(3):
+        run_transports(kind, 2, _use)
+    end = time.monotonic() + 2.0
+    while count_open_fds() > before and time.monotonic() < end:
+        time.sleep(0.02)
+    assert count_open_fds() <= before
+
+
+def _descriptors_under_mpi(rank: int, store: dist.Store, communicator: Any) -> tuple[int, int]:
+    counts = []
+    for turn in range(4):
+        _on_mpi_rank(rank, dist.PrefixStore(f"turn{turn}", store), communicator, _use, ["stream"], 20.0)
+        counts.append(count_open_fds())
+    return counts[0], counts[-1]
+
+
+def _use(_: Meet, transport: Transport) -> None:
+    incoming = torch.zeros(8)
+    receiving = transport.receive(incoming, 1 - transport.rank)
+    transport.send(exact_inputs(8, torch.float32, transport.rank), 1 - transport.rank).wait()
+    receiving.wait()

@@ -1,0 +1,142 @@
+"""Who is named when a transfer fails: also this rank itself, where the others waited for it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.harness import run_threads
+from torchring.errors import PeerTimeoutError
+from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.transport import c10d as c10d_module
+from torchring.transport.c10d import C10dTransport
+from torchring.transport.culprit import Culprits
+
+
+def culprits_of(size: int) -> list[Culprits]:
+    store = dist.HashStore()
+    return [Culprits(Rendezvous(store, rank, size, 7.0), "stream", None) for rank in range(size)]
+
+
+def test_a_rank_for_which_its_peer_waited_too_long_names_itself() -> None:
+    late, peer = culprits_of(2)
+    peer.suspect(0, timed_out=True)
+    error = late.explain(1, 0.0, timed_out=False)  # upon which the peer closed the link
+    assert isinstance(error, PeerTimeoutError)
+    assert error.peers == (0,)
+    assert "rank 1 waited for this rank for 7 s and gave up" in error.message
+
+
+def test_a_rank_for_which_all_others_waited_in_a_collective_names_itself() -> None:
+    late, *others = culprits_of(3)
+    for other in others:
+        other.suspect(None, timed_out=True)
+    error = late.explain(None, 0.0, timed_out=False)
+    assert error.peers == (0,)
+    assert "ranks 1, 2 waited for this rank" in error.message
+
+
+def test_who_waited_too_long_as_well_does_not_name_itself() -> None:
+    first, second, third = culprits_of(3)
+    first.suspect(1, timed_out=True)
+    second.suspect(0, timed_out=True)
+    assert second.explain(0, 7.0, timed_out=True).peers == (0,)
+    assert third.explain(0, 7.0, timed_out=True).peers == (1,)
+
+
+def test_ranks_that_all_wait_are_sent_to_look_at_the_network() -> None:
+    """Large packets may not get through. The store's are small."""
+    ranks = culprits_of(3)
+    for rank, peer in zip(ranks, (1, 0, None), strict=True):
+        rank.suspect(peer, timed_out=True)
+    errors = [ranks[0].explain(1, 7.0, timed_out=True), ranks[2].explain(None, 7.0, timed_out=True)]
+    for error, who in zip(errors, ("rank 1", "some rank"), strict=True):
+        assert error.message.startswith(f"{who} did not answer within 7 s; ranks wait for each other although")
+        assert "MTU" in error.message
+    late = culprits_of(2)[0].explain(1, 7.0, timed_out=True)
+    assert late.message == "rank 1 did not answer within 7 s", "it computes"
+
+
+def test_a_process_that_did_not_run_while_it_waited_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    jump = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + jump[0], sleep=time.sleep)
+    monkeypatch.setattr(c10d_module, "time", clock)
+
+    def wait() -> None:
+        time.sleep(0.05)  # until somebody waits for this
+        jump[0] = 30.0
+        raise RuntimeError("Timed out waiting 20000ms for recv operation to complete")
+
+    def body(rank: int, size: int, store: dist.Store) -> Any:
+        rendezvous = Rendezvous(store, rank, size, 20.0)
+        transport = C10dTransport(rendezvous, "stream")
+        rendezvous.all_gather("open", b"")
+        error = None
+        if rank == 0:
+            with pytest.raises(PeerTimeoutError) as caught:
+                transport.guard(lambda: transport.interruptible(wait, 1), 1)
+            error = caught.value
+        rendezvous.all_gather("over", b"")
+        transport.close()
+        return error
+
+    error, _ = run_threads(body, 2)
+    assert "this process did not run for 30 s" in error.message
+    assert error.peers == (0,)
+
+
+@contextlib.contextmanager
+def _ending_as_the_waiter_gives_up() -> Iterator[threading.Event]:
+    """A function that waits for the event ends after the timeout of whoever waits for it, and before the next look."""
+    gate = threading.Event()
+
+    def late(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(future: concurrent.futures.Future[Any], timeout: float | None = None) -> Any:
+            try:
+                return method(future, timeout)
+            except TimeoutError:
+                gate.set()
+                concurrent.futures.wait([future])
+                raise
+
+        return wait
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("result", "exception"):
+            patch.setattr(concurrent.futures.Future, name, late(getattr(concurrent.futures.Future, name)))
+        yield gate
+
+
+def test_a_wait_that_ends_in_the_moment_of_a_look_is_over() -> None:
+    def body(rank: int, size: int, store: dist.Store) -> None:
+        rendezvous = Rendezvous(store, rank, size, 20.0)
+        transport = C10dTransport(rendezvous, "stream")
+        rendezvous.all_gather("open", b"")
+        if rank == 0:
+            with _ending_as_the_waiter_gives_up() as gate:
+                transport.interruptible(gate.wait, 1)
+
+            def break_link() -> None:
+                gate.wait()
+                raise RuntimeError("Connection closed by peer")
+
+            with _ending_as_the_waiter_gives_up() as gate, pytest.raises(RuntimeError, match="Connection closed"):
+                transport.interruptible(break_link, 1)
+        rendezvous.all_gather("over", b"")
+        transport.close()
+
+    run_threads(body, 2)
+
+
+def test_an_answer_of_the_store_in_the_last_moment_counts() -> None:
+    rendezvous = Rendezvous(dist.HashStore(), 0, 2, 0.05)
+    with _ending_as_the_waiter_gives_up() as gate:
+        assert rendezvous._call(gate.wait)

@@ -1,0 +1,363 @@
+"""What only MPI has: its launcher, its ranks, its thread levels, and its errors.
+
+The contract of transports is in transport/test_contract.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchring
+from tests.support import mpi_job
+from tests.support.checks import assert_bitwise, exact_inputs
+from tests.support.harness import RanksFailed, patient
+from tests.support.mpi_job import job, job_ends  # noqa: F401  # a fixture
+from torchring.allreduce.ring import RingAllReduce
+from torchring.errors import RingError, TopologyError
+from torchring.rendezvous.rendezvous import Rendezvous
+from torchring.transport import mpi as mpi_transport
+from torchring.transport.c10d import C10dTransport
+from torchring.transport.mpi import MpiTransport
+from torchring.transport.open import open_transport
+from torchring.world import World
+
+needs_mpi = pytest.mark.skipif(bool(mpi_job.MISSING), reason=mpi_job.MISSING)
+
+
+def run_ranks(body: Any) -> list[Any]:
+    """body(rendezvous, communicator) on two ranks of an MPI job."""
+    return job.run(partial(_on_rank, body=body), 2)
+
+
+def _on_rank(rank: int, store: dist.Store, communicator: Any, body: Any) -> Any:
+    rendezvous = Rendezvous(store, rank, communicator.size, 20.0)
+    result = body(rendezvous, communicator)
+    rendezvous.all_gather("finished", b"")
+    return result
+
+
+# ---- opening
+
+
+@needs_mpi
+def test_ranks_that_are_not_mpis_are_refused_on_all_of_them() -> None:
+    for text, peers in run_ranks(_crossed_ranks):
+        assert "rank 0 of this world of 2 is rank 1 of 2 in MPI" in text
+        assert peers == (0,)
+
+
+def _crossed_ranks(rendezvous: Rendezvous, communicator: Any) -> Any:
+    crossed = Rendezvous(dist.PrefixStore("crossed", rendezvous.store), 1 - rendezvous.rank, 2, 20.0)
+    return _refused(crossed, communicator)
+
+
+def _refused(rendezvous: Rendezvous, communicator: Any) -> Any:
+    with pytest.raises(TopologyError) as caught:
+        MpiTransport(rendezvous, "stream", communicator=communicator)
+    return str(caught.value), caught.value.peers
+
+
+@needs_mpi
+def test_a_rank_without_mpi4py_is_named_on_all_of_them() -> None:
+    for text, peers in run_ranks(_without_mpi4py):
+        assert text.startswith("rank 1: cannot load MPI")
+        assert "pip install torchring[mpi]" in text
+        assert peers == (1,)
+
+
+def _without_mpi4py(rendezvous: Rendezvous, communicator: Any) -> Any:
+    with mock.patch.dict(sys.modules, {"mpi4py": None} if rendezvous.rank else {}):
+        return _refused(rendezvous, communicator)
+
+
+@needs_mpi
+def test_an_mpi_for_one_thread_only_is_refused() -> None:
+    for text, _ in run_ranks(_funneled):
+        assert "mpi4py.rc.thread_level = 'multiple'" in text
+
+
+def _funneled(rendezvous: Rendezvous, communicator: Any) -> Any:
+    from mpi4py import MPI
+
+    with mock.patch.object(MPI, "Query_thread", return_value=MPI.THREAD_FUNNELED):
+        return _refused(rendezvous, communicator)
+
+
+@needs_mpi
+def test_where_mpi_takes_one_thread_at_a_time_transports_take_turns() -> None:
+    assert run_ranks(_serialised) == [(True, True, 1), (True, True, 1)]
+
+
+def _serialised(rendezvous: Rendezvous, communicator: Any) -> Any:
+    from mpi4py import MPI
+
+    from tests.transport.test_contract import _in_threads
+
+    most, now = 0, 0
+    real = mpi_transport._serialised
+
+    class Counting:
+        """Counts who is inside, so that a call outside of the lock shows."""
+
+        def __enter__(self) -> None:
+            nonlocal most, now
+            real.acquire()
+            now += 1
+            most = max(most, min(now, 1))
+
+        def __exit__(self, *_: object) -> None:
+            nonlocal now
+            now -= 1
+            real.release()
+
+    outside: list[str] = []
+
+    def checked(name: str) -> Any:
+        method = getattr(mpi_transport.MpiTransport, name)
+
+        def inner(self: Any, *args: Any) -> Any:
+            if now < 1:
+                outside.append(name)
+            return method(self, *args)
+
+        return inner
+
+    with (
+        mock.patch.object(MPI, "Query_thread", return_value=MPI.THREAD_SERIALIZED),
+        mock.patch.object(mpi_transport, "_serialised", Counting()),
+        mock.patch.object(mpi_transport.MpiTransport, "_guard", checked("_guard")),
+    ):
+        first = MpiTransport(rendezvous, "first", communicator=communicator)
+        second = MpiTransport(rendezvous, "second", communicator=communicator)
+        third = MpiTransport(rendezvous, "third", communicator=communicator)
+        seen = _in_threads(lambda: None, first, second, third)
+        rendezvous.all_gather("done", b"")
+        shares = first._lock is second._lock
+        for transport in (first, second, third):
+            transport.close()
+    assert not outside, outside
+    return shares, seen == [[1000 * thread + step for step in range(30)] for thread in range(3)], most
+
+
+@needs_mpi
+def test_open_transport_picks_the_backend_of_the_world() -> None:
+    assert run_ranks(_opened) == [["MPI", "Gloo", [10, 11]]] * 2
+
+
+def _opened(rendezvous: Rendezvous, communicator: Any) -> Any:
+    with mock.patch.object(sys.modules["mpi4py.MPI"], "COMM_WORLD", communicator):
+        world = World(dist.PrefixStore("world", rendezvous.store), rendezvous.rank, 2, timeout_seconds=20.0)
+        world.backend = "mpi"  # type: ignore[misc, assignment, unused-ignore]
+        first = open_transport(world)
+        world.backend = "gloo"  # type: ignore[misc, assignment, unused-ignore]
+        second = open_transport(world, "named")
+        assert isinstance(first, MpiTransport)
+        assert isinstance(second, C10dTransport)
+        result = [first.engine, second.engine, first.all_gather(10 + world.rank)]
+        rendezvous.all_gather("done", b"")
+        first.close()
+        second.close()
+        world.close()
+    return result
+
+
+# ---- errors
+
+
+@needs_mpi
+def test_an_error_of_mpis_is_a_ring_error() -> None:
+    """A message that is longer than was expected."""
+    text, peers = run_ranks(_truncated)[0]
+    assert "MPI reports" in text
+    assert "TRUNCATE" in text.upper()
+    assert "rank 1" in text
+    assert peers == (1,)
+
+
+def _truncated(rendezvous: Rendezvous, communicator: Any) -> Any:
+    transport = MpiTransport(rendezvous, "stream", communicator=communicator)
+    if rendezvous.rank:
+        transport.send(torch.ones(8), 0).wait()
+        rendezvous.all_gather("done", b"")
+        transport.close()
+        return None
+    with pytest.raises(RingError) as caught:
+        transport.receive(torch.empty(4), 1).wait()
+    rendezvous.all_gather("done", b"")
+    return str(caught.value), caught.value.peers
+
+
+def start_script(folder: Path, text: str) -> tuple[int, str, float]:
+    """Exit code, output and seconds of a script on two ranks under a plain mpirun."""
+    script = folder / "script.py"
+    script.write_text(SCENE + text)
+    started = time.monotonic()
+    process = mpi_job.mpirun([script], 2, env={"TESTS_STORE": str(folder / "store")})
+    try:
+        output, _ = process.communicate(timeout=patient(60))
+    except subprocess.TimeoutExpired:
+        mpi_job.stop(process)
+        raise
+    return process.returncode, output, time.monotonic() - started
+
+
+SCENE = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from mpi4py import MPI
+from torchring.transport.mpi import MpiTransport
+from torchring.world import World
+rank = MPI.COMM_WORLD.rank
+world = World(dist.FileStore(os.environ["TESTS_STORE"]), rank, 2, timeout_seconds=60.0)
+transport = MpiTransport(world.rendezvous, "stream", world.host)
+"""
+
+
+@needs_mpi
+@pytest.mark.grid  # transport/test_contract.py has a death among ranks of MPI, too
+def test_mpirun_ends_the_job_when_a_rank_is_killed(tmp_path: Path) -> None:
+    code, output, _ = start_script(
+        tmp_path,
+        """
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+transport.receive(torch.empty(4), 0).wait()
+print("received?!")
+""",
+    )
+    assert code != 0
+    assert "received?!" not in output
+
+
+@needs_mpi
+def test_a_rank_that_stops_with_an_exception_stops_the_others(tmp_path: Path) -> None:
+    """MPI_Finalize waits for all: without a goodbye the one would wait there, and the other one for its message."""
+    code, output, seconds = start_script(
+        tmp_path,
+        """
+if rank == 0:
+    raise KeyError("of the script")
+transport.receive(torch.empty(4), 0).wait()
+""",
+    )
+    assert code != 0
+    assert "KeyError: 'of the script'" in output
+    assert "PeerLostError: rank 0" in output
+    assert seconds < 55.0, "that was the time-out"
+
+
+@needs_mpi
+def test_exit_with_transfers_under_way(tmp_path: Path) -> None:
+    code, output, _ = start_script(
+        tmp_path,
+        """
+other = MpiTransport(world.rendezvous, "other", world.host)
+transport.receive(torch.empty(4 << 20), 1 - rank)
+other.send(torch.ones(4 << 20), 1 - rank)  # neither has a counterpart
+print("leaves")
+if rank == 0:
+    transport.close()
+    other.close()
+    world.close()
+""",
+    )
+    assert code == 0, output
+    assert output.count("leaves") == 2
+
+
+# ---- and what it is all for
+
+
+@needs_mpi
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_ring_over_mpi(dtype: torch.dtype) -> None:
+    numel = 300_000
+    for rank, result in enumerate(run_ranks(partial(_ring_all_reduce, numel=numel, dtype=dtype))):
+        assert_bitwise(result, (sum_of_both(numel) * 0.5).to(dtype), f"rank {rank}")
+
+
+def sum_of_both(numel: int) -> torch.Tensor:
+    return exact_inputs(numel, torch.float32, 0) + exact_inputs(numel, torch.float32, 1)
+
+
+def _ring_all_reduce(rendezvous: Rendezvous, communicator: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    mover = RingAllReduce([MpiTransport(rendezvous, "stream", communicator=communicator)])
+    (wire,) = mover.open_wires([(numel, dtype)])
+    wire.tensor.copy_(exact_inputs(numel, dtype, rendezvous.rank))
+    assert mover.all_reduce(wire, scale=0.5) is None
+    rendezvous.all_gather("done", b"")
+    mover.close()
+    return wire.tensor
+
+
+def train(rank: int, size: int, wrap: Any) -> list[torch.Tensor]:
+    """Parameters after some steps on this rank's share of the batches; `wrap(optimizer, model)` gives the optimizer."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3)).double()
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        batch = torch.randn(6, 8, generator=generator, dtype=torch.float64)[rank::size]
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(batch[:, :5]), batch[:, 5:]).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@needs_mpi
+@pytest.mark.parametrize("algorithm", ["ring", "native"])
+def test_training_over_mpi_is_training_in_one_process(algorithm: str) -> None:
+    alone = train(0, 1, lambda optimizer, _: optimizer)
+    first, *others = job.run(partial(_train_over_mpi, algorithm=algorithm), job.num_ranks)
+    for index, (parameter, expected) in enumerate(zip(first, alone, strict=True)):
+        for rank, other in enumerate(others, start=1):
+            assert_bitwise(parameter, other[index], f"rank 0 and {rank}")
+        torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-14)
+    with pytest.raises(AssertionError):  # and the share of one rank leads elsewhere
+        torch.testing.assert_close(train(0, 2, lambda optimizer, _: optimizer)[0], alone[0], rtol=1e-12, atol=1e-14)
+
+
+def _train_over_mpi(rank: int, store: dist.Store, communicator: Any, algorithm: str) -> list[torch.Tensor]:
+    opened = []
+    original = MpiTransport.__init__
+
+    def counted(self: MpiTransport, *args: Any, **options: Any) -> None:
+        opened.append(self)
+        original(self, *args, **options)
+
+    with mock.patch.object(MpiTransport, "__init__", counted):
+        torchring.init(backend="mpi")
+        size = communicator.size
+        assert (torchring.rank(), torchring.size()) == (rank, size)
+        parameters = train(rank, size, lambda optimizer, model: torchring.wrap(optimizer, model, algorithm=algorithm))
+        torchring.shutdown()
+    assert opened, "nothing went through MPI"
+    return parameters
+
+
+# ---- the job itself
+
+
+@needs_mpi
+def test_the_job_tells_which_rank_failed_and_why() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        job.run(_fails_on_rank_1, 2)
+    assert [report.failed for report in caught.value.reports] == [False, True]
+    assert "rank 1: ValueError: on purpose" in str(caught.value)
+    assert "said before" in str(caught.value)
+
+
+def _fails_on_rank_1(rank: int, store: dist.Store, communicator: Any) -> None:
+    if rank == 1:
+        print("said before", flush=True)
+        raise ValueError("on purpose")

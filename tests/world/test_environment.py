@@ -1,0 +1,788 @@
+"""What launchers say, and how the ranks meet that they start: torchrun, mpirun, srun, Kubernetes; and who would train
+alone without knowing it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchring
+from tests.support.harness import patient, run_ranks, run_threads
+from tests.support.netns import needs_hosts
+from torchring.bench.netns import INTERFACE, Network
+from torchring.errors import PeerTimeoutError, TopologyError
+from torchring.rendezvous import addresses
+from torchring.rendezvous import store as store_module
+from torchring.rendezvous.environment import (
+    MEMBER,
+    LaunchEnvironment,
+    check_group,
+    expand_hosts,
+    membership,
+    read_environment,
+    started_by_member,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1", **MASTER}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+SRUN = {
+    "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[003-006,9],login1", "SLURM_JOB_NODELIST": "gpu[003-006,9],login1",
+    "SLURMD_NODENAME": "gpu003", "SLURM_NODEID": "0",
+}  # fmt: skip
+
+# Joins, leaves and joins again; then prints what rank, size, local rank, host and sum it had. A default process group
+# comes and goes with it.
+SCRIPT = """
+import json, torch, torch.distributed as dist, torchring
+from torch.utils.data import DistributedSampler
+for turn in range(2):
+    world = torchring.init(timeout_seconds=30, process_group=True)
+    total = torchring.all_reduce(torch.tensor([10.0 ** torchring.rank()]), "sum").item()
+    theirs = torch.tensor([10.0 ** dist.get_rank()])
+    dist.all_reduce(theirs)
+    assert theirs.item() == total
+    assert list(DistributedSampler(range(torchring.size()), shuffle=False)) == [torchring.rank()]
+    if turn == 0:
+        torchring.shutdown()
+        assert not dist.is_initialized()
+place = [torchring.rank(), torchring.size(), torchring.local_rank(), torchring.node_rank()]
+print(json.dumps([*place, total, world.launcher]) + "\\n", end="", flush=True)
+"""
+
+
+def run_command(
+    command: Sequence[str | os.PathLike[str]], env: dict[str, str] | None = None, deadline: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a launcher in a session of its own, of which nothing stays."""
+    launchers = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "OMPI_",
+        "PMI",
+        "SLURM_",
+        "TORCHRING_",
+        "HOROVOD_",
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    environ = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
+    process = subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=patient(deadline))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def printed(ran: subprocess.CompletedProcess[str]) -> list[Any]:
+    """What the ranks printed, in rank order."""
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return sorted(json.loads(line) for line in ran.stdout.splitlines() if line.startswith("["))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def mpirun(size: int, *command: str | os.PathLike[str], **env: str) -> subprocess.CompletedProcess[str]:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return run_command(["mpirun", *root, "--oversubscribe", "-np", str(size), sys.executable, *command], env)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+needs_mpirun = pytest.mark.skipif(
+    shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None,
+    reason="needs mpirun and mpi4py",
+)
+
+# ---- what they say
+
+
+def test_no_launcher_is_a_world_of_one() -> None:
+    assert read_environment({}) == LaunchEnvironment("none", 0, 1, None, None, False)
+    assert read_environment({"PATH": "/bin", "LOCAL_RANK_": "1"}).size == 1
+
+
+def test_torchrun() -> None:
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **MASTER}
+    assert read_environment(environ) == LaunchEnvironment("torchrun", 3, 4, 1, ("node7", 29500), False)
+    hosted = read_environment({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert hosted.store_is_hosted
+    assert not read_environment({**environ, "TORCHELASTIC_USE_AGENT_STORE": "False"}).store_is_hosted
+
+
+@pytest.mark.parametrize(
+    ("rank_key", "size_key", "local_key"),
+    [
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ],
+)
+def test_every_launcher(rank_key: str, size_key: str, local_key: str) -> None:
+    environ = {rank_key: "2", size_key: "6", local_key: "0", **MASTER}
+    launch = read_environment(environ)
+    assert (launch.rank, launch.size, launch.local_rank, launch.master) == (2, 6, 0, ("node7", 29500))
+    without_local = {key: value for key, value in environ.items() if key != local_key}
+    assert read_environment(without_local).local_rank is None
+    for missing in (rank_key, "MASTER_ADDR", "MASTER_PORT") if rank_key != "SLURM_PROCID" else (rank_key,):
+        with pytest.raises(TopologyError, match=missing):
+            read_environment({key: value for key, value in environ.items() if key != missing})
+    for key, wrong in [
+        (rank_key, "6"), (rank_key, "-1"), (rank_key, "two"), (size_key, "0"), (size_key, "-2"), (size_key, ""),
+        (size_key, "many"), (local_key, "x"), ("MASTER_PORT", "http"),
+    ]:  # fmt: skip
+        with pytest.raises(TopologyError, match=key):
+            read_environment({**environ, key: wrong})
+    alone = read_environment({rank_key: "0", size_key: "1", local_key: "0"})
+    assert (alone.rank, alone.size, alone.master) == (0, 1, None)
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "700000"])
+def test_a_port_that_does_not_exist_is_refused(port: str) -> None:
+    with pytest.raises(TopologyError, match="MASTER_PORT"):
+        read_environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port})
+
+
+def test_all_that_is_missing_is_named_at_once() -> None:
+    with pytest.raises(TopologyError, match=r"(?=.*RANK)(?=.*MASTER_ADDR)(?=.*MASTER_PORT)"):
+        read_environment({"WORLD_SIZE": "2"})
+
+
+def test_a_rank_without_a_world_size_is_refused() -> None:
+    with pytest.raises(TopologyError, match="WORLD_SIZE"):
+        read_environment({"RANK": "1", **MASTER})
+
+
+def test_an_address_without_a_rank_is_refused() -> None:
+    with pytest.raises(TopologyError, match=r"RANK and WORLD_SIZE are not.*TORCHRING_LAUNCHER=none"):
+        read_environment(MASTER)
+    assert read_environment({**MASTER, "TORCHRING_LAUNCHER": "none"}).size == 1
+    assert read_environment({**MASTER, **MPIRUN}).size == 4
+
+
+def test_who_is_a_ranks_child() -> None:
+    environ = {**TORCHRUN, "WORLD_SIZE": "4", "RANK": "3"}
+    child = {**environ, MEMBER: membership(environ, 100, 3, 4, 1)}
+    found = started_by_member(child, 101)
+    assert found is not None
+    assert (found.rank, found.size, found.local_rank, found.member_pid) == (3, 4, 1, 100)
+    assert started_by_member(child, 100) is None, "the rank itself, even after exec"
+    assert started_by_member(environ, 101) is None, "of a process that has met nobody"
+    anew = ({"RANK": "2"}, {"MASTER_PORT": "2"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"TORCHRING_LAUNCHER": "none"})
+    for changes in anew:
+        assert started_by_member({**child, **changes}, 101) is None, changes
+    for nonsense in ("", "5", "{"):
+        assert started_by_member({**environ, MEMBER: nonsense}, 101) is None
+
+
+@pytest.mark.parametrize(
+    ("rank_key", "size_key"), [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")]
+)
+def test_a_rank_outside_a_world_of_one_is_refused(rank_key: str, size_key: str) -> None:
+    """Two processes that were both told so would each train alone: a silent wrong answer."""
+    with pytest.raises(TopologyError, match=rank_key):
+        read_environment({rank_key: "1", size_key: "1", **MASTER})
+
+
+def test_torchrun_under_another_launcher_wins() -> None:
+    inner = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", **MASTER}
+    outer = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert read_environment({**outer, **inner}).rank == 5
+    assert read_environment({**outer, **inner}).size == 8
+
+
+def test_a_batch_script_of_slurm_is_a_world_of_one() -> None:
+    """sbatch sets SLURM_NTASKS and SLURM_PROCID=0 for the script itself, which runs once."""
+    environ = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "12"}
+    assert read_environment(environ).size == 1
+
+
+# ---- who counts
+
+
+def test_ranks_of_mpirun_meet_through_mpi_where_no_address_is_set() -> None:
+    launch = read_environment({**MPIRUN, "OMPI_COMM_WORLD_RANK": "2"})
+    assert launch == LaunchEnvironment("mpirun (Open MPI)", 2, 4, 0, None, False, over_mpi=True)
+    assert not read_environment({**MPIRUN, **MASTER}).over_mpi
+
+
+@pytest.mark.parametrize(
+    ("stem", "local", "name"),
+    [
+        ("OMPI_COMM_WORLD_", "OMPI_COMM_WORLD_LOCAL_RANK", "mpirun (Open MPI)"),
+        ("MV2_COMM_WORLD_", "MV2_COMM_WORLD_LOCAL_RANK", "mpirun (MVAPICH)"),
+        ("PMI_", "PALS_LOCAL_RANKID", "mpiexec (PALS)"),
+        ("PMI_", "MPI_LOCALRANKID", "mpiexec (MPICH)"),
+    ],
+)
+def test_every_mpi(stem: str, local: str, name: str) -> None:
+    launch = read_environment({f"{stem}RANK": "3", f"{stem}SIZE": "6", local: "1"})
+    assert launch == LaunchEnvironment(name, 3, 6, 1, None, False, over_mpi=True)
+
+
+def test_variables_without_a_launcher_behind_them_are_not_called_torchrun() -> None:
+    launch = read_environment({"RANK": "1", "WORLD_SIZE": "2", **MASTER})
+    assert launch == LaunchEnvironment("the environment", 1, 2, None, ("node7", 29500), False)
+
+
+def test_srun() -> None:
+    launch = read_environment(SRUN)
+    assert (launch.launcher, launch.rank, launch.size, launch.local_rank) == ("srun", 1, 4, 1)
+    assert launch.master is not None
+    host, port = launch.master
+    assert host == "gpu003"
+    assert 15000 <= port < 30000
+    assert read_environment({**SRUN, "MASTER_ADDR": "ib7"}).master == ("ib7", port)
+    assert read_environment({**SRUN, "MASTER_PORT": "77"}).master == ("gpu003", 77)
+    ports = {read_environment({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master for job, step in
+             [("4711", "0"), ("4711", "1"), ("4712", "0"), ("4712", "1"), ("14711", "0")]}  # fmt: skip
+    assert len(ports) == 5
+
+
+@pytest.mark.parametrize("local", [{}, {"PMI_FD": "7", "PMI_JOBID": "4711.0"}])
+def test_pmi_of_sruns_own_is_srun(local: dict[str, str]) -> None:
+    assert read_environment({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "4", **local}).launcher == "srun"
+
+
+def test_mpiexec_in_a_step_of_slurm_is_mpiexec() -> None:
+    """Hydra has its proxies started by srun, one a node: their variables are what its ranks inherit."""
+    inner = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
+    launch = read_environment({**SRUN, **inner})
+    assert (launch.launcher, launch.rank, launch.size) == ("mpiexec (MPICH)", 5, 8)
+
+
+@pytest.mark.parametrize("missing", ["SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"])
+def test_srun_says_less(missing: str) -> None:
+    environ = {key: value for key, value in SRUN.items() if key != missing}
+    assert read_environment(environ).master is not None
+    with pytest.raises(TopologyError, match=r"SLURM_STEP_NODELIST.*set MASTER_ADDR"):
+        read_environment({key: value for key, value in SRUN.items() if "NODELIST" not in key})
+
+
+def test_a_step_whose_rank_0_is_not_on_its_first_host() -> None:
+    with pytest.raises(TopologyError, match=r"rank 0 runs on gpu005.*MASTER_ADDR=gpu005"):
+        read_environment({**SRUN, "SLURM_PROCID": "0", "SLURMD_NODENAME": "gpu005"})
+    assert read_environment({**SRUN, "SLURMD_NODENAME": "gpu005"}).rank == 1, "others may be anywhere"
+    assert read_environment({**SRUN, "SLURM_PROCID": "0", "SLURMD_NODENAME": "alias"}).rank == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("localhost", "localhost"),
+        ("gpu[003-006,9],login1", "gpu003 gpu004 gpu005 gpu006 gpu9 login1"),
+        ("rack[1-2]node[3-4]", "rack1node3 rack1node4 rack2node3 rack2node4"),
+        ("a,b-c,d[08-11]x", "a b-c d08x d09x d10x d11x"),
+        ("n[1,3-4,007].cluster", "n1.cluster n3.cluster n4.cluster n007.cluster"),
+        ("[1-2]a", "1a 2a"),
+    ],
+)
+def test_host_lists(text: str, names: str) -> None:
+    assert list(expand_hosts(text)) == names.split()
+
+
+def test_a_long_host_list_is_not_spelled_out() -> None:
+    assert list(islice(expand_hosts("n[1-999999999999]"), 2)) == ["n1", "n2"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a[", "a]", "a[1-]", "a[-2]", "a[x]", "a[]", "a,", ",a", "a,,b", "a[1]b[", "a[1[2]]"]
+)
+def test_what_is_no_host_list(text: str) -> None:
+    with pytest.raises(ValueError, match=r"host list|no number"):
+        list(expand_hosts(text))
+    if text.startswith("a,"):  # no more is looked at than the first
+        return
+    with pytest.raises(TopologyError, match="MASTER_ADDR"):
+        read_environment({**SRUN, "SLURM_STEP_NODELIST": text, "SLURM_JOB_NODELIST": ""})
+
+
+# ---- worlds of one that were not meant to be
+
+
+@pytest.mark.parametrize(
+    "outer", [MPIRUN, SRUN, {"PMI_RANK": "1", "PMI_SIZE": "4"}, {**SRUN, "PMI_RANK": "1", "PMI_SIZE": "4"}]
+)
+def test_a_torchrun_in_each_of_several_tasks(outer: dict[str, str]) -> None:
+    with pytest.raises(
+        TopologyError, match=r"=4, but.*torchrun says GROUP_WORLD_SIZE=1.*each would train alone.*--nnodes=4"
+    ):
+        read_environment({**outer, **TORCHRUN})
+    of_two = {**TORCHRUN, "WORLD_SIZE": "2"}
+    with pytest.raises(TopologyError, match=r"in a world of 2 of its own.*TORCHRING_LAUNCHER=torchrun"):
+        read_environment({**outer, **of_two})
+    assert read_environment({**outer, **of_two, "TORCHRING_LAUNCHER": "torchrun"}).size == 2
+    assert read_environment({**outer, **TORCHRUN, "TORCHRING_LAUNCHER": "none"}).size == 1
+
+
+def test_one_torchrun_over_several_tasks_is_right() -> None:
+    inner = {**TORCHRUN, "RANK": "3", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "4"}
+    assert read_environment({**MPIRUN, **inner}).size == 8
+    elastic = {**TORCHRUN, "WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "3"}  # one of four has died
+    assert read_environment({**MPIRUN, **elastic}).size == 6
+    assert read_environment({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", **TORCHRUN}).size == 1
+
+
+def test_variables_set_by_hand_in_each_of_several_tasks() -> None:
+    with pytest.raises(TopologyError, match=r"the environment says WORLD_SIZE=1.*TORCHRING_LAUNCHER=none"):
+        read_environment({**SRUN, "RANK": "0", "WORLD_SIZE": "1"})
+    assert read_environment({**SRUN, "RANK": "2", "WORLD_SIZE": "4", **MASTER}).rank == 2
+
+
+def test_an_mpirun_of_one_in_each_of_several_tasks() -> None:
+    with pytest.raises(TopologyError, match=r"SLURM_STEP_NUM_TASKS=4.*OMPI_COMM_WORLD_SIZE=1"):
+        read_environment({**SRUN, **MPIRUN, "OMPI_COMM_WORLD_SIZE": "1"})
+
+
+@pytest.mark.parametrize("environ", [MPIRUN, SRUN, {**TORCHRUN, "WORLD_SIZE": "4"}])
+def test_training_apart_can_be_asked_for(environ: dict[str, str]) -> None:
+    assert read_environment({**environ, "TORCHRING_LAUNCHER": "none"}) == LaunchEnvironment(
+        "none", 0, 1, None, None, False
+    )
+
+
+def test_a_launcher_can_be_chosen() -> None:
+    both = {**SRUN, **MPIRUN, **TORCHRUN, "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "4"}
+    chosen = {kind: read_environment({**both, "TORCHRING_LAUNCHER": kind}) for kind in ("torchrun", "mpirun", "srun")}
+    assert [launch.launcher for launch in chosen.values()] == ["torchrun", "mpirun (Open MPI)", "srun"]
+    with pytest.raises(TopologyError, match=r"TORCHRING_LAUNCHER=srun, but srun did not start.*SLURM_STEP_NUM_TASKS"):
+        read_environment({**MPIRUN, "TORCHRING_LAUNCHER": "srun"})
+    with pytest.raises(TopologyError, match="must be one of none, torchrun, horovodrun, mpirun, srun, got 'slurm'"):
+        read_environment({**SRUN, "TORCHRING_LAUNCHER": "slurm"})
+
+
+def test_a_group_that_leaves_out_others_is_refused() -> None:
+    for environ in (MPIRUN, SRUN, {**TORCHRUN, "WORLD_SIZE": "4"}, {**MPIRUN, **TORCHRUN}):
+        with pytest.raises(TopologyError, match=r"has 1 rank, but.*=4.*TORCHRING_LAUNCHER=none"):
+            check_group(environ, 1)
+        check_group({**environ, "TORCHRING_LAUNCHER": "none"}, 1)
+    with pytest.raises(TopologyError, match="has 3 ranks, but"):
+        check_group(MPIRUN, 3)
+    for size in (4, 8):
+        check_group(MPIRUN, size)
+        check_group({**MPIRUN, **TORCHRUN, "WORLD_SIZE": str(size)}, size)
+    check_group({}, 1)
+
+
+def _group_of_one(rank: int, size: int, folder: str) -> str:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{rank}", 1), rank=0, world_size=1)
+    with pytest.raises(TopologyError) as caught:
+        torchring.init()
+    assert not torchring.is_initialized()
+    os.environ["TORCHRING_LAUNCHER"] = "none"
+    assert torchring.size() == 1
+    torchring.shutdown()
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_script_whose_group_is_of_one(tmp_path: Path) -> None:
+    (message,) = run_ranks(_group_of_one, 1, str(tmp_path), launcher_env=False, env=MPIRUN)
+    assert "OMPI_COMM_WORLD_SIZE=4" in message
+
+
+# ---- meeting at an address
+
+
+def _by_hand(rank: int, size: int, port: int, late: float) -> Any:
+    """As Kubernetes' operators have it: nothing but these, and names that come into being after the pods."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    known_from = time.monotonic() + late
+    resolve = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *rest: Any, **more: Any) -> Any:
+        if host == "localhost" and time.monotonic() < known_from:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *rest, **more)
+
+    socket.getaddrinfo = getaddrinfo
+    if rank == 0:
+        time.sleep(2 * late)
+    totals = []
+    for _ in range(2):
+        world = torchring.init(timeout_seconds=20.0)
+        totals.append(float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum")))
+        torchring.shutdown()
+    return world.launcher, world.rank, world.local_rank, totals
+
+
+@pytest.mark.parametrize("late", [0.0, 0.7])
+def test_variables_set_by_hand(late: float) -> None:
+    results = run_ranks(_by_hand, 2, free_port(), late, launcher_env=False)
+    assert results == [("the environment", rank, rank, [3.0, 3.0]) for rank in (0, 1)]
+
+
+def _unknown_name(rank: int, size: int) -> tuple[float, str]:
+    os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "rank0.torchring.invalid", "MASTER_PORT": "29500"}
+    started = time.monotonic()
+    with pytest.raises(TopologyError) as caught:
+        torchring.init(timeout_seconds=1.0)
+    return time.monotonic() - started, str(caught.value)
+
+
+def test_a_name_that_never_resolves_is_named() -> None:
+    ((seconds, message),) = run_ranks(_unknown_name, 1, launcher_env=False)
+    assert 0.5 < seconds < 20.0
+    assert "the name 'rank0.torchring.invalid' does not resolve" in message
+
+
+def _taken(rank: int, size: int) -> str:
+    with socket.create_server(("", 0)) as other:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        os.environ["MASTER_PORT"] = str(other.getsockname()[1])
+        with pytest.raises(TopologyError, match="cannot host the rendezvous store at localhost") as caught:
+            torchring.init(timeout_seconds=1.0)
+    return str(caught.value)
+
+
+def test_a_port_that_is_taken() -> None:
+    run_ranks(_taken, 1, launcher_env=False)
+
+
+def _as_srun(rank: int, size: int, job: int) -> Any:
+    """All that srun sets which has to do with ranks and hosts, and what PMI-2 adds."""
+    os.environ |= {
+        "SLURM_JOB_ID": str(job), "SLURM_JOBID": str(job), "SLURM_STEP_ID": "3", "SLURM_STEPID": "3",
+        "SLURM_NTASKS": str(size), "SLURM_NPROCS": str(size), "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": str(size), "SLURM_TASKS_PER_NODE": str(size),
+        "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NODELIST": "localhost", "SLURM_NODELIST": "localhost,node[7-9]",
+        "SLURM_JOB_NODELIST": "localhost,node[7-9]", "SLURMD_NODENAME": "localhost",
+        "PMI_RANK": str(rank), "PMI_SIZE": str(size), "PMI_FD": "11", "PMI_JOBID": f"{job}.3",
+    }  # fmt: skip
+    totals = []
+    for _ in range(2):
+        world = torchring.init(timeout_seconds=20.0)
+        totals.append(float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum")))
+        torchring.shutdown()
+    return world.launcher, world.rank, world.size, world.local_rank, totals
+
+
+def test_ranks_of_srun_meet() -> None:
+    results = run_ranks(_as_srun, 3, os.getpid(), launcher_env=False)
+    assert results == [("srun", rank, 3, rank, [6.0, 6.0]) for rank in range(3)]
+
+
+def test_the_batch_script_is_one() -> None:
+    script = ROOT / "examples" / "slurm" / "train.sbatch"
+    subprocess.run(["bash", "-n", script], check=True, timeout=20)
+    lines = script.read_text().splitlines()
+    assert lines[0] == "#!/bin/bash"
+    options = [line for line in lines if line.startswith("#SBATCH ")]
+    assert len(options) >= 4
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert all(lines.index(option) < first_command for option in options), (
+        "Slurm reads no further than the first command"
+    )
+    (command,) = [line for line in lines if line.startswith("srun ")]
+    assert (ROOT / command.split()[-1]).is_file()
+
+
+# ---- meeting over MPI, with an MPI made of threads
+
+
+class Request:
+    def __init__(self, is_done: Any) -> None:
+        self.Test = is_done
+
+
+class Comm:
+    """The two collectives that meeting over MPI takes; `shared` is one list for all ranks."""
+
+    def __init__(self, rank: int, size: int, shared: dict[Any, bytes]) -> None:
+        self.rank, self.size, self.shared = rank, size, shared
+
+    def Iallgather(self, mine: bytearray, everybodys: bytearray) -> Request:
+        self.shared[self.rank] = bytes(mine)
+
+        def is_done() -> bool:
+            if not all(rank in self.shared for rank in range(self.size)):
+                return False
+            everybodys[:] = b"".join(self.shared[rank] for rank in range(self.size))
+            return True
+
+        return Request(is_done)
+
+    def Ibcast(self, buffer: bytearray, root: int) -> Request:
+        if self.rank == root:
+            self.shared["endpoint"] = bytes(buffer)
+
+        def is_done() -> bool:
+            buffer[:] = self.shared.get("endpoint", buffer)
+            return "endpoint" in self.shared
+
+        return Request(is_done)
+
+
+def launched(rank: int, size: int) -> LaunchEnvironment:
+    return LaunchEnvironment("mpirun", rank, size, None, None, False, over_mpi=True)
+
+
+def _meet(rank: int, size: int, _: Any, shared: dict[Any, bytes], timeout: float = 10.0) -> Any:
+    part = store_module._MpiRendezvous(Comm(rank, size, shared))
+    endpoint = part.exchange_endpoint(timeout)
+    store = part.store or store_module._connect(launched(rank, size), endpoint, timeout)
+    store.set(f"from{rank}", str(rank))
+    values = [store.get(f"from{other}") for other in range(size)]
+    done.wait(10) if (done := _barriers.get(id(shared))) else None
+    return endpoint, values
+
+
+_barriers: dict[int, threading.Barrier] = {}
+
+
+def meet(size: int, timeout: float = 10.0) -> list[Any]:
+    shared: dict[Any, bytes] = {}
+    _barriers[id(shared)] = threading.Barrier(size)  # rank 0's store ends with it
+    return run_threads(_meet, size, shared, timeout)
+
+
+def listening_on(port: int) -> set[str]:
+    """The addresses, in the kernel's own notation."""
+    found = set()
+    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(file).read_text().splitlines()[1:]:
+            _, local, _, state = line.split()[:4]
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                found.add(local.rpartition(":")[0])
+    return found
+
+
+def test_ranks_of_one_host_meet_on_loopback() -> None:
+    for endpoint, values in meet(3):
+        assert endpoint["addresses"] == ["127.0.0.1"]
+        assert values == [b"0", b"1", b"2"]
+    _, endpoint = store_module._host_store(True, 5.0)
+    assert len(endpoint["token"]) == 32
+
+
+def test_without_proc_nobody_takes_another_for_a_process_of_the_same_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store_module._network_digest() == store_module._network_digest()
+
+    def missing(path: str) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "stat", missing)
+    assert store_module._network_digest() != store_module._network_digest()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_where_the_store_listens(is_local: bool) -> None:
+    _store, endpoint = store_module._host_store(is_local, 5.0)
+    assert (listening_on(endpoint["port"]) == {"0100007F"}) is is_local
+
+
+def test_ranks_of_several_hosts_take_an_address_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the last one: the first has nobody listening, the second is a name that nobody knows."""
+    digests = {f"rank {rank}": bytes([rank]) * 32 for rank in range(3)}
+    monkeypatch.setattr(store_module, "_network_digest", lambda: digests[threading.current_thread().name])
+    monkeypatch.setattr(store_module, "own_addresses", lambda: ["127.77.77.77", "torchring.invalid", "127.0.0.1"])
+    create_server = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda *_: create_server(("127.0.0.1", 0)))
+    for endpoint, values in meet(3):
+        assert len(endpoint["addresses"]) == 3
+        assert values == [b"0", b"1", b"2"]
+
+
+def test_addresses_that_do_not_work_are_all_named() -> None:
+    endpoint = {"host": "far", "port": free_port(), "addresses": ["127.0.0.1", "torchring.invalid"], "token": "x"}
+    started = time.monotonic()
+    with pytest.raises(
+        TopologyError, match=r"rank 1 .*on far, port .*127\.0\.0\.1 \(.*refused\), torchring\.invalid \("
+    ) as caught:
+        store_module._connect(launched(1, 2), endpoint, 0.5)
+    assert caught.value.peers == (0,)
+    assert time.monotonic() - started < 10.0
+
+
+def test_somebody_elses_store_is_not_taken() -> None:
+    """A container bridge's address leads each host to itself."""
+    other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    endpoint = {"host": "far", "port": other.port, "addresses": ["127.0.0.1"], "token": "right"}
+    for token in (None, "wrong"):
+        if token:
+            other.set("torchring/token", token)
+        with pytest.raises(TopologyError, match="another store answers there"):
+            store_module._connect(launched(1, 2), endpoint, 0.3)
+    other.set("torchring/token", "right")
+    assert store_module._connect(launched(1, 2), endpoint, 0.3).get("torchring/token") == b"right"
+
+
+def test_a_meeting_that_not_all_attend_ends_and_can_be_resumed() -> None:
+    shared: dict[Any, bytes] = {}
+    first = store_module._MpiRendezvous(Comm(0, 2, shared))
+    with pytest.raises(PeerTimeoutError, match="2 processes that mpirun started, not all came"):
+        first.exchange_endpoint(0.2)
+    second = store_module._MpiRendezvous(Comm(1, 2, shared))
+    assert first.exchange_endpoint(5.0) == second.exchange_endpoint(5.0)
+
+
+def test_a_rank_0_that_cannot_listen_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(socket, "create_server", fail)
+    shared: dict[Any, bytes] = {}
+    parts = [store_module._MpiRendezvous(Comm(rank, 2, shared)) for rank in (0, 1)]
+    for part in parts:
+        assert "cannot host the store: [Errno 24] Too many" in part.exchange_endpoint(5.0)["error"]
+
+
+def test_own_addresses_are_no_loopback() -> None:
+    found = addresses.own_addresses()
+    assert found[-1] == socket.gethostname()
+    assert not any(address.startswith("127.") or address == "::1" for address in found)
+    assert len(set(found)) == len(found)
+
+
+# ---- mpirun
+
+
+@needs_mpirun
+def test_ranks_of_mpirun_meet(script: Path) -> None:
+    ranks = printed(mpirun(3, script))
+    assert [rank[:2] for rank in ranks] == [[0, 3], [1, 3], [2, 3]]
+    assert sorted(rank[2] for rank in ranks) == [0, 1, 2]
+    assert all(rank[3:] == [0, 111.0, "mpirun (Open MPI)"] for rank in ranks)
+
+
+@needs_mpirun
+def test_a_rank_of_mpirun_that_raises_ends_the_job(tmp_path: Path) -> None:
+    """Without a word from MPI it would wait at its exit for the others, which do not communicate."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time, torchring\n"
+        "sys.excepthook = lambda kind, *_: print('the script sees', kind.__name__, flush=True)\n"
+        "if torchring.rank() == 1:\n    raise KeyError\n"
+        "time.sleep(300)\n"
+    )
+    ran = mpirun(2, script)
+    assert ran.returncode == 1, ran.stderr
+    assert "the script sees KeyError" in ran.stdout
+
+
+def _without_mpi4py(rank: int, size: int) -> str:
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]
+    with pytest.raises(TopologyError) as caught:
+        torchring.init(timeout_seconds=5.0)
+    return str(caught.value)
+
+
+def test_mpi4py_is_asked_for() -> None:
+    (message,) = run_ranks(_without_mpi4py, 1, launcher_env=False, env=MPIRUN)
+    assert "mpirun (Open MPI) started 4 processes" in message
+    assert "pip install mpi4py" in message
+    assert "MASTER_ADDR and MASTER_PORT" in message
+
+
+def _without_mpi4py_but_with_an_address(rank: int, size: int, port: int) -> float:
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]
+    os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torchring.init(timeout_seconds=10.0)
+    return float(torchring.all_reduce(torch.tensor(rank + 1.0), "sum"))
+
+
+def test_with_an_address_mpi4py_is_not_needed() -> None:
+    assert run_ranks(_without_mpi4py_but_with_an_address, 2, free_port(), launcher_env=False) == [3.0, 3.0]
+
+
+def _with_another_mpi(rank: int, size: int) -> str:
+    mpi = types.SimpleNamespace(
+        COMM_WORLD=types.SimpleNamespace(rank=0, size=1), Get_library_version=lambda: "Open MPI v5.0.11, package: x\0"
+    )
+    sys.modules["mpi4py"] = types.SimpleNamespace(MPI=mpi)  # type: ignore[assignment]
+    with pytest.raises(TopologyError) as caught:
+        torchring.init(timeout_seconds=5.0)
+    return str(caught.value)
+
+
+def test_an_mpi4py_for_another_mpi_is_noticed() -> None:
+    """Every process thinks that it is a world of one."""
+    environ = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
+    (message,) = run_ranks(_with_another_mpi, 1, launcher_env=False, env=environ)
+    assert "mpiexec (MPICH) says rank 1 of 2, but mpi4py says rank 0 of 1" in message
+    assert "(Open MPI v5.0.11, package: x)" in message
+
+
+def _unknown_mpi(rank: int, size: int) -> tuple[Any, Any]:
+    class Comm:
+        rank, size = 2, 3
+
+    class Fake:
+        COMM_WORLD = Comm
+        Is_initialized = staticmethod(lambda: True)
+        Is_finalized = staticmethod(lambda: False)
+
+    assert store_module.unannounced_mpi({}) is None
+    sys.modules["mpi4py.MPI"] = Fake  # type: ignore[assignment]
+    return store_module.unannounced_mpi({}), store_module.unannounced_mpi({"TORCHRING_LAUNCHER": "none"})
+
+
+def test_a_script_that_has_started_mpi_itself() -> None:
+    ((found, apart),) = run_ranks(_unknown_mpi, 1, launcher_env=False)
+    assert found == LaunchEnvironment("MPI", 2, 3, None, None, False, over_mpi=True)
+    assert apart is None
+
+
+# ---- torchrun on two nodes
+
+
+@needs_hosts
+@pytest.mark.grid  # launch/test_agent.py starts the same agents on two hosts
+def test_torchrun_on_two_nodes(script: Path) -> None:
+    with Network(2) as network:
+        address = network.addresses[0]
+        results: dict[int, Any] = {}
+
+        def on_host(host: int) -> None:
+            options = ["--nnodes=2", "--nproc-per-node=1", f"--local-addr={network.addresses[host]}"]
+            options += [f"--node-rank={host}", f"--master-addr={address}", "--master-port=29500"]
+            command = [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
+            results[host] = run_command(network.command(host, command), {"GLOO_SOCKET_IFNAME": INTERFACE})
+
+        threads = [threading.Thread(target=on_host, args=(host,)) for host in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(100)
+        ranks = sorted(rank for host in (0, 1) for rank in printed(results[host]))
+    assert [rank[:3] for rank in ranks] == [[rank, 2, 0] for rank in (0, 1)]
+    assert sorted(rank[3] for rank in ranks) == [0, 1]
+    assert all(rank[4:] == [11.0, "torchrun"] for rank in ranks)

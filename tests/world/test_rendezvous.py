@@ -1,0 +1,253 @@
+"""The store with deadlines and names."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.harness import patient, run_ranks, run_threads
+from torchring.errors import PeerLostError, PeerTimeoutError, TopologyError
+from torchring.linux import open_process
+from torchring.rendezvous.rendezvous import Rendezvous
+
+
+def run(size: int, body: Callable[..., Any], *, timeout_seconds: float = 10.0) -> list[Any]:
+    """body(rendezvous) on every rank, in threads."""
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
+        return body(Rendezvous(store, rank, size, timeout_seconds))
+
+    return run_threads(on_rank, size)
+
+
+# ---- the store
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_exchange_gives_everybody_everybodys_value_in_rank_order(size: int) -> None:
+    def body(rendezvous: Rendezvous) -> list[list[bytes]]:
+        rounds = []
+        for turn in range(3):  # the same name again is another all-gather
+            if rendezvous.rank == turn:
+                time.sleep(0.05)
+            rounds.append(rendezvous.all_gather("name", bytes([turn, rendezvous.rank, 0, 255])))
+        return rounds
+
+    expected = [[bytes([turn, rank, 0, 255]) for rank in range(size)] for turn in range(3)]
+    assert run(size, body) == [expected] * size
+
+
+def test_exchange_of_nothing_and_of_much() -> None:
+    def body(rendezvous: Rendezvous) -> list[bytes]:
+        return rendezvous.all_gather("a", b"") + rendezvous.all_gather("b", b"x" * (2**20 + rendezvous.rank))
+
+    for values in run(2, body):
+        assert values == [b"", b"", b"x" * 2**20, b"x" * (2**20 + 1)]
+
+
+def test_exchanges_of_different_names_do_not_mix() -> None:
+    def body(rendezvous: Rendezvous) -> tuple[list[bytes], list[bytes]]:
+        first, second = ("a", "b") if rendezvous.rank == 0 else ("b", "a")
+        results = {}
+        barrier = threading.Thread(target=lambda: results.update({first: rendezvous.all_gather(first, first.encode())}))
+        barrier.start()
+        results[second] = rendezvous.all_gather(second, second.encode())
+        barrier.join()
+        return results["a"], results["b"]
+
+    assert run(2, body) == [([b"a", b"a"], [b"b", b"b"])] * 2
+
+
+def test_fetch_waits_for_the_owner() -> None:
+    def body(rendezvous: Rendezvous) -> Any:
+        if rendezvous.rank == 1:
+            time.sleep(0.2)
+            assert not rendezvous.is_published("key")
+            rendezvous.publish("key", b"\x00value")
+            assert rendezvous.is_published("key")
+            return None
+        started = time.monotonic()
+        return rendezvous.fetch("key", 1), time.monotonic() - started
+
+    value, seconds = run(2, body)[0]
+    assert value == b"\x00value"
+    assert 0.1 < seconds < patient(5.0)
+
+
+def test_a_missing_value_is_a_time_out_that_names_its_owner() -> None:
+    rendezvous = Rendezvous(dist.HashStore(), 0, 3, 0.3)
+    with pytest.raises(PeerTimeoutError, match="rank 2") as caught:
+        rendezvous.fetch("key", 2)
+    assert caught.value.peers == (2,)
+    assert caught.value.rank == 0
+    assert caught.value.seconds is not None
+    assert 0.3 <= caught.value.seconds < patient(3.0)
+
+
+def test_an_absent_rank_is_named_by_exchange() -> None:
+    def body(rendezvous: Rendezvous) -> Any:
+        if rendezvous.rank == 1:
+            return None
+        with pytest.raises(PeerTimeoutError) as caught:
+            rendezvous.all_gather("name", b"")
+        return caught.value.peers
+
+    assert run(3, body, timeout_seconds=0.3) == [(1,), None, (1,)]
+
+
+def test_giving_up_reaches_those_who_wait_at_once() -> None:
+    def body(rendezvous: Rendezvous) -> Any:
+        if rendezvous.rank == 1:
+            time.sleep(0.1)
+            rendezvous.give_up(TopologyError("no world will come of this"))
+            return None
+        started = time.monotonic()
+        with pytest.raises(TopologyError, match="no world will come"):
+            rendezvous.all_gather("name", b"")
+        return time.monotonic() - started
+
+    assert run(2, body)[0] < patient(2.0)
+
+
+def test_agreeing_on_the_size() -> None:
+    run(3, lambda rendezvous: rendezvous.agree_on_size())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_disagreeing_on_the_size_is_an_error_on_every_rank(order: tuple[int, ...]) -> None:
+    def on_rank(rank: int, size: int, store: dist.Store) -> float:
+        time.sleep(0.1 * order.index(rank))
+        started = time.monotonic()
+        rendezvous = Rendezvous(store, rank, 4 if rank == 2 else 3, 10.0)
+
+        def agree() -> None:
+            rendezvous.agree_on_size()
+            rendezvous.all_gather("host", b"")
+
+        with pytest.raises(TopologyError, match=r"world of 3.*world of 4|world of 4.*world of 3"):
+            agree()
+        return time.monotonic() - started
+
+    assert max(run_threads(on_rank, 3)) < patient(3.0)
+
+
+def test_a_store_whose_host_is_gone_is_a_lost_peer() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=2))
+    rendezvous = Rendezvous(client, 1, 2, 5.0)
+    rendezvous.publish("key", b"1")
+    del server
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match="store"):
+        rendezvous.fetch("other", 0)
+    assert time.monotonic() - started < patient(4.0)
+
+
+class _SilentStore:
+    """As one whose host's cable is cut: it answers when it is plugged in again."""
+
+    def __init__(self) -> None:
+        self.plugged_in = threading.Event()
+        self.num_asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.num_asked += 1
+        assert self.plugged_in.wait(20.0)
+        return True
+
+
+def test_a_store_that_does_not_answer_is_a_time_out_that_names_its_host() -> None:
+    store: Any = _SilentStore()
+    rendezvous = Rendezvous(store, 1, 3, 0.2)
+    rendezvous.store_host = 2
+    for _ in range(3):
+        with pytest.raises(
+            PeerTimeoutError, match=r"store, which rank 2 hosts, did not answer within 0\.2 s"
+        ) as caught:
+            rendezvous.is_published("key")
+        assert caught.value.peers == (2,)
+    assert store.num_asked == 1  # nothing piles up behind the first
+    store.plugged_in.set()
+    end = time.monotonic() + 10.0
+    while time.monotonic() < end:
+        try:
+            assert rendezvous.is_published("key")
+            return
+        except PeerTimeoutError:  # the first call is still on its way back
+            time.sleep(0.01)
+    pytest.fail("the store is back, but nobody asks it")
+
+
+def test_who_is_in_a_hurry_waits_less_for_the_same_store() -> None:
+    store: Any = _SilentStore()
+    unhurried = Rendezvous(store, 0, 2, 20.0)
+    with pytest.raises(PeerTimeoutError, match=r"the launcher hosts, did not answer within 0\.1 s"):
+        unhurried.with_timeout(0.1).is_published("key")
+    assert unhurried.timeout_seconds == 20.0
+    assert Rendezvous(store, 0, 2, 1.0).with_timeout(5.0).timeout_seconds == 1.0
+    store.plugged_in.set()
+
+
+def test_the_thread_that_asks_the_store_ends_with_the_last_who_could() -> None:
+    before = set(threading.enumerate())  # of which others may end meanwhile
+    rendezvous = Rendezvous(dist.HashStore(), 0, 1, 1.0)
+    hasty = rendezvous.with_timeout(0.5)
+    rendezvous.publish("key", b"1")
+    del rendezvous
+    assert hasty.is_published("key")
+    assert len(set(threading.enumerate()) - before) == 1
+    del hasty
+    end = time.monotonic() + 5.0
+    while set(threading.enumerate()) - before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= before
+
+
+def _ask_late(rank: int, size: int, stays_seconds: float) -> Any:
+    """Rank 0 hosts the store and ends as soon as it may, rank 1 asks later."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False)
+    rendezvous = Rendezvous(store, rank, size, 20.0)
+    rendezvous.store_host = 0
+    rendezvous.publish(f"words/{rank}", b"why")
+    pids = rendezvous.all_gather("met", str(os.getpid()).encode())
+    rendezvous.stay_until_published(["heard"], stays_seconds)
+    if rank == 0:
+        rendezvous.fetch("has met", 1)
+        return None
+    host = open_process(int(pids[0]))
+    rendezvous.publish("has met", b"1")
+    select.select([host], [], [], 10.0 if stays_seconds == 0.0 else 0.5)
+    os.close(host)
+    try:
+        words = rendezvous.fetch("words/0", 0)
+    except PeerLostError as error:
+        return type(error).__name__
+    rendezvous.publish("heard", b"1")
+    return words
+
+
+@pytest.mark.parametrize(("stays_seconds", "expected"), [(600.0, b"why"), (0.0, "PeerLostError")])
+def test_the_host_of_the_store_stays_for_those_who_will_ask(stays_seconds: float, expected: Any) -> None:
+    """For as long as it was told, and no longer than they need: not for ten minutes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {"MASTER_PORT": str(port)}
+    assert run_ranks(_ask_late, 2, stays_seconds, env=env) == [None, expected]
+
+
+def test_the_name_of_a_machine_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: os.fsdecode(b"h\xff<b>"))
+    store = dist.HashStore()
+    Rendezvous(store, 0, 2, 5.0).claim_rank()
+    with pytest.raises(TopologyError, match=r"pid [0-9]+ on h\\xff<b>"):
+        Rendezvous(store, 0, 2, 5.0).claim_rank()

@@ -1,0 +1,387 @@
+"""Who gets memory and who does not, and that nothing a peer sends is run: what SECURITY.md promises.
+
+`memory/test_host.py` has more on the hand-over: which words are refused, seals, and ranks of two users in one world.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchring
+from tests.support.harness import run_ranks, run_threads
+from torchring.collectives import initial_state as state
+from torchring.errors import RingError
+from torchring.memory import host as host_module
+from torchring.memory import links as links_module
+from torchring.memory.channel import Channel
+from torchring.memory.host import connect
+from torchring.rendezvous.rendezvous import Rendezvous
+
+PACKAGE = Path(torchring.__file__).parent
+_NOBODY = 65534
+_CLONE_NEWNET = 0x40000000
+
+# ---- the hand-over, with an intruder in another process
+
+# Connects as a given user, says a given thing and reads until it is turned away: [what it was told, descriptors].
+_INTRUDER = """
+import json, os, socket, sys
+user, address, hello = int(sys.argv[1]), sys.argv[2], bytes.fromhex(sys.argv[3])
+if user != os.getuid():
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+said, num_descriptors = [], 0
+link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+link.settimeout(8.0)
+try:
+    link.connect("\\0" + address)
+    if hello:
+        link.send(hello)
+    print("connected", flush=True)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(link, 4096, 8)
+        if not data:
+            break
+        said.append(data.decode(errors="replace"))
+        num_descriptors += len(descriptors)
+except ConnectionError as error:
+    print(type(error).__name__, flush=True)
+print(json.dumps([said, num_descriptors]))
+"""
+
+
+def _intrude(card: dict[str, str], hello: bytes, user: int) -> subprocess.Popen[str]:
+    """Returns once it has said its hello, or was turned away before."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _INTRUDER, str(user), card["address"], hello.hex()], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() in ("connected\n", "ConnectionResetError\n", "BrokenPipeError\n")
+    return process
+
+
+def _told(process: subprocess.Popen[str]) -> tuple[list[str], int]:
+    assert process.stdout is not None
+    with process, process.stdout:  # it does not wait for long
+        said, num_descriptors = json.loads(process.stdout.readlines()[-1])
+    return said, num_descriptors
+
+
+def _connect_with_intruder(
+    monkeypatch: pytest.MonkeyPatch, hello_of: Callable[[dict[str, str]], bytes], user: int
+) -> tuple[list[Any], tuple[list[str], int]]:
+    """Ranks 1 and 2 connect to rank 0, the intruder after rank 1 and before rank 2. Returns what all of them saw."""
+    rank_1_has_dialled = threading.Event()
+    intruders: list[subprocess.Popen[str]] = []
+    call = links_module._call
+
+    def call_in_turn(rank: int, peer: int, card: dict[str, str]) -> Any:
+        if (rank, peer) == (2, 0):
+            assert rank_1_has_dialled.wait(5.0)
+            intruders.append(_intrude(card, hello_of(card), user))
+        link = call(rank, peer, card)
+        if rank == 1:
+            rank_1_has_dialled.set()
+        return link
+
+    monkeypatch.setattr(links_module, "_call", call_in_turn)
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> list[int]:
+        group = connect(Rendezvous(store, rank, size, 10.0))
+        block = group.allocate(8)
+        block.own.fill_(rank + 1)
+        Channel(group, poll_seconds=0.0).barrier()
+        seen = [int(part[0]) for part in block.parts]
+        Channel(group, poll_seconds=0.0).barrier()
+        group.close()
+        return seen
+
+    return run_threads(on_rank, 3), _told(intruders[0])
+
+
+def _hello(rank: int, token: str) -> bytes:
+    return json.dumps({"rank": rank, "token": token}).encode()
+
+
+@pytest.mark.parametrize(
+    ("what", "user"),
+    [
+        ("wrong token", os.getuid()),
+        ("a rank that has come already", os.getuid()),
+        ("garbage", os.getuid()),
+        ("nothing", os.getuid()),
+        pytest.param(
+            "right words", _NOBODY, marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root"), id="another user"
+        ),
+    ],
+)
+def test_an_intruder_gets_no_memory_and_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch, what: str, user: int) -> None:
+    hellos: dict[str, Callable[[dict[str, str]], bytes]] = {
+        "wrong token": lambda card: _hello(2, "0" * len(card["token"])),
+        "a rank that has come already": lambda card: _hello(1, card["token"]),
+        "garbage": lambda card: b"\x80\x04N." + os.urandom(60),
+        "nothing": lambda card: b"",
+        "right words": lambda card: _hello(2, card["token"]),
+    }
+    seen, (said, num_descriptors) = _connect_with_intruder(monkeypatch, hellos[what], user)
+    assert seen == [[1, 2, 3]] * 3
+    assert set(said) <= {"no"}
+    assert num_descriptors == 0
+
+
+def test_the_intruder_would_notice_memory() -> None:
+    """The control: the same user with the right words in rank 1's place is let in, and handed a descriptor."""
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> Any:
+        rendezvous = Rendezvous(store, rank, size, 1.0)
+        if rank == 0:
+            with pytest.raises(RingError):  # the intruder hands over nothing itself
+                connect(rendezvous)
+            return None
+        card = {"address": "none", "token": "none", "host": host_module._host_identity(), "trouble": ""}
+        target = json.loads(rendezvous.all_gather("host", json.dumps(card).encode())[0])
+        intruder = _intrude(target, _hello(1, target["token"]), os.getuid())
+        rendezvous.all_gather("reachable", b'{"links": [0], "why": []}')
+        return _told(intruder)
+
+    said, num_descriptors = run_threads(on_rank, 2)[1]
+    assert said[0] == "yes"
+    assert num_descriptors == 1
+
+
+# Of another user. Connects to every socket of a hand-over that it sees, more often than there are ranks, and holds the
+# connections. Then it connects as fast as it can.
+_CROWD = """
+import os, socket, sys, time
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+held, num_sockets, has_told = {}, int(sys.argv[1]), False
+while True:
+    for name in {line.split("@")[1].strip() for line in open("/proc/net/unix") if "@torchring-" in line}:
+        links = held.setdefault(name, [])
+        for _ in range(50 if has_told else 8):
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            link.setblocking(False)
+            try:
+                link.connect("\\0" + name)
+            except OSError:  # the backlog is full
+                continue
+            if len(links) < 8:
+                links.append(link)
+    if len(held) >= num_sockets and not has_told:
+        has_told = print("all sockets are crowded", flush=True) is None
+"""
+
+
+def _meet_in_a_crowd(rank: int, size: int) -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET) != 0:  # where no other job would be disturbed
+        return os.strerror(ctypes.get_errno())
+    crowd = subprocess.Popen([sys.executable, "-c", _CROWD, "3"], stdout=subprocess.PIPE, text=True)
+
+    def on_rank(rank: int, size: int, store: dist.Store) -> tuple[int, ...]:
+        if rank == 3:
+            assert crowd.stdout is not None
+            assert crowd.stdout.readline() == "all sockets are crowded\n"
+        group = connect(Rendezvous(store, rank, size, 20.0))
+        group.close()
+        return group.ranks
+
+    try:
+        return run_threads(on_rank, 4)
+    finally:
+        crowd.kill()
+        crowd.communicate()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+def test_another_user_who_crowds_the_sockets_keeps_nobody_out() -> None:
+    (groups,) = run_ranks(_meet_in_a_crowd, 1)
+    if isinstance(groups, str):
+        pytest.skip(f"no network namespaces here: {groups}")
+    assert groups == [(0, 1, 2, 3)] * 4
+
+
+# ---- nothing that a peer sends is run
+
+_LOADERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
+_OBJECTS_BY_PICKLE = {
+    "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list",
+    "recv_object_list",
+}  # fmt: skip
+_MPI_BY_PICKLE = {
+    "send", "isend", "ssend", "recv", "irecv", "sendrecv", "bcast", "gather", "allgather", "scatter", "alltoall",
+    "reduce", "allreduce", "scan", "exscan",
+}  # fmt: skip
+_UNLESS = {
+    "torch.load": ("weights_only", True),
+    "np.load": ("allow_pickle", False),
+    "numpy.load": ("allow_pickle", False),
+}
+_FINE = {"pickle.dumps", "pickle.dump", "pickle.PicklingError", "pickle.UnpicklingError"}
+_FINE |= {f"pickle.{code}" for code in ("PROTO", "GLOBAL", "EMPTY_TUPLE", "NEWOBJ", "BUILD", "STOP")}
+
+
+def what_runs_data(source: str) -> list[str]:
+    """["function: what"] for whatever in `source` may run code that its input chooses."""
+    found: list[str] = []
+
+    def visit(node: ast.AST, function: str) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            function = node.name
+        found.extend(f"{function}: {what}" for what in _offences(node))
+        for child in ast.iter_child_nodes(node):
+            visit(child, function)
+
+    visit(ast.parse(source), "")
+    return found
+
+
+def _offences(node: ast.AST) -> list[str]:
+    """What is wrong with this node itself, its children aside."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"from {node.module}"] if (node.module or "").partition(".")[0] in _LOADERS else []
+    if isinstance(node, ast.Import):
+        plainly = {alias.name for alias in node.names if not alias.asname} & {"pickle"}
+        names = {alias.name for alias in node.names if alias.name.partition(".")[0] in _LOADERS}
+        return [f"import {name}" for name in sorted(names - plainly)]
+    if isinstance(node, ast.Call):
+        name = _dotted(node.func)
+        owner, _, method = name.rpartition(".")
+        if name in ("eval", "exec", "compile", "__import__") or (owner.endswith("comm") and method in _MPI_BY_PICKLE):
+            return [name]
+        if name in _UNLESS:
+            keyword, safe = _UNLESS[name]
+            is_safe = any(k.arg == keyword and getattr(k.value, "value", None) is safe for k in node.keywords)
+            return [] if is_safe else [name]
+    elif isinstance(node, ast.Attribute) and (name := _dotted(node)):
+        loads = name.partition(".")[0] in _LOADERS and name not in _FINE
+        if loads or name.rpartition(".")[2] in _OBJECTS_BY_PICKLE or name in ("torch.jit.load", "torch.hub.load"):
+            return [name]
+    return []
+
+
+def _dotted(node: ast.AST) -> str:
+    """ "a.b.c" for such an expression, else ""."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)):
+        return f"{before}.{node.attr}"
+    return ""
+
+
+def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -> None:
+    """Benchmarks are not looked at: they read files that they have written themselves."""
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")]  # rglob does not follow links
+    files = [file for file in files if "bench" not in file.relative_to(PACKAGE).parts]
+    assert len(files) > 25
+    found = {(str(file.relative_to(PACKAGE)), what) for file in files for what in what_runs_data(file.read_text())}
+    assert found == {
+        ("collectives/__init__.py", "broadcast_object: pickle.loads"),
+        ("collectives/__init__.py", "all_gather_object: pickle.loads"),
+        ("horovod/functions.py", "broadcast_object: pickle.loads"),
+        ("horovod/functions.py", "allgather_object: pickle.loads"),
+        # a copy of this process's own state, which goes nowhere
+        ("elastic/worker/checkpoint.py", ": pickle.Pickler"),
+        ("elastic/worker/checkpoint.py", ": pickle.Unpickler"),
+        # a message of Horovod's driver whose HMAC was checked, of the classes that this module lists
+        ("horovod/notices.py", ": pickle.Unpickler"),
+        # torchring.horovod.run: files in a folder of the user's own
+        ("horovod/runner.py", "_results: pickle.loads"),
+        ("launch/task.py", "main: pickle.loads"),
+        ("launch/task.py", "dumps: import cloudpickle"),
+        ("launch/task.py", "dumps: cloudpickle.dumps"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import pickle\ndef f(x): return pickle.loads(x)", ["f: pickle.loads"]),
+        ("import pickle\nload = pickle.loads", [": pickle.loads"]),
+        ("import pickle\nclass U(pickle.Unpickler): pass", [": pickle.Unpickler"]),
+        ("import pickle\npickle.dumps(1)", []),
+        ("import pickle as p", [": import pickle"]),
+        ("from pickle import loads", [": from pickle"]),
+        ("import marshal", [": import marshal"]),
+        ("from multiprocessing.connection import Client", [": from multiprocessing.connection"]),
+        ("def f(x): eval(x)", ["f: eval"]),
+        ("def f(x):\n def g(): exec(x)", ["g: exec"]),
+        ("import re\nre.compile('x'); model.eval()", []),
+        ("import torch\ntorch.load(f)", [": torch.load"]),
+        ("import torch\ntorch.load(f, weights_only=False)", [": torch.load"]),
+        ("import torch\ntorch.load(f, weights_only=maybe)", [": torch.load"]),
+        ("import torch\ntorch.load(f, weights_only=True)", []),
+        ("import numpy as np\nnp.load(f)", [": np.load"]),
+        ("import numpy as np\nnp.load(f, allow_pickle=False)", []),
+        ("dist.all_gather_object(a, b)", [": dist.all_gather_object"]),
+        ("def f(self): self._comm.bcast(x)", ["f: self._comm.bcast"]),
+        ("comm.Ibcast(x); group.send([x], 1)", []),
+        ("import json\njson.loads(x)", []),
+    ],
+)
+def test_the_search_sees(source: str, expected: list[str]) -> None:
+    assert what_runs_data(source) == expected
+
+
+def test_docstrings_say_what_is_unpickled() -> None:
+    for function in (torchring.broadcast_object, torchring.all_gather_object):
+        text = " ".join((function.__doc__ or "").split())
+        assert "unpickled" in text
+        assert "can run code" in text
+    assert "cannot run code" in " ".join((torchring.broadcast_optimizer_state.__doc__ or "").split())
+
+
+class _Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def _receive_traps(rank: int, size: int, folder: str) -> str:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5 / (rank + 1))
+    if rank == 0:
+        optimizer.param_groups[0]["trap"] = _Trap(f"{folder}/state")
+        state._load = lambda data: None
+    try:
+        torchring.broadcast_optimizer_state(optimizer)
+        outcome = "loaded"
+    except torchring.PlanMismatchError as error:
+        outcome = str(error)
+    except pickle.UnpicklingError as error:
+        outcome = f"refused, lr {optimizer.param_groups[0]['lr']}: {error}"
+    torchring.broadcast_object(_Trap(f"{folder}/object") if rank == 0 else None)
+    torchring.shutdown()
+    return outcome
+
+
+def test_optimizer_state_from_a_peer_runs_no_code(tmp_path: Path) -> None:
+    """And the trap works: an object that the script broadcasts springs it, as the docstring says.
+
+    The sender, who would refuse to send it, is one that does not look.
+    """
+    sender, receiver = run_ranks(_receive_traps, 2, str(tmp_path))
+    assert sender.startswith("rank 1 could not read its optimizer's state: UnpicklingError")
+    assert receiver.startswith("refused, lr 0.25: ")
+    assert "mkdir" in receiver
+    assert [path.name for path in tmp_path.iterdir()] == ["object"]
