@@ -25,7 +25,6 @@ from typing import Any
 
 import pytest
 import test_bench_gpu
-import test_bench_scaling
 import torch
 from harness import patient, run_ranks
 
@@ -609,9 +608,7 @@ def test_elastic_gaps_overlap_the_time_that_is_asked_for() -> None:
 
 def test_every_script_has_its_test() -> None:
     scripts = {file.stem for file in BENCH.glob("*.py") if '__name__ == "__main__"' in file.read_text()}
-    assert scripts <= {
-        name.removeprefix("test_") for name in (*globals(), *vars(test_bench_gpu), *vars(test_bench_scaling))
-    }
+    assert scripts <= {name.removeprefix("test_") for name in (*globals(), *vars(test_bench_gpu))}
 
 
 # Wrong results
