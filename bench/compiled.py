@@ -6,7 +6,6 @@
 Rivals take turns (see turns.py), each in processes of its own, with overlap="thread":
     eager     not compiled
     whole     torch.compile(model)
-    parts     torchring.compile(model, bucket_mb=4)
     layers    each layer of the model compiled
     ddp       torch.compile(DistributedDataParallel(model, bucket_cap_mb=4))
 "left" is the share of backward, from its begin to the last gradient, that is left when the first gradient has come.
@@ -129,7 +128,6 @@ def _ddp(model: torch.nn.Module) -> Trainer:
 RIVALS: dict[str, Callable[[torch.nn.Module], Trainer]] = {
     "eager": lambda model: _wrapped(model, model),
     "whole": lambda model: _wrapped(model, torch.compile(model)),  # type: ignore[arg-type]
-    "parts": lambda model: _wrapped(model, torchring.compile(model, bucket_mb=_BUCKET_MB)),
     "layers": _layers,
     "ddp": _ddp,
 }

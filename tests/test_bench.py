@@ -496,7 +496,7 @@ def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest
     printed, written = run_bench(tmp_path, monkeypatch, capfd, compiled, "--model", "mlp", "--seconds", "0.1")
     rows = {row["rival"]: row for row in written["rows"]}
     assert list(rows) == list(compiled.RIVALS)
-    assert rows["whole"]["left"] < rows["parts"]["left"], "gradients arrive part by part"
+    assert rows["whole"]["left"] < rows["layers"]["left"], "gradients arrive layer by layer"
     assert [name for name, row in rows.items() if row["hidden"] is None] == ["ddp"]
     check_table(printed, len(rows), "rival", "step ms", "left of backward", "hidden")
 
