@@ -1,7 +1,7 @@
 """torch.compile and overlap: how much communication backward hides, with models that are compiled in several ways.
 
     torchring bench compiled                  GPT, 2 ranks, buckets of 4 MiB
-    torchring bench compiled --model small --json results.json
+    torchring bench compiled --model small --json results.jsonl
 
 Rivals take turns (see turns.py), each in processes of its own, with overlap="thread":
     eager     not compiled
@@ -15,7 +15,6 @@ kernels.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
@@ -42,8 +41,6 @@ def main() -> int:
     parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
     parser.add_argument("--ranks", type=measure.several, default=2)
     parser.add_argument("--seconds", type=duration, default=30.0, help="time for all rivals")
-    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         torch.set_num_threads(1)
@@ -53,7 +50,7 @@ def main() -> int:
     about = measure.provenance() | {"script": Path(__file__).name, "model": options.model, "ranks": options.ranks}
     rows = compare(options.model, options.ranks, options.seconds)
     report(rows, about)
-    measure.write_json(options.json, rows, about)
+    measure.write_rows(options.json, rows, about)
     return 0
 
 
