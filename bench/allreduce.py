@@ -1,7 +1,7 @@
 """All-reduce by size: torchring against Gloo, and Open MPI and Horovod where they are installed, in one run.
 
     torchring bench allreduce                      2 ranks, then 4, 1 KiB to 256 MiB
-    torchring bench allreduce --ranks 4 --sizes 1024 1048576 --json results.json
+    torchring bench allreduce --ranks 4 --sizes 1024 1048576 --json results.jsonl
 
 Rivals, each at its best settings on one machine:
     direct     torchring's algorithm for gradient buckets: the buffer is already in shared memory, as in training
@@ -52,14 +52,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=duration, default=4.0, help="time for each size")
     parser.add_argument("--most", type=measure.positive, default=300, help="largest number of repetitions")
     parser.add_argument("--no-mpi", action="store_true", help="leave out Open MPI and Horovod")
-    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         compare(options)
         return 0
     mpi = measure.has_mpi() and not options.no_mpi
-    return measure.run_worlds(__file__, options.ranks, mpi=mpi, json_file=options.json)
+    return measure.run_worlds(__file__, options.ranks, mpi=mpi, file=options.json)
 
 
 def compare(options: argparse.Namespace) -> None:

@@ -21,15 +21,16 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 import torchring
-from torchring.bench import measure, netns, step
+from torchring.bench import measure, step
 from torchring.bench.asleep import asleep
-from torchring.bench.measure import Command, Spread
+from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS
 from torchring.bench.netns import Network
 from torchring.bench.step import Trainer
@@ -57,8 +58,6 @@ def main() -> int:
     parser.add_argument("--tune", choices=sorted(_TUNED), default="buckets", help='what "auto" may change')
     parser.add_argument("--asleep", action="store_true", help="leave the cores to communication")
     parser.add_argument("--seconds", type=duration, default=10.0, help="time for each model and rate")
-    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # run as a rank; rank 0 writes its row to this file
     options = parser.parse_args()
     if options.worker is not None:
         return work(options)
@@ -67,49 +66,27 @@ def main() -> int:
         for rate in options.rates:
             rows += [compare(name, rate, options) for name in options.models]
     about = measure.provenance() | {"script": Path(__file__).name, "tune": options.tune}
-    measure.write_json(options.json, rows, about)
+    measure.write_rows(options.json, rows, about)
     report(rows, about)
     return 0
 
 
 def compare(name: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train one model with both settings. Returns the row that rank 0 wrote."""
-    if rate == "none":
-        return run_ranks(name, rate, options, None)
-    with Network(options.ranks, rate=rate) as network:
-        return run_ranks(name, rate, options, network)
-
-
-def run_ranks(name: str, rate: str, options: argparse.Namespace, network: Network | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "row.json")
-        worker = [sys.executable, __file__, "--models", name, "--worker", str(file)]
-        worker += [
-            "--seconds",
-            str(options.seconds),
-            "--overlap",
-            options.overlap,
-            "--tune",
-            options.tune,
-            *(["--asleep"] if options.asleep else []),
-        ]
-        count = str(options.ranks)
-        shared = {"WORLD_SIZE": count, "OMP_NUM_THREADS": "1", "TORCHRING_CACHE": folder}
-        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise PyTorch warns that the addresses have no names
-        commands = []
-        port = str(measure.free_port())
-        for rank in range(options.ranks):
-            own = {"RANK": str(rank), "MASTER_PORT": port}
-            if network is None:
-                own |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
-                commands.append(Command(f"rank {rank}", worker, shared | own))
-            else:
-                own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
-                own |= {"GROUP_WORLD_SIZE": count, "MASTER_ADDR": network.addresses[0]}
-                own |= {"GLOO_SOCKET_IFNAME": netns.INTERFACE}
-                commands.append(Command(f"rank {rank}", network.command(rank, worker), shared | own))
-        if code := measure.run_together(commands):
-            raise SystemExit(code)
+        arguments = ["--models", name, "--worker", str(file), "--seconds", str(options.seconds)]
+        arguments += ["--overlap", options.overlap, "--tune", options.tune, *(["--asleep"] if options.asleep else [])]
+        cache = {"TORCHRING_CACHE": folder}
+        if rate == "none":
+            port = measure.free_port()
+            commands = measure.rank_commands(__file__, options.ranks, arguments, mpi=False, rendezvous=port)
+            code = measure.run_together([replace(each, environment={**each.environment, **cache}) for each in commands])
+            if code:
+                raise SystemExit(code)
+        else:
+            with Network(options.ranks, rate=rate) as network:
+                measure.run_on_hosts(network, 1, __file__, arguments, **cache)
         return {"rate": rate, **json.loads(file.read_text())}
 
 

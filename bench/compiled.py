@@ -1,12 +1,11 @@
 """torch.compile and overlap: how much communication backward hides, with models that are compiled in several ways.
 
     torchring bench compiled                  GPT, 2 ranks, buckets of 4 MiB
-    torchring bench compiled --model small --json results.json
+    torchring bench compiled --model small --json results.jsonl
 
 Rivals take turns (see turns.py), each in processes of its own, with overlap="thread":
     eager     not compiled
     whole     torch.compile(model)
-    parts     torchring.compile(model, bucket_mb=4)
     layers    each layer of the model compiled
     ddp       torch.compile(DistributedDataParallel(model, bucket_cap_mb=4))
 "left" is the share of backward, from its begin to the last gradient, that is left when the first gradient has come.
@@ -16,7 +15,6 @@ kernels.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
@@ -43,8 +41,6 @@ def main() -> int:
     parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
     parser.add_argument("--ranks", type=measure.several, default=2)
     parser.add_argument("--seconds", type=duration, default=30.0, help="time for all rivals")
-    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         torch.set_num_threads(1)
@@ -54,7 +50,7 @@ def main() -> int:
     about = measure.provenance() | {"script": Path(__file__).name, "model": options.model, "ranks": options.ranks}
     rows = compare(options.model, options.ranks, options.seconds)
     report(rows, about)
-    measure.write_json(options.json, rows, about)
+    measure.write_rows(options.json, rows, about)
     return 0
 
 
@@ -129,7 +125,6 @@ def _ddp(model: torch.nn.Module) -> Trainer:
 RIVALS: dict[str, Callable[[torch.nn.Module], Trainer]] = {
     "eager": lambda model: _wrapped(model, model),
     "whole": lambda model: _wrapped(model, torch.compile(model)),  # type: ignore[arg-type]
-    "parts": lambda model: _wrapped(model, torchring.compile(model, bucket_mb=_BUCKET_MB)),
     "layers": _layers,
     "ddp": _ddp,
 }

@@ -2,7 +2,7 @@
 
     torchring bench elastic                        30 kills of torchring's workers, 15 of each rival's
     torchring bench elastic --quick                3 kills of each, in one turn
-    torchring bench elastic --json results.json
+    torchring bench elastic --json results.jsonl
 
 Rivals take turns. In a turn, a rival trains a GPT of 17 M parameters (AdamW) with three workers of one thread each. A
 turn begins with undisturbed training. Then workers of all ranks get SIGKILL, and then SIGTERM, one at a time at random
@@ -62,8 +62,6 @@ def main() -> int:
     parser.add_argument("--cost-seconds", type=duration, default=120.0, help="steps with and without State in turns")
     parser.add_argument("--quick", action="store_true", help="3 kills, 1 SIGTERM, 1 turn, 10 s, and 30 s for the cost")
     parser.add_argument("--seed", type=int, default=0, help="of the moments at which signals are sent")
-    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(options.worker, options.model)
@@ -83,7 +81,7 @@ def main() -> int:
         cost = compare_cost(options.cost_seconds, options.model) if "torchring" in rivals else None
     rows = [row_of(record) | {"model": options.model} for record in records]
     report(rows, cost, about)
-    measure.write_json(options.json, rows + ([cost] if cost else []), about)
+    measure.write_rows(options.json, rows + ([cost] if cost else []), about)
     return 0
 
 

@@ -34,6 +34,8 @@ import torch
 import torch.distributed as dist
 
 import torchring
+from torchring.bench import netns
+from torchring.bench.netns import Network
 from torchring.default_world import default_world
 from torchring.launch.signals import Stopped, signals_raise
 from torchring.linux import open_process
@@ -221,6 +223,29 @@ def start_ranks(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool,
     return run_together(rank_commands(script, ranks, arguments, mpi=mpi, rendezvous=rendezvous))
 
 
+def run_on_hosts(
+    network: Network, ranks_per_host: int, script: str, arguments: Sequence[str], **environment: str
+) -> None:
+    """Run `script` on all hosts of a network, with one thread in each rank. Raises SystemExit if a rank fails.
+
+    Args:
+        environment: more variables for all ranks.
+    """
+    count = network.num_hosts * ranks_per_host
+    shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500", "WORLD_SIZE": str(count), **search_path()}
+    shared |= {"LOCAL_WORLD_SIZE": str(ranks_per_host), "GROUP_WORLD_SIZE": str(network.num_hosts)}
+    shared |= {"GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
+    shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise PyTorch warns that the addresses have no names
+    commands = []
+    for rank in range(count):
+        host, local_rank = divmod(rank, ranks_per_host)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
+        command = network.command(host, [sys.executable, script, *arguments])
+        commands.append(Command(f"rank {rank}", command, shared | own | environment))
+    if code := run_together(commands):
+        raise SystemExit(code)
+
+
 def rank_commands(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool, rendezvous: int) -> list[Command]:
     """The commands that `start_ranks` runs: one mpirun, or one command for each rank."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous), "OMP_NUM_THREADS": "1", **search_path()}
@@ -244,21 +269,20 @@ def search_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def run_worlds(script: str, worlds: Sequence[int], *, mpi: bool, json_file: str | None) -> int:
-    """Run `script --worker` with the arguments of this command, once for each world size, and write all rows to a file.
+def run_worlds(script: str, worlds: Sequence[int], *, mpi: bool, file: str | None) -> int:
+    """Run `script --worker` with the arguments of this command, once per world size, and append all rows to `file`.
 
     Rank 0 of each world passes its rows to `hand_over`. Returns 0, or the exit code of the first world that failed.
     """
     rows: list[dict[str, Any]] = []
     for ranks in worlds:
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            arguments = [*sys.argv[1:], "--worker", file.name]
+        with tempfile.NamedTemporaryFile(suffix=".json") as handed_over:
+            arguments = [*sys.argv[1:], "--worker", handed_over.name]
             code = start_ranks(script, ranks, arguments, mpi=mpi, rendezvous=free_port())
             if code:
                 return code
-            rows += json.loads(Path(file.name).read_text())
-    if json_file is not None:
-        write_json(json_file, rows, provenance() | {"script": Path(script).name})
+            rows += json.loads(Path(handed_over.name).read_text())
+    write_rows(file, rows, provenance() | {"script": Path(script).name})
     return 0
 
 
@@ -342,10 +366,16 @@ def provenance() -> dict[str, Any]:
 
 
 def parser(name: str, text: str) -> argparse.ArgumentParser:
-    """A parser for the options of the benchmark `name`, which `torchring bench` runs as a script."""
-    return argparse.ArgumentParser(
+    """A parser for the options of the benchmark `name`, which `torchring bench` runs as a script.
+
+    Has the options that all benchmarks have: --json, and --worker, with which a benchmark starts itself as a rank.
+    """
+    parser = argparse.ArgumentParser(
         prog=f"torchring bench {name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--json", type=writable, metavar="FILE", help="append the rows to this file, as JSON lines")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser
 
 
 def several(text: str) -> int:
@@ -372,12 +402,34 @@ def writable(text: str) -> str:
     return text
 
 
-def write_json(path: str | None, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Write the provenance and all rows to a file. Each row repeats the machine, versions, commit and date."""
+def write_rows(path: str | None, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Append a run to a file of JSON lines: a line with its provenance, then a line for each row.
+
+    Numbers are rounded to 5 digits. Nothing is written if `path` is None.
+    """
     if path is not None:
-        where = {key: about[key] for key in ("cores", "processor", "versions", "commit", "date") if key in about}
-        content = {"about": about, "rows": [row | where for row in rows]}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        lines = [{"about": about}, *map(_rounded, rows)]
+        with open(path, "a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def read_runs(path: str | Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """The runs in a file of `write_rows`: (provenance, rows) of each."""
+    runs: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    for line in map(json.loads, Path(path).read_text().splitlines()):
+        if "about" in line:
+            runs.append((line["about"], []))
+        else:
+            runs[-1][1].append(line)
+    return runs
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def origin(about: dict[str, Any]) -> str:

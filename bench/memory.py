@@ -1,7 +1,7 @@
 """Peak memory of training: torchring against DistributedDataParallel, each rival in processes of its own.
 
     torchring bench memory                                 mlp, vgg and gpt, 2 ranks
-    torchring bench memory --models gpt --rivals torchring alone --ranks 4 --json results.json
+    torchring bench memory --models gpt --rivals torchring alone --ranks 4 --json results.jsonl
 
 Rivals, one after the other, with plain SGD, which keeps no state for parameters:
     torchring      torchring.wrap(optimizer, model)
@@ -83,8 +83,6 @@ def main() -> int:
     parser.add_argument("--rivals", nargs="+", choices=list(RIVALS), default=list(RIVALS))
     parser.add_argument("--ranks", type=measure.several, default=2)
     parser.add_argument("--steps", type=measure.positive, default=6, help=f"more than {NUM_BUILDING_STEPS} steps")
-    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # run as a rank; rank 0 writes its row to this file
     options = parser.parse_args()
     if options.steps <= NUM_BUILDING_STEPS:
         parser.error(f"--steps must be more than {NUM_BUILDING_STEPS}, got {options.steps}")
@@ -92,7 +90,7 @@ def main() -> int:
         return work(options)
     rows = [measure_rival(model, rival, options) for model in options.models for rival in options.rivals]
     about = measure.provenance() | {"ranks": options.ranks, "steps": options.steps, "script": Path(__file__).name}
-    measure.write_json(options.json, rows, about)
+    measure.write_rows(options.json, rows, about)
     report(rows, about)
     return 0
 

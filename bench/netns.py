@@ -19,6 +19,7 @@ Needs Linux, root and iproute2; `why_unavailable` says which one is missing.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import itertools
@@ -182,6 +183,15 @@ def bits_per_second(rate: str) -> int:
     if not bits:
         raise ValueError(f"a rate is a number and bit, kbit, mbit, gbit or tbit, such as '1gbit', got {rate!r}")
     return bits
+
+
+def rate(text: str) -> str:
+    """Parse a rate on a command line."""
+    try:
+        bits_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _remove_abandoned() -> None:

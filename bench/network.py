@@ -1,7 +1,7 @@
 """Training steps between hosts: torchring against DistributedDataParallel, over links of a given rate, in one run.
 
     torchring bench network                              GPT; 1 and 10 Gbit/s; 2 hosts x 1 rank and 2 hosts x 2 ranks
-    torchring bench network --rates 1gbit --layouts 4x1 --seconds 60 --json results.json
+    torchring bench network --rates 1gbit --layouts 4x1 --seconds 60 --json results.jsonl
 
 Network namespaces of this machine stand in for hosts (`netns.py`, which needs root and iproute2). The links between
 hosts have the given rate, but all ranks share the cores of one machine. Each rank has one thread. Rivals take turns,
@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchring
 from torchring.bench import measure, netns, step
-from torchring.bench.measure import Command, Spread
+from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.bench.netns import Network
 from torchring.bench.step import Trainer
@@ -59,7 +59,6 @@ from torchring.launch.arguments import duration
 
 ROUNDED = ("torchring bf16", "ddp fp16")
 LARGEST_WEIGHT_DIFFERENCE = {"ddp": 1e-3, "torchring bf16": 2e-2, "ddp fp16": 2e-2, "alone": float("inf")}
-PORT = 29500  # always free, as the namespaces are new
 PROBE_BYTES = 32 << 20
 
 
@@ -89,14 +88,12 @@ class Layout:
 def main() -> int:
     parser = measure.parser("network", __doc__ or "")
     parser.add_argument(
-        "--rates", type=_rate, nargs="+", default=["1gbit", "10gbit"], help="of the links, as tc writes them"
+        "--rates", type=netns.rate, nargs="+", default=["1gbit", "10gbit"], help="of the links, as tc writes them"
     )
     parser.add_argument("--layouts", type=Layout.parse, nargs="+", default=[Layout(2, 1), Layout(2, 2)])
     parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
     parser.add_argument("--seconds", type=duration, default=40.0, help="time for each rate and layout")
     parser.add_argument("--most", type=measure.positive, default=30, help="largest number of steps of each rival")
-    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # run as a rank; rank 0 writes its row to this file
     options = parser.parse_args()
     if options.worker is not None:
         return work(options)
@@ -109,7 +106,7 @@ def main() -> int:
             for rate in options.rates:
                 rows.append(measure_link(layout, rate, options))
     about = measure.provenance() | {"script": Path(__file__).name}
-    measure.write_json(options.json, rows, about)
+    measure.write_rows(options.json, rows, about)
     report(rows, about)
     return 0
 
@@ -118,19 +115,9 @@ def measure_link(layout: Layout, rate: str, options: argparse.Namespace) -> dict
     """Run the ranks on hosts that are joined by links of `rate`. Returns the row that rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder, Network(layout.hosts, rate=rate) as network:
         file = Path(folder, "row.json")
-        worker = [sys.executable, __file__, "--model", options.model, "--worker", str(file)]
-        worker += ["--seconds", str(options.seconds), "--most", str(options.most)]
-        shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(layout.num_ranks)}
-        shared |= {"LOCAL_WORLD_SIZE": str(layout.ranks_per_host), "GROUP_WORLD_SIZE": str(layout.hosts)}
-        shared |= {"GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
-        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise PyTorch warns that the addresses have no names
-        commands = []
-        for rank in range(layout.num_ranks):
-            host, local_rank = divmod(rank, layout.ranks_per_host)
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
-            commands.append(Command(f"rank {rank}", network.command(host, worker), shared | own))
-        if code := measure.run_together(commands):
-            raise SystemExit(code)
+        arguments = ["--model", options.model, "--worker", str(file)]
+        arguments += ["--seconds", str(options.seconds), "--most", str(options.most)]
+        measure.run_on_hosts(network, layout.ranks_per_host, __file__, arguments)
         row: dict[str, Any] = json.loads(file.read_text())
     bytes_on_the_link = 2 * (layout.hosts - 1) / layout.hosts * row["bytes"]
     floor_ms = bytes_on_the_link * 8 / netns.bits_per_second(rate) * 1e3
@@ -331,14 +318,6 @@ def bound_ms(row: dict[str, Any], rival: str) -> tuple[float, float]:
     share = 2 * (hosts - 1) / hosts / (row["link_gigabytes_per_second"] * 1e6)  # milliseconds for each byte
     num_bytes = row["bytes"] / (2 if rival in ROUNDED else 1)
     return num_bytes * share - row["backward_ms"], row["last_bucket_bytes"][rival] * share
-
-
-def _rate(text: str) -> str:
-    try:
-        netns.bits_per_second(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 if __name__ == "__main__":

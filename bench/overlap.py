@@ -216,7 +216,6 @@ def main() -> int:
     parser.add_argument("--warmup", type=measure.positive, default=6, help="number of steps before the profiled step")
     parser.add_argument("--trace", type=measure.writable, metavar="FILE", help="where to write the Chrome trace")
     parser.add_argument("--from-trace", metavar="FILE", help="analyse this trace instead of profiling a step")
-    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the results to this file")
     options = parser.parse_args()
     about = measure.provenance() | {"script": Path(__file__).name}
     if options.from_trace:
@@ -287,7 +286,7 @@ def report(overlap: Overlap, row: dict[str, Any], about: dict[str, Any], json_fi
         )
     lines = [vars(line) for line in overlap.lines]
     share = overlap.share if overlap.num_kernels else None
-    measure.write_json(json_file, [row | vars(overlap) | {"lines": lines, "share": share}], about)
+    measure.write_rows(json_file, [row | vars(overlap) | {"lines": lines, "share": share}], about)
     return 0 if overlap.num_kernels else 1
 
 

@@ -1,7 +1,7 @@
 """Are the report's predictions right? Steps of 1 and of 2 hosts predict those of more hosts, which are then measured.
 
     torchring bench prediction                          MLP; 1 Gbit/s; 1 and 2 hosts predict 3 and 4
-    torchring bench prediction --model gpt --rate 10gbit --json results.json
+    torchring bench prediction --model gpt --rate 10gbit --json results.jsonl
 
 Network namespaces of this machine stand in for hosts (`netns.py`, which needs root and iproute2), with one rank of
 one thread each. Each number of hosts trains for some steps and leaves a trace. `torchring report` makes its
@@ -14,7 +14,6 @@ most of the time.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -23,8 +22,8 @@ from typing import Any
 import torch
 
 import torchring
-from torchring.bench import measure, netns
-from torchring.bench.measure import Command, Spread
+from torchring.bench import measure, netns, step
+from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS
 from torchring.rendezvous.environment import TRACE
 from torchring.report.analysis import Analysis, analyse
@@ -33,19 +32,16 @@ from torchring.report.merge import load
 
 ORIGINS = (1, 2)
 _BUCKET_MB = 12.0  # the default between hosts; two hosts would have them tuned, more would not
-PORT = 29500  # always free, as the namespaces are new
 
 
 def main() -> int:
     parser = measure.parser("prediction", __doc__ or "")
     parser.add_argument("--model", choices=sorted(MODELS), default="mlp")
-    parser.add_argument("--rate", type=rate, default="1gbit", help="of the links, as tc writes it")
+    parser.add_argument("--rate", type=netns.rate, default="1gbit", help="of the links, as tc writes it")
     parser.add_argument("--hosts", type=measure.several, nargs="+", default=[3, 4], help="numbers to predict")
     parser.add_argument(
         "--steps", type=measure.positive, default=15, help="of each number of hosts; the first 3 do not count"
     )
-    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         train(options.model, options.steps)
@@ -60,53 +56,24 @@ def main() -> int:
         row_of(analyses[origin], analyses[hosts]) for origin in ORIGINS for hosts in options.hosts if hosts > origin
     ]
     report(rows, about)
-    measure.write_json(options.json, rows, about)
+    measure.write_rows(options.json, rows, about)
     return 0
 
 
 def measured(hosts: int, options: argparse.Namespace) -> Analysis:
     """Train on so many hosts, and analyse the trace."""
     with tempfile.TemporaryDirectory() as folder, netns.Network(hosts, rate=options.rate) as network:
-        worker = [sys.executable, __file__, "--model", options.model, "--steps", str(options.steps), "--worker"]
-        shared = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(PORT), "WORLD_SIZE": str(hosts)}
-        shared |= {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": str(hosts), "LOCAL_RANK": "0"}
-        shared |= {"GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1", TRACE: folder}
-        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise PyTorch warns that the addresses have no names
-        commands = [
-            Command(
-                f"rank {rank}", network.command(rank, worker), shared | {"RANK": str(rank), "GROUP_RANK": str(rank)}
-            )
-            for rank in range(hosts)
-        ]
-        if code := measure.run_together(commands):
-            raise SystemExit(code)
-        given = network_of(gigabits_per_s(options.rate)) if hosts == 1 else None
+        arguments = ["--model", options.model, "--steps", str(options.steps), "--worker", "train"]
+        measure.run_on_hosts(network, 1, __file__, arguments, **{TRACE: folder})
+        given = network_of(netns.bits_per_second(options.rate) / 1e9) if hosts == 1 else None
         return analyse(load(Path(folder)), given, sizes=options.hosts)
-
-
-def rate(text: str) -> str:
-    """The rate of a link, as on the command line."""
-    gigabits_per_s(text)
-    return text
-
-
-def gigabits_per_s(rate: str) -> float:
-    """100mbit -> 0.1. Raises argparse.ArgumentTypeError for other units of tc than bit, kbit, mbit, gbit."""
-    match = re.fullmatch(r"([\d.]+)([kmg]?)bit", rate.lower())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{rate!r} is no rate such as 1gbit or 100mbit")
-    return float(match[1]) * {"": 1e-9, "k": 1e-6, "m": 1e-3, "g": 1.0}[match[2]]
 
 
 def train(model: str, steps: int) -> None:
     """As a rank."""
     workload = MODELS[model]()
     torch.set_num_threads(1)
-    optimizer = torchring.wrap(
-        torch.optim.SGD(workload.model.parameters(), lr=1e-3),
-        workload.model,
-        bucket_mb=_BUCKET_MB,
-    )
+    optimizer = torchring.wrap(step.sgd(workload.model), workload.model, bucket_mb=_BUCKET_MB)
     batch = workload.batch(seed=torchring.rank())
     for _ in range(steps):
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """Whole training steps: torchring against DistributedDataParallel, and Horovod where it is installed, in one run.
 
     torchring bench step                           all models, 2 ranks, one thread each
-    torchring bench step --models mlp gpt --json results.json
+    torchring bench step --models mlp gpt --json results.jsonl
 
 Rivals take turns (see turns.py). Each rival trains its own copy of the model in processes of its own, from the same
 weights and on the same batches. A step is zero_grad, forward, backward and step. "alone" trains without communication.
@@ -19,7 +19,6 @@ At the end all rivals must have the same weights, to within rounding. "alone" mu
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -66,8 +65,6 @@ def main() -> int:
     parser.add_argument("--rivals", nargs="+", choices=[*RIVALS, "horovod"], help="beside torchring and alone")
     parser.add_argument("--seconds", type=duration, default=30.0, help="time for each model")
     parser.add_argument("--most", type=measure.positive, default=120, help="largest number of steps that count")
-    parser.add_argument("--json", type=measure.writable, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         torch.set_num_threads(1)
@@ -80,7 +77,7 @@ def main() -> int:
         table = [compare(name, ranks, options.seconds, options.most, options.rivals) for name in options.models]
         report(table, about | {"ranks": ranks})
         rows += table
-    measure.write_json(options.json, rows, about)
+    measure.write_rows(options.json, rows, about)
     return 0
 
 

@@ -53,10 +53,6 @@ SIGNATURES = {
     "broadcast": "(tensor: 'torch.Tensor', src: 'int' = 0, async_op: 'bool' = False) -> 'torch.Tensor | Work'",
     "broadcast_object": "(obj: '_T | None', src: 'int' = 0) -> '_T'",
     "broadcast_optimizer_state": "(optimizer: 'Optimizer', src: 'int' = 0) -> 'None'",
-    "compile": (
-        "(model: 'Any' = None, *, bucket_mb: 'float' = 25.0, backend: 'str | Callable[..., Any]' = 'inductor', "
-        "**options: 'Any') -> 'Any'"
-    ),
     "convert_sync_batchnorm": "(module: 'torch.nn.Module') -> 'torch.nn.Module'",
     "broadcast_parameters": ("(model_or_state_dict: 'torch.nn.Module | Mapping[str, Any]', src: 'int' = 0) -> 'None'"),
     "device": "() -> 'torch.device'",

@@ -62,7 +62,6 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
-    from torchring.dynamo import compile
     from torchring.errors import (
         GradientError,
         PeerLostError,
@@ -100,7 +99,6 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "compile",
     "convert_sync_batchnorm",
     "device",
     "init",
@@ -138,7 +136,6 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
         "collectives": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object "
         "reduce_scatter",
         "default_world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
-        "dynamo": "compile",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
         "gradients.stats": "Stats",
         "joining": "join",

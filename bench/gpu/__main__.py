@@ -118,7 +118,7 @@ def main() -> int:
         problems = sum("problem" in row for row in found)
         said = f"{len(found)} rows" + (f", {problems} with a problem" if problems else "")
         print(f"{job.name}: {said}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-        measure.write_json(output, rows, about)
+        measure.write_rows(output, rows, about)
     if output is not None:
         print(f"All rows are in {output}", file=sys.stderr)
     report(rows, about)

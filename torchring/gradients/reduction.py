@@ -163,8 +163,9 @@ class Reduction:
 
     @property
     def reason(self) -> str:
-        """Why this algorithm was chosen; if torchring tunes the plan, why this plan."""
-        return self.choice.reason if self._tuner is None else f"{self.choice.reason}; {self._tuner.reason}"
+        """See `Stats.reason`."""
+        tuned = self._tuner.reason if self._tuner is not None else ""
+        return "; ".join(filter(None, [self.choice.reason, tuned, self._recording.finding]))
 
     @property
     def mark_ready(self) -> Callable[[int], None]:

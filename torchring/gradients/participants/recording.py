@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -20,6 +21,7 @@ from torchring.world import World
 _MOST_EXPOSED: Final = 0.9  # of communication, where backward hides some
 _MOST_OPTIMIZERS: Final = 16  # that are kept in mind: a script may wrap one again and again
 _ROUNDS_BETWEEN_CLOCKS: Final = 500  # clocks drift by some microseconds a second
+_logger: Final = logging.getLogger("torchring")
 
 
 class RoundRecording:
@@ -61,13 +63,27 @@ class RoundRecording:
             ready = tuple(at if at < 0 else max(0, at - began) for at in current.arrivals)
             recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
             # With "inline" nothing is hidden in any case.
-            if len(scheduler.buckets) > 1 and rounds.overlap != "inline" and self._world.rank == 0:
+            if len(scheduler.buckets) > 1 and rounds.overlap != "inline" and not self._bursts.finding:
                 input_began, is_forward_known = recorder.last_input()
                 # What a device hides is known in one of the next rounds.
                 hides = rounds.knows_at_once and current.exposed_seconds < _MOST_EXPOSED * current.busy_seconds
                 before_ns = began - input_began
                 self._bursts.note(ready, before_ns, is_forward_known=is_forward_known, hides=hides)
+                if self._bursts.finding:
+                    self._tell(self._bursts.finding)
         recorder.add_round(scheduler.times, stall_ns, current.packing_ns, rounds.reductions)
+
+    @property
+    def finding(self) -> str:
+        """Why hardly any communication is hidden, if the reason is known: a sentence, or ""."""
+        return self._bursts.finding
+
+    def _tell(self, finding: str) -> None:
+        about = self._recorder.about
+        if about is not None:
+            self._recorder.about = replace(about, reason=f"{about.reason}; {finding}")
+        if self._world.rank == 0:
+            _logger.warning(finding)
 
     def note_plan(self, buckets: Sequence[Bucket], specs: Sequence[ParameterSpec], reason: str) -> None:
         """The buckets are laid out like this from now on, for that reason: see `Stats.reason`."""

@@ -85,7 +85,7 @@ def _note_collection(phase: str, info: dict[str, int]) -> None:
 def watch(recorder: Recorder) -> None:
     """Tell `recorder` from now on."""
     if not _recorders:
-        if DataLoader.__iter__ is _begin:  # `torchring bench scaling` may have put in its own
+        if DataLoader.__iter__ is _begin:  # a script may have put in its own
             DataLoader.__iter__ = _timed_begin  # type: ignore[method-assign]
         _BaseDataLoaderIter.__next__ = _timed_load  # type: ignore[method-assign, assignment]
         if _note_collection not in gc.callbacks:
