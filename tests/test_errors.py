@@ -23,6 +23,7 @@ from torchring.errors import (
     TopologyError,
     decode_error,
     encode_error,
+    ranks_in_words,
 )
 
 ALL = [RingError, PlanMismatchError, PeerLostError, PeerTimeoutError, GradientError, TopologyError]
@@ -231,3 +232,11 @@ def test_of_many_threads_that_fail_at_once_one_is_first() -> None:
             are_first = list(pool.map(fail, errors_of_threads))
         assert sorted(are_first) == [False, False, False, True]
         assert failure.error is errors_of_threads[are_first.index(True)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([5, 0, 1, 2], "ranks 0-2, 5"), ([0, 2], "ranks 0, 2")],
+)
+def test_ranks_in_words(ranks: list[int], text: str) -> None:
+    assert ranks_in_words(ranks) == text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
 
@@ -104,6 +104,18 @@ class GradientError(RingError):
 
 class TopologyError(RingError):
     """The launcher's environment is incomplete or contradicts itself, or ranks do not fit the requested algorithm."""
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """[3] -> "rank 3", [1, 2] -> "ranks 1, 2", [0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'' if len(runs) == 1 == len(runs[0]) else 's'} {', '.join(texts)}"
 
 
 class FirstFailure:

@@ -718,7 +718,7 @@ def test_words() -> None:
     )
     many = {rank: Peer(snapshot(3)) for rank in range(1, 12)}
     text = describe_wait(0, wait_for(), many, 30.0, 30.0)
-    assert "for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more. Rank 1 " in text
+    assert "for ranks 1-11. Rank 1 " in text
     assert "Rank 8 " in text
     assert "Rank 9 " not in text
     assert "All ranks have come there" in describe_wait(0, wait_for(), {1: Peer(snapshot(5, 4))}, 30.0, 30.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from unittest import mock
 
@@ -527,26 +528,20 @@ def test_an_alarm_from_elsewhere_leaves_nothing_behind_here() -> None:
     assert check.has_changed()
 
 
-def test_many_parameters_are_watched_in_turn() -> None:
-    """At most _WATCHED at a time; as steps go by, each has its turn, however their number divides."""
+def test_of_many_parameters_some_are_watched_all_over_the_model() -> None:
     for count in (1, replicas._WATCHED, replicas._WATCHED + 1, 100, 2 * replicas._WATCHED, 1000):
         check = CountingCheck(count)
-        seen: set[int] = set()
+        check.accept()
         place = {id(parameter): i for i, parameter in enumerate(check.parameters)}
-        turns = 0
-        while len(seen) < count:
-            check.accept()
-            watched = [place[id(parameter)] for parameter, _ in check._watched]
-            assert 0 < len(watched) <= replicas._WATCHED
-            seen.update(watched)
-            turns += 1
-            assert turns <= 2 * count, f"{count - len(seen)} of {count} are never watched"
-            for index in range(count):
-                check._changed = False
-                check.write(index)
-                assert check.has_changed() is (index in watched)
-                check._watched = [(p, p._version) for p, _ in check._watched]
+        watched = [place[id(parameter)] for parameter, _ in check._watched]
+        assert 0 < len(watched) <= replicas._WATCHED
+        gaps = [b - a for a, b in itertools.pairwise([*watched, count])]
+        assert max(gaps) <= 1 + count // replicas._WATCHED
+        for index in range(count):
             check._changed = False
+            check.write(index)
+            assert check.has_changed() is (index in watched)
+            check._watched = [(p, p._version) for p, _ in check._watched]
 
 
 def test_alarms_are_followed_up_ever_more_rarely_and_the_rhythm_goes_on() -> None:

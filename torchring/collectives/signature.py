@@ -11,7 +11,7 @@ from typing import Final, Literal, get_args
 
 import torch
 
-from torchring.errors import PlanMismatchError, in_step
+from torchring.errors import PlanMismatchError, in_step, ranks_in_words
 
 Op = Literal["mean", "sum", "min", "max", "product"]
 OPS: Final = get_args(Op)
@@ -88,10 +88,7 @@ def first_difference(descriptions: Sequence[Sequence[str]]) -> str:
         parts = []
         for text in dict.fromkeys(said):
             ranks = [rank for rank, other in enumerate(said) if other == text]
-            parts.append(f"{_ranks(ranks)} {text.split(': ', 1)[-1] or 'nothing'}")
+            have = "has" if len(ranks) == 1 else "have"
+            parts.append(f"{ranks_in_words(ranks)} {have} {text.split(': ', 1)[-1] or 'nothing'}")
         return f"ranks disagree about {subject}: {'; '.join(parts)}"
     return "ranks do not disagree"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"

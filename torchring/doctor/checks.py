@@ -10,6 +10,7 @@ from typing import Final
 
 from torchring.doctor.facts import usable_cores
 from torchring.doctor.report import Finding, RankFacts, Report
+from torchring.errors import ranks_in_words
 from torchring.memory.handover import why_no_handover
 
 # A rank's own Python and torch, before a model: 0.3 GiB.
@@ -32,8 +33,8 @@ def check_presence(report: Report) -> list[Finding]:
             Finding(
                 "wrong",
                 "missing",
-                f"{name_ranks(missing)} of {report.size} did not show up within {report.timeout_seconds:g} s: never "
-                "started, stuck in an import, or without a way to the rendezvous; see what the launcher says of "
+                f"{ranks_in_words(missing)} of {report.size} did not show up within {report.timeout_seconds:g} s: "
+                "never started, stuck in an import, or without a way to the rendezvous; see what the launcher says of "
                 f"{'it' if len(missing) == 1 else 'them'}",
             )
         )
@@ -45,11 +46,11 @@ def check_versions(report: Report) -> list[Finding]:
     packages = list(dict.fromkeys(name for rank in report.ranks for name in rank.versions))
     for name in packages:
         if len(by := _group(report.ranks, _version_of(name))) > 1:
-            differ = ", ".join(f"{version or 'missing'} on {name_ranks(ranks)}" for version, ranks in by.items())
+            differ = ", ".join(f"{version or 'missing'} on {ranks_in_words(ranks)}" for version, ranks in by.items())
             level = "wrong" if name in _MUST_BE_EQUAL else "warning"
             found.append(Finding(level, "versions", f"{name} is {differ}; install the same version everywhere"))
     if len(by := _group(report.ranks, lambda rank: rank.platform)) > 1:
-        differ = "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in by.items())
+        differ = "; ".join(f"{text} on {ranks_in_words(ranks)}" for text, ranks in by.items())
         text = (
             f"platforms differ ({differ}): such ranks share no memory, and round differently; use one kind of machine"
         )
@@ -63,7 +64,7 @@ def check_versions(report: Report) -> list[Finding]:
 
 
 def check_hosts(report: Report) -> list[Finding]:
-    texts = [f"{ranks[0].hostname}: {name_ranks(r.rank for r in ranks)}" for ranks in machines(report)]
+    texts = [f"{ranks[0].hostname}: {ranks_in_words(r.rank for r in ranks)}" for ranks in machines(report)]
     return [Finding("ok", "hosts", "; ".join(texts))] if texts else []
 
 
@@ -121,10 +122,10 @@ def check_sharing(report: Report) -> list[Finding]:
             reasons = {_why_apart(facts_of[a[0]], facts_of[b[0]]) for a, b in combinations(groups, 2)} - {""}
             unknown = "the hand-over failed, for a reason that does not show in the facts"
             reason = " and ".join(sorted(reasons)) or unknown
-            text = f"{' and '.join(map(name_ranks, groups))} are on one machine and share no memory: {reason}"
+            text = f"{' and '.join(map(ranks_in_words, groups))} are on one machine and share no memory: {reason}"
             found.append(Finding("warning", "sharing", f"{text}; they will use the network, which is slower"))
         elif groups and len(numbers) > 1:
-            found.append(Finding("ok", "sharing", f"{name_ranks(numbers)} share memory"))
+            found.append(Finding("ok", "sharing", f"{ranks_in_words(numbers)} share memory"))
     return found
 
 
@@ -165,19 +166,19 @@ def check_backends(report: Report) -> list[Finding]:
     several = _has_several_hosts(report)
     without = [rank.rank for rank in report.ranks if not rank.has_gloo]
     if without and several:
-        text = f"torch on {name_ranks(without)} is built without Gloo, which carries gradients between hosts"
+        text = f"torch on {ranks_in_words(without)} is built without Gloo, which carries gradients between hosts"
         found.append(Finding("wrong", "backends", f"{text}; install a build that has it"))
     broken = [rank.rank for rank in report.ranks if rank.mpi == ""]
     if broken:
-        text = f"mpi4py is installed but does not load on {name_ranks(broken)}; "
+        text = f"mpi4py is installed but does not load on {ranks_in_words(broken)}; "
         text += "`python -c 'from mpi4py import MPI'` there says why"
         found.append(Finding("warning", "backends", text))
     lacking = [rank.rank for rank in report.ranks if rank.mpi is None]
     if report.launcher.startswith("mpi") and lacking:
-        text = f"started by {report.launcher}, but {name_ranks(lacking)} lack mpi4py, so MPI cannot carry gradients"
+        text = f"started by {report.launcher}, but {ranks_in_words(lacking)} lack mpi4py, so MPI cannot carry gradients"
         found.append(Finding("warning", "backends", f"{text}; pip install mpi4py, built for that MPI"))
     if len(by := _group([rank for rank in report.ranks if rank.mpi], lambda rank: rank.mpi)) > 1:
-        differ = ", ".join(f"{library} on {name_ranks(ranks)}" for library, ranks in by.items())
+        differ = ", ".join(f"{library} on {ranks_in_words(ranks)}" for library, ranks in by.items())
         found.append(Finding("warning", "backends", f"MPI is {differ}; such ranks may not understand each other"))
     if report.ranks and not found:
         first = report.ranks[0]
@@ -226,7 +227,7 @@ def check_gloo_addresses(report: Report) -> list[Finding]:
         return []
     addresses = ", ".join(dict.fromkeys(rank.gloo_address for rank in report.ranks))
     if public := [rank.rank for rank in report.ranks if is_public(rank.gloo_address)]:
-        text = f"{name_ranks(public)} would listen at a public address ({addresses}); set GLOO_SOCKET_IFNAME to an "
+        text = f"{ranks_in_words(public)} would listen at a public address ({addresses}); set GLOO_SOCKET_IFNAME to an "
         text += "interface of a private network, or have a firewall keep strangers out"
         return [Finding("warning", "Gloo", text)]
     return [Finding("ok", "Gloo", f"listens at {addresses}")]
@@ -238,8 +239,8 @@ def check_paths(report: Report) -> list[Finding]:
         Finding(
             "wrong",
             "transfer",
-            f"{path.kind} between {name_ranks(path.ranks)}: what arrived is not what was sent; do not train on it, and "
-            "have the memory and the network of these machines tested",
+            f"{path.kind} between {ranks_in_words(path.ranks)}: what arrived is not what was sent; do not train on it, "
+            "and have the memory and the network of these machines tested",
         )
         for path in report.paths
         if not path.arrived_intact
@@ -267,18 +268,6 @@ def machines(report: Report) -> list[list[RankFacts]]:
     for rank in report.ranks:
         grouped[rank.machine].append(rank)
     return list(grouped.values())
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """[3] -> "rank 3"; [0, 1, 2, 5] -> "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [f"{first}-{last}" if first < last else str(first) for first, last in runs]
-    return f"rank{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {', '.join(texts)}"
 
 
 def is_public(address: str) -> bool:

@@ -21,10 +21,9 @@ from torchring import default_world as worlds
 from torchring.allreduce.select import choose
 from torchring.default_world import Backend
 from torchring.doctor import probe
-from torchring.doctor.checks import name_ranks
 from torchring.doctor.facts import gather, listening_addresses
 from torchring.doctor.report import ChoiceFacts, PathFacts, RankFacts, Report, StoreFacts, read
-from torchring.errors import RingError, TopologyError
+from torchring.errors import RingError, TopologyError, ranks_in_words
 from torchring.rendezvous.addresses import resolve
 from torchring.rendezvous.environment import LaunchEnvironment
 from torchring.rendezvous.rendezvous import Rendezvous
@@ -155,9 +154,9 @@ def _run_stage(rendezvous: Rendezvous, report: Report, label: str, stage: Callab
     report.choices += [read(ChoiceFacts, item) for item in of_first.get("choices", [])]
     silent = [rank for rank in range(rendezvous.size) if rank not in results]
     if silent:
-        report.problems.append(f"{name_ranks(silent)} stopped answering while {label}")
+        report.problems.append(f"{ranks_in_words(silent)} stopped answering while {label}")
     for text, ranks in failures.items():
-        report.problems.append(f"{label} failed on {name_ranks(ranks)}: {text}")
+        report.problems.append(f"{label} failed on {ranks_in_words(ranks)}: {text}")
     return not silent and not failures
 
 

@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from torchring.doctor.checks import machines, name_ranks
+from torchring.doctor.checks import machines
 from torchring.doctor.report import ChoiceFacts, Finding, PathFacts, Report, verdict
+from torchring.errors import ranks_in_words
 
 _WIDTH: Final = 110
 _LEVELS: Final = {"ok": "ok", "note": "", "warning": "WARNING", "wrong": "WRONG"}
@@ -60,7 +61,11 @@ def _path_row(report: Report, path: PathFacts) -> list[str]:
     speed = f"{path.gigabytes_per_second:.3g} GB/s"
     how = "all-reduce" if path.kind == "shared memory" else "each way"
     latency = f"{path.latency_us:.0f} us" if path.latency_us >= 10 else f"{path.latency_us:.1f} us"
-    return [f"{path.kind}, {name_ranks(path.ranks)}{where}", latency, f"{speed} {how} ({human_bytes(path.num_bytes)})"]
+    return [
+        f"{path.kind}, {ranks_in_words(path.ranks)}{where}",
+        latency,
+        f"{speed} {how} ({human_bytes(path.num_bytes)})",
+    ]
 
 
 def _choice_rows(choices: Sequence[ChoiceFacts]) -> list[list[str]]:

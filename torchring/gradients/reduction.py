@@ -20,7 +20,7 @@ from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.allreduce.select import open_chosen, open_mover
 from torchring.collectives.service import Collectives, collectives_of, internal_collectives_of
-from torchring.errors import GradientError, in_step
+from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.ledger import GradientStatus, is_zero
 from torchring.gradients.participants.buffers import BufferSpec, BufferSync, Place, SyncBuffers
@@ -315,7 +315,7 @@ class Reduction:
             others = [rank for rank, is_unweighted in enumerate(without) if int(is_unweighted)]
             raise in_step(
                 GradientError(
-                    f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} did not call "
+                    f"{ranks_in_words(others)} did not call "
                     "optimizer.weigh() before this backward(), and other ranks did; call it on all ranks",
                     rank=self.world.rank,
                     peers=others,

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore
 from torchring.collectives.operations import Backend
 from torchring.collectives.service import Collectives
 from torchring.dynamo import run_eagerly
-from torchring.errors import RingError
+from torchring.errors import RingError, ranks_in_words
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Plane, carry_out, carry_out_inline, payload_of
 from torchring.horovod.negotiation import (
@@ -311,7 +311,7 @@ class Engine:
             if operation is None:
                 continue
             waited = now - operation.since
-            text = f"{operation.request.kind} {key[1]!r} has waited {waited:.1f} s for {_ranks(missing)}"
+            text = f"{operation.request.kind} {key[1]!r} has waited {waited:.1f} s for {ranks_in_words(missing)}"
             if waited > self._settings.stall_warning_seconds and key not in self._warned:
                 self._warned.add(key)
                 _logger.warning("%s", text)
@@ -360,7 +360,7 @@ class Engine:
         if most is None:
             self.turns.limit(None)
             return
-        ranks = _ranks(sorted(self._negotiation.joined))
+        ranks = ranks_in_words(self._negotiation.joined)
         self.turns.limit(most, f"{ranks} called hvd.join(no SyncBatchNorm layer may train meanwhile)")
 
     def _message(self, operations: Sequence[Operation]) -> tuple[bytes, list[bytes]]:
@@ -533,7 +533,3 @@ def _payloads(
         start = sum(request.num_bytes for request in submitted[rank][:position] if request.is_inline)
         found[rank] = values[rank][start : start + submitted[rank][position].num_bytes]
     return found
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

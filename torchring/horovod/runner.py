@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from torchring.errors import ranks_in_words
 from torchring.launch import task
 from torchring.launch.horovodrun import SOCKETS
 from torchring.launch.launcher import Host, LaunchError, is_here, parse_hostfile, parse_hosts, start
@@ -159,9 +160,9 @@ def _results(folder: Path, number: int, code: int) -> list[Any]:
             error = None
         raise RuntimeError(f"rank {failed['rank']} of {number} failed:\n{failed['traceback']}") from error
     files = [folder / f"{task.RESULT}{rank}" for rank in range(number)]
-    missing = [str(rank) for rank, file in enumerate(files) if not file.exists()]
+    missing = [rank for rank, file in enumerate(files) if not file.exists()]
     if code or missing:
         how = f"signal {code - _STOPPED}" if code > _STOPPED else f"exit code {code}"
-        who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} returned nothing" if missing else "a process failed"
+        who = f"{ranks_in_words(missing)} returned nothing" if missing else "a process failed"
         raise RuntimeError(f"{who}, of {number} processes; they ended with {how}")
     return [pickle.loads(file.read_bytes()) for file in files]

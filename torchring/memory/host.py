@@ -36,6 +36,7 @@ from torchring.errors import (
     RingError,
     decode_error,
     encode_error,
+    ranks_in_words,
 )
 from torchring.linux import boot_id, create_memory, network_id, open_process
 from torchring.memory.links import Listener, credentials, meet
@@ -352,7 +353,7 @@ def connect(rendezvous: Rendezvous) -> HostGroup:
 
 
 def _warn_of_neighbours(groups: Sequence[Sequence[int]], reasons: Sequence[str]) -> None:
-    names = " and ".join(f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}" for group in groups)
+    names = " and ".join(map(ranks_in_words, groups))
     _logger.warning(
         f"{names} run on one machine, in one network namespace, but cannot share memory: {'; '.join(reasons[:4])}. "
         "Between them gradients go through the network, which is slower; start all ranks of a machine as one user, and "

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from torchring.errors import PeerLostError, PeerTimeoutError, RingError, decode_error, encode_error
+from torchring.errors import PeerLostError, PeerTimeoutError, RingError, decode_error, encode_error, ranks_in_words
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous, ended_key
 
@@ -101,7 +101,7 @@ class Culprits:
         return self.signed(error, seconds)
 
     def _fault_of(self, culprits: Sequence[int], timed_out: bool) -> RingError:
-        names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits))}" if culprits else "some rank"
+        names = ranks_in_words(culprits) if culprits else "some rank"
         if timed_out:
             text = f"{names} did not answer within {self._timeout_seconds:g} s"
             with contextlib.suppress(RingError):
@@ -129,9 +129,8 @@ class Culprits:
 
     def _was_late(self, waiting: Sequence[int]) -> RingError:
         """The ranks `waiting` waited too long for this rank."""
-        names = ", ".join(map(str, waiting))
         return PeerTimeoutError(
-            f"rank{'s' if len(waiting) > 1 else ''} {names} waited for this rank for {self._timeout_seconds:g} s and "
+            f"{ranks_in_words(waiting)} waited for this rank for {self._timeout_seconds:g} s and "
             "gave up; it computed for longer, or was stopped (SIGSTOP, a suspended machine)",
             peers=(self._rendezvous.rank,),
         )

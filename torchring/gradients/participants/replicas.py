@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 
 from torchring.collectives.digests import digests
 from torchring.collectives.service import internal_collectives_of
-from torchring.errors import GradientError, in_step
+from torchring.errors import GradientError, in_step, ranks_in_words
 from torchring.world import World
 
 STEPS_BETWEEN_CHECKS: Final = 100  # a check reads every parameter: 70 ms for 42 M on one core
-_WATCHED: Final = 64  # how many parameters are watched at a time, in turn: reading a version takes up to 1 us
+_WATCHED: Final = 64  # parameters at most, evenly spread: reading a version takes up to 1 us
 _SENT_TOGETHER: Final = 32  # how many parameters of rank 0 are here twice
 _LEAST_SCALE: Final = 1e-3  # of the elements of a parameter, as differences of rounding do not shrink with them
 
@@ -56,7 +56,6 @@ class ReplicaCheck:
         self._num_rounds = 0
         self._num_steps = 0
         self._num_alarms = 0
-        self._num_accepted = 0
         self._watched: list[tuple[torch.nn.Parameter, int]] = []
         self._changed = False
 
@@ -68,11 +67,8 @@ class ReplicaCheck:
 
     def accept(self) -> None:
         """The optimizer has stepped, or is stepping: the parameters are as they should be."""
-        parameters = list(self._names)
-        num_windows = math.ceil(len(parameters) / _WATCHED)
-        start = self._num_accepted % num_windows * _WATCHED
-        self._num_accepted += 1
-        self._watched = [(p, p._version) for p in parameters[start : start + _WATCHED]]
+        distance = math.ceil(len(self._names) / _WATCHED)
+        self._watched = [(p, p._version) for p in list(self._names)[::distance]]
 
     def accept_all(self) -> None:
         """The parameters are those of another rank now, on all ranks."""
@@ -118,7 +114,7 @@ class ReplicaCheck:
         index = int(is_other.any(dim=0).nonzero()[0])
         others = is_other[:, index].nonzero().flatten().tolist()
         parameter, name = list(self._names.items())[index]
-        differ = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(map(str, others))} differ"
+        differ = f"{ranks_in_words(others)} {'differs' if len(others) == 1 else 'differ'}"
         cause = self._cause(steps, parameter)
         if self._world.machines_differ:
             cause += (

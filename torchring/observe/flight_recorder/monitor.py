@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from torchring.errors import ranks_in_words
 from torchring.memory.host import HostGroup, SharedBlock
 from torchring.observe.flight_recorder import stacks
 from torchring.observe.flight_recorder.call_sites import place_of
@@ -65,10 +66,9 @@ def warn_of_absent(rank: int, limit: float) -> Callable[[Sequence[int], float], 
         nonlocal has_warned
         if not has_warned and ranks and seconds >= limit:
             has_warned = True
-            names = ", ".join(map(str, ranks))
             _logger.warning(
-                f"rank {rank} has waited for {duration(seconds)} in torchring.init() for rank {names}, which has not "
-                "come there yet, or cannot reach the store"
+                f"rank {rank} has waited for {duration(seconds)} in torchring.init() for {ranks_in_words(ranks)}, "
+                f"which {'has' if len(ranks) == 1 else 'have'} not come there yet, or cannot reach the store"
             )
 
     return on_wait

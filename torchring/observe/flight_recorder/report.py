@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from torchring.errors import ranks_in_words
 from torchring.observe.flight_recorder.page import CurrentWait, Snapshot
 
 _SILENT_SECONDS: Final = 5.0  # timer threads run once a second
@@ -61,7 +62,7 @@ def describe_wait(rank: int, wait: CurrentWait, peers: Mapping[int, Peer], secon
     head = f"rank {rank} has waited for {duration(seconds)} in {wait.wait}"
     if not missing:
         return f"{head}. All ranks have come there: the transfer is slow, or the network is cut"
-    text = f"{head} for {_names(missing)}. {describe_ranks(missing, peers)}"
+    text = f"{head} for {ranks_in_words(missing)}. {describe_ranks(missing, peers)}"
     waits = [peer.snapshot.waits if peer.snapshot is not None else None for peer in peers.values()]
     can_run = not any(peer.is_stopped or peer.is_silent for peer in peers.values())
     if can_run and all(other is not None and other[1] >= _LONG_WAIT * limit for other in waits):
@@ -103,12 +104,6 @@ def _describe(rank: int, peer: Peer) -> str:
     if peer.was_asked:
         text += "; it was told to print its Python stacks to its standard error"
     return text
-
-
-def _names(ranks: Sequence[int]) -> str:
-    names = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}{more}"
 
 
 def duration(seconds: float) -> str:
