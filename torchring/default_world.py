@@ -42,7 +42,6 @@ _SCRIPTS_GROUP: Final = "torch.distributed"  # in place of a launcher: the scrip
 
 _default: World | None = None
 _num_inits = 0
-_num_inits_before = 0  # the launcher last said who this process is
 _own_store: Store | None = None
 _num_groups = 0
 _own_group: dist.ProcessGroup | None = None  # the default process group, if init() made one
@@ -165,7 +164,7 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
         if launch.launcher == "none":
             raise TopologyError("backend='mpi' needs a script that mpirun started; `mpirun -np 1` will do for one rank")
         mpi_world(launch.launcher, launch.rank, launch.size, instead="init without backend='mpi'")
-    store = PrefixStore(f"torchring/{_num_inits - _num_inits_before}", base) if base is not None else None
+    store = PrefixStore(f"torchring/{_num_inits}", base) if base is not None else None
     _num_inits += 1  # before opening: a world that fails to open leaves keys behind, which the next must not read
     if _pid is None:
         atexit.register(_leave_at_exit)
@@ -258,16 +257,6 @@ def shutdown() -> None:
     group, _own_group = _own_group, None
     if group is not None and dist.group.WORLD is group and _pid == os.getpid():
         dist.destroy_process_group()
-
-
-def leave_launch() -> None:
-    """Leave the world, and forget the store at which its ranks met: the launcher says anew who this process is.
-
-    The next init() reads the environment again. Its ranks meet at a store of their own, in which no rank has met yet.
-    """
-    global _own_store, _num_inits_before
-    shutdown()
-    _own_store, _num_inits_before = None, _num_inits
 
 
 def is_initialized() -> bool:

@@ -55,11 +55,10 @@ def test_each_variable_reaches_its_setting() -> None:
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "2",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "true",
-        "HOROVOD_ELASTIC": "1",
         "HOROVOD_LOG_LEVEL": "error",
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "7",
     }
-    expected = Settings(0, 0.0025, "/tmp/t.json", True, False, 2.0, 5.0, True, True, logging.ERROR, 7.0)
+    expected = Settings(0, 0.0025, "/tmp/t.json", True, False, 2.0, 5.0, True, logging.ERROR, 7.0)
     assert read_settings(environ) == expected
     for key in environ:
         changed = {
@@ -165,7 +164,7 @@ def test_options_that_set_variables(started: list[dict[str, Any]]) -> None:
     assert env.pop("HOROVOD_CYCLE_TIME") == "9"  # what --env says counts
     read = read_settings({**env, "HOROVOD_CYCLE_TIME": "3.5"})
     timeline = os.path.abspath("t.json")
-    expected = Settings(2 * 2**20, 0.0035, timeline, True, False, 4, 5, False, False, logging.DEBUG, 6)
+    expected = Settings(2 * 2**20, 0.0035, timeline, True, False, 4, 5, False, logging.DEBUG, 6)
     assert read == expected
     assert cli.main(["run", "-np", "1", "--timeline-filename", "DYNAMIC", __file__]) == 0
     assert started[1]["env"] == {"HOROVOD_TIMELINE": "DYNAMIC"}  # nothing of the first call's
@@ -531,6 +530,16 @@ def test_incomplete_variables_of_horovod(changes: dict[str, str | None], complai
     environ = {key: value for key, value in {**worker(1, 2, 1234), **changes}.items() if value is not None}
     with pytest.raises(TopologyError, match=complaint):
         read_environment(environ)
+
+
+@pytest.mark.parametrize("size", [1, 2])  # an elastic job may begin with one worker
+def test_workers_of_horovods_elastic_launcher_are_told_what_to_use(size: int) -> None:
+    environ = worker(0, size, 1234)
+    assert read_environment({**environ, "HOROVOD_ELASTIC": "0"}).size == size
+    with pytest.raises(TopologyError, match=r"HOROVOD_ELASTIC=1.*Start elastic jobs with `torchring run --horovod`"):
+        read_environment({**environ, "HOROVOD_ELASTIC": "1"})
+    inside = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **MASTER, "HOROVOD_ELASTIC": "1"}
+    assert read_environment({**environ, **inside}).launcher == "torchrun"
 
 
 def test_torchrun_is_inside_horovodrun_and_mpirun_outside() -> None:

@@ -300,8 +300,6 @@ def test_nothing_is_unpickled_or_evaluated_but_objects_that_the_script_sends() -
         # a copy of this process's own state, which goes nowhere
         ("elastic/worker/checkpoint.py", ": pickle.Pickler"),
         ("elastic/worker/checkpoint.py", ": pickle.Unpickler"),
-        # a message of Horovod's driver whose HMAC was checked, of the classes that this module lists
-        ("horovod/notices.py", ": pickle.Unpickler"),
         # torchring.horovod.run: files in a folder of the user's own
         ("horovod/runner.py", "_results: pickle.loads"),
         ("launch/task.py", "main: pickle.loads"),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchring import default_world as worlds
 from torchring.errors import RingError, TopologyError
-from torchring.horovod import drivers
+from torchring.horovod.elastic.worker import current_worker, find_worker
 from torchring.horovod.engine import Engine, Operation
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.negotiation import ADD_SET, REMOVE_SET, Request
@@ -168,8 +168,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def _join(settings: Settings) -> Context:
-    driver = drivers.find(settings)
-    if driver is None:
+    worker = find_worker()
+    if worker is None:
         timeout = None if worlds.is_initialized() else settings.timeout_seconds
         return Context(worlds.init(timeout_seconds=timeout), settings)
     importlib.import_module(
@@ -178,13 +178,13 @@ def _join(settings: Settings) -> Context:
     tries_left = _MOST_TRIES
     while True:
         try:
-            return Context(driver.join(settings), settings)
+            return Context(worker.join(settings.timeout_seconds), settings)
         except RingError as error:
-            driver.leave()
+            worker.member.leave()
             tries_left -= 1
             if not tries_left or isinstance(error, TopologyError):
                 raise
-            driver.reason = f"{type(error).__name__}: {error}"
+            worker.reason = f"{type(error).__name__}: {error}"
 
 
 def _check_comm(comm: Any, size: int) -> None:
@@ -232,11 +232,11 @@ def shutdown() -> None:
     if over.engine.timeline is not None:
         over.engine.timeline.close()
     if worlds.is_initialized() and worlds.default_world() is over.world:
-        driver = drivers.current()
-        if driver is None:
+        worker = current_worker()
+        if worker is None:
             worlds.shutdown()
         else:
-            driver.leave()
+            worker.member.leave()
 
 
 def is_initialized() -> bool:

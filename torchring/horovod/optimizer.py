@@ -29,9 +29,10 @@ from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.sync import GradientSync, is_still_there
 from torchring.gradients.validation import parameters_of, sparse_parameters
-from torchring.horovod import drivers, mpi_ops
+from torchring.horovod import mpi_ops
 from torchring.horovod.compression import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
 from torchring.horovod.context import ProcessSet, context, global_process_set, rocm_built
+from torchring.horovod.elastic.worker import current_worker
 from torchring.world import World
 
 _logger: Final = logging.getLogger("torchring")
@@ -102,7 +103,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
             _close_earlier(optimizer)
         # In an elastic job, the optimizer of a new worker is made while others have theirs already, and do not take
         # part. All of them connect with the first gradient.
-        self._connects_later = self._reduces_together and drivers.current() is not None
+        self._connects_later = self._reduces_together and current_worker() is not None
         super().__init__(
             optimizer,
             op="sum" if op == mpi_ops.Sum else "mean",

@@ -8,8 +8,6 @@
     HOROVOD_STALL_CHECK_TIME_SECONDS        before a warning
     HOROVOD_STALL_SHUTDOWN_TIME_SECONDS     before waiting ranks give up; 0: never
     HOROVOD_DYNAMIC_PROCESS_SETS            1: add_process_set() and remove_process_set() are allowed
-    HOROVOD_ELASTIC                         1: from a launcher that replaces workers
-    HOROVOD_ELASTIC_TIMEOUT                 for which such a launcher waits for hosts (drivers.py)
     HOROVOD_GLOO_TIMEOUT_SECONDS            for ranks to meet in init(), and for bytes under way
     HOROVOD_LOG_LEVEL                       TRACE, DEBUG, INFO, WARNING, ERROR or FATAL, of the logger "torchring"
 
@@ -39,7 +37,6 @@ _LEVELS: Final = {
 _UNDERSTOOD: Final = {
     "HOROVOD_CYCLE_TIME",
     "HOROVOD_DYNAMIC_PROCESS_SETS",
-    "HOROVOD_ELASTIC",
     "HOROVOD_FUSION_THRESHOLD",
     "HOROVOD_GLOO_TIMEOUT_SECONDS",
     "HOROVOD_LOG_LEVEL",
@@ -53,7 +50,7 @@ _UNDERSTOOD: Final = {
 # build of Horovod reads.
 _NOT_OF_USERS: Final = re.compile(
     "HOROVOD_(?:HOSTNAME|(?:LOCAL_|CROSS_)?(?:RANK|SIZE)|GLOO_RENDEZVOUS_(?:ADDR|PORT)|CONTROLLER|CPU_OPERATIONS"
-    "|GLOO_IFACE|ELASTIC_TIMEOUT|START_TIMEOUT|SPARK_.*"
+    "|GLOO_IFACE|ELASTIC(?:_TIMEOUT)?|START_TIMEOUT|SPARK_.*"
     "|WITH_.*|WITHOUT_.*|BUILD_.*|GPU_.*|.*_(?:HOME|INCLUDE|LIB|LINK|SHOW))"
 )
 _warned_of: set[str] = set()  # in this process
@@ -73,7 +70,6 @@ class Settings:
         stall_shutdown_seconds: how long a rank waits before it gives up. 0 for never. Horovod ignores a time shorter
             than the warning's; torchring gives up at that time, warned or not.
         dynamic_process_sets: whether process sets may be added and removed after init().
-        is_elastic: whether the launcher replaces workers.
         log_level: of the logger "torchring", as in `logging`. None leaves the logger as it is.
         timeout_seconds: how long ranks may take to meet in init(), and a peer to move bytes of a collective that all
             ranks have called. None for torchring's default. Not how long a rank waits for another one to call a
@@ -88,7 +84,6 @@ class Settings:
     stall_warning_seconds: float = 60.0
     stall_shutdown_seconds: float = 0.0
     dynamic_process_sets: bool = False
-    is_elastic: bool = False
     log_level: int | None = None
     timeout_seconds: float | None = None
 
@@ -117,7 +112,6 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         stall_warning_seconds=_number(said, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_warning_seconds),
         stall_shutdown_seconds=_number(said, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_seconds),
         dynamic_process_sets=_switch(said, "HOROVOD_DYNAMIC_PROCESS_SETS"),
-        is_elastic=_switch(said, "HOROVOD_ELASTIC"),
         log_level=_level(said, "HOROVOD_LOG_LEVEL"),
         timeout_seconds=None if math.isnan(timeout) else timeout,
     )

@@ -130,6 +130,13 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     launcher = found[0]
     name = _name(launcher, environ)
     size = _integer(environ, launcher.size, name)
+    has_key_values = launcher.kind == "horovodrun" and any(key in environ for key in _KEY_VALUES)
+    if has_key_values and environ.get("HOROVOD_ELASTIC") == "1":
+        raise TopologyError(
+            "Horovod's elastic launcher started this process (HOROVOD_ELASTIC=1), and torchring does not work under "
+            "that launcher. Start elastic jobs with `torchring run --horovod`, which takes the same options (--min-np, "
+            "--max-np, --host-discovery-script). For a job whose ranks stay the same, leave these options out"
+        )
     if size < 1:
         raise TopologyError(f"{name} says {launcher.size}={size}; a world has at least 1 process")
     _refuse_worlds_of_one(environ, found, size)
@@ -140,7 +147,6 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
             )
         return LaunchEnvironment(name, 0, 1, 0, None, False)
     over_mpi = launcher.kind == "mpirun" and "MASTER_ADDR" not in environ and "MASTER_PORT" not in environ
-    has_key_values = launcher.kind == "horovodrun" and any(key in environ for key in _KEY_VALUES)
     needed = [launcher.rank]
     if has_key_values:
         needed += _KEY_VALUES

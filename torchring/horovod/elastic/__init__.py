@@ -9,9 +9,16 @@
     train(hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0))
 
 A commit copies model, optimizer and the other values to host memory. After a failure, `run` restores the copy, and
-calls the function again. Under `torchring run --elastic` and Horovod's own elastic launcher, ranks may be lost, leave,
-and come; drivers.py talks to the launcher. Under any other launcher, a lost rank ends the job, with
-HorovodInternalError.
+calls the function again. Under `torchring run --elastic`, ranks may be lost, leave, and come. Under any other launcher,
+a lost rank ends the job, with HorovodInternalError.
+
+    loop.py       run: calls the training function again
+    state.py      what a commit keeps
+    sampler.py    which samples of an epoch are left
+    worker.py     this process as a worker of `torchring run --elastic`
+
+context.py needs worker.py, which is here: so the modules of this folder import torchring.horovod as a whole, and look
+up what they need when they are called.
 """
 
 from torchring.horovod.elastic.loop import run, run_fn

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar, overload
 
+import torchring.horovod as hvd
 from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, RingError
-from torchring.horovod import drivers
 from torchring.horovod.elastic.state import State
+from torchring.horovod.elastic.worker import agree, current_worker
 from torchring.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from torchring.horovod.optimizer import live_optimizers
 
@@ -40,11 +40,10 @@ def run(func: Any = None, *, reset_limit: int | None = None) -> Any:
 
     In between, `shutdown()` and `init()` run, and the callbacks of `state.register_reset_callbacks`.
 
-    Under `torchring run --elastic`, and under Horovod's own launcher with --min-np, ranks may be lost, leave, and come:
-    those that are left go on, and `init()` waits for new ones. `init()` may also end the process, with SystemExit: the
-    job is over, or goes on without it. Under `torchring run --elastic`, SIGTERM lets the worker leave at its next
-    commit, with exit code 143. Under any other launcher, the loss of a rank ends the job, and so does a rank that has
-    kept others waiting for too long: the error is raised.
+    Under `torchring run --elastic`, ranks may be lost, leave, and come: those that are left go on, and `init()` waits
+    for new ones. `init()` may also end the process, with SystemExit: the job is over, or goes on without it. SIGTERM
+    lets the worker leave at its next commit, with exit code 143. Under any other launcher, the loss of a rank ends the
+    job, and so does a rank that has kept others waiting for too long: the error is raised.
 
     Args:
         reset_limit: how often the function may be called again; the next failure is raised. Horovod has this as an
@@ -68,15 +67,15 @@ def run_fn(
 
     @functools.wraps(func)
     def wrapper(state: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        driver = drivers.current()
-        with contextlib.nullcontext() if driver is None else driver.training():
+        worker = current_worker()
+        with contextlib.nullcontext() if worker is None else worker.training():
             return _run(state, functools.partial(func, state, *args, **kwargs), reset, reset_limit)
 
     return wrapper
 
 
 def _run(state: State, call: Callable[[], _T], reset: Callable[[], object], reset_limit: int | None) -> _T:
-    driver = drivers.current()
+    worker = current_worker()
     num_resets = num_failures = 0
     num_commits = state._num_commits
     needs_sync, needs_reset = True, False
@@ -86,18 +85,18 @@ def _run(state: State, call: Callable[[], _T], reset: Callable[[], object], rese
                 reset()
                 state.on_reset()
                 needs_reset = False
-            if driver is not None:
-                driver.num_commits = state._num_commits
-                needs_sync = bool(drivers.agree("elastic.needs_sync", needs_sync)[0])  # new ranks do
+            if worker is not None:
+                worker.member.num_steps = state._num_commits
+                needs_sync = bool(agree("elastic.needs_sync", needs_sync)[0])  # new ranks do
             if needs_sync:
                 state.sync()
             result = call()
-            if driver is not None:
-                driver.finish()
+            if worker is not None:
+                worker.finish()
             return result
         except HorovodInternalError as error:
-            kind = _kind_of(error, has_driver=driver is not None)
-            if kind == "final" or (driver is None and (kind == "loss" or needs_reset)):
+            kind = _kind_of(error, is_worker=worker is not None)
+            if kind == "final" or (worker is None and (kind == "loss" or needs_reset)):
                 raise
             if kind == "failure":
                 num_failures = num_failures + 1 if state._num_commits == num_commits else 1
@@ -106,21 +105,21 @@ def _run(state: State, call: Callable[[], _T], reset: Callable[[], object], rese
                     raise HorovodInternalError(f"failed {num_failures} times without a commit: {error}") from error
             _raise_if_over(num_resets, reset_limit, error)
             _log.warning("training starts again from the last commit, after %s", error)
-            if driver is not None:
-                driver.reason = f"{type(error).__name__}: {error}"
+            if worker is not None:
+                worker.reason = f"{type(error).__name__}: {error}"
             state.restore()
             needs_sync = True
         except HostsUpdatedInterrupt as interrupt:
-            if driver is not None:
-                driver.reason = ""
-                driver.end_if_told()
+            if worker is not None:
+                worker.reason = ""
+                worker.end_if_told()
             _raise_if_over(num_resets, reset_limit, interrupt)
             needs_sync = not interrupt.skip_sync
         num_resets += 1
         needs_reset = True
 
 
-def _kind_of(error: BaseException, *, has_driver: bool) -> Literal["loss", "failure", "final"]:
+def _kind_of(error: BaseException, *, is_worker: bool) -> Literal["loss", "failure", "final"]:
     """ "loss": a rank is lost, or may be. "final": the script is wrong. "failure": something else, and all ranks that
     raise it at the same point of a step are there."""
     cause: BaseException | None = error
@@ -128,7 +127,7 @@ def _kind_of(error: BaseException, *, has_driver: bool) -> Literal["loss", "fail
         if isinstance(cause, RingError):
             if isinstance(cause, GradientError):
                 return "final"
-            is_loss = isinstance(cause, (PeerLostError, PeerTimeoutError)) or (has_driver and type(cause) is RingError)
+            is_loss = isinstance(cause, (PeerLostError, PeerTimeoutError)) or (is_worker and type(cause) is RingError)
             return "loss" if is_loss and not cause.in_step else "failure"
         cause = cause.__cause__ or cause.__context__
     return "failure"
@@ -140,7 +139,6 @@ def _raise_if_over(num_resets: int, limit: int | None, error: RuntimeError) -> N
 
 
 def _reset() -> None:
-    hvd = importlib.import_module("torchring.horovod")  # which imports this module
     hvd.shutdown()
     hvd.init()
     for optimizer in live_optimizers():

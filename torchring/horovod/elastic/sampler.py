@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sized
 
 from torch.utils.data import Sampler
+
+import torchring.horovod as hvd
 
 
 class ElasticSampler(Sampler[int]):
@@ -37,9 +38,8 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Share out anew what is left of the epoch, to the ranks that there are now. No communication."""
-        hvd = importlib.import_module("torchring.horovod")  # which imports this module
-        self.rank = int(hvd.rank())
-        self.num_replicas = int(hvd.size())
+        self.rank = hvd.rank()
+        self.num_replicas = hvd.size()
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)

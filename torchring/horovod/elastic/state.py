@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import queue
 import time
 from collections import OrderedDict
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import torch
 
-from torchring.horovod import drivers
-from torchring.horovod.drivers import ADDED, NO_UPDATE, REMOVED
+import torchring.horovod as hvd
 from torchring.horovod.elastic.sampler import ElasticSampler
+from torchring.horovod.elastic.worker import ADDED, NO_UPDATE, REMOVED, agree, current_worker
 from torchring.horovod.exceptions import HostsUpdatedInterrupt
 from torchring.optimizer import DistributedOptimizer
 
@@ -37,10 +36,6 @@ _V = TypeVar("_V")
 _LATER_SECONDS: Final = 0.001  # than what was announced before: clocks of hosts differ
 
 
-def _hvd() -> Any:
-    return importlib.import_module("torchring.horovod")  # which imports this module
-
-
 class State:
     """The parts that every state has: `horovod.common.elastic.State`. Subclasses say what is saved, and how.
 
@@ -54,8 +49,8 @@ class State:
     def __init__(
         self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        self._bcast_object = bcast_object or (lambda obj: _hvd().broadcast_object(obj, name="elastic.state"))
-        self._rank = get_rank or (lambda: int(_hvd().rank()))
+        self._bcast_object = bcast_object or (lambda obj: hvd.broadcast_object(obj, name="elastic.state"))
+        self._rank = get_rank or (lambda: hvd.rank())
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], object]] = []
@@ -87,11 +82,11 @@ class State:
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt on all ranks if hosts have changed, or a rank was told to end. Collective."""
-        driver = drivers.current()
+        worker = current_worker()
         before = latest = self._last_updated_timestamp
-        if driver is not None:
-            driver.num_commits = self._num_commits
-            if announced := driver.changes():
+        if worker is not None:
+            worker.member.num_steps = self._num_commits
+            if announced := worker.changes():
                 self.on_hosts_updated(max(time.time(), before + _LATER_SECONDS), announced)
         changes = NO_UPDATE
         while not self._host_messages.empty():
@@ -99,10 +94,10 @@ class State:
             if timestamp > before:
                 latest = max(latest, timestamp)
                 changes |= change
-        if driver is None:
+        if worker is None:
             before, self._last_updated_timestamp, changes = self._bcast_object((before, latest, changes))
         else:
-            said = drivers.agree("elastic.changes", latest > before, latest, changes & REMOVED, changes & ADDED)
+            said = agree("elastic.changes", latest > before, latest, changes & REMOVED, changes & ADDED)
             before, changes = said[1] - said[0], int(said[2]) | int(said[3])
             self._last_updated_timestamp = said[1]
         if self._last_updated_timestamp > before:
@@ -217,7 +212,7 @@ class ModelStateHandler(_StateDictHandler[torch.nn.Module]):
 
     def sync(self) -> None:
         """Broadcast parameters and buffers. Collective."""
-        _hvd().broadcast_parameters(self.value.state_dict(), root_rank=0)
+        hvd.broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
 class OptimizerStateHandler(_StateDictHandler[torch.optim.Optimizer]):
@@ -225,7 +220,7 @@ class OptimizerStateHandler(_StateDictHandler[torch.optim.Optimizer]):
 
     def sync(self) -> None:
         """Broadcast state and options. Collective."""
-        _hvd().broadcast_optimizer_state(self.value, root_rank=0)
+        hvd.broadcast_optimizer_state(self.value, root_rank=0)
 
     def reset(self) -> None:
         """Have a distributed optimizer reduce with the ranks that there are now."""
@@ -238,7 +233,7 @@ class SamplerStateHandler(_StateDictHandler[ElasticSampler]):
 
     def sync(self) -> None:
         """Go on where rank 0 is, and share out what is left. Collective."""
-        self.value.load_state_dict(_hvd().broadcast_object(self.value.state_dict(), name="elastic.sampler"))
+        self.value.load_state_dict(hvd.broadcast_object(self.value.state_dict(), name="elastic.sampler"))
 
     def reset(self) -> None:
         """Share out what is left to the ranks that there are now."""

@@ -1,0 +1,138 @@
+"""This process as a worker of `torchring run --elastic`, for `init()`, `shutdown()` and `elastic.run`.
+
+The driver starts workers, says which of them train together, and announces changes. torchring.elastic's own worker
+talks to the driver; this module translates between the two.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Final, NoReturn
+
+import torch
+
+import torchring.horovod as hvd
+from torchring import default_world as worlds
+from torchring.collectives.service import collectives_of
+from torchring.elastic.loop import Signals
+from torchring.elastic.membership import JobOverError, Member, member_of_process
+from torchring.errors import TopologyError
+from torchring.rendezvous.environment import ELASTIC
+from torchring.world import World
+
+# What changed, as Horovod's launcher counts: bits that add up.
+NO_UPDATE: Final = 0
+REMOVED: Final = 1
+ADDED: Final = 2
+
+_worker: ElasticWorker | None = None  # of this process
+
+
+def find_worker() -> ElasticWorker | None:
+    """This process as a worker. None if `torchring run --elastic` did not start it: ranks stay as they are.
+
+    Raises TopologyError if the driver does not answer.
+    """
+    global _worker
+    member = member_of_process() if worlds.launcher() == ELASTIC else None
+    if member is None:
+        _worker = None
+    elif current_worker() is None:
+        _worker = ElasticWorker(member)
+    return _worker
+
+
+def current_worker() -> ElasticWorker | None:
+    """The worker that `init` has found. None before `init`, and if ranks stay as they are."""
+    return _worker if _worker is not None and _worker.member.is_own else None
+
+
+def agree(name: str, *values: float) -> list[float]:
+    """The largest of each value over all ranks. Collective."""
+    found: list[float] = hvd.allreduce(torch.tensor(values, dtype=torch.float64), name=name, op=hvd.Max).tolist()
+    return found
+
+
+class ElasticWorker:
+    """This process as a worker.
+
+    Attributes:
+        reason: why this worker has left its ranks, for people; "" if there is nothing to say.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.reason = ""
+        self._signals: Signals | None = None
+        self._is_over = False
+        atexit.register(self._finish_at_exit)
+
+    def join(self, timeout_seconds: float | None) -> World:
+        """Wait until the driver says who trains together, this worker among them, and meet these. Collective.
+
+        Ends this process if the job is over, or goes on without this worker. Raises RingError if another worker is lost
+        meanwhile: leave, and join again.
+        """
+        if self._is_over:
+            raise TopologyError(
+                "the training of this elastic job has finished, and its workers meet no more; call all training from "
+                "one function that hvd.elastic.run decorates"
+            )
+        if not worlds.is_initialized():
+            worlds.init(timeout_seconds=timeout_seconds)
+        try:
+            return self.member.meet(self.reason)
+        except JobOverError as over:
+            self._say_goodbye(str(over))
+            if self.member.leaves:
+                self._end()
+            print(f"torchring: {over}", file=sys.stderr, flush=True)
+            sys.exit(0 if self.member.num_steps < 0 else 1)  # 0: it came when the others had finished
+
+    def changes(self) -> int:
+        """What the driver has announced since this worker has joined: REMOVED, ADDED, or NO_UPDATE."""
+        world = worlds.default_world()
+        if world.leaves:
+            return REMOVED
+        return ADDED if world.wants_change else NO_UPDATE
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Inside, a worker that is told to end leaves at its next commit."""
+        with Signals([signal.SIGTERM, signal.SIGINT]) as self._signals:
+            self._signals.on_signal(self.member.ask_to_leave)
+            yield
+
+    def end_if_told(self) -> None:
+        """End this process if it was told to end."""
+        if self.member.leaves:
+            self._say_goodbye("it was told to end")
+            self._end()
+
+    def finish(self) -> None:
+        """Training has ended on this rank, and so on all. Collective."""
+        world = worlds.default_world()
+        if world.size > 1:
+            collectives_of(world).barrier()
+        self._is_over = True
+        self.member.finish()
+
+    def _say_goodbye(self, reason: str) -> None:
+        self._is_over = True
+        self.member.say_goodbye(reason)
+        self.member.close()
+
+    def _end(self) -> NoReturn:
+        if self._signals is not None:
+            self._signals.end()
+        sys.exit(128 + signal.SIGTERM)
+
+    def _finish_at_exit(self) -> None:
+        """A script without `elastic.run` has trained until its end."""
+        has_failed = getattr(sys, "last_value", None) is not None
+        if self.member.is_own and self.member.generation and not self._is_over and not has_failed:
+            self.member.finish()
