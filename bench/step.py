@@ -36,6 +36,7 @@ from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.default_world import default_world
 from torchring.launch.arguments import duration
+from torchring.observe.services import recorder_of
 
 
 @dataclass
@@ -175,7 +176,7 @@ def with_torchring(model: torch.nn.Module) -> Trainer:
 def without_recorder(model: torch.nn.Module) -> Trainer:
     trainer = with_torchring(model)
     trainer.optimizer._forward_watch.close()
-    default_world().recorder.is_on = False
+    recorder_of(default_world()).is_on = False
     return trainer
 
 

@@ -33,6 +33,7 @@ from torchring.collectives.service import collectives_of
 from torchring.elastic.worker.loop import Signals
 from torchring.elastic.worker.member import JobOverError, Member, member_of_process
 from torchring.errors import TopologyError
+from torchring.generation import Change
 from torchring.horovod.notices import NoticeService
 from torchring.horovod.settings import Settings
 from torchring.rendezvous.environment import ELASTIC
@@ -170,10 +171,10 @@ class TorchringDriver:
         self._member.leave()
 
     def changes(self) -> int:
-        world = worlds.default_world()
-        if world.leaves:
+        change = worlds.default_world().shared(Change)
+        if change.leaves:
             return REMOVED
-        return ADDED if world.wants_change else NO_UPDATE
+        return ADDED if change.is_wanted else NO_UPDATE
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
