@@ -35,6 +35,7 @@ from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.default_world import default_world
 from torchring.launch.arguments import duration
+from torchring.observe.services import recorder_of
 
 
 @dataclass
@@ -172,7 +173,7 @@ def with_torchring(model: torch.nn.Module) -> Trainer:
 def without_recorder(model: torch.nn.Module) -> Trainer:
     trainer = with_torchring(model)
     trainer.optimizer._forward_watch.close()
-    default_world().recorder.is_on = False
+    recorder_of(default_world()).is_on = False
     return trainer
 
 

@@ -15,10 +15,10 @@ PACKAGE = ROOT / "torchring"
 # From the cellar to the front door: what is in a room imports from its own room and from those before it.
 # fmt: off
 ORDER = [
-    "kernels", "errors", "linux", "threads", "dynamo", "releases", "rendezvous", "alone", "memory", "observe",
-    "world", "default_world", "accelerators", "transport", "collectives", "allreduce", "gradients", "norms",
-    "optimizer", "joining", "monitoring", "launch", "elastic", "horovod", "doctor", "report", "cli", "__main__",
-    "__init__", "bench",
+    "kernels", "errors", "linux", "threads", "dynamo", "releases", "rendezvous", "alone", "memory",
+    "world", "observe", "generation", "default_world", "accelerators", "transport", "collectives", "allreduce",
+    "gradients", "norms", "optimizer", "joining", "monitoring", "launch", "elastic", "horovod", "doctor", "report",
+    "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on
 

@@ -10,6 +10,7 @@ import atexit
 import math
 import os
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Literal, get_args
 
@@ -17,11 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from torchring.errors import (
-    RingError,
-    TopologyError,
-)
-from torchring.observe.flight_recorder.monitor import WARNING_SECONDS
+from torchring.errors import RingError, TopologyError
+from torchring.generation import ProvisionalWorld
+from torchring.observe.services import observe
 from torchring.rendezvous.environment import (
     CHOICE,
     ELASTIC,
@@ -34,31 +33,51 @@ from torchring.rendezvous.environment import (
 )
 from torchring.rendezvous.frameworks import refuse_lone_tasks
 from torchring.rendezvous.store import mpi_world, open_store, unannounced_mpi
-from torchring.world import ADVICE, DEFAULT_TIMEOUT_SECONDS, World
+from torchring.world import ADVICE, DEFAULT_TIMEOUT_SECONDS, DEFAULT_WARNING_SECONDS, World
 
 Backend = Literal["auto", "gloo", "mpi"]
 BACKENDS: Final = get_args(Backend)
 _SCRIPTS_GROUP: Final = "torch.distributed"  # in place of a launcher: the script has made a process group
 
-_default: World | None = None
-_num_inits = 0
-_own_store: Store | None = None
-_num_groups = 0
-_own_group: dist.ProcessGroup | None = None  # the default process group, if init() made one
-_pid: int | None = None  # of the process that joined
-_forked: RingError | None = None  # why this process, a forked child, cannot join
+
+@dataclass
+class _Process:
+    """This process, and the worlds that it has joined.
+
+    Attributes:
+        world: the default world, while one is open.
+        pid: of the process that joined; None before the first world.
+        forked: why this process cannot join: it was forked from a rank.
+        store: where the ranks of this launch meet.
+        num_inits: number of worlds so far. It names the keys of the next one.
+        process_group: the default process group of torch.distributed, if init() made it.
+        num_groups: number of process groups that init() has made.
+    """
+
+    world: World | None = None
+    pid: int | None = None
+    forked: RingError | None = None
+    store: Store | None = None
+    num_inits: int = 0
+    process_group: dist.ProcessGroup | None = None
+    num_groups: int = 0
+
+    def join(self) -> None:
+        """This process becomes a rank, and says at exit how its script has ended."""
+        if self.pid is None:
+            atexit.register(_leave_at_exit)
+        self.pid = os.getpid()
+
+    def after_fork(self) -> None:  # called after that of `world.py`, so a world of several ranks has its failure by now
+        self.store = None  # its connection is the parent's
+        if self.world is not None and self.world.size == 1:
+            self.world = None  # the child may become a rank
+        if self.world is not None:
+            self.forked = self.forked or self.world.failure
 
 
-def _after_fork() -> None:  # called after that of `world.py`, so a world of several ranks has its failure by now
-    global _default, _forked, _own_store
-    _own_store = None  # its connection is the parent's
-    if _default is not None and _default.size == 1:
-        _default = None  # the child may become a rank
-    if _default is not None:
-        _forked = _forked or _default.failure
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_process: Final = _Process()
+os.register_at_fork(after_in_child=_process.after_fork)
 
 
 def init(
@@ -94,31 +113,30 @@ def init(
             processes that were launched as one job would each see a world of size 1, or the launcher did not start MPI.
         PeerTimeoutError: a rank did not show up.
     """
-    global _default
-    if _forked is not None:  # the launcher's environment and the store belong to the parent
-        raise type(_forked)(_forked.message, rank=_forked.rank)
+    if _process.forked is not None:  # the launcher's environment and the store belong to the parent
+        raise type(_process.forked)(_process.forked.message, rank=_process.forked.rank)
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if timeout_seconds is not None and not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds!r}")
     if stall_warning_seconds is not None and not 0 <= stall_warning_seconds < math.inf:
         raise ValueError(f"stall_warning_seconds must be finite and not negative, got {stall_warning_seconds!r}")
-    if _default is None:
-        _default = _join(
+    if _process.world is None:
+        _process.world = _join(
             backend,
             DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds,
-            WARNING_SECONDS if stall_warning_seconds is None else stall_warning_seconds,
+            DEFAULT_WARNING_SECONDS if stall_warning_seconds is None else stall_warning_seconds,
         )
     else:
-        _check_open_world(_default, backend, timeout_seconds, stall_warning_seconds)
-    if process_group and _default.launcher == ELASTIC:
+        _check_open_world(_process.world, backend, timeout_seconds, stall_warning_seconds)
+    if process_group and _process.world.launcher == ELASTIC:
         raise TopologyError(
             "process_group=True does not work in an elastic job, because torch.distributed's process group keeps its "
             "ranks; use torchring's collectives, and torchring.elastic.Sampler"
         )
     if process_group:
-        _make_process_group(_default)
-    return _default
+        _make_process_group(_process.world)
+    return _process.world
 
 
 def _check_open_world(
@@ -141,7 +159,6 @@ def _check_open_world(
 
 def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float) -> World:
     """Open the world that the launcher, or the script's process group, describes. Collective."""
-    global _num_inits, _pid
     launch = _launched()
     if launch.launcher == "none" and os.environ.get(CHOICE) != "none":
         refuse_lone_tasks()
@@ -164,25 +181,26 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
         if launch.launcher == "none":
             raise TopologyError("backend='mpi' needs a script that mpirun started; `mpirun -np 1` will do for one rank")
         mpi_world(launch.launcher, launch.rank, launch.size, instead="init without backend='mpi'")
-    store = PrefixStore(f"torchring/{_num_inits}", base) if base is not None else None
-    _num_inits += 1  # before opening: a world that fails to open leaves keys behind, which the next must not read
-    if _pid is None:
-        atexit.register(_leave_at_exit)
-    _pid = os.getpid()
-    world = World(
-        store,
-        launch.rank,
-        launch.size,
-        local_rank=launch.local_rank,
-        timeout_seconds=timeout_seconds,
-        launcher=launch.launcher,
-        store_host=store_host,
-        backend="gloo" if backend == "auto" else backend,
-        job=launch.job,
-        stall_warning_seconds=stall_warning_seconds,
+    store = PrefixStore(f"torchring/{_process.num_inits}", base) if base is not None else None
+    # Counted before it is open: a world that fails to open leaves keys behind, which the next world must not read.
+    _process.num_inits += 1
+    _process.join()
+    world = observe(
+        World(
+            store,
+            launch.rank,
+            launch.size,
+            local_rank=launch.local_rank,
+            timeout_seconds=timeout_seconds,
+            launcher=launch.launcher,
+            store_host=store_host,
+            backend="gloo" if backend == "auto" else backend,
+            job=launch.job,
+            stall_warning_seconds=stall_warning_seconds,
+        )
     )
     if world.size > 1:
-        os.environ[MEMBER] = membership(os.environ, _pid, world.rank, world.size, world.local_rank)
+        os.environ[MEMBER] = membership(os.environ, os.getpid(), world.rank, world.size, world.local_rank)
     return world
 
 
@@ -190,14 +208,11 @@ def _before_generation(
     launch: LaunchEnvironment, backend: str, timeout_seconds: float, stall_warning_seconds: float
 ) -> World:
     """What init() returns in a worker of an elastic job until `torchring.elastic.run` opens a generation."""
-    global _pid
     if backend == "mpi":
         raise TopologyError("backend='mpi' does not work in an elastic job, whose ranks change; leave it out")
-    if _pid is None:
-        atexit.register(_leave_at_exit)
-    _pid = os.getpid()
-    os.environ[MEMBER] = membership(os.environ, _pid, launch.rank, launch.size, launch.local_rank or 0)
-    return World(
+    _process.join()
+    os.environ[MEMBER] = membership(os.environ, os.getpid(), launch.rank, launch.size, launch.local_rank or 0)
+    world = ProvisionalWorld(
         None,
         launch.rank,
         1,
@@ -205,8 +220,8 @@ def _before_generation(
         timeout_seconds=timeout_seconds,
         launcher=launch.launcher,
         stall_warning_seconds=stall_warning_seconds,
-        is_provisional=True,
     )
+    return observe(world)
 
 
 def open_generation(store: Store | None, rank: int, size: int) -> World:
@@ -218,59 +233,59 @@ def open_generation(store: Store | None, rank: int, size: int) -> World:
     Raises:
         RingError: a rank is lost, or does not come.
     """
-    global _default, _num_inits
     before = leave_generation()
-    _num_inits += 1
-    world = World(
-        store if size > 1 else None,
-        rank,
-        size,
-        local_rank=before.local_rank,
-        timeout_seconds=before.timeout_seconds,
-        launcher=before.launcher,
-        stall_warning_seconds=before.stall_warning_seconds,
+    _process.num_inits += 1
+    world = observe(
+        World(
+            store if size > 1 else None,
+            rank,
+            size,
+            local_rank=before.local_rank,
+            timeout_seconds=before.timeout_seconds,
+            launcher=before.launcher,
+            stall_warning_seconds=before.stall_warning_seconds,
+        )
     )
     os.environ[MEMBER] = membership(os.environ, os.getpid(), rank, size, world.local_rank)
-    _default = world
+    _process.world = world
     return world
 
 
 def leave_generation() -> World:
     """Close the world of a generation. Returns the provisional world that is the default world from then on."""
-    global _default
-    if _default is None:
+    if _process.world is None:
         return init()
-    if not _default.is_provisional:
-        world, _default = _default, None
-        _default = _before_generation(_launched(), world.backend, world.timeout_seconds, world.stall_warning_seconds)
+    if not isinstance(_process.world, ProvisionalWorld):
+        world, _process.world = _process.world, None
+        options = (world.backend, world.timeout_seconds, world.stall_warning_seconds)
+        _process.world = _before_generation(_launched(), *options)
         world.close()
-    return _default
+    return _process.world
 
 
 def shutdown() -> None:
     """Leave the world. All ranks may call `init()` again. Does nothing if no world is open."""
-    global _default, _own_group
-    if _default is not None:
-        world, _default = _default, None
+    if _process.world is not None:
+        world, _process.world = _process.world, None
         os.environ.pop(MEMBER, None)
         world.close()
-    group, _own_group = _own_group, None
-    if group is not None and dist.group.WORLD is group and _pid == os.getpid():
+    group, _process.process_group = _process.process_group, None
+    if group is not None and dist.group.WORLD is group and _process.pid == os.getpid():
         dist.destroy_process_group()
 
 
 def is_initialized() -> bool:
     """Whether this process has joined a world."""
-    return _default is not None
+    return _process.world is not None
 
 
 def default_world() -> World:
     """The world that the module-level functions act on. Joins the world if this process has not joined yet."""
-    if _default is None:
+    if _process.world is None:
         return init()
-    if _default.size == 1 and _default.launcher != ELASTIC:
+    if _process.world.size == 1 and _process.world.launcher != ELASTIC:
         _refuse_to_stay_alone()
-    return _default
+    return _process.world
 
 
 def _refuse_to_stay_alone() -> None:
@@ -289,12 +304,13 @@ def rank() -> int:
 
     In a process that a rank has started, such as a DataLoader's worker: the number of that rank.
     """
-    return _default.rank if _default is not None else _launched().rank
+    return _process.world.rank if _process.world is not None else _launched().rank
 
 
 def size() -> int:
     """Number of processes that train together. Waits for no other rank."""
-    return _default.size if _default is not None and not _default.is_provisional else _launched().size
+    world = _process.world
+    return _launched().size if world is None or isinstance(world, ProvisionalWorld) else world.size
 
 
 def local_rank() -> int:
@@ -302,7 +318,7 @@ def local_rank() -> int:
 
     Waits for the other ranks only where the launcher gives none.
     """
-    if _default is None and (said := _launched().local_rank) is not None:
+    if _process.world is None and (said := _launched().local_rank) is not None:
         return said
     return default_world().local_rank
 
@@ -324,7 +340,7 @@ def num_nodes() -> int:
 
 def launcher() -> str:
     """What started this process: "torchrun", "mpirun (Open MPI)", "srun", ...; "none" without a launcher."""
-    return _default.launcher if _default is not None else _launched().launcher
+    return _process.world.launcher if _process.world is not None else _launched().launcher
 
 
 def device() -> torch.device:
@@ -352,11 +368,10 @@ def _launched() -> LaunchEnvironment:
 
 def _make_process_group(world: World) -> None:
     """Make torch.distributed's default process group, unless there is one. Collective."""
-    global _num_groups, _own_group
     if dist.is_initialized():
         return
-    name = f"process_group/{_num_groups}"
-    _num_groups += 1
+    name = f"process_group/{_process.num_groups}"
+    _process.num_groups += 1
     store: Store = dist.HashStore()
     if world.rendezvous is not None:
         world.rendezvous.all_gather(name, b"")  # names an absent rank, as torch.distributed does not
@@ -368,19 +383,18 @@ def _make_process_group(world: World) -> None:
         world_size=world.size,
         timeout=timedelta(seconds=world.timeout_seconds),
     )
-    _own_group = dist.group.WORLD
+    _process.process_group = dist.group.WORLD
 
 
 def launcher_store(launch: LaunchEnvironment, timeout_seconds: float) -> Store | None:
     """The store at which the ranks meet. A later init() uses the same store."""
-    global _own_store
-    if _own_store is None:
+    if _process.store is None:
         tcp = open_store(launch, timeout_seconds)
         if tcp is None:
             return None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _own_store = PrefixStore(f"torchring/attempt{attempt}", tcp)
-    return _own_store
+        _process.store = PrefixStore(f"torchring/attempt{attempt}", tcp)
+    return _process.store
 
 
 def _leave_at_exit() -> None:
@@ -390,13 +404,13 @@ def _leave_at_exit() -> None:
     exception would wait there, while its peers wait for that rank until the time-out. Without MPI, the end of the
     process tells the peers. A forked child tells nothing, because it shares its parent's sockets.
     """
-    if _default is None or _pid != os.getpid():
+    if _process.world is None or _process.pid != os.getpid():
         return
     # Python sets last_value to an exception that nobody caught. In an interactive session it may be an old exception.
     error = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
     if error is not None:
-        _default.say_why_it_ends(f"its script ended with {type(error).__name__}: {error}")
+        _process.world.say_why_it_ends(f"its script ended with {type(error).__name__}: {error}")
     else:  # after sys.exit(1), too, of which Python keeps no trace
-        _default.say_why_it_ends("its script had ended", ADVICE)
+        _process.world.say_why_it_ends("its script had ended", ADVICE)
     if "mpi4py.MPI" in sys.modules:
         shutdown()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchring.collectives.initial_state import broadcast_parameters, broadcast_state, check_sendable
+from torchring.collectives.join import Join
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
@@ -67,14 +68,15 @@ def join(*objects: Any) -> Iterator[None]:
         return
     group = world.shared(OptimizerGroup)
     collectives = collectives_of(world)
-    if not world.is_joining:
+    joined = world.shared(Join)
+    if not joined.is_open:
         collectives.raise_together(problem, "could not enter torchring.join()")
         collectives.check_equal([f"object {i} of join(): {type(each).__name__}" for i, each in enumerate(objects)])
         group.release_dead()
         collectives.raise_together(_missing(objects, group), "could not enter torchring.join()")
     elif problem is not None:
         raise problem
-    world.is_joining = True
+    joined.is_open = True
     try:
         yield
     except BaseException as error:
@@ -82,7 +84,7 @@ def join(*objects: Any) -> Iterator[None]:
             world.break_off("torchring.join()", error)
         raise
     finally:
-        world.is_joining = False
+        joined.is_open = False
     if not world.is_open:
         raise ValueError("torchring.shutdown() was called inside torchring.join(); call it after the with block")
     src = _last(group.guard.run("torchring.join()", group.follow_others), world, group)
@@ -98,7 +100,7 @@ def join(*objects: Any) -> Iterator[None]:
 def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
     """What is wrong with the arguments, as far as this rank can see by itself."""
     try:
-        if world.is_joining:
+        if world.shared(Join).is_open:
             raise ValueError("torchring.join() was called inside torchring.join(); one block is enough")
         if not any(isinstance(each, DistributedOptimizer) for each in objects):
             raise TypeError("torchring.join() takes the optimizers that torchring.wrap() has returned, got none")

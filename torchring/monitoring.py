@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchring.default_world import default_world
 from torchring.observe.recorder.records import Part, decode
+from torchring.observe.services import recorder_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -55,7 +56,7 @@ def metrics() -> dict[str, float]:
     Forward is told apart from input only if `wrap` was given the model. `torchring report` says what the times mean.
     """
     world = default_world()
-    recorder = world.recorder
+    recorder = recorder_of(world)
     found: dict[str, float] = {
         "rank": world.rank,
         "world_size": world.size,

@@ -29,10 +29,12 @@ from torchring.collectives.initial_state import (
     check_broadcastable,
     is_sharded,
 )
+from torchring.collectives.join import Join
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
+from torchring.generation import ProvisionalWorld, refuse_before_generation
 from torchring.gradients.alone import Alone
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.participants.about import about
@@ -60,6 +62,7 @@ from torchring.gradients.validation import (
 )
 from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import INPUT, OPTIMIZER, Recorder
+from torchring.observe.services import recorder_of
 from torchring.world import World
 
 _T = TypeVar("_T")
@@ -173,7 +176,7 @@ class DistributedOptimizer(Optimizer):
         sync_initial_state: bool = True,
     ) -> None:
         world = self._find_world()
-        world.refuse_in_join("wrap()")
+        world.shared(Join).refuse("wrap()")
         options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers)
         open_it = functools.partial(self._open, world, optimizer, model, options, sync_initial_state)
         if world.size > 1:
@@ -218,7 +221,7 @@ class DistributedOptimizer(Optimizer):
                 broadcast_optimizer_state(optimizer)
         if world.size > 1:
             self._connect(world)
-        elif world.is_provisional:
+        elif isinstance(world, ProvisionalWorld):
             self._needs_state = True
             self._connect_with_first_gradient()
 
@@ -308,7 +311,7 @@ class DistributedOptimizer(Optimizer):
         sync.before_step()
         before = None
         if closure is not None:
-            sync.reduction.world.refuse_in_join("step(closure)")
+            sync.reduction.world.shared(Join).refuse("step(closure)")
             closure = functools.partial(self._evaluate, closure, sync)
             before = self._snapshot()
         elif not self._only_creates_state() and not self._check_before_step(sync):
@@ -370,20 +373,21 @@ class DistributedOptimizer(Optimizer):
     def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """A step in a world of one."""
         world = self._find_world()
-        if world.is_provisional and not self._only_creates_state():
-            world.refuse_before_generation("step()")
-        world.recorder.enter(OPTIMIZER)
+        if isinstance(world, ProvisionalWorld) and not self._only_creates_state():
+            refuse_before_generation(world, "step()")
+        recorder = recorder_of(world)
+        recorder.enter(OPTIMIZER)
         try:
             return self._step_unwatched(closure, *args, **kwargs)
         finally:
-            world.recorder.end_step()
+            recorder.end_step()
             self._forward_watch.start()
 
     def _step_unwatched(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         alone = self._alone
         alone.synchronize()
         if closure is not None:
-            closure = functools.partial(_recorded, closure, self._find_world().recorder)
+            closure = functools.partial(_recorded, closure, recorder_of(self._find_world()))
         if self._options.on_nonfinite != "skip":
             return self._step_wrapped(closure, *args, **kwargs)
         if closure is None:
@@ -537,7 +541,7 @@ class DistributedOptimizer(Optimizer):
             return
         sync = self._live_sync()
         if sync is not None:
-            sync.reduction.world.refuse_in_join("add_param_group()")
+            sync.reduction.world.shared(Join).refuse("add_param_group()")
         self.optimizer.add_param_group(param_group)
         added: list[torch.nn.Parameter] = self.param_groups[-1]["params"]
         try:
@@ -631,7 +635,7 @@ class DistributedOptimizer(Optimizer):
         The wrapped optimizer can be used without torchring afterwards.
         """
         if self._sync is not None:
-            self._sync.reduction.world.refuse_in_join("close()")
+            self._sync.reduction.world.shared(Join).refuse("close()")
         self._alone.settle()
         self._disconnect()
         self._forward_watch.close()
@@ -741,7 +745,7 @@ class DistributedOptimizer(Optimizer):
         def hook(parameter: torch.Tensor) -> None:
             self._drop_early_hooks()
             world = self._find_world()
-            world.refuse_before_generation("backward()")
+            refuse_before_generation(world, "backward()")
             if self._needs_state:
                 raise ValueError(
                     "an optimizer that was wrapped before torchring.elastic.run began is in no State, so workers that "
@@ -759,10 +763,10 @@ class DistributedOptimizer(Optimizer):
 
     def _record(self, world: World) -> None:
         """From now on, steps are written down for `world`."""
-        self._recorder = world.recorder
+        self._recorder = recorder = recorder_of(world)
         for parameter in self._names:
             if accelerator := accelerator_of(parameter.device):
-                world.recorder.follow(accelerator)
+                recorder.follow(accelerator)
                 break
         options = {each.name: str(getattr(self._options, each.name)) for each in dataclasses.fields(self._options)}
         options["model"] = "None" if self._model is None else "given"
@@ -770,7 +774,7 @@ class DistributedOptimizer(Optimizer):
         options["fused"] = str(bool(self.optimizer.defaults.get("fused")))
         reduction = None if self._sync is None else self._sync.reduction
         found = about(world, self._names, options, reduction, self._wrapped_at)
-        world.recorder.about = with_others(found, world.recorder.about)
+        recorder.about = with_others(found, recorder.about)
 
     def _drop_early_hooks(self) -> None:
         for handle in self._early_handles:
@@ -848,7 +852,7 @@ class DistributedOptimizer(Optimizer):
         if not self._check_before_step(sync):
             raise _StepSkipped if self._is_stepping else GradientError(_STEPPED_PAST)
         sync.write_buffers()
-        sync.reduction.world.recorder.enter(OPTIMIZER)
+        recorder_of(sync.reduction.world).enter(OPTIMIZER)
         # A rank whose closure has called skip() has no loss, and takes the mean of the others.
         mine = [0.0, 0.0] if loss is None else [float(loss.detach() if isinstance(loss, torch.Tensor) else loss), 1.0]
         sums = torch.tensor(mine, dtype=torch.float64, device="cpu")

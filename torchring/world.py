@@ -29,10 +29,6 @@ from torchring.errors import (
     with_way_out,
 )
 from torchring.memory.host import HostGroup, connect
-from torchring.observe.flight_recorder.monitor import WARNING_SECONDS, StallMonitor, warn_of_absent
-from torchring.observe.flight_recorder.page import PAGE_BYTES, Progress
-from torchring.observe.recorder import writer
-from torchring.observe.recorder.recorder import Recorder
 from torchring.releases import check_torch, installed_version
 from torchring.rendezvous.rendezvous import Rendezvous, ended_key
 
@@ -40,6 +36,7 @@ _logger: Final = logging.getLogger("torchring")
 check_torch(torch.__version__)
 _T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
+DEFAULT_WARNING_SECONDS: Final = 30.0
 ADVICE: Final = (
     ". Its own output says whether it failed. If it did not, and others still have batches: give every rank equally "
     "many, as torch's DistributedSampler does, or put the loop into a `with torchring.join(optimizer):` block"
@@ -82,16 +79,9 @@ class World:
         num_cores: number of processor cores that the ranks of this host may use together.
         machines_differ: how the machines of the ranks differ, if they do; else "".
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
-        progress: where this rank says what it is doing. None in a world of one.
-        recorder: the steps of this rank.
+        explain_absence: says what ranks that keep this rank waiting did last, once the world is observed.
         failure: the error that broke this world. A broken world sends nothing more.
         opening: lock of the thread that opens what all threads share.
-        is_joining: whether the script is inside `torchring.join`, where ranks may have ended that take part in
-            reductions only.
-        is_forked: whether this process is a child that the rank's process forked, and so no rank.
-        is_provisional: whether this world of one stands for the next generation of an elastic job, which has not met.
-        wants_change: whether this rank has heard that its generation is to meet anew, at the end of a step.
-        leaves: whether this rank is about to leave its elastic job, at the end of a step.
     """
 
     def __init__(
@@ -106,49 +96,46 @@ class World:
         store_host: int | None = None,
         backend: str = "gloo",
         job: str = "",
-        stall_warning_seconds: float = WARNING_SECONDS,
-        is_provisional: bool = False,
+        stall_warning_seconds: float = DEFAULT_WARNING_SECONDS,
     ) -> None:
+        # Who takes part
         self.rank = rank
         self.size = size
-        self.is_provisional = is_provisional
-        self.wants_change = False
-        self.leaves = False
         self.launcher = launcher
-        self.backend = backend
-        self.timeout_seconds = timeout_seconds
-        self.stall_warning_seconds = stall_warning_seconds
         self.rendezvous: Rendezvous | None = None
         self.host: HostGroup | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ((rank,),)
         self.num_cores = len(os.sched_getaffinity(0))
         self.machines_differ = ""
+
+        # Options
+        self.backend = backend
+        self.timeout_seconds = timeout_seconds
+        self.stall_warning_seconds = stall_warning_seconds
+
+        # From opening to failure or close
         self.is_open = True
-        self.num_reductions = 0
-        self.progress: Progress | None = None
-        self.recorder = Recorder()
-        self._stalls: StallMonitor | None = None
         self.failure: RingError | None = None
-        self.opening = threading.RLock()
-        self._told_of_failure: weakref.WeakSet[Fails] = weakref.WeakSet()
-        self.is_joining = False
-        self.is_forked = False
+        self.explain_absence: Callable[[Sequence[int]], str] = lambda ranks: ""
+        self.num_reductions = 0
         self._pid = os.getpid()
-        self._num_channels = 0
+        self._told_of_failure: weakref.WeakKeyDictionary[Fails, None] = weakref.WeakKeyDictionary()
         self._closing: list[Callable[[], None]] = []
+
+        # What the parts of torchring share
+        self.opening = threading.RLock()
+        self._num_channels = 0
         self._shared: dict[Callable[[World], Any], Any] = {}
+
         if store is not None and size > 1:
             try:
                 self._find_hosts(Rendezvous(store, rank, size, timeout_seconds), store_host, job)
             except BaseException as error:
-                if not isinstance(
-                    error, RingError
-                ):  # the other ranks know of a RingError, or it is this rank's mistake
+                if not isinstance(error, RingError):  # else the other ranks know, or the mistake is this rank's own
                     self.break_off("torchring.init()", error)
                 self.close()
                 raise
         _worlds.add(self)
-        writer.add(self.recorder)
         members = self.hosts[self.node_rank]
         self.local_rank = members.index(rank) if local_rank is None else local_rank
         self.local_size = len(members)
@@ -157,13 +144,12 @@ class World:
         """Find out which ranks share memory, and check that all ranks were given the same backend."""
         self.rendezvous = rendezvous
         rendezvous.store_host = store_host
-        rendezvous.on_wait = warn_of_absent(self.rank, self.stall_warning_seconds)
+        rendezvous.warn_of_absent(self.stall_warning_seconds)
         rendezvous.check_job(job)
         rendezvous.agree_on_size()
         rendezvous.claim_rank()
         self.host = connect(rendezvous)
         rendezvous.watch = self.host.check_peers
-        self._watch_stalls(rendezvous, self.host)
         mine = {
             "host": self.host.ranks,
             "cores": sorted(os.sched_getaffinity(0)),
@@ -184,13 +170,6 @@ class World:
                 self.machines_differ,
             )
         rendezvous.confirm_opening()
-
-    def _watch_stalls(self, rendezvous: Rendezvous, host: HostGroup) -> None:
-        """From now on the ranks see what this rank is doing."""
-        self._stalls = StallMonitor(rendezvous, host, host.allocate(PAGE_BYTES), self.stall_warning_seconds)
-        self.on_close(self._stalls.close)
-        self.progress = self._stalls.progress
-        rendezvous.on_wait = host.on_wait = self.progress.await_ranks
 
     @property
     def node_rank(self) -> int:
@@ -231,8 +210,11 @@ class World:
         self._closing.append(callback)
 
     def on_failure(self, channel: Fails) -> None:
-        """Call `channel.fail(error)` when the world breaks. The world refers to `channel` weakly."""
-        self._told_of_failure.add(channel)
+        """Call `channel.fail(error)` when the world breaks: first the channel that came last.
+
+        The world refers to `channel` weakly.
+        """
+        self._told_of_failure[channel] = None
 
     def fail(self, error: RingError) -> None:
         """Break this world. Peers may be waiting for this rank: they raise the same error."""
@@ -242,12 +224,11 @@ class World:
         if self.host is not None:
             self.host.report_failure(error)
             self.host.abort(error)
-        for channel in list(self._told_of_failure):
+        for channel in [*self._told_of_failure][::-1]:
             channel.fail(error)
         if self.rendezvous is not None and not self.shares_memory:  # ranks of other hosts may be opening a channel
             with contextlib.suppress(RingError):
                 self.rendezvous.with_timeout(_GOODBYE_SECONDS).give_up(decode_error(encode_error(error), self.rank))
-        writer.note_end(self.recorder, str(error))
 
     def break_off(self, what: str, cause: BaseException) -> None:
         """Break this world because `cause` ended `what`, an operation between ranks, half way."""
@@ -256,8 +237,8 @@ class World:
             text = with_way_out(f"{what} was interrupted by {reason}, so ranks are out of step")
             cause = RingError(text, rank=self.rank, peers=(self.rank,))
         try:
-            if isinstance(cause, PeerTimeoutError) and self._stalls is not None and not cause.explanation:
-                cause.explanation = self._stalls.explain(cause.peers)
+            if isinstance(cause, PeerTimeoutError) and not cause.explanation:
+                cause.explanation = self.explain_absence(cause.peers)
         finally:
             self.fail(cause)
 
@@ -279,31 +260,14 @@ class World:
             with contextlib.suppress(RingError):  # the store may be gone
                 self.rendezvous.with_timeout(_GOODBYE_SECONDS).publish_once(ended_key(self.rank), encode_error(error))
 
-    def refuse_in_join(self, what: str) -> None:
-        """Raise ValueError inside `torchring.join`, for what needs all ranks."""
-        if self.is_joining:
-            raise ValueError(
-                f"{what} was called inside torchring.join(), where ranks whose data has ended would not take part; "
-                "call it before or after the with block"
-            )
-
-    def refuse_before_generation(self, what: str) -> None:
-        """Raise TopologyError in an elastic job whose workers have not met yet."""
-        if self.is_provisional:
-            raise TopologyError(
-                f"{what} was called before the workers of this elastic job have met; call it inside the function that "
-                "torchring.elastic.run decorates"
-            )
-
-    def refuse_fork(self) -> None:
-        """Raise in a forked child, which is not a rank."""
-        if self.is_forked:
-            self.raise_if_broken()
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a child that the rank's process has forked, and so no rank."""
+        return self.size > 1 and os.getpid() != self._pid
 
     def after_fork(self) -> None:
         """In a forked child: cut this copy of the world off from the parent and from the other ranks."""
         if self.size > 1:
-            self.is_forked = True
             # The destructors of an engine's objects wait for threads that only the parent has. One more reference keeps
             # the objects until the child ends.
             for channel in list(self._told_of_failure):
@@ -315,7 +279,6 @@ class World:
         self.is_open = False
         if self.is_forked:
             return
-        writer.note_end(self.recorder)
         if self.failure is None:
             self.say_why_it_ends("it called torchring.shutdown()", ADVICE)
         while self._closing:

@@ -19,6 +19,7 @@ import torch
 
 import torchring
 from torchring.elastic.worker.state import MembershipChange
+from torchring.generation import Change
 from torchring.world import World
 
 
@@ -84,7 +85,7 @@ def test_a_world_of_one_is_left_where_a_forward_or_a_closure_begins() -> None:
     state = torchring.elastic.State(**parts())
     model, optimizer, world = state.model, state.optimizer, entered(state)
     loss = model(torch.ones(1, 2)).sum()
-    world.wants_change = True
+    world.shared(Change).is_wanted = True
     loss.backward()
     optimizer.step()  # whoever has unscaled the gradients may go on
     with pytest.raises(MembershipChange):
@@ -92,10 +93,10 @@ def test_a_world_of_one_is_left_where_a_forward_or_a_closure_begins() -> None:
     model.weight.sum().backward()
     with pytest.raises(MembershipChange):  # no forward was seen
         optimizer.step()
-    entered(state).wants_change = False
+    entered(state).shared(Change).is_wanted = False
 
     def closure() -> torch.Tensor:
-        world.wants_change = True
+        world.shared(Change).is_wanted = True
         loss = model(torch.ones(1, 2)).sum()
         loss.backward()
         return loss

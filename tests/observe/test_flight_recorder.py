@@ -47,6 +47,7 @@ from torchring.observe.flight_recorder.page import (
     want_stacks,
 )
 from torchring.observe.flight_recorder.report import Peer, describe_ranks, describe_wait, missing_ranks
+from torchring.observe.services import monitor_of
 from torchring.rendezvous.environment import STACKS
 from torchring.rendezvous.rendezvous import Rendezvous
 
@@ -69,7 +70,7 @@ class Stall:
     def others_wait_until(self, text: str) -> None:
         """The late rank is where it is to be, so what follows in the other ranks waits for it there."""
         if self.rank != _LATE:
-            monitor = default_world()._stalls
+            monitor = monitor_of(default_world())
             assert monitor is not None
             wait_until(lambda: text in monitor.explain([_LATE]), f"rank {_LATE} to be {text}")
 
@@ -316,7 +317,7 @@ def _time_out(rank: int, size: int, folder: str, topology: str, limit: float) ->
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     with on_hosts(rank, topology, timeout_seconds=3.0, stall_warning_seconds=limit):
-        monitor, host = default_world()._stalls, default_world().host
+        monitor, host = monitor_of(default_world()), default_world().host
         assert monitor is not None
         assert host is not None
         host.timeout_seconds = 1.0  # where ranks meet, a loaded machine takes its time

@@ -40,6 +40,7 @@ from torchring.observe.recorder.records import (
     RankTrace,
     StepRecord,
 )
+from torchring.observe.services import recorder_of
 from torchring.rendezvous.environment import PROGRESS
 
 SIZES = (300, 300, 300)  # 360 kB a layer: copied on arrival
@@ -216,7 +217,7 @@ def _train(rank: int, size: int, options: dict[str, Any], micros: int) -> tuple[
         with torch.no_grad():
             model(torch.ones(7, SIZES[0]))  # no part of training
         optimizer.step()
-    recorder = world_module.default_world().recorder
+    recorder = recorder_of(world_module.default_world())
     return decoded(*recorder.trace()), optimizer.stats().bytes_per_step, list(torchring.metrics().values())
 
 
@@ -285,7 +286,7 @@ def _closure(rank: int, size: int) -> list[list[int]]:
 
     for _ in range(2):
         optimizer.step(closure)
-    steps = steps_of(world_module.default_world().recorder)
+    steps = steps_of(recorder_of(world_module.default_world()))
     return [[part.part for part in step.parts] for step in steps]
 
 
@@ -320,7 +321,7 @@ def _skips(rank: int, size: int) -> int:
         optimizer.zero_grad()
         (model(torch.ones(5, SIZES[0])).square().mean() * factor).backward()
         optimizer.step()
-    return world_module.default_world().recorder.num_steps
+    return recorder_of(world_module.default_world()).num_steps
 
 
 def test_a_step_that_is_left_out_is_a_step() -> None:
@@ -334,17 +335,17 @@ def test_hooks_do_not_follow_a_model_to_copies_and_files() -> None:
     optimizer.step()
     pickled = pickle.dumps(model)
     assert b"torchring" not in pickled
-    before = world_module.default_world().recorder.num_samples
+    before = recorder_of(world_module.default_world()).num_samples
     for other in (copy.deepcopy(model), pickle.loads(pickled)):
         other(torch.ones(3, SIZES[0]))
-    assert world_module.default_world().recorder.num_samples == before
+    assert recorder_of(world_module.default_world()).num_samples == before
     model(torch.ones(3, SIZES[0]))
-    assert world_module.default_world().recorder.num_samples == before + 3
+    assert recorder_of(world_module.default_world()).num_samples == before + 3
     torch.compile(model, fullgraph=True, backend="eager")(torch.ones(3, SIZES[0]))
     again = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model)  # the first one is not closed
     again.step()
     model(torch.ones(3, SIZES[0]))
-    assert world_module.default_world().recorder.num_samples == 3, "each forward since the last step counts once"
+    assert recorder_of(world_module.default_world()).num_samples == 3, "each forward since the last step counts once"
     with pytest.raises(RuntimeError, match=r"optimizer\.close\(\) first"):
         torch.jit.script(model)
     optimizer.close()
@@ -430,7 +431,7 @@ def _wraps_two(rank: int, size: int, folder: Path) -> tuple[About, tuple[int, ..
         for _ in range(2):  # after the first backward, buckets are laid out anew
             model(torch.ones(5, next(model.parameters()).shape[1])).sum().backward()
             optimizer.step()
-    trace = decoded(*world_module.default_world().recorder.trace())
+    trace = decoded(*recorder_of(world_module.default_world()).trace())
     return read(write(folder, trace)).about, tuple(bucket.num_bytes for bucket in trace.steps[1].buckets)
 
 

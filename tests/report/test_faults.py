@@ -21,6 +21,7 @@ from torchring import default_world as world_module
 from torchring.bench.netns import Network
 from torchring.observe.recorder.recorder import decoded
 from torchring.observe.recorder.records import RankTrace
+from torchring.observe.services import recorder_of
 from torchring.report.analysis import Analysis, analyse
 from torchring.report.merge import merge
 
@@ -89,7 +90,7 @@ def _steps(model: nn.Module, optimizer: Any, samples: torch.Tensor, num_steps: i
         optimizer.zero_grad()
         model(samples).square().mean().backward()
         optimizer.step()
-    trace = decoded(*world_module.default_world().recorder.trace())
+    trace = decoded(*recorder_of(world_module.default_world()).trace())
     # The process has run other tests before: it says nothing about how long a start takes.
     return dataclasses.replace(trace, about=dataclasses.replace(trace.about, process_began=0))
 

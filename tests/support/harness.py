@@ -497,7 +497,7 @@ def _serve(rank: int, world_size: int, channel: connection.Connection) -> None:
             if exit_code == 0 and (left := _left_in_process(before)):
                 answer = pickle.dumps((None, (f"left behind: {'; '.join(left)}", "")))
             world: Any = sys.modules["torchring.default_world"]
-            channel.send((world._num_inits, world._num_groups))
+            channel.send((world._process.num_inits, world._process.num_groups))
             channel.send_bytes(answer)
 
 

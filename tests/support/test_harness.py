@@ -372,9 +372,9 @@ def _pooled(rank: int, world_size: int, how: str) -> int:
         elif how == "process group":  # by itself: it opens files, starts threads, and sets the excepthook
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         elif how == "worlds":
-            default_world._num_inits += 1
+            default_world._process.num_inits += 1
         elif how == "groups":
-            default_world._num_groups += 1
+            default_world._process.num_groups += 1
         elif how == "exit":
             os._exit(3)
         elif how == "hang":

@@ -24,6 +24,7 @@ import torchring
 from tests.support.elastic_job import ElasticJob, Slots, note
 from tests.tools.pairs import Pairs, Training
 from torchring.elastic.worker import member as membership
+from torchring.generation import Change
 
 FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "shares": ("equal", "unequal"),
@@ -202,7 +203,7 @@ def _let_happen(event: str, state: Any) -> None:
     note(happens=event)
     if event in ("joined", "resumed"):
         end = time.monotonic() + _PATIENCE
-        while not state._world.wants_change:
+        while not state._world.shared(Change).is_wanted:
             assert time.monotonic() < end, "the driver does not say that ranks are to change"
             time.sleep(0.005)
     elif torchring.rank() == 1:

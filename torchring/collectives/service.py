@@ -13,12 +13,15 @@ import torch
 from torchring.collectives import operations
 from torchring.collectives.gloo import GlooCollectives
 from torchring.collectives.interruption import InterruptionGuard
+from torchring.collectives.join import Join
 from torchring.collectives.operations import Backend, SingleRank
 from torchring.collectives.shared_memory import SharedMemoryCollectives
 from torchring.collectives.signature import Signature, fingerprint, first_difference
 from torchring.dynamo import run_eagerly
 from torchring.errors import PlanMismatchError, in_step
+from torchring.generation import refuse_before_generation
 from torchring.memory.host import bytes_of, tensor_of
+from torchring.observe.services import progress_of
 from torchring.threads import SerialThread
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
@@ -48,7 +51,9 @@ class Collectives:
         self._calls = InterruptionGuard(world)
         self._in_background = InterruptionGuard(world)
         self._last: Future[Any] | None = None
-        self._track = None if world.progress is None else world.progress.open_track(name)
+        progress = progress_of(world)
+        self._track = None if progress is None else progress.open_track(name)
+        self._join = world.shared(Join)
         world.on_close(self.close)
 
     @run_eagerly
@@ -79,8 +84,8 @@ class Collectives:
 
     def _check_callable(self, what: str) -> None:
         if self._is_scripts:
-            self.world.refuse_in_join(what)
-        self.world.refuse_before_generation(what)
+            self._join.refuse(what)
+        refuse_before_generation(self.world, what)
 
     def _operate(self, what: str, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
         if torch.is_inference_mode_enabled():  # what the backend keeps has to be written outside, too

@@ -17,6 +17,7 @@ from torchring.gradients.backward import BackwardWatch
 from torchring.gradients.module_wrappers import ModuleWrappers
 from torchring.gradients.participants.buffers import Place
 from torchring.observe.recorder.recorder import EXPOSED
+from torchring.observe.services import recorder_of
 from torchring.world import World
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class OptimizerGroup:
         self.skipper: GradientSync | None = None
         self.has_ended = False
         self._world = world
+        self._recorder = recorder_of(world)
         self._members: list[GradientSync] = []
         self._norm_weights: set[float | None] = set()  # that SyncBatchNorm has used in the backward under way
         self._norm_watch = BackwardWatch(self._norms_ended, self._norm_weights.clear)
@@ -201,7 +203,7 @@ class OptimizerGroup:
 
     def _reduce_together(self) -> bool:
         """Collective: finish all members that a backward has reached on any rank. Returns whether any rank has data."""
-        self._world.recorder.enter(EXPOSED)
+        self._recorder.enter(EXPOSED)
         try:
             # 0: not reached on any rank; 1: accumulates; 2: reduces on some rank, and so on all.
             wants = [member.in_backward + member.wants_reduction for member in self._members]

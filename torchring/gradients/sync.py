@@ -14,9 +14,11 @@ from typing import Protocol
 
 import torch
 
+from torchring.collectives.join import Join
 from torchring.collectives.service import internal_collectives_of
 from torchring.dynamo import is_compiled_backward
 from torchring.errors import GradientError, in_step, with_way_out
+from torchring.generation import Change
 from torchring.gradients.backward import BackwardWatch
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.hooks import attach_hooks, make_hook
@@ -30,6 +32,7 @@ from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
 from torchring.observe.flight_recorder.page import Phase
 from torchring.observe.recorder import recorder
+from torchring.observe.services import progress_of, recorder_of
 
 
 class Batches(Protocol):
@@ -95,7 +98,8 @@ class GradientSync:
         self.failure: BaseException | None = None
         self.is_closed = False
         self._replicas = replicas
-        self._recorder = reduction.world.recorder
+        self._recorder = recorder_of(reduction.world)
+        self._progress = progress_of(reduction.world)
         self._on_nonfinite = on_nonfinite
         self._frozen = list(frozen)
         self._spec_of = spec_of
@@ -106,6 +110,8 @@ class GradientSync:
         self._no_sync_depth = 0
         self._weights = reduction.weights
         self.batches: Batches | None = None
+        self._change = reduction.world.shared(Change)
+        self._join = reduction.world.shared(Join)
         self._handles_of_zero_weight: list[torch.utils.hooks.RemovableHandle] = []
 
         self.has_been_skipped = False
@@ -364,7 +370,7 @@ class GradientSync:
         """Collective: reduce whatever is local on any rank. Does nothing where nothing is local."""
         if self.in_backward:
             raise GradientError("synchronize() was called inside backward(); call it after backward() has returned")
-        if self.reduction.world.is_joining:  # others may have ended, and meet this with a round
+        if self._join.is_open:  # others may have ended, and meet this with a round
             self._drop_stale_weights()
             self._count_local(needs=self._needs_synchronize())
             self._weights.drop_next()
@@ -419,7 +425,8 @@ class GradientSync:
     def check_backward(self) -> None:
         """Before a step: raise GradientError if the last backward failed, or is still under way."""
         world = self.reduction.world
-        world.refuse_fork()
+        if world.is_forked:
+            world.raise_if_broken()
         if self.failure is not None:
             raise GradientError(f"the last backward did not reduce its gradients: {self.failure}") from self.failure
         self.reduction.rounds.poll()
@@ -481,9 +488,8 @@ class GradientSync:
     def _enter(self, phase: Phase, part: int) -> None:
         """Other ranks see what this rank is doing, and this rank writes down that a part of a step begins."""
         self._recorder.enter(part)
-        progress = self.reduction.world.progress
-        if progress is not None:
-            progress.enter(phase, self.num_steps)
+        if self._progress is not None:
+            self._progress.enter(phase, self.num_steps)
 
     def _end_step(self) -> None:
         self._enter(Phase.OUTSIDE, recorder.OPTIMIZER)
@@ -548,8 +554,8 @@ class GradientSync:
             parameters_changed=int(self._replicas.has_changed()),
             has_thawed=int(self._has_thawed()),
             has_ended=int(self._group.has_ended),
-            wants_change=int(self.reduction.world.wants_change),
-            leaves=int(self.reduction.world.leaves),
+            wants_change=int(self._change.is_wanted),
+            leaves=int(self._change.leaves),
         )
         is_absent = (self._group.is_skipping or self._weights.has_skipped) and not self._weights.num_backwards
         self.reduction.begin(step=self.num_steps, hold=hold, control_bits=bits, is_absent=is_absent, is_again=is_again)

@@ -46,6 +46,7 @@ from torchring.horovod.rounds import HostRounds, HostsRounds, Rounds
 from torchring.horovod.settings import Settings
 from torchring.horovod.timeline import Timeline
 from torchring.norms import LayerTurns
+from torchring.observe.services import observe
 from torchring.threads import SerialThread, at_last
 from torchring.world import World
 
@@ -152,14 +153,16 @@ class Engine:
         """Collective among `ranks`: a world of these."""
         world, rendezvous = self.world, self.world.rendezvous
         assert rendezvous is not None
-        return World(
-            PrefixStore(f"horovod/set{self._num_sets}", rendezvous.store) if len(ranks) > 1 else None,
-            ranks.index(world.rank),
-            len(ranks),
-            timeout_seconds=world.timeout_seconds,
-            launcher=world.launcher,
-            backend=world.backend,
-            stall_warning_seconds=world.stall_warning_seconds,
+        return observe(
+            World(
+                PrefixStore(f"horovod/set{self._num_sets}", rendezvous.store) if len(ranks) > 1 else None,
+                ranks.index(world.rank),
+                len(ranks),
+                timeout_seconds=world.timeout_seconds,
+                launcher=world.launcher,
+                backend=world.backend,
+                stall_warning_seconds=world.stall_warning_seconds,
+            )
         )
 
     def _remove_set(self, process_set: int) -> None:

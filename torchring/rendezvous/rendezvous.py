@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import logging
 import os
 import secrets
 import threading
@@ -21,10 +22,19 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 from torch.distributed import Store
 
-from torchring.errors import PeerLostError, PeerTimeoutError, RingError, TopologyError, decode_error, encode_error
+from torchring.errors import (
+    PeerLostError,
+    PeerTimeoutError,
+    RingError,
+    TopologyError,
+    decode_error,
+    encode_error,
+    ranks_in_words,
+)
 from torchring.linux import host_name
 from torchring.threads import SerialThread, is_done_within
 
+_logger: Final = logging.getLogger("torchring")
 _T = TypeVar("_T")
 _LONGEST_PAUSE_SECONDS: Final = 0.02  # between two checks for a key
 _STAY_SECONDS: Final = 1.0  # how long the store outlives a world that was given up, so that every rank learns why
@@ -63,6 +73,22 @@ class Rendezvous:
         self._published_once: dict[str, bytes] = {}
         self._store_calls = _CallsWithDeadline()
         self._stays_at_exit = False
+
+    def warn_of_absent(self, limit: float) -> None:
+        """Have `on_wait` log one warning when this rank has waited for `limit` seconds for a rank. 0: no warning."""
+        has_warned = limit == 0
+
+        def on_wait(ranks: Sequence[int], seconds: float) -> None:
+            nonlocal has_warned
+            if not has_warned and ranks and seconds >= limit:
+                has_warned = True
+                _logger.warning(
+                    f"rank {self.rank} has waited for {seconds:.{0 if seconds >= 10 else 1}f} s in torchring.init() "
+                    f"for {ranks_in_words(ranks)}, which {'has' if len(ranks) == 1 else 'have'} not come there yet, or "
+                    "cannot reach the store"
+                )
+
+        self.on_wait = on_wait
 
     def with_timeout(self, seconds: float) -> Rendezvous:
         """The same rendezvous with a shorter timeout: `seconds` for each call, unless its own timeout is shorter."""

@@ -20,6 +20,7 @@ from torchring.default_world import default_world
 from torchring.elastic.worker.member import JobOverError, Member, member_of_process
 from torchring.elastic.worker.state import MembershipChange, State
 from torchring.errors import GradientError, PlanMismatchError, RingError, TopologyError
+from torchring.generation import Change, ProvisionalWorld
 from torchring.rendezvous.environment import CHOICE
 from torchring.rendezvous.protocol import VARIABLE
 
@@ -82,7 +83,7 @@ def run(function: _Function[_P, _T]) -> _Function[_P, _T]:
 def _member() -> Member | None:
     if CHOICE in os.environ or VARIABLE not in os.environ:
         return None
-    if not default_world().is_provisional:
+    if not isinstance(default_world(), ProvisionalWorld):
         raise RuntimeError(
             "an elastic job has one training function, and this process has called one already; call both from one"
         )
@@ -92,9 +93,10 @@ def _member() -> Member | None:
 def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
     """Without a driver."""
     world = default_world()
+    change = world.shared(Change)
 
     def leave() -> None:
-        world.leaves = world.wants_change = True
+        change.leaves = change.is_wanted = True
 
     signals.on_signal(leave)
     state._enter(world, None, has_failed=False)

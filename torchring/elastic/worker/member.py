@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from torchring.default_world import leave_generation, open_generation
 from torchring.errors import PeerLostError, TopologyError
+from torchring.generation import Change
 from torchring.rendezvous import protocol
 from torchring.rendezvous.environment import CHOICE, ELASTIC
 from torchring.rendezvous.protocol import Beat, Broken, Card, Invitation, Plan, invitation
@@ -61,6 +62,7 @@ class Member:
         self.leaves = False
         self._pid = os.getpid()
         self._world: World | None = None
+        self._change: Change | None = None  # of that world
         self._card = Card("starting")
         self._says_card = False
         self._broken = Broken()
@@ -112,14 +114,14 @@ class Member:
         world = open_generation(PrefixStore(prefix, self._store_of_worlds), rank, size)
         self._say(Card("running", self.generation, self.checkpoint))
         with self._changed:
-            self._world = world
+            self._world, self._change = world, world.shared(Change)
             self._pass_on()
         return world
 
     def leave(self) -> None:
         """Close the world of this generation."""
         with self._changed:
-            self._world = None
+            self._world = self._change = None
         leave_generation()
 
     @property
@@ -151,9 +153,9 @@ class Member:
     def ask_to_leave(self) -> None:
         """End at the end of this step. From a signal handler, too."""
         self.leaves = True
-        world = self._world
-        if world is not None:
-            world.leaves = world.wants_change = True
+        change = self._change
+        if change is not None:
+            change.leaves = change.is_wanted = True
 
     def say_goodbye(self, reason: str) -> None:
         """This worker takes part in nothing more, and is about to exit. `close` comes next."""
@@ -253,12 +255,12 @@ class Member:
 
     def _pass_on(self) -> None:
         """Tell the world what the driver has said."""
-        world = self._world
-        if world is None:
+        world, change = self._world, self._change
+        if world is None or change is None:
             return
         if self._over or self.leaves or self._call >= self.generation:
-            world.wants_change = True
-            world.leaves = self.leaves
+            change.is_wanted = True
+            change.leaves = self.leaves
         broken = self._broken
         if broken.generation >= self.generation and world.failure is None:
             ranks = broken.ranks if broken.generation == self.generation else ()

@@ -35,6 +35,7 @@ from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newes
 from torchring.elastic.worker.member import Member
 from torchring.elastic.worker.sampler import Sampler, share_of
 from torchring.errors import GradientError, PeerLostError, PlanMismatchError
+from torchring.generation import Change
 from torchring.gradients.participants.weights import OTHER_BATCH
 from torchring.gradients.validation import parameters_of
 from torchring.observe.recorder.forward import TransientHook
@@ -280,8 +281,8 @@ class State:
         if self._is_in_closure:
             return
         world = self._world
-        if world is not None and world.size == 1 and world.wants_change:
-            self._agreed = MembershipChange(all_leave=world.leaves)
+        if world is not None and world.size == 1 and (change := world.shared(Change)).is_wanted:
+            self._agreed = MembershipChange(all_leave=change.leaves)
         if self._agreed is not None:
             raise self._agreed
 
@@ -601,7 +602,7 @@ class _Batches:
         if self._is_first:
             state._is_between = False
             if state._member is not None and state._member.seems_alone() and state._world is not None:
-                state._world.wants_change = True
+                state._world.shared(Change).is_wanted = True
             state._leave_if_agreed()
         for sampler in state._samplers[:1]:  # the one whose batches have the weights
             sampler.begin_backward(is_weighed=is_weighed, is_skipped=is_skipped)

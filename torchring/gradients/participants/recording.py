@@ -16,6 +16,7 @@ from torchring.gradients.scheduler import Scheduler
 from torchring.observe.recorder import clocks
 from torchring.observe.recorder.recorder import EXPOSED
 from torchring.observe.recorder.records import About, Arrivals, OptimizerRecord, ParameterRecord
+from torchring.observe.services import recorder_of
 from torchring.world import World
 
 _MOST_EXPOSED: Final = 0.9  # of communication, where backward hides some
@@ -29,7 +30,7 @@ class RoundRecording:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._recorder = world.recorder
+        self._recorder = recorder_of(world)
         self._bursts = BurstWatch()
         self._clocks_compared_at = 0  # number of the next round
         self._backward_began = 0

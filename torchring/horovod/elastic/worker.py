@@ -18,9 +18,10 @@ import torch
 import torchring.horovod as hvd
 from torchring import default_world as worlds
 from torchring.collectives.service import collectives_of
-from torchring.elastic.loop import Signals
-from torchring.elastic.membership import JobOverError, Member, member_of_process
+from torchring.elastic.worker.loop import Signals
+from torchring.elastic.worker.member import JobOverError, Member, member_of_process
 from torchring.errors import TopologyError
+from torchring.generation import Change
 from torchring.rendezvous.environment import ELASTIC
 from torchring.world import World
 
@@ -95,10 +96,10 @@ class ElasticWorker:
 
     def changes(self) -> int:
         """What the driver has announced since this worker has joined: REMOVED, ADDED, or NO_UPDATE."""
-        world = worlds.default_world()
-        if world.leaves:
+        change = worlds.default_world().shared(Change)
+        if change.leaves:
             return REMOVED
-        return ADDED if world.wants_change else NO_UPDATE
+        return ADDED if change.is_wanted else NO_UPDATE
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ from typing import Any, Final
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from torchring.errors import ranks_in_words
 from torchring.memory.host import HostGroup, SharedBlock
 from torchring.observe.flight_recorder import stacks
 from torchring.observe.flight_recorder.call_sites import place_of
@@ -36,14 +35,12 @@ from torchring.observe.flight_recorder.report import (
     Peer,
     describe_ranks,
     describe_wait,
-    duration,
     is_silent,
     missing_ranks,
 )
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.threads import PeriodicThread, is_done_within
 
-WARNING_SECONDS: Final = 30.0
 _SHORTEST_TICK_SECONDS: Final = 0.02
 _LONGEST_TICK_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 10.0  # between two messages to the store
@@ -56,22 +53,6 @@ _JOIN_SECONDS: Final = 1.0
 # Number of the message, time of the page, seconds between two messages, seconds since the ranks have met.
 _HEADER: Final = struct.Struct("=qqdd")
 _logger: Final = logging.getLogger("torchring")
-
-
-def warn_of_absent(rank: int, limit: float) -> Callable[[Sequence[int], float], None]:
-    """For `Rendezvous.on_wait` before ranks have pages: logs one warning after `limit` seconds. 0 turns it off."""
-    has_warned = limit == 0
-
-    def on_wait(ranks: Sequence[int], seconds: float) -> None:
-        nonlocal has_warned
-        if not has_warned and ranks and seconds >= limit:
-            has_warned = True
-            _logger.warning(
-                f"rank {rank} has waited for {duration(seconds)} in torchring.init() for {ranks_in_words(ranks)}, "
-                f"which {'has' if len(ranks) == 1 else 'have'} not come there yet, or cannot reach the store"
-            )
-
-    return on_wait
 
 
 @dataclass(frozen=True)

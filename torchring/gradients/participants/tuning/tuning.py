@@ -35,6 +35,7 @@ from torchring.gradients.participants.tuning.plan_cache import FoundBuckets
 from torchring.gradients.participants.tuning.trial import Times, Trial
 from torchring.gradients.plan import ParameterSpec, Plan, plan_of, wire_dtype
 from torchring.gradients.scheduler import Scheduler
+from torchring.observe.services import recorder_of
 from torchring.world import World
 
 _NUM_WARMUPS: Final = 1  # rounds that touch the memory of new buckets for the first time
@@ -188,7 +189,7 @@ class Tuner:
             is_ordinary: whether this is the round of a backward of this rank.
         """
         is_measured = self._stage is Stage.MEASURING and self._scheduler.round.number >= self._first
-        recorder = self._world.recorder
+        recorder = recorder_of(self._world)
         began = recorder.part_began * 1e-9 if recorder.is_on else time.perf_counter()
         self._round = Observation(began) if is_ordinary and is_measured else None
 

@@ -1,0 +1,32 @@
+"""What the engine knows of elastic jobs: the world before their first generation, and changes of ranks to come."""
+
+from __future__ import annotations
+
+from torchring.errors import TopologyError
+from torchring.world import World
+
+
+class ProvisionalWorld(World):
+    """A world of one in an elastic job between two generations, and before the first: collectives raise."""
+
+
+class Change:
+    """What this rank has heard of a change of ranks. `world.shared(Change)` is that of a world.
+
+    Attributes:
+        is_wanted: at the end of a step, the ranks of this world are to meet anew, or to end.
+        leaves: this rank is about to end, and does not meet the others anew.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.is_wanted = False
+        self.leaves = False
+
+
+def refuse_before_generation(world: World, what: str) -> None:
+    """Raise TopologyError in an elastic job whose workers have not met yet."""
+    if isinstance(world, ProvisionalWorld):
+        raise TopologyError(
+            f"{what} was called before the workers of this elastic job have met; call it inside the function that "
+            "torchring.elastic.run decorates"
+        )
