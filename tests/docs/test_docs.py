@@ -16,7 +16,7 @@ import torch
 
 import torchring
 from tests.support.checks import assert_same_on_all_ranks, digest
-from tests.support.documents import PAGES, ROOT, anchors, blocks, code_spans, included, links, rows, section
+from tests.support.documents import PAGES, ROOT, anchors, blocks, code_spans, included, links, programs, rows, section
 from tests.support.harness import run_ranks
 from torchring import cli
 from torchring.default_world import default_world
@@ -24,6 +24,7 @@ from torchring.default_world import default_world
 DOCS = ROOT / "docs"
 OPTIONS = DOCS / "reference" / "options.md"
 TROUBLESHOOTING = DOCS / "guides" / "troubleshooting.md"
+ERRORS = DOCS / "reference" / "errors.md"
 IN_OTHER_TESTS = {"frameworks.md"}  # test_frameworks.py
 
 
@@ -31,14 +32,20 @@ IN_OTHER_TESTS = {"frameworks.md"}  # test_frameworks.py
 
 
 def run_page(page: Path) -> dict[str, Any]:
-    """Run the page's Python blocks from top to bottom; the names that they define."""
-    namespace: dict[str, Any] = {}
-    for block in blocks(page, "python"):
-        try:
-            exec(compile(block.code, block.place, "exec"), namespace)
-        except BaseException as error:
-            raise AssertionError(f"{block.place} does not run") from error
-    return namespace
+    """Run the page's Python programs; the names that they define, those of the last one if several define a name."""
+    names: dict[str, Any] = {}
+    for program in programs(page):
+        namespace: dict[str, Any] = {}
+        for block in program:
+            try:
+                exec(compile(block.code, block.place, "exec"), namespace)
+            except BaseException as error:
+                raise AssertionError(f"{block.place} does not run") from error
+        for value in namespace.values():
+            if isinstance(value, torchring.DistributedOptimizer):
+                value.close()
+        names |= namespace
+    return names
 
 
 def _run_pages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -57,6 +64,7 @@ def _run_pages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         found[page.name] = {
             "models": {name: digest(value.parameters()) for name, value in names.items() if _is_model(value)},
             "reductions": default_world().num_reductions,
+            "loss": float(names["loss"]) if page.name == "first-script.md" else None,
         }
         torchring.shutdown()
     return found
@@ -75,10 +83,14 @@ def test_python_runs_on_two_ranks(tmp_path: Path) -> None:
             assert_same_on_all_ranks([mine, second[page]["models"][name]])
     assert first["README.md"]["reductions"] == 5 * 64
     assert first["recipes.md"]["reductions"] > 0
+    promised = section(DOCS / "start" / "first-script.md", "## The check")
+    (loss,) = set(re.findall(r"ranks: loss ([\d.]+)", promised))
+    assert first["first-script.md"]["loss"] == pytest.approx(float(loss), rel=1e-3)
 
 
 def test_python_runs_alone(tmp_path: Path) -> None:
-    run_ranks(_run_pages, 1, str(tmp_path), deadline=150, launcher_env=False)
+    (found,) = run_ranks(_run_pages, 1, str(tmp_path), deadline=150, launcher_env=False)
+    assert f"loss {found['first-script.md']['loss']:.6f}" in section(DOCS / "start" / "first-script.md", "## The check")
 
 
 def test_running_a_page_can_fail(tmp_path: Path) -> None:
@@ -152,6 +164,11 @@ class Commands:
             from torchring.report.command import _parser as report_parser
 
             report_parser().parse_args(arguments[1:])
+        elif arguments[0] == "top":
+            assert cli.main(["top", "--once", *arguments[1:]]) == 1  # there is no such trace
+        elif arguments == ["--version"]:
+            with pytest.raises(SystemExit, match="^0$"):
+                cli.main(arguments)
         elif arguments[0] == "bench":
             source = cli._benchmarks().get(arguments[1], "")
             assert source, f"there is no benchmark {arguments[1]}"
@@ -213,7 +230,7 @@ def test_the_check_of_commands_can_fail(command: str, checker: Commands) -> None
 
 def test_every_error_class_has_its_row() -> None:
     kinds = [torchring.RingError, *torchring.RingError.__subclasses__()]
-    described = [code_spans(cells[0])[0] for cells in rows(section(TROUBLESHOOTING, "## Error classes"))]
+    described = [code_spans(cells[0])[0] for cells in rows(section(ERRORS, "## Error classes"))]
     assert sorted(described) == sorted(kind.__name__ for kind in kinds)
 
 
@@ -245,7 +262,7 @@ def test_quoted_messages_are_those_of_the_code() -> None:
     quoted = [
         span
         for heading in ("## Starting", "## torchring.wrap", "## backward() and step()", "## Waiting for other ranks")
-        for cells in rows(section(TROUBLESHOOTING, heading))
+        for cells in rows(section(ERRORS, heading))
         for span in code_spans(cells[0])
     ]
     assert len(quoted) > 50
@@ -294,6 +311,9 @@ def test_every_mistake_of_ddp_has_its_row_and_its_test() -> None:
 def test_the_reference_has_every_public_name() -> None:
     named = re.findall(r"^::: torchring\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE)
     assert sorted(named) == torchring.__all__
+    horovod = rows((DOCS / "reference" / "horovod.md").read_text())
+    described = {name for cells in horovod for name in code_spans(cells[1])}
+    assert described == {*torchring.horovod.__all__, "State", "TorchState", "ObjectState", "ElasticSampler"}
 
 
 # Links
@@ -323,11 +343,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_check_of_links_can_fail() -> None:
     page = DOCS / "index.md"
-    assert links(DOCS / "start" / "launching.md")
+    assert links(DOCS / "guides" / "launching.md")
     for link in ("no_such_page.md", "reference/limits.md#no-such-heading", "#no-such-heading", "../README.md"):
         assert target_of(page, link), link
     assert target_of(page, "reference/api.md#torchring.wrap") is None
-    assert target_of(page, "guides/troubleshooting.md#backward-and-step") is None
+    assert target_of(page, "reference/errors.md#backward-and-step") is None
     assert target_of(page, "background/security.md#what-is-trusted") is None
 
 

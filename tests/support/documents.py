@@ -32,6 +32,29 @@ def blocks(page: Path, *languages: str) -> list[Block]:
     ]
 
 
+def programs(page: Path) -> list[list[Block]]:
+    """The page's Python blocks, those together that run in one namespace: all, or each section after `## The script`.
+
+    The last block of that script wraps an optimizer. A section that wraps the same optimizer takes its place.
+    """
+    everything = blocks(page, "python")
+    text = page.read_text()
+    if "\n## The script\n" not in text or page.name not in ("recipes.md", "uneven-data.md"):
+        return [everything]
+    parts: list[list[Block]] = []
+    for part in re.split(r"^(?=## )", text, flags=re.MULTILINE):
+        count = len([found for found in _FENCE.finditer(part) if found[1] == "python"])
+        parts.append(everything[:count])
+        everything = everything[count:]
+    first, *others = filter(None, parts)
+    wraps = re.compile(r"torchring\.wrap\(\w+, model")
+    found = [first]
+    for other in others:
+        has_own = any(wraps.search(block.code) for block in other)
+        found.append([*(first[:-1] if has_own and len(first) > 1 else first), *other])
+    return found
+
+
 def section(page: Path, heading: str) -> str:
     """The text under a heading, up to the next one of its level or above."""
     level = heading.partition(" ")[0]
