@@ -17,12 +17,20 @@ import torch.distributed as dist
 from torchring import default_world as worlds
 from torchring.errors import RingError, TopologyError
 from torchring.horovod.elastic.worker import current_worker, find_worker
-from torchring.horovod.engine import Engine, Operation
+from torchring.horovod.engine import Engine
 from torchring.horovod.exceptions import HorovodInternalError
+from torchring.horovod.execution import Operation
 from torchring.horovod.negotiation import ADD_SET, REMOVE_SET, Request
 from torchring.horovod.settings import DYNAMIC_TIMELINE, Settings, apply_log_level, read_settings
 from torchring.horovod.timeline import Timeline
 from torchring.world import World
+
+__all__ = [
+    "ProcessSet", "add_process_set", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
+    "global_process_set", "gloo_built", "gloo_enabled", "init", "is_initialized", "local_rank", "local_size",
+    "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "remove_process_set", "rocm_built",
+    "shutdown", "size", "start_timeline", "stop_timeline",
+]  # fmt: skip
 
 _MOST_TRIES: Final = 20  # to meet, in an elastic job whose workers are lost meanwhile
 _NOT_INITIALISED: Final = "Horovod has not been initialized; call hvd.init() first"
@@ -90,7 +98,7 @@ class Context:
         self.settings = settings
         self.engine = Engine(world, settings, self._first_timeline(world))
         self.sets: dict[int, ProcessSet] = {}
-        self.handles: dict[int, tuple[Operation, Callable[[Any], Any]]] = {}
+        self.handles: dict[int, tuple[Operation, Callable[[Sequence[torch.Tensor], Sequence[int]], Any]]] = {}
         self._next_handle = itertools.count()
 
     def _first_timeline(self, world: World) -> Timeline | None:
@@ -396,7 +404,7 @@ def _check_dynamic() -> None:
         )
 
 
-def process_set_ids_and_ranks() -> dict[int, list[int]]:
+def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """id -> ranks of all registered process sets."""
     return {number: list(known.ranks) for number, known in sorted(context().sets.items())}
 

@@ -31,7 +31,7 @@ from torchring.collectives.service import Collectives
 from torchring.dynamo import run_eagerly
 from torchring.errors import RingError, ranks_in_words
 from torchring.horovod.exceptions import HorovodInternalError
-from torchring.horovod.execution import Plane, carry_out, carry_out_inline, payload_of
+from torchring.horovod.execution import Operation, Plane, carry_out, carry_out_inline, payload_of
 from torchring.horovod.negotiation import (
     ADD_SET,
     JOIN,
@@ -56,34 +56,6 @@ _WATCH_SECONDS: Final = 0.1  # the same, if something is: are the other ranks al
 _HEARTBEAT_SECONDS: Final = 5.0  # between hosts, only a round shows whether the other ranks are alive
 _INLINE_BYTES: Final = 48 * 1024  # of all values that travel with the requests of one round
 _SPLIT: Final = b"\n"  # between requests and values
-
-
-class Operation:
-    """One call of a collective on this rank.
-
-    Args:
-        request: what the other ranks are told.
-        tensors: what is reduced, in place, or sent.
-        handle: number of the call.
-
-    Attributes:
-        stream: of CUDA tensors: the one that computes them.
-        result: what the call returns; None until `is_done`.
-        error: what waiting for the call raises.
-        is_done: whether there is a result or an error.
-    """
-
-    __slots__ = ("error", "handle", "is_done", "request", "result", "since", "stream", "tensors")
-
-    def __init__(self, request: Request, tensors: Sequence[torch.Tensor] = (), handle: int = -1) -> None:
-        self.handle = handle
-        self.request = request
-        self.tensors = tensors
-        self.stream = torch.cuda.current_stream(tensors[0].device) if tensors and tensors[0].is_cuda else None
-        self.result: Any = None
-        self.error: Exception | None = None
-        self.is_done = False
-        self.since = 0.0
 
 
 class Engine:

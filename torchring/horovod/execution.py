@@ -8,7 +8,7 @@ summed in fp32 and rounded once, where Horovod rounds after each step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -22,12 +22,40 @@ from torchring.horovod.negotiation import BARRIER, Request, Response, dtype_of
 from torchring.memory.host import bytes_of
 from torchring.world import World
 
-if TYPE_CHECKING:
-    from torchring.horovod.engine import Operation
-
 _T = TypeVar("_T")
+Result = tuple[Sequence[torch.Tensor], Sequence[int]]
+"""The tensors that a call of a collective returns, and numbers. Of allgather: the first of this rank's rows in each
+tensor. Of alltoall: how many rows came from each rank. Of others: none."""
 _OPS: Final = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
 _BOOL_OPS: Final = {"Sum": "max", "Max": "max", "Min": "min", "Product": "min"}  # any of them, or all of them
+
+
+class Operation:
+    """One call of a collective on this rank.
+
+    Args:
+        request: what the other ranks are told.
+        tensors: what is reduced, in place, or sent.
+        handle: number of the call.
+
+    Attributes:
+        stream: the CUDA stream that computes the tensors. None on the CPU.
+        result: what the call returns; None until `is_done`.
+        error: what waiting for the call raises.
+        is_done: whether there is a result or an error.
+    """
+
+    __slots__ = ("error", "handle", "is_done", "request", "result", "since", "stream", "tensors")
+
+    def __init__(self, request: Request, tensors: Sequence[torch.Tensor] = (), handle: int = -1) -> None:
+        self.handle = handle
+        self.request = request
+        self.tensors = tensors
+        self.stream = torch.cuda.current_stream(tensors[0].device) if tensors and tensors[0].is_cuda else None
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.is_done = False
+        self.since = 0.0
 
 
 class Plane:
@@ -63,7 +91,7 @@ class Plane:
 @torch.no_grad()
 def carry_out(
     plane: Plane, operations_: Sequence[Operation | None], responses: Sequence[Response], backend: Backend
-) -> list[Any]:
+) -> list[Result]:
     """The results of `operations_` on this rank, which all members of the plane carry out together.
 
     Args:
@@ -79,10 +107,10 @@ def carry_out(
             for operation, response in zip(operations_, responses, strict=True)
         ]
         _all_reduce(backend, plane, [tensor for each in tensors for tensor in each], first.arguments)
-        return [tuple(each) for each in tensors]
+        return [(tuple(each), ()) for each in tensors]
     operation, response = operations_[0], responses[0]
     if operation is None:  # a barrier of the ranks that have not joined
-        return [None]
+        return [((), ())]
     return [_MOVES[first.kind](backend, plane, operation, response)]
 
 
@@ -124,7 +152,7 @@ def _reduce_alike(backend: Backend, tensors: Sequence[torch.Tensor], dtype: torc
 
 def carry_out_inline(
     plane: Plane, operation: Operation | None, request: Request, payloads: Mapping[int, memoryview]
-) -> Any:
+) -> Result:
     """The result of an allreduce whose values have come with the requests."""
     arguments, size = request.arguments, len(plane.ranks)
     tensors = operation.tensors if operation is not None else _zeros(request)
@@ -138,7 +166,7 @@ def carry_out_inline(
             ]
             _combine(parts, tensor, arguments, size)
         start = stop
-    return tuple(tensors)
+    return tuple(tensors), ()
 
 
 def _combine(parts: list[torch.Tensor], tensor: torch.Tensor, arguments: Mapping[str, Any], size: int) -> None:
@@ -203,30 +231,29 @@ def _zeros(request: Request) -> list[torch.Tensor]:
     return [torch.zeros(shape, dtype=dtype_of(dtype), device="cpu") for dtype, shape in request.tensors]
 
 
-def _all_gather(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Any:
-    """The gathered tensors, and the first of this rank's rows in each."""
+def _all_gather(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Result:
     results = tuple(torch.cat(operations.all_gather(backend, tensor)) for tensor in operation.tensors)
     before = [response.requests[rank].tensors for rank in plane.ranks[: plane.world.rank]]
     return results, [sum(tensors[i][1][0] for tensors in before) for i in range(len(results))]
 
 
-def _broadcast(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Any:
+def _broadcast(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Result:
     src = plane.ranks.index(response.first.arguments["root rank"])
     operations.broadcast_together(backend, operation.tensors, src, is_src=plane.world.rank == src)
-    return tuple(operation.tensors)
+    return tuple(operation.tensors), ()
 
 
-def _all_to_all(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Any:
+def _all_to_all(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Result:
     tensor, splits = operation.tensors[0], operation.request.splits
     if not tensor.shape[1:].numel():  # rows without elements: the requests say how many come
         counts = [response.requests[rank].splits[plane.world.rank] for rank in plane.ranks]
-        return tensor.new_empty(sum(counts), *tensor.shape[1:]), counts
+        return (tensor.new_empty(sum(counts), *tensor.shape[1:]),), counts
     signature = signature_of("alltoall", [tensor], any_rows=True)
     parts, counts = operations.all_to_all(backend, tensor[: sum(splits)], splits, signature)
-    return torch.cat(parts), counts
+    return (torch.cat(parts),), counts
 
 
-def _reduce_scatter(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Any:
+def _reduce_scatter(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Result:
     arguments, size = response.first.arguments, len(plane.ranks)
     results = []
     for tensor in operation.tensors:
@@ -242,14 +269,14 @@ def _reduce_scatter(backend: Backend, plane: Plane, operation: Operation, respon
             result.div_(size, rounding_mode="trunc")
         scale(result, arguments["postscale_factor"])
         results.append(result)
-    return tuple(results)
+    return tuple(results), ()
 
 
-def _barrier(backend: Backend, plane: Plane, operation: Operation, response: Response) -> None:
-    """All members have called it: the round of negotiation has shown that."""
+def _barrier(backend: Backend, plane: Plane, operation: Operation, response: Response) -> Result:
+    return (), ()  # negotiation has shown that all members have called it
 
 
-_MOVES: Final[dict[str, Callable[[Backend, Plane, Any, Response], Any]]] = {
+_MOVES: Final[dict[str, Callable[[Backend, Plane, Operation, Response], Result]]] = {
     "allgather": _all_gather,
     "broadcast": _broadcast,
     "alltoall": _all_to_all,

@@ -10,10 +10,12 @@ import torch
 
 from torchring.collectives.initial_state import broadcast_optimizer_state as broadcast_state_of
 from torchring.horovod.context import ProcessSet, context_of_collectives, global_process_set
-from torchring.horovod.mpi_ops import allgather, allgather_async, broadcast_, broadcast_together, synchronize
+from torchring.horovod.mpi_ops import allgather, allgather_async, broadcast_, broadcast_of, synchronize
 from torchring.launch.task import dumps
 from torchring.memory.host import tensor_of
 from torchring.optimizer import DistributedOptimizer
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 
 def broadcast_parameters(
@@ -36,7 +38,7 @@ def broadcast_parameters(
         raise ValueError(f"broadcast_parameters takes tensors or (name, tensor) pairs, got {type(wrong[0]).__name__}")
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     if tensors:
-        broadcast_together(tensors, root_rank, "parameters", process_set)
+        broadcast_of(tensors, root_rank, "parameters", process_set).wait_in_place()
 
 
 def broadcast_optimizer_state(

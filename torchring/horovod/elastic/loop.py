@@ -13,7 +13,6 @@ from torchring.errors import GradientError, PeerLostError, PeerTimeoutError, Rin
 from torchring.horovod.elastic.state import State
 from torchring.horovod.elastic.worker import agree, current_worker
 from torchring.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from torchring.horovod.optimizer import live_optimizers
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -141,5 +140,5 @@ def _raise_if_over(num_resets: int, limit: int | None, error: RuntimeError) -> N
 def _reset() -> None:
     hvd.shutdown()
     hvd.init()
-    for optimizer in live_optimizers():
+    for optimizer in hvd.optimizer.live_optimizers():
         optimizer._rejoin()
