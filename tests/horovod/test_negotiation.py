@@ -39,7 +39,7 @@ def test_requests_meet_by_name_whatever_their_order() -> None:
 
 
 def test_all_ranks_come_to_the_same_order_and_nothing_is_lost() -> None:
-    """Random calls in random rounds: each rank's machine gives the same responses, each operation once."""
+    """Random calls in random cycles: each rank's machine gives the same responses, each operation once."""
     rng = random.Random(1)
     sets = {0: (0, 1, 2), 1: (0, 2), 2: (1,)}
     for _ in range(50):
@@ -69,7 +69,7 @@ def test_equal_requests_of_all_ranks_take_the_short_way_to_the_same_responses() 
     assert [response.positions for response in short] == [{0: 0, 1: 0}, {0: 1, 1: 1}]
 
 
-def test_values_count_only_if_they_came_in_one_round() -> None:
+def test_values_count_only_if_they_came_in_one_cycle() -> None:
     inline = dataclasses.replace(request("a"), is_inline=True)
     negotiation = Negotiation({0: (0, 1)})
     negotiation.advance([[inline], []])

@@ -1,12 +1,12 @@
 """Carries out Horovod's collectives: from a call on one rank, through negotiation, to the result.
 
-A call puts an `Operation` in line. Whoever wants its result, or this engine's thread, begins a round, in which all
-ranks hand each other their new requests (`rounds.py`). All ranks then know which operations are ready
+A call puts an `Operation` in line. Whoever wants its result, or this engine's thread, begins a negotiation cycle: all
+ranks hand each other their new requests (`cycles.py`). All ranks then know which operations are ready
 (`negotiation.py`), and carry these out in the same order (`execution.py`). Small tensors travel with the requests.
 
-Only one thread runs rounds at a time. A thread of the script that waits for a result runs the round itself, so that a
-blocking call needs no switch of threads. The engine's own thread runs rounds for calls whose result nobody waits for
-yet, and takes part in the rounds of other ranks. It sleeps otherwise.
+Only one thread runs cycles at a time. A thread of the script that waits for a result runs the cycle itself, so that a
+blocking call needs no switch of threads. The engine's own thread runs cycles for calls whose result nobody waits for
+yet, and takes part in the cycles of other ranks. It sleeps otherwise.
 
 Source: the contract is Horovod's (horovod.torch.mpi_ops): operations of one name meet, in any order of calls.
 """
@@ -30,6 +30,7 @@ from torchring.collectives.operations import Backend
 from torchring.collectives.service import Collectives
 from torchring.dynamo import run_eagerly
 from torchring.errors import RingError, ranks_in_words
+from torchring.horovod.cycles import Cycles, SharedMemoryCycles, StoreCycles
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Operation, Plane, carry_out, carry_out_inline, payload_of
 from torchring.horovod.negotiation import (
@@ -42,7 +43,6 @@ from torchring.horovod.negotiation import (
     decode_requests,
     encode_requests,
 )
-from torchring.horovod.rounds import HostRounds, HostsRounds, Rounds
 from torchring.horovod.settings import Settings
 from torchring.horovod.timeline import Timeline
 from torchring.norms import LayerTurns
@@ -53,8 +53,8 @@ from torchring.world import World
 _logger: Final = logging.getLogger("torchring")
 _IDLE_SECONDS: Final = 2.0  # between two looks of the sleeping thread, if nothing is waiting for other ranks
 _WATCH_SECONDS: Final = 0.1  # the same, if something is: are the other ranks alive?
-_HEARTBEAT_SECONDS: Final = 5.0  # between hosts, only a round shows whether the other ranks are alive
-_INLINE_BYTES: Final = 48 * 1024  # of all values that travel with the requests of one round
+_HEARTBEAT_SECONDS: Final = 5.0  # between hosts, only a cycle shows whether the other ranks are alive
+_INLINE_BYTES: Final = 48 * 1024  # of all values that travel with the requests of one cycle
 _SPLIT: Final = b"\n"  # between requests and values
 
 
@@ -77,13 +77,13 @@ class Engine:
         self._negotiation = Negotiation(self.sets)
         self.turns = world.shared(LayerTurns)
         self._collectives = Collectives(world, "horovod", is_scripts=False)
-        self._rounds: Rounds | None = None
+        self._cycles: Cycles | None = None
         self._submitted: list[Operation] = []
         self._in_flight: dict[tuple[int, str], Operation] = {}
         self._state = threading.Condition(threading.RLock())  # of the two above; a signal handler may call, too
-        self._turn = threading.RLock()  # of the thread that runs rounds
+        self._turn = threading.RLock()  # of the thread that runs cycles
         self._num_waiting = 0  # threads that wait for a result
-        self._last_round = time.monotonic()
+        self._last_cycle = time.monotonic()
         self._warned: set[tuple[int, str]] = set()
         self._is_closed = False
         self._num_sets = 0  # that were ever added
@@ -91,24 +91,24 @@ class Engine:
             self.planes[0] = Plane(world, (0,), collectives=self._collectives)
         self._thread = SerialThread("torchring-horovod")
         if world.size > 1:
-            self._rounds = self._collectives.run("hvd.init()", self._open_rounds)
+            self._cycles = self._collectives.run("hvd.init()", self._open_cycles)
             self._thread.submit(self._serve)
         world.on_close(self.close)
         world.on_failure(self)
         _engines.add(self)
 
-    def _open_rounds(self, backend: Backend) -> Rounds:
+    def _open_cycles(self, backend: Backend) -> Cycles:
         world = self.world
         self.planes[0] = Plane(world, self.sets[0], backend=backend)
-        rounds: Rounds
+        cycles: Cycles
         if world.shares_memory and world.host is not None:
-            rounds = HostRounds(world.host, self._settings.cycle_seconds)
+            cycles = SharedMemoryCycles(world.host, self._settings.cycle_seconds)
         else:
             assert world.rendezvous is not None
-            rounds = HostsRounds(world.rendezvous, backend)
+            cycles = StoreCycles(world.rendezvous, backend)
         # What is reduced together must be the same on all ranks, so the setting of rank 0 counts.
-        self._fusion_bytes = int(bytes(rounds.exchange(b"%d" % self._fusion_bytes)[0]))
-        return rounds
+        self._fusion_bytes = int(bytes(cycles.exchange(b"%d" % self._fusion_bytes)[0]))
+        return cycles
 
     def _add_set(self, ranks: tuple[int, ...]) -> int:
         """Collective: let these ranks exchange data among themselves. Returns the id of the process set."""
@@ -159,8 +159,8 @@ class Engine:
             ValueError: an operation of this name has been submitted, and is not done.
             HorovodInternalError: the world is closed, or broken.
         """
-        if self._put_in_line(operation) and self._rounds is not None:
-            self._rounds.wake()
+        if self._put_in_line(operation) and self._cycles is not None:
+            self._cycles.wake()
 
     def _put_in_line(self, operation: Operation) -> bool:
         """Returns whether it is the first in line."""
@@ -184,7 +184,7 @@ class Engine:
 
     def run(self, operation: Operation) -> Any:
         """Submit an operation and wait for its result."""
-        self._put_in_line(operation)  # and leave the engine's thread asleep: this thread runs the round
+        self._put_in_line(operation)  # and leave the engine's thread asleep: this thread runs the cycle
         return self.wait(operation)
 
     def wait(self, operation: Operation) -> Any:
@@ -195,7 +195,7 @@ class Engine:
                 if self._submitted and self._turn.acquire(blocking=False):
                     try:
                         if self._submitted and not operation.is_done:
-                            self._round()
+                            self._run_cycle()
                     finally:
                         self._end_turn()
                     continue
@@ -213,7 +213,7 @@ class Engine:
         return operation.result
 
     def _end_turn(self) -> None:
-        """Whoever waits may run the next round."""
+        """Whoever waits may run the next cycle."""
         self._turn.release()
         if self._num_waiting > 1 or self._submitted:
             with self._state:
@@ -225,45 +225,45 @@ class Engine:
         self._turn.release()
         return True
 
-    # ---- rounds
+    # ---- cycles
 
     def _serve(self) -> None:
         """The engine's thread."""
-        assert self._rounds is not None
+        assert self._cycles is not None
         while not self._is_closed:
-            self._rounds.wait(_WATCH_SECONDS if self._in_flight else _IDLE_SECONDS)
+            self._cycles.wait(_WATCH_SECONDS if self._in_flight else _IDLE_SECONDS)
             if self._is_closed or self.world.failure is not None:
                 break
             if self._submitted and not self._num_waiting:
-                time.sleep(self._settings.cycle_seconds)  # more calls may follow, and join this round
+                time.sleep(self._settings.cycle_seconds)  # more calls may follow, and join this cycle
             try:
                 self._take_part()
             except Exception as error:
-                _logger.debug("a round of Horovod's collectives has failed", exc_info=True)
-                self.world.break_off("a round of Horovod's collectives", error)
+                _logger.debug("a cycle of Horovod's collectives has failed", exc_info=True)
+                self.world.break_off("a cycle of Horovod's collectives", error)
                 self._end_all(error)
                 break
         if self.world.failure is not None:
             self._end_all(self.world.failure)
-            if self._negotiation.joined:  # they wait for rounds alone, which tell them
-                self._rounds.wake_others()
+            if self._negotiation.joined:  # they wait for cycles alone, which tell them
+                self._cycles.wake_others()
 
     def fail(self, error: RingError) -> None:
         """The world is broken: have the engine's thread look."""
-        if self._rounds is not None:
-            self._rounds.wake()
+        if self._cycles is not None:
+            self._cycles.wake()
 
     def _take_part(self) -> None:
-        """Run a round if there is reason for it."""
-        assert self._rounds is not None
+        """Run a cycle if there is reason for it."""
+        assert self._cycles is not None
         self._turn.acquire()
         try:
             if self._is_closed:
                 return
-            idle = time.monotonic() - self._last_round
+            idle = time.monotonic() - self._last_cycle
             is_heartbeat = bool(self._in_flight) and not self.world.shares_memory and idle > _HEARTBEAT_SECONDS
-            if self._submitted or self._rounds.is_awaited() or is_heartbeat:
-                self._round()
+            if self._submitted or self._cycles.is_awaited() or is_heartbeat:
+                self._run_cycle()
             elif self._in_flight:
                 self._watch()
         finally:
@@ -294,13 +294,13 @@ class Engine:
                 raise HorovodInternalError(f"{text}, longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS allows")
 
     @run_eagerly
-    def _round(self) -> None:
+    def _run_cycle(self) -> None:
         """Exchange requests with all ranks, and carry out what is ready."""
         with self._state:
             operations, self._submitted = self._submitted, []
-        self._last_round = time.monotonic()
+        self._last_cycle = time.monotonic()
         try:
-            self._collectives.run("a round of Horovod's collectives", lambda backend: self._negotiate(operations))
+            self._collectives.run("a cycle of Horovod's collectives", lambda backend: self._negotiate(operations))
         except Exception as error:
             self._end_all(error)
             raise _as_internal_error(error) from error
@@ -310,9 +310,9 @@ class Engine:
 
     def _negotiate(self, operations: Sequence[Operation]) -> None:
         """Tell all ranks of these operations, hear of theirs, and carry out what is ready."""
-        assert self._rounds is not None
+        assert self._cycles is not None
         message, payloads = self._message(operations)
-        said = self._rounds.exchange(b"".join((message, _SPLIT, *payloads)))
+        said = self._cycles.exchange(b"".join((message, _SPLIT, *payloads)))
         begin = message + _SPLIT
         if all(text[: len(begin)] == begin for text in said):
             submitted = [[operation.request for operation in operations]] * len(said)
@@ -324,7 +324,7 @@ class Engine:
                 submitted.append(decode_requests(header))
                 values.append(text[len(header) + 1 :])
         if (timeline := self.timeline) is not None:
-            timeline.round(submitted)
+            timeline.cycle(submitted)
         responses = self._negotiation.advance(submitted)
         self._limit_layers()
         self._carry_out(responses, submitted, values)
@@ -473,9 +473,9 @@ class Engine:
     def stop(self) -> None:
         """End the thread."""
         self._is_closed = True
-        if self._rounds is not None and not self.world.is_forked:
-            self._rounds.wake()
-            self._rounds.close()
+        if self._cycles is not None and not self.world.is_forked:
+            self._cycles.wake()
+            self._cycles.close()
         self._thread.close()
         if threading.current_thread().name != "torchring-horovod":
             self._thread.join(1.0)

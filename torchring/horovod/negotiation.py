@@ -1,11 +1,11 @@
 """Which collectives are ready on all ranks, and whether the ranks mean the same: a pure state machine.
 
 Horovod matches collectives by name, whatever the order in which ranks call them. All ranks run this state machine on
-the same input: in each round of negotiation, every rank hands every rank the requests that its script has made since
-the last round. So all ranks come to the same responses, in the same order, and no rank is a coordinator.
+the same input: in each negotiation cycle, every rank hands every rank the requests that its script has made since the
+last cycle. So all ranks come to the same responses, in the same order, and no rank is a coordinator.
 
-Example: 2 ranks; in the first round rank 0 requests "a" and "b", rank 1 requests "b"; in the second, rank 1 requests
-"a". The first round answers "b", and the second round answers "a".
+Example: 2 ranks; in the first cycle rank 0 requests "a" and "b", rank 1 requests "b"; in the second, rank 1 requests
+"a". The first cycle answers "b", and the second answers "a".
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Response:
     Attributes:
         requests: rank -> its request. Ranks that have joined are missing.
         error: why the ranks do not fit together, for all of them to raise; "" if they do.
-        positions: rank -> position of its request among those of this round. Empty if the requests came in several
-            rounds.
+        positions: rank -> position of its request among those of this cycle. Empty if the requests came in several
+            cycles.
         last_to_join: of the response to "join".
     """
 
@@ -166,13 +166,13 @@ class Negotiation:
     """The requests that are waiting for other ranks.
 
     Args:
-        process_sets: id -> global ranks, ascending; may change between rounds. 0 is the set of all ranks.
+        process_sets: id -> global ranks, ascending; may change between cycles. 0 is the set of all ranks.
     """
 
     def __init__(self, process_sets: Mapping[int, Sequence[int]]) -> None:
         self._process_sets = process_sets
         self._waiting: dict[tuple[int, str], dict[int, Request]] = {}
-        self._joined: list[int] = []  # in the order of joining; those of one round by rank
+        self._joined: list[int] = []  # in the order of joining; those of one cycle by rank
 
     @property
     def joined(self) -> Collection[int]:
@@ -193,7 +193,7 @@ class Negotiation:
         self._waiting = {key: requests for key, requests in self._waiting.items() if key[0] != process_set}
 
     def advance(self, submitted: Sequence[Sequence[Request]]) -> list[Response]:
-        """One round. `submitted[r]`: the new requests of rank r. Returns what is ready, in the order to carry out."""
+        """One cycle. `submitted[r]`: the new requests of rank r. Returns what is ready, in the order to carry out."""
         if (responses := self._advance_alike(submitted)) is not None:
             return responses
         touched: dict[tuple[int, str], dict[int, int]] = {}

@@ -27,7 +27,7 @@ class Timeline:
 
     Args:
         path: is overwritten.
-        mark_cycles: whether each round of negotiation is marked.
+        mark_cycles: whether each negotiation cycle is marked.
     """
 
     def __init__(self, path: str, *, mark_cycles: bool) -> None:
@@ -47,8 +47,8 @@ class Timeline:
         with self._lock:
             self._negotiate(request)
 
-    def round(self, submitted: Sequence[Sequence[Request]]) -> None:
-        """A round of negotiation: the new requests of each rank."""
+    def cycle(self, submitted: Sequence[Sequence[Request]]) -> None:
+        """A negotiation cycle: the new requests of each rank."""
         with self._lock:
             if self._mark_cycles:
                 self._write({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "ts": self._now_us()})

@@ -1,6 +1,6 @@
-"""Rounds of negotiation: every rank hands every rank some bytes, and sleeping ranks are woken for that.
+"""Negotiation cycles: every rank hands every rank some bytes. A cycle wakes the ranks that sleep.
 
-A rank that has nothing to say sleeps until another rank begins a round. So an idle process takes no processor time.
+A rank that has nothing to say sleeps until another rank begins a cycle. So an idle process takes no processor time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FOREVER: Final = timedelta(days=3650)
 _POLL_SECONDS: Final = 0.02  # between two looks at a store on which nobody can wait
 
 
-class Rounds(Protocol):
+class Cycles(Protocol):
     """One rank's view. `exchange` is for one thread at a time, `wait` for one other thread, `wake` for any thread."""
 
     def exchange(self, data: bytes) -> list[memoryview]:
-        """Collective: begin a round, or take part in the round that another rank has begun.
+        """Collective: begin a cycle, or take part in the cycle that another rank has begun.
 
         Args:
             data: of any length, which may differ between ranks.
@@ -43,10 +43,10 @@ class Rounds(Protocol):
         """
 
     def is_awaited(self) -> bool:
-        """Whether another rank has begun a round in which this rank does not take part yet."""
+        """Whether another rank has begun a cycle, and waits for this rank."""
 
     def wait(self, seconds: float) -> None:
-        """Sleep until another rank asks for a round, or `wake` is called; at most `seconds`."""
+        """Sleep until another rank begins a cycle, or `wake` is called; at most `seconds`."""
 
     def wake(self) -> None:
         """End a `wait` of this rank, or the next one."""
@@ -58,14 +58,14 @@ class Rounds(Protocol):
         """Nobody exchanges any more."""
 
 
-class HostRounds:
-    """Rounds through memory that all ranks share; see `Rounds`. All ranks of `host` open it together.
+class SharedMemoryCycles:
+    """`Cycles` through memory that all ranks share. All ranks of `host` open it together.
 
     Every rank has a page of two halves, which alternate between turns, as in `SharedMemoryCollectives`. The first words
     of a page are: how many turns this rank has begun, and how long its data is, for either half.
 
     Args:
-        cycle_seconds: how long a rank that has begun a round waits for the other ranks' scripts to come by themselves,
+        cycle_seconds: how long a rank that has begun a cycle waits for the other ranks' scripts to come by themselves,
             before it wakes their sleeping threads.
     """
 
@@ -139,8 +139,8 @@ class HostRounds:
         """Nothing to release: the memory is freed with the last tensor that views it."""
 
 
-class HostsRounds:
-    """Rounds between hosts, through `backend`; see `Rounds`. A key in the world's store wakes the other ranks.
+class StoreCycles:
+    """`Cycles` between hosts, through `backend`. A key in the world's store wakes the other ranks.
 
     Args:
         rendezvous: of the world.
@@ -150,21 +150,21 @@ class HostsRounds:
     def __init__(self, rendezvous: Rendezvous, backend: Backend) -> None:
         self._store = dist.PrefixStore("horovod", rendezvous.store)
         self._backend = backend
-        self._num_rounds = 0
-        self._begun = 0  # the last round of which this rank has heard
+        self._num_cycles = 0
+        self._begun = 0  # the last cycle of which this rank has heard
         self._bell = threading.Event()
         self._is_closed = False
         self._listener = SerialThread("torchring-horovod-listener")
         self._listener.submit(self._listen)
 
     def exchange(self, data: bytes) -> list[memoryview]:
-        self._num_rounds += 1
-        if self._begun < self._num_rounds:
-            self._ring(self._num_rounds)
+        self._num_cycles += 1
+        if self._begun < self._num_cycles:
+            self._ring(self._num_cycles)
         return [memoryview(bytearray(part)) for part in self._backend.exchange(data, Signature("negotiation"))]
 
     def is_awaited(self) -> bool:
-        return self._begun > self._num_rounds
+        return self._begun > self._num_cycles
 
     def wait(self, seconds: float) -> None:
         self._bell.wait(seconds)
@@ -175,25 +175,25 @@ class HostsRounds:
 
     def wake_others(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store may be gone
-            self._ring(self._num_rounds + 1)
+            self._ring(self._num_cycles + 1)
 
     def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         with contextlib.suppress(RuntimeError):  # the store may be gone, and then the listener has ended
-            self._ring(self._num_rounds)
+            self._ring(self._num_cycles)
         self._listener.close()
 
     def _ring(self, number: int) -> None:
-        """Have all ranks hear that round `number` has begun."""
+        """Have all ranks hear that cycle `number` has begun."""
         count = self._store.add("num_rings", 1)
         self._store.set(f"ring/{count}", str(number))
         if count > _KEPT_RINGS:
             self._store.delete_key(f"ring/{count - _KEPT_RINGS}")
 
     def _listen(self) -> None:
-        """Hear of all rounds that other ranks begin. On a thread and, where PyTorch can, a connection of its own."""
+        """Hear of all cycles that other ranks begin. On a thread and, where PyTorch can, a connection of its own."""
         own = self._store.clone() if hasattr(self._store, "clone") else None
         num_heard = 0
         while not self._is_closed:
