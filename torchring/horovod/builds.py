@@ -1,13 +1,16 @@
-"""What `horovod.common.util` tells scripts and launchers: which parts of the library there are."""
+"""`horovod.common.util`, under which scripts and Horovod's launchers ask which parts of the library there are."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from torchring.horovod import context
 
 _T = TypeVar("_T")
 _cache = functools.cache  # Horovod's launcher imports it from here
@@ -20,34 +23,22 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether the framework, which must be "torch", has a device."""
-    import torch
-
     return ext_base_name == "torch" and torch.cuda.is_available()
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    """As `torchring.horovod.mpi_built`."""
-    return bool(_ask("mpi_built"))
+def _as_of_context(function: Callable[[], _T]) -> Callable[..., _T]:
+    @functools.wraps(function)
+    def ask(verbose: bool = False) -> _T:
+        return function()
+
+    return ask
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    """As `torchring.horovod.gloo_built`."""
-    return bool(_ask("gloo_built"))
-
-
-def nccl_built(verbose: bool = False) -> int:
-    """As `torchring.horovod.nccl_built`."""
-    return int(_ask("nccl_built"))
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """As `torchring.horovod.ddl_built`."""
-    return bool(_ask("ddl_built"))
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """As `torchring.horovod.ccl_built`."""
-    return bool(_ask("ccl_built"))
+mpi_built = _as_of_context(context.mpi_built)
+gloo_built = _as_of_context(context.gloo_built)
+nccl_built = _as_of_context(context.nccl_built)
+ddl_built = _as_of_context(context.ddl_built)
+ccl_built = _as_of_context(context.ccl_built)
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
@@ -91,7 +82,3 @@ def is_iterable(x: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _ask(name: str) -> Any:
-    return getattr(importlib.import_module("torchring.horovod"), name)()

@@ -90,23 +90,19 @@ class Context:
 
     Attributes:
         sets: registered process sets by id.
-        handles: operations that were started, and not waited for yet.
+        handles: operations that were started, and not waited for yet; see `calls.Call.give`.
     """
 
     def __init__(self, world: World, settings: Settings) -> None:
         self.world = world
         self.settings = settings
-        self.engine = Engine(world, settings, self._first_timeline(world))
+        has_file = world.rank == 0 and settings.timeline not in (None, DYNAMIC_TIMELINE)
+        # Open the file of HOROVOD_TIMELINE before other ranks ask for anything.
+        timeline = Timeline(str(settings.timeline), mark_cycles=settings.mark_cycles) if has_file else None
+        self.engine = Engine(world, settings, timeline)
         self.sets: dict[int, ProcessSet] = {}
         self.handles: dict[int, tuple[Operation, Callable[[Sequence[torch.Tensor], Sequence[int]], Any]]] = {}
         self._next_handle = itertools.count()
-
-    def _first_timeline(self, world: World) -> Timeline | None:
-        """The one that HOROVOD_TIMELINE names. It begins before other ranks ask for anything."""
-        path = self.settings.timeline
-        if world.rank or path is None or path == DYNAMIC_TIMELINE:
-            return None
-        return Timeline(path, mark_cycles=self.settings.mark_cycles)
 
     def next_handle(self) -> int:
         return next(self._next_handle)
@@ -125,14 +121,14 @@ _context: Context | None = None
 
 
 def context() -> Context:
-    """For what asks about this process. ValueError before `init`."""
+    """The context, for functions about this process. ValueError before `init`."""
     if _context is None:
         raise ValueError(_NOT_INITIALISED)
     return _context
 
 
 def context_of_collectives() -> Context:
-    """For collectives. HorovodInternalError before `init`."""
+    """The context, for collectives. HorovodInternalError before `init`."""
     if _context is None:
         raise HorovodInternalError(_NOT_INITIALISED)
     return _context
@@ -180,17 +176,15 @@ def _join(settings: Settings) -> Context:
     if worker is None:
         timeout = None if worlds.is_initialized() else settings.timeout_seconds
         return Context(worlds.init(timeout_seconds=timeout), settings)
-    importlib.import_module(
-        "torch._dynamo"
-    )  # for seconds; any optimizer needs it, and the others will wait for this rank
-    tries_left = _MOST_TRIES
+    importlib.import_module("torch._dynamo")  # takes seconds, and any optimizer needs it: do not let others wait for it
+    num_tries = 0
     while True:
         try:
             return Context(worker.join(settings.timeout_seconds), settings)
         except RingError as error:
             worker.member.leave()
-            tries_left -= 1
-            if not tries_left or isinstance(error, TopologyError):
+            num_tries += 1
+            if num_tries == _MOST_TRIES or isinstance(error, TopologyError):
                 raise
             worker.reason = f"{type(error).__name__}: {error}"
 
@@ -372,8 +366,8 @@ def _add(process_set: ProcessSet) -> None:
     if not process_set.ranks or not set(process_set.ranks) <= set(range(here.world.size)):
         raise ValueError(f"a process set takes ranks in 0 .. {here.world.size - 1}, got {process_set.ranks}")
     request = Request(ADD_SET, "add_process_set", arguments={"ranks": list(process_set.ranks)})
-    process_set.process_set_id = _run(here, request)
-    here.sets[int(process_set.process_set_id or 0)] = process_set
+    process_set.process_set_id = number = int(here.engine.run(Operation(request)))
+    here.sets[number] = process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -387,13 +381,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not number or here.sets.get(number) is not process_set:
         return False
     process_set.process_set_id = None
-    _run(here, Request(REMOVE_SET, "remove_process_set", arguments={"process set": number}))
+    here.engine.run(Operation(Request(REMOVE_SET, "remove_process_set", arguments={"process set": number})))
     del here.sets[number]
     return True
-
-
-def _run(here: Context, request: Request) -> Any:
-    return here.engine.run(Operation(request))
 
 
 def _check_dynamic() -> None:
@@ -418,7 +408,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     if here.settings.timeline is None:
         raise ValueError("set HOROVOD_TIMELINE=DYNAMIC before hvd.init() to start timelines later")
     stop_timeline()
-    _start_timeline(file_path, mark_cycles)
+    if here.world.rank == 0:
+        here.engine.timeline = Timeline(file_path, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -427,9 +418,3 @@ def stop_timeline() -> None:
     timeline, engine.timeline = engine.timeline, None
     if timeline is not None:
         timeline.close()
-
-
-def _start_timeline(path: str, mark_cycles: bool) -> None:
-    here = context()
-    if here.world.rank == 0:
-        here.engine.timeline = Timeline(path, mark_cycles=mark_cycles)

@@ -11,8 +11,8 @@
     HOROVOD_GLOO_TIMEOUT_SECONDS            for ranks to meet in init(), and for bytes under way
     HOROVOD_LOG_LEVEL                       TRACE, DEBUG, INFO, WARNING, ERROR or FATAL, of the logger "torchring"
 
-The variables in which a launcher says rank, size and where to meet are read elsewhere (rendezvous/environment.py). All
-other HOROVOD_* variables mean nothing to torchring, and a warning names them.
+The variables in which a launcher says rank, size and where to meet are read elsewhere (rendezvous/environment.py). A
+warning names all other HOROVOD_* variables: they mean nothing to torchring.
 """
 
 from __future__ import annotations
@@ -33,18 +33,6 @@ _LEVELS: Final = {
     "WARNING": logging.WARNING,
     "ERROR": logging.ERROR,
     "FATAL": logging.CRITICAL,
-}
-_UNDERSTOOD: Final = {
-    "HOROVOD_CYCLE_TIME",
-    "HOROVOD_DYNAMIC_PROCESS_SETS",
-    "HOROVOD_FUSION_THRESHOLD",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS",
-    "HOROVOD_LOG_LEVEL",
-    "HOROVOD_STALL_CHECK_DISABLE",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    "HOROVOD_TIMELINE",
-    "HOROVOD_TIMELINE_MARK_CYCLES",
 }
 # Not the user's doing: launchers set these for workers, and container images set those of the second line, which the
 # build of Horovod reads.
@@ -89,13 +77,13 @@ class Settings:
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
-    """The settings in `environ`. Warns of the variables that mean nothing here, of each once in a process.
+    """The settings in `environ`. An empty value counts as unset.
 
-    Raises ValueError that names the variable, its value, and what would be right. An empty value counts as unset.
+    Warns once in a process of each HOROVOD_* variable that means nothing to torchring. Raises ValueError that names the
+    variable, its value, and what would be right.
     """
     said = {key: value.strip() for key, value in environ.items() if key.startswith("HOROVOD_") and value.strip()}
-    _warn_of_ignored(said)
-    timeline = said.get("HOROVOD_TIMELINE")
+    timeline = said.pop("HOROVOD_TIMELINE", None)
     if timeline is not None and timeline.upper() == DYNAMIC_TIMELINE:
         timeline = DYNAMIC_TIMELINE
     default = Settings()
@@ -103,7 +91,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     timeout = _number(said, "HOROVOD_GLOO_TIMEOUT_SECONDS", math.nan)
     if timeout == 0:
         raise ValueError("HOROVOD_GLOO_TIMEOUT_SECONDS needs a positive number of seconds, got '0'")
-    return Settings(
+    settings = Settings(
         fusion_threshold_bytes=_integer(said, "HOROVOD_FUSION_THRESHOLD", default.fusion_threshold_bytes),
         cycle_seconds=cycle_ms / 1000,
         timeline=timeline,
@@ -115,6 +103,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         log_level=_level(said, "HOROVOD_LOG_LEVEL"),
         timeout_seconds=None if math.isnan(timeout) else timeout,
     )
+    _warn_of_ignored(said)
+    return settings
 
 
 def apply_log_level(settings: Settings) -> None:
@@ -124,11 +114,11 @@ def apply_log_level(settings: Settings) -> None:
 
 
 def _warn_of_ignored(said: Mapping[str, str]) -> None:
+    """Warn of variables that nothing has read. The value 0 switches off what is not there."""
     ignored = [
         key
         for key, value in sorted(said.items())
-        # 0 switches off what is not there.
-        if key not in _UNDERSTOOD | _warned_of and not _NOT_OF_USERS.fullmatch(key) and value != "0"
+        if key not in _warned_of and not _NOT_OF_USERS.fullmatch(key) and value != "0"
     ]
     if not ignored:
         return
@@ -141,30 +131,31 @@ def _warn_of_ignored(said: Mapping[str, str]) -> None:
     )
 
 
-def _switch(said: Mapping[str, str], key: str) -> bool:
+# Each of the following takes the variable out of `said`.
+
+
+def _switch(said: dict[str, str], key: str) -> bool:
     """1 and 0, as Horovod has them, or the words that people write instead."""
-    value = said.get(key, "0").lower()
-    if value in ("true", "yes", "on"):
+    value = said.pop(key, "0")
+    if value.lower() in ("true", "yes", "on"):
         return True
-    if value in ("false", "no", "off"):
+    if value.lower() in ("false", "no", "off"):
         return False
     try:
         return int(value) > 0
     except ValueError:
-        raise ValueError(f"{key} needs 1 or 0, got {said[key]!r}") from None
+        raise ValueError(f"{key} needs 1 or 0, got {value!r}") from None
 
 
-def _integer(said: Mapping[str, str], key: str, default: int) -> int:
-    value = said.get(key)
-    if value is None:
-        return default
+def _integer(said: dict[str, str], key: str, default: int) -> int:
+    value = said.pop(key, str(default))
     if not re.fullmatch("[0-9]+", value):
         raise ValueError(f"{key} needs a whole number, 0 or more, got {value!r}")
     return int(value)
 
 
-def _number(said: Mapping[str, str], key: str, default: float) -> float:
-    value = said.get(key)
+def _number(said: dict[str, str], key: str, default: float) -> float:
+    value = said.pop(key, None)
     if value is None:
         return default
     try:
@@ -176,8 +167,8 @@ def _number(said: Mapping[str, str], key: str, default: float) -> float:
     return number
 
 
-def _level(said: Mapping[str, str], key: str) -> int | None:
-    value = said.get(key)
+def _level(said: dict[str, str], key: str) -> int | None:
+    value = said.pop(key, None)
     if value is None:
         return None
     if value.upper() not in _LEVELS:
