@@ -18,7 +18,7 @@ import torch
 
 
 def adasum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Combine tensors of one shape and floating-point dtype, whose number is a power of two. Of the same dtype."""
+    """Combine tensors of one shape and floating-point dtype. Their number is a power of two. Returns that dtype."""
     assert len(parts) & (len(parts) - 1) == 0, len(parts)
     level = list(parts)
     while len(level) > 1:

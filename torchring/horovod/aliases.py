@@ -1,4 +1,4 @@
-"""Has `import horovod.torch` find torchring, in scripts that cannot be edited.
+"""Makes `import horovod.torch` find torchring, in scripts that cannot be edited.
 
     horovod.torch, and what is in it        torchring.horovod, and what is in it: the same modules under two names
     horovod.common.exceptions, .elastic     torchring.horovod.exceptions, .elastic
@@ -59,7 +59,7 @@ class Finder(MetaPathFinder):
         return None if name is None else ModuleSpec(fullname, _Alias(name))
 
     def _folders_of_horovod(self, package: str) -> list[str]:
-        """Where an installed Horovod has the modules of the package. Empty without one."""
+        """The folders of this package in an installed Horovod. Empty if none is installed."""
         for finder in sys.meta_path:
             if finder is not self and (find := getattr(finder, "find_spec", None)):
                 spec: ModuleSpec | None = find("horovod", None)

@@ -17,12 +17,12 @@ _cache = functools.cache  # Horovod's launcher imports it from here
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether the framework is supported: "torch" is."""
+    """True for "torch", the framework that torchring supports."""
     return ext_base_name == "torch"
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether the framework, which must be "torch", has a device."""
+    """True if the framework is "torch" and PyTorch sees a GPU."""
     return ext_base_name == "torch" and torch.cuda.is_available()
 
 
@@ -71,12 +71,12 @@ def split_list(l: Sequence[_T], n: int) -> list[Sequence[_T]]:  # noqa: E741 - H
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether Adasum can work with that many ranks."""
+    """True for a power of two: Adasum takes no other number of ranks."""
     return num_rank.bit_count() == 1
 
 
 def is_iterable(x: object) -> bool:
-    """Whether `iter(x)` works."""
+    """True if `iter(x)` works."""
     try:
         iter(x)  # type: ignore[call-overload]
     except TypeError:

@@ -46,10 +46,10 @@ class Call(Generic[_R]):
         process_set: the ranks that take part.
         give: makes what the caller gets, from the tensors and the numbers of `execution.Result`.
         gradient: makes the gradients of `tensors`, from the gradients of the result's tensors and the result's numbers.
-        arguments: what must be equal on all ranks: op, scale factors, root rank.
+        arguments: must be equal on all ranks: op, scale factors, root rank.
         splits: rows for each rank, of alltoall.
-        overwrites: whether the engine writes results in place of the values that it sends.
-        is_inline: whether the values travel with the request.
+        overwrites: the engine writes results over the tensors that it sends.
+        is_inline: the values travel with the request.
     """
 
     kind: str

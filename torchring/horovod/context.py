@@ -62,7 +62,7 @@ class ProcessSet:
         self.ranks = sorted(set(ranks))
 
     def included(self) -> bool:
-        """Whether this process is a member."""
+        """True if this process is a member."""
         return rank() in self.ranks
 
     def size(self) -> int | None:
@@ -86,7 +86,7 @@ global_process_set: Final = ProcessSet([])
 
 
 class Context:
-    """What `init` has opened.
+    """The world, engine and process sets that `init` has opened.
 
     Attributes:
         sets: registered process sets by id.
@@ -242,7 +242,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` has not been called since."""
+    """True between `init` and `shutdown`."""
     return _context is not None
 
 
@@ -282,12 +282,12 @@ def _hosts_with_local_rank(world: World) -> list[int]:
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have equally many processes."""
+    """True if all hosts have equally many processes."""
     return len({len(members) for members in context().world.hosts}) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads may call MPI. ValueError unless mpirun has started this process."""
+    """True if several threads may call MPI. ValueError unless mpirun has started this process."""
     if not mpi_enabled():
         raise ValueError("MPI is not in use: mpirun has not started this process")
     from mpi4py import MPI
@@ -296,22 +296,22 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether mpirun has started this process."""
+    """True if mpirun has started this process."""
     return worlds.launcher().startswith(("mpirun", "mpiexec")) and mpi_built()
 
 
 def mpi_built() -> bool:
-    """Whether mpi4py is installed."""
+    """True if mpi4py is installed."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def gloo_enabled() -> bool:
-    """Whether ranks can do without MPI: always."""
+    """True: ranks never need MPI."""
     return True
 
 
 def gloo_built() -> bool:
-    """Whether this PyTorch has Gloo."""
+    """True if this PyTorch has Gloo."""
     return bool(dist.is_available() and dist.is_gloo_available())
 
 
@@ -324,12 +324,12 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether this PyTorch has CUDA."""
+    """True if this PyTorch has CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether this PyTorch has ROCm."""
+    """True if this PyTorch has ROCm."""
     return torch.version.hip is not None
 
 

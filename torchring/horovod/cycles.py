@@ -36,14 +36,14 @@ class Cycles(Protocol):
         """Collective: begin a cycle, or take part in the cycle that another rank has begun.
 
         Args:
-            data: of any length, which may differ between ranks.
+            data: any number of bytes; ranks may have different numbers.
 
         Returns:
             The data of all ranks, in rank order; valid until the next exchange but one.
         """
 
     def is_awaited(self) -> bool:
-        """Whether another rank has begun a cycle, and waits for this rank."""
+        """True if another rank has begun a cycle and waits for this rank."""
 
     def wait(self, seconds: float) -> None:
         """Sleep until another rank begins a cycle, or `wake` is called; at most `seconds`."""
@@ -61,8 +61,8 @@ class Cycles(Protocol):
 class SharedMemoryCycles:
     """`Cycles` through memory that all ranks share. All ranks of `host` open it together.
 
-    Every rank has a page of two halves, which alternate between turns, as in `SharedMemoryCollectives`. The first words
-    of a page are: how many turns this rank has begun, and how long its data is, for either half.
+    Every rank has a page of two halves, which alternate between turns, as in `SharedMemoryCollectives`. A page begins
+    with three words: the number of turns that this rank has begun, and the length of its data in either half.
 
     Args:
         cycle_seconds: how long a rank that has begun a cycle waits for the other ranks' scripts to come by themselves,
@@ -143,8 +143,8 @@ class StoreCycles:
     """`Cycles` between hosts, through `backend`. A key in the world's store wakes the other ranks.
 
     Args:
-        rendezvous: of the world.
-        backend: collectives of the world that nobody else calls.
+        rendezvous: where the ranks of the world meet.
+        backend: collectives that nobody else calls.
     """
 
     def __init__(self, rendezvous: Rendezvous, backend: Backend) -> None:

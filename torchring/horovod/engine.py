@@ -64,7 +64,7 @@ class Engine:
     Attributes:
         planes: process set -> how its members exchange data. Sets without this rank have None.
         sets: process set -> its global ranks, ascending.
-        turns: of the SyncBatchNorm layers of this world.
+        turns: counts SyncBatchNorm layers, and ends them after a join.
     """
 
     def __init__(self, world: World, settings: Settings, timeline: Timeline | None = None) -> None:
@@ -213,7 +213,7 @@ class Engine:
         return operation.result
 
     def _end_turn(self) -> None:
-        """Whoever waits may run the next cycle."""
+        """Let a thread that waits run the next cycle."""
         self._turn.release()
         if self._num_waiting > 1 or self._submitted:
             with self._state:
@@ -272,7 +272,7 @@ class Engine:
                 self._state.notify_all()
 
     def _watch(self) -> None:
-        """Something waits for other ranks: are these alive? Is it time for a warning?"""
+        """Look after operations that wait for other ranks: check that these are alive, warn of long waits."""
         host = self.world.host
         if host is not None:
             with self._state:
@@ -295,7 +295,7 @@ class Engine:
 
     @run_eagerly
     def _run_cycle(self) -> None:
-        """Exchange requests with all ranks, and carry out what is ready."""
+        """Exchange requests with all ranks, and carry out the operations that are ready."""
         with self._state:
             operations, self._submitted = self._submitted, []
         self._last_cycle = time.monotonic()
@@ -309,7 +309,7 @@ class Engine:
             raise
 
     def _negotiate(self, operations: Sequence[Operation]) -> None:
-        """Tell all ranks of these operations, hear of theirs, and carry out what is ready."""
+        """Tell all ranks about these operations, learn about theirs, and carry out the operations that are ready."""
         assert self._cycles is not None
         message, payloads = self._message(operations)
         said = self._cycles.exchange(b"".join((message, _SPLIT, *payloads)))
@@ -330,7 +330,7 @@ class Engine:
         self._carry_out(responses, submitted, values)
 
     def _limit_layers(self) -> None:
-        """SyncBatchNorm layers would wait for a rank that has joined."""
+        """End the SyncBatchNorm layers that would wait for a rank that has joined."""
         most = self._negotiation.layers_before_join()
         if most is None:
             self.turns.limit(None)
@@ -455,7 +455,7 @@ class Engine:
         self.world.raise_if_broken()
 
     def _end_all(self, cause: BaseException) -> None:
-        """Nothing more will be carried out: wake all threads that wait, with an error."""
+        """Carry out nothing more: wake all threads that wait, with an error."""
         error = _as_internal_error(cause)
         with self._state:
             for operation in list(self._in_flight.values()):
@@ -491,7 +491,7 @@ def _stop_at_exit() -> None:
 
 
 def _as_internal_error(cause: BaseException) -> HorovodInternalError:
-    """What Horovod's users, and its elastic training, catch."""
+    """The error that scripts and `elastic.run` catch, caused by `cause`."""
     if isinstance(cause, HorovodInternalError):
         return cause
     error = HorovodInternalError(f"{type(cause).__name__}: {cause}")

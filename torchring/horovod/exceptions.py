@@ -11,7 +11,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
     """The hosts of the job have changed, or are about to. Raised at a commit, on all ranks at the same one.
 
     Attributes:
-        skip_sync: whether hosts were only removed. The ranks that stay agree already.
+        skip_sync: True if hosts were only removed. The ranks that stay agree already.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -27,9 +27,9 @@ class HorovodVersionMismatchError(ImportError):
     version, never raises it: the name is for scripts that catch it.
 
     Attributes:
-        name: of the framework.
-        version: that was found.
-        installed_version: that Horovod was built for.
+        name: the framework.
+        version: its version.
+        installed_version: the version that Horovod was built for.
     """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:

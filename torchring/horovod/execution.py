@@ -1,4 +1,4 @@
-"""What Horovod's collectives compute, on tensors that all ranks have agreed on. Runs in the engine, on every rank.
+"""Computes Horovod's collectives, on every rank, once all ranks have agreed on the tensors. The engine calls it.
 
 Numerics are Horovod's where scripts can rely on them: scale, reduce, scale again; integers are scaled in fp64 and cut
 off towards zero; an average divides by the number of all members, those that have joined included. 16-bit values are
@@ -34,15 +34,15 @@ class Operation:
     """One call of a collective on this rank.
 
     Args:
-        request: what the other ranks are told.
-        tensors: what is reduced, in place, or sent.
+        request: describes the call to the other ranks.
+        tensors: are sent, or reduced in place.
         handle: number of the call.
 
     Attributes:
         stream: the CUDA stream that computes the tensors. None on the CPU.
-        result: what the call returns; None until `is_done`.
-        error: what waiting for the call raises.
-        is_done: whether there is a result or an error.
+        result: a `Result`, or the number that an operation on ranks or sets returns. None until `is_done`.
+        error: raised in the thread that waits.
+        is_done: True once there is a result or an error.
     """
 
     __slots__ = ("error", "handle", "is_done", "request", "result", "since", "stream", "tensors")
@@ -59,10 +59,10 @@ class Operation:
 
 
 class Plane:
-    """How the members of one process set exchange data.
+    """Exchanges data among the members of one process set.
 
     Args:
-        world: of exactly these ranks.
+        world: has exactly these ranks.
         ranks: their global ranks, ascending.
         backend: moves the bytes, inside an operation of the engine that is under way already.
         collectives: in place of `backend`, where there is no such operation.
@@ -115,7 +115,7 @@ def carry_out(
 
 
 def _all_reduce(backend: Backend, plane: Plane, tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> None:
-    """In place."""
+    """Reduce `tensors` in place."""
     op, size = arguments["op"], len(plane.ranks)
     for tensor in tensors:
         scale(tensor, arguments["prescale_factor"])
@@ -194,17 +194,17 @@ def _combine(parts: list[torch.Tensor], tensor: torch.Tensor, arguments: Mapping
 
 
 def _divides(op: str, dtype: torch.dtype) -> bool:
-    """Whether the sum is to be divided afterwards: averages of integers, which the engine does not form."""
+    """True for averages of integers: the engine forms the sum, to be divided afterwards."""
     return op == "Average" and not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _reduction(op: str, dtype: torch.dtype) -> str:
-    """The engine's name for what is to be formed."""
+    """The name of the reduction for `torchring.collectives`."""
     return "sum" if _divides(op, dtype) else _OPS[op]
 
 
 def scale(tensor: torch.Tensor, factor: float) -> None:
-    """In place: times `factor`, in fp32 for 16-bit values, in fp64 and cut off towards zero for integers."""
+    """Multiply in place: 16-bit values in fp32, integers in fp64, cut off towards zero."""
     if factor == 1.0:
         return
     if tensor.dtype.itemsize == 2 and tensor.is_floating_point():
@@ -227,7 +227,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _zeros(request: Request) -> list[torch.Tensor]:
-    """What a rank that has joined contributes."""
+    """The tensors that a rank contributes after it has joined."""
     return [torch.zeros(shape, dtype=dtype_of(dtype), device="cpu") for dtype, shape in request.tensors]
 
 

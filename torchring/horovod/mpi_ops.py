@@ -91,14 +91,14 @@ def allreduce(
     """The tensors of all ranks combined. Differentiable: gradients are combined in the same way.
 
     Args:
-        tensor: of any shape, and of a floating-point, complex, integer or boolean dtype; does not change.
+        tensor: any shape; a floating-point, complex, integer or boolean dtype. Does not change.
         average: deprecated: True for op=Average, False for op=Sum.
-        name: of the operation.
-        compression: what the tensor is sent as; see `Compression`.
+        name: ranks match their calls by this name.
+        compression: how to send the tensor; see `Compression`.
         op: Average, which is the default, Sum, Adasum, Min, Max or Product. The average of integers is cut off towards
             zero. For booleans, Sum and Max are "any", Min and Product are "all".
-        prescale_factor: the tensors are multiplied with this number before.
-        postscale_factor: the result is multiplied with this number.
+        prescale_factor: multiplies each tensor before the reduction.
+        postscale_factor: multiplies the result.
         process_set: the ranks that take part.
 
     Returns:
@@ -207,7 +207,7 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet 
     """The tensors of all ranks, one after the other along dimension 0, in rank order. Differentiable.
 
     Args:
-        tensor: of any dtype, with at least one dimension; only the size of dimension 0 may differ between ranks.
+        tensor: any dtype, at least one dimension; only the size of dimension 0 may differ between ranks.
     """
     return _grouped_allgather([tensor], name, process_set).of_one()
 
@@ -242,7 +242,7 @@ def _broadcast(
     """The tensor of rank `root_rank`, which is a global rank, on all ranks. Differentiable. Returns a new tensor.
 
     Args:
-        tensor: of any dtype, of the same shape on all ranks; does not change.
+        tensor: any dtype, the same shape on all ranks. Does not change.
     """
     return broadcast_of([tensor], root_rank, name, process_set).of_one()
 
@@ -285,7 +285,7 @@ def alltoall(
     """Send rows of `tensor` to every rank. Differentiable.
 
     Args:
-        tensor: of any dtype, with at least one dimension.
+        tensor: any dtype, at least one dimension.
         splits: number of rows for each rank, which may leave rows over; an int32 tensor or a list. None: equal shares.
 
     Returns:
@@ -450,7 +450,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether an operation is done, so that `synchronize` would return at once. ValueError for an unknown handle."""
+    """True if an operation is done: `synchronize` would return at once. ValueError for an unknown handle."""
     here = context_of_collectives()
     if handle not in here.handles:
         raise ValueError(f"{handle!r} is no handle of an operation that was started and not synchronized yet")
@@ -459,8 +459,8 @@ def poll(handle: Handle) -> bool:
 
 @run_eagerly
 def synchronize(handle: Handle) -> Any:
-    """Wait for an operation, and return its result: a tensor, or a tuple. None for a handle that was synchronized
-    before, as in Horovod."""
+    """Wait for an operation and return its result: a tensor, or a tuple of tensors. None for a handle that was
+    synchronized before, as in Horovod."""
     here = context_of_collectives()
     if handle not in here.handles:
         return None

@@ -1,4 +1,4 @@
-"""Which collectives are ready on all ranks, and whether the ranks mean the same: a pure state machine.
+"""A pure state machine: finds the collectives that are ready on all ranks, and differences between ranks.
 
 Horovod matches collectives by name, whatever the order in which ranks call them. All ranks run this state machine on
 the same input: in each negotiation cycle, every rank hands every rank the requests that its script has made since the
@@ -39,7 +39,7 @@ class Request:
         process_set: id of the process set.
         tensors: dtype and shape of each tensor; several in a grouped call.
         arguments: what must be equal on all ranks, beside dtype and shape: op, scale factors, root rank, device.
-        splits: of alltoall: rows for each rank; they may differ between ranks.
+        splits: rows for each rank, of alltoall. They may differ between ranks.
         is_inline: the values of the tensors travel with the request.
     """
 
@@ -57,7 +57,7 @@ class Request:
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Of the values."""
+        """Size of the values."""
         return sum(dtype_of(dtype).itemsize * math.prod(shape) for dtype, shape in self.tensors)
 
     def outline(self) -> Request:
@@ -66,7 +66,7 @@ class Request:
 
     @functools.cached_property
     def encoded(self) -> bytes:
-        """As JSON, without line breaks."""
+        """The request as JSON, without line breaks."""
         words = (
             self.kind,
             self.name,
@@ -130,7 +130,7 @@ class Response:
         error: why the ranks do not fit together, for all of them to raise; "" if they do.
         positions: rank -> position of its request among those of this cycle. Empty if the requests came in several
             cycles.
-        last_to_join: of the response to "join".
+        last_to_join: the rank that has joined last, in the response to "join"; else -1.
     """
 
     requests: Mapping[int, Request]
@@ -144,11 +144,11 @@ class Response:
 
     @property
     def is_inline(self) -> bool:
-        """Whether the values of all ranks have come with the requests."""
+        """True if the values of all ranks have come with the requests."""
         return bool(self.positions) and all(request.is_inline for request in self.requests.values())
 
     def fuses_with(self, other: Response) -> bool:
-        """Whether both can be carried out as one reduction."""
+        """True if both can be carried out as one reduction."""
         mine, theirs = self.first, other.first
         return (
             mine.kind == theirs.kind == ALLREDUCE
@@ -189,7 +189,7 @@ class Negotiation:
         return {key: self._missing(key, requests) for key, requests in self._waiting.items()}
 
     def forget(self, process_set: int) -> None:
-        """The process set exists no more."""
+        """Drop the requests of a process set that exists no more."""
         self._waiting = {key: requests for key, requests in self._waiting.items() if key[0] != process_set}
 
     def advance(self, submitted: Sequence[Sequence[Request]]) -> list[Response]:
@@ -253,7 +253,7 @@ class Negotiation:
 
 
 def mismatch(requests: Mapping[int, Request]) -> str:
-    """What differs between the requests of one name, as a sentence for users. "" if they fit together."""
+    """The first difference between requests of one name, as a sentence for users. "" if there is none."""
     ranks = list(requests)
     first = requests[ranks[0]]
     for rank in ranks[1:]:

@@ -1,4 +1,4 @@
-"""Horovod's DistributedOptimizer: that of torchring with Horovod's arguments and methods.
+"""Horovod's DistributedOptimizer: torchring's, with Horovod's arguments and methods.
 
 Gradients are reduced in buckets while `backward()` runs, by the engine of `torchring.wrap`. So they are reduced when
 `backward()` returns, and clipping or GradScaler needs no `synchronize()`. To call it, as Horovod's scripts do, is
@@ -129,12 +129,12 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         self._set_accumulate(self._passes)
 
     def weigh(self, weight: float) -> None:
-        """As `torchring.DistributedOptimizer.weigh`. ValueError with a process set, Adasum or a compressor."""
+        """See `torchring.DistributedOptimizer.weigh`. ValueError with a process set, Adasum or a compressor."""
         self._require_engine("weigh()")
         super().weigh(weight)
 
     def skip(self) -> None:
-        """As `torchring.DistributedOptimizer.skip`. ValueError with a process set, Adasum or a compressor."""
+        """See `torchring.DistributedOptimizer.skip`. ValueError with a process set, Adasum or a compressor."""
         self._require_engine("skip()")
         super().skip()
 

@@ -64,14 +64,14 @@ def run(
     others, if this is called from the main thread.
 
     Args:
-        func: what to call. It calls `init` itself.
+        func: the function to call. It calls `init` itself.
         num_proc, np: number of processes.
         hosts: "a:2,b:2"; this machine by default. The first host gets the lowest ranks.
         hostfile: a file with a line `a slots=2` for each host, in place of `hosts`.
         ssh_port, ssh_identity_file: for hosts that are reached through ssh.
         output_filename: a folder, in which rank N's output is also written to rankN.log.
-        verbose: whether to say what is started where.
-        use_gloo, use_mpi: whether to start the processes without mpirun, or with it.
+        verbose: print how many processes are started, and where.
+        use_gloo, use_mpi: start the processes without mpirun, or with it.
         network_interface, network_interfaces: "a,b", over which ranks of several hosts talk.
         min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range, start_timeout, disable_cache,
             mpi_args, executable: no meaning here; a warning names those that are given.
@@ -150,7 +150,7 @@ def _pickled(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[s
 
 
 def _results(folder: Path, number: int, code: int) -> list[Any]:
-    """What the ranks have written. Raises RuntimeError if one has failed."""
+    """The results that the ranks have written. Raises RuntimeError if one has failed."""
     failures = sorted(folder.glob(f"{task.FAILURE}*"), key=lambda file: file.stat().st_mtime_ns)
     if failures:
         failed = pickle.loads(failures[0].read_bytes())

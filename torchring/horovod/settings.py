@@ -46,19 +46,19 @@ _warned_of: set[str] = set()  # in this process
 
 @dataclass(frozen=True)
 class Settings:
-    """What the HOROVOD_* variables say. The defaults are Horovod's.
+    """The values of the HOROVOD_* variables. The defaults are Horovod's.
 
     Attributes:
         fusion_threshold_bytes: tensors are reduced together until they have this many bytes. 0: never together.
         cycle_seconds: how long a tensor may wait for others to be reduced with.
         timeline: path of the timeline's file, DYNAMIC_TIMELINE if start_timeline() will give one, or None.
-        mark_cycles: whether the timeline shows cycles.
-        stall_check: whether to warn of ranks that others wait for.
+        mark_cycles: show negotiation cycles in the timeline.
+        stall_check: warn of ranks that keep others waiting.
         stall_warning_seconds: how long a rank waits before it warns. 0 for never.
         stall_shutdown_seconds: how long a rank waits before it gives up. 0 for never. Horovod ignores a time shorter
             than the warning's; torchring gives up at that time, warned or not.
-        dynamic_process_sets: whether process sets may be added and removed after init().
-        log_level: of the logger "torchring", as in `logging`. None leaves the logger as it is.
+        dynamic_process_sets: process sets may be added and removed after init().
+        log_level: level of the logger "torchring", as in `logging`. None leaves the logger as it is.
         timeout_seconds: how long ranks may take to meet in init(), and a peer to move bytes of a collective that all
             ranks have called. None for torchring's default. Not how long a rank waits for another one to call a
             collective: Horovod never gives up on that, unless stall_shutdown_seconds says so.

@@ -27,7 +27,7 @@ class Timeline:
 
     Args:
         path: is overwritten.
-        mark_cycles: whether each negotiation cycle is marked.
+        mark_cycles: mark each negotiation cycle.
     """
 
     def __init__(self, path: str, *, mark_cycles: bool) -> None:

@@ -1,4 +1,4 @@
-"""What an elastic job carries over a failure: a model, an optimizer, a sampler, and any other values."""
+"""States of an elastic job, which survive a failure: a model, an optimizer, a sampler, and any other values."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class StateHandler(Generic[_V]):
         set_handler_registry([*get_handler_registry(), (MyType, MyHandler)])
 
     Attributes:
-        value: what is handled.
+        value: the value that is handled.
     """
 
     def __init__(self, value: _V) -> None:
@@ -193,7 +193,7 @@ class StateHandler(Generic[_V]):
 
 
 class _StateDictHandler(StateHandler[_V]):
-    """Of a value with state_dict() and load_state_dict()."""
+    """Handles a value with state_dict() and load_state_dict()."""
 
     def __init__(self, value: _V) -> None:
         super().__init__(value)
@@ -208,7 +208,7 @@ class _StateDictHandler(StateHandler[_V]):
 
 
 class ModelStateHandler(_StateDictHandler[torch.nn.Module]):
-    """Of a module: its parameters and buffers."""
+    """Handles a module: its parameters and buffers."""
 
     def sync(self) -> None:
         """Broadcast parameters and buffers. Collective."""
@@ -216,7 +216,7 @@ class ModelStateHandler(_StateDictHandler[torch.nn.Module]):
 
 
 class OptimizerStateHandler(_StateDictHandler[torch.optim.Optimizer]):
-    """Of an optimizer: its state and the options of its groups."""
+    """Handles an optimizer: its state and the options of its groups."""
 
     def sync(self) -> None:
         """Broadcast state and options. Collective."""
@@ -229,7 +229,7 @@ class OptimizerStateHandler(_StateDictHandler[torch.optim.Optimizer]):
 
 
 class SamplerStateHandler(_StateDictHandler[ElasticSampler]):
-    """Of an ElasticSampler: epoch, and samples done."""
+    """Handles an ElasticSampler: epoch, and samples done."""
 
     def sync(self) -> None:
         """Go on where rank 0 is, and share out what is left. Collective."""
@@ -249,7 +249,7 @@ _registry: _Registry = [
 
 
 def get_handler_registry() -> _Registry:
-    """Which handler takes values of which type: the first that fits. The list itself, not a copy."""
+    """The (type, handler) pairs; the first type that fits a value counts. The list itself, not a copy."""
     return _registry
 
 

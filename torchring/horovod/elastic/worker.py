@@ -95,7 +95,7 @@ class ElasticWorker:
             sys.exit(0 if self.member.num_steps < 0 else 1)  # 0: it came when the others had finished
 
     def changes(self) -> int:
-        """What the driver has announced since this worker has joined: REMOVED, ADDED, or NO_UPDATE."""
+        """The change that the driver has announced since this worker has joined: REMOVED, ADDED, or NO_UPDATE."""
         change = worlds.default_world().shared(Change)
         if change.leaves:
             return REMOVED
