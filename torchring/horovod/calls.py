@@ -1,8 +1,8 @@
 """The forms of a collective: plain, in place, and started, made from one description.
 
-A describing function has Horovod's signature. It checks its arguments and returns a `Call`; nothing is sent yet.
+A describing function has Horovod's signature. It checks its arguments and returns a `Collective`; nothing is sent yet.
 
-    def _broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Call[Tensor]: ...
+    def _broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Collective[Tensor]: ...
 
     broadcast = plain(_broadcast)                          (tensor, root_rank, name) -> Tensor; differentiable
     broadcast_ = in_place(_broadcast)                      (tensor, root_rank, name) -> Tensor, which is `tensor`
@@ -36,8 +36,8 @@ Handle = int
 
 
 @dataclass
-class Call(Generic[_R]):
-    """A collective whose arguments were checked.
+class Collective(Generic[_R]):
+    """One call of a collective, with checked arguments. Nothing is sent before `wait` or `start`.
 
     Attributes:
         kind: "allreduce", "allgather", ...
@@ -63,9 +63,9 @@ class Call(Generic[_R]):
     overwrites: bool = False
     is_inline: bool = False
 
-    def of_one(self) -> Call[Tensor]:
+    def of_one(self) -> Collective[Tensor]:
         """The same call. Its caller gets one tensor, and not a tuple of one."""
-        call = cast("Call[Tensor]", self)
+        call = cast("Collective[Tensor]", self)
         call.give = _first
         return call
 
@@ -138,7 +138,7 @@ def _first(tensors: Sequence[Tensor], _: Sequence[int]) -> Tensor:
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call[Any], numbers: list[int], *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Collective[Any], numbers: list[int], *_: Tensor) -> tuple[Tensor, ...]:
         tensors, found = call._run(call._copies())
         numbers.extend(found)
         ctx.gradient, ctx.numbers = call.gradient, numbers
@@ -149,26 +149,28 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *ctx.gradient([grad.contiguous() for grad in grads], ctx.numbers)
 
 
-def plain(describe: Callable[_P, Call[_R]]) -> Callable[_P, _R]:
-    return _form(describe, Call.wait, "", describe.__doc__ or "")
+def plain(describe: Callable[_P, Collective[_R]]) -> Callable[_P, _R]:
+    return _form(describe, Collective.wait, "", describe.__doc__ or "")
 
 
-def in_place(describe: Callable[_P, Call[_R]]) -> Callable[_P, _R]:
-    return _form(describe, Call.wait_in_place, "_", "`{}` in place and without a gradient. Returns what it was given.")
+def in_place(describe: Callable[_P, Collective[_R]]) -> Callable[_P, _R]:
+    return _form(
+        describe, Collective.wait_in_place, "_", "`{}` in place and without a gradient. Returns what it was given."
+    )
 
 
-def started(describe: Callable[_P, Call[Any]]) -> Callable[_P, Handle]:
+def started(describe: Callable[_P, Collective[Any]]) -> Callable[_P, Handle]:
     doc = "Start `{}` without a gradient. `synchronize(handle)` waits for the result, and returns it."
-    return _form(describe, Call.start, "_async", doc)
+    return _form(describe, Collective.start, "_async", doc)
 
 
-def started_in_place(describe: Callable[_P, Call[Any]]) -> Callable[_P, Handle]:
+def started_in_place(describe: Callable[_P, Collective[Any]]) -> Callable[_P, Handle]:
     doc = "Start `{}_`. What it was given belongs to the library until `synchronize(handle)` returns it."
-    return _form(describe, Call.start_in_place, "_async_", doc)
+    return _form(describe, Collective.start_in_place, "_async_", doc)
 
 
 def _form(
-    describe: Callable[_P, Call[_R]], carry_out: Callable[[Call[_R]], _T], suffix: str, doc: str
+    describe: Callable[_P, Collective[_R]], carry_out: Callable[[Collective[_R]], _T], suffix: str, doc: str
 ) -> Callable[_P, _T]:
     """A function that describes a call and carries it out. `help()` shows it as if it was written out."""
 
@@ -181,7 +183,7 @@ def _form(
     form.__name__ = form.__qualname__ = f"{name}{suffix}"
     form.__doc__ = doc.format(name)
     signature = inspect.signature(describe)
-    returned = "int" if "async" in suffix else signature.return_annotation.removeprefix("Call[").removesuffix("]")
+    returned = "int" if "async" in suffix else signature.return_annotation.removeprefix("Collective[").removesuffix("]")
     form.__annotations__ = {**describe.__annotations__, "return": returned}
     form.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
     return form

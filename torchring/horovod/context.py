@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchring import default_world as worlds
 from torchring.errors import RingError, TopologyError
 from torchring.horovod.elastic.worker import current_worker, find_worker
-from torchring.horovod.engine import Engine
+from torchring.horovod.engine import CollectiveEngine
 from torchring.horovod.exceptions import HorovodInternalError
 from torchring.horovod.execution import Operation
 from torchring.horovod.negotiation import ADD_SET, REMOVE_SET, Request
@@ -90,7 +90,7 @@ class Context:
 
     Attributes:
         sets: registered process sets by id.
-        handles: operations that were started, and not waited for yet; see `calls.Call.give`.
+        handles: operations that were started, and not waited for yet; see `calls.Collective.give`.
     """
 
     def __init__(self, world: World, settings: Settings) -> None:
@@ -99,7 +99,7 @@ class Context:
         has_file = world.rank == 0 and settings.timeline not in (None, DYNAMIC_TIMELINE)
         # Open the file of HOROVOD_TIMELINE before other ranks ask for anything.
         timeline = Timeline(str(settings.timeline), mark_cycles=settings.mark_cycles) if has_file else None
-        self.engine = Engine(world, settings, timeline)
+        self.engine = CollectiveEngine(world, settings, timeline)
         self.sets: dict[int, ProcessSet] = {}
         self.handles: dict[int, tuple[Operation, Callable[[Sequence[torch.Tensor], Sequence[int]], Any]]] = {}
         self._next_handle = itertools.count()

@@ -58,7 +58,7 @@ _INLINE_BYTES: Final = 48 * 1024  # of all values that travel with the requests 
 _SPLIT: Final = b"\n"  # between requests and values
 
 
-class Engine:
+class CollectiveEngine:
     """The operations of one world. Opening it is collective.
 
     Attributes:
@@ -70,23 +70,26 @@ class Engine:
     def __init__(self, world: World, settings: Settings, timeline: Timeline | None = None) -> None:
         self.world = world
         self.timeline = timeline
-        self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(world.size))}
-        self.planes: dict[int, Plane | None] = {}
+        self.turns = world.shared(LayerTurns)
         self._settings = settings
         self._fusion_bytes = settings.fusion_threshold_bytes
-        self._negotiation = Negotiation(self.sets)
-        self.turns = world.shared(LayerTurns)
         self._collectives = Collectives(world, "horovod", is_scripts=False)
-        self._cycles: Cycles | None = None
+        self._is_closed = False
+        # Process sets
+        self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(world.size))}
+        self.planes: dict[int, Plane | None] = {}
+        self._num_sets = 0  # that were ever added
+        # Operations of this rank, under the lock of `_state`, which a signal handler may take, too
+        self._state = threading.Condition(threading.RLock())
         self._submitted: list[Operation] = []
         self._in_flight: dict[tuple[int, str], Operation] = {}
-        self._state = threading.Condition(threading.RLock())  # of the two above; a signal handler may call, too
-        self._turn = threading.RLock()  # of the thread that runs cycles
+        self._warned: set[tuple[int, str]] = set()  # operations whose wait was logged
+        # Cycles, run by one thread at a time, which holds `_turn`
+        self._cycles: Cycles | None = None
+        self._negotiation = Negotiation(self.sets)
+        self._turn = threading.RLock()
         self._num_waiting = 0  # threads that wait for a result
         self._last_cycle = time.monotonic()
-        self._warned: set[tuple[int, str]] = set()
-        self._is_closed = False
-        self._num_sets = 0  # that were ever added
         if world.size == 1:
             self.planes[0] = Plane(world, (0,), collectives=self._collectives)
         self._thread = SerialThread("torchring-horovod")
@@ -481,7 +484,7 @@ class Engine:
             self._thread.join(1.0)
 
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: weakref.WeakSet[CollectiveEngine] = weakref.WeakSet()
 
 
 @at_last

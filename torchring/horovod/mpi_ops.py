@@ -7,7 +7,7 @@ All of them raise ValueError for arguments that are wrong on this rank, and Horo
 what is wrong between ranks: different operations, dtypes, shapes or arguments of one name, or a rank that is gone.
 After a disagreement the library works as before.
 
-Functions that begin with "_" and return a `Call` describe a collective; calls.py makes the public forms from them.
+Functions `_x` that return a `Collective` describe a call; calls.py makes the public forms of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchring.collectives import operations
 from torchring.dynamo import run_eagerly
 from torchring.gradients.group import OptimizerGroup
 from torchring.horovod import context as _basics
-from torchring.horovod.calls import Call, Handle, in_place, plain, started, started_in_place
+from torchring.horovod.calls import Collective, Handle, in_place, plain, started, started_in_place
 from torchring.horovod.compression import Compression
 from torchring.horovod.context import *  # noqa: F403 - horovod.torch.mpi_ops has these, too
 from torchring.horovod.context import ProcessSet, context_of_collectives, global_process_set
@@ -136,7 +136,7 @@ def _allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Call[Tensor]:
+) -> Collective[Tensor]:
     return _grouped_allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set).of_one()
 
 
@@ -148,7 +148,7 @@ def _grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Call[tuple[Tensor, ...]]:
+) -> Collective[tuple[Tensor, ...]]:
     op = handle_average_backwards_compatibility(op, average)
     arguments = _how_to_reduce(op, prescale_factor, postscale_factor, ALLREDUCE)
     _check_tensors(tensors, "grouped_allreduce")
@@ -166,7 +166,9 @@ def _grouped_allreduce(
         return _grouped_allreduce(grads, None, None, op, prescale_factor, postscale_factor, process_set).wait()
 
     is_small = sum([tensor.nbytes for tensor in tensors]) <= _INLINE_BYTES
-    return Call(ALLREDUCE, tensors, name, process_set, _all, gradient, arguments, overwrites=True, is_inline=is_small)
+    return Collective(
+        ALLREDUCE, tensors, name, process_set, _all, gradient, arguments, overwrites=True, is_inline=is_small
+    )
 
 
 allreduce_ = in_place(_allreduce)
@@ -203,7 +205,9 @@ def sparse_allreduce_async(
 # ---- allgather
 
 
-def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Call[Tensor]:
+def _allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Collective[Tensor]:
     """The tensors of all ranks, one after the other along dimension 0, in rank order. Differentiable.
 
     Args:
@@ -214,7 +218,7 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet 
 
 def _grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Call[tuple[Tensor, ...]]:
+) -> Collective[tuple[Tensor, ...]]:
     """`allgather` of several tensors as one operation."""
     _check_tensors(tensors, "grouped_allgather")
     _check_rows(tensors, "allgather")
@@ -224,7 +228,7 @@ def _grouped_allgather(
         means = _average(grads, process_set)
         return [mean[start : start + rows] for mean, start, rows in zip(means, starts, num_rows, strict=True)]
 
-    return Call("allgather", tensors, name, process_set, _all, gradient)
+    return Collective("allgather", tensors, name, process_set, _all, gradient)
 
 
 allgather = plain(_allgather)
@@ -238,7 +242,7 @@ grouped_allgather_async = started(_grouped_allgather)
 
 def _broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Call[Tensor]:
+) -> Collective[Tensor]:
     """The tensor of rank `root_rank`, which is a global rank, on all ranks. Differentiable. Returns a new tensor.
 
     Args:
@@ -255,7 +259,7 @@ broadcast_async_ = started_in_place(_broadcast)
 
 def broadcast_of(
     tensors: Sequence[Tensor], root_rank: int, name: str | None, process_set: ProcessSet
-) -> Call[tuple[Tensor, ...]]:
+) -> Collective[tuple[Tensor, ...]]:
     """`broadcast` of several tensors as one operation, which Horovod does not have."""
     here = context_of_collectives()
     _check_tensors(tensors, "broadcast")
@@ -269,7 +273,7 @@ def broadcast_of(
         return means if is_root else [torch.zeros_like(mean) for mean in means]
 
     arguments = {"root rank": int(root_rank)}
-    return Call("broadcast", tensors, name, process_set, _all, gradient, arguments, overwrites=True)
+    return Collective("broadcast", tensors, name, process_set, _all, gradient, arguments, overwrites=True)
 
 
 # ---- alltoall
@@ -300,7 +304,7 @@ def _alltoall(
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Call[tuple[Tensor, Tensor]]:
+) -> Collective[tuple[Tensor, Tensor]]:
     here = context_of_collectives()
     _check_tensors([tensor], "alltoall")
     _check_rows([tensor], "alltoall")
@@ -328,7 +332,7 @@ def _alltoall(
         grad, _ = _alltoall(grads[0], received, None, process_set).wait()
         return [torch.cat([grad, grad.new_zeros(unsent)])]
 
-    return Call("alltoall", [tensor], name, process_set, give, gradient, splits=tuple(counts))
+    return Collective("alltoall", [tensor], name, process_set, give, gradient, splits=tuple(counts))
 
 
 alltoall_async = started(_alltoall)
@@ -380,7 +384,7 @@ def _reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Call[Tensor]:
+) -> Collective[Tensor]:
     return _grouped_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor).of_one()
 
 
@@ -391,7 +395,7 @@ def _grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Call[tuple[Tensor, ...]]:
+) -> Collective[tuple[Tensor, ...]]:
     here = context_of_collectives()
     arguments = _how_to_reduce(op, prescale_factor, postscale_factor, "reducescatter")
     if op not in (Average, Sum):
@@ -407,7 +411,7 @@ def _grouped_reducescatter(
     def gradient(grads: Sequence[Tensor], _: Sequence[int]) -> Sequence[Tensor]:
         return [grad * factor for grad in _grouped_allgather(grads, None, process_set).wait()]
 
-    return Call("reducescatter", tensors, name, process_set, _all, gradient, arguments)
+    return Collective("reducescatter", tensors, name, process_set, _all, gradient, arguments)
 
 
 reducescatter_async = started(_reducescatter)
@@ -446,7 +450,7 @@ def join(device: int = -1) -> int:
 @run_eagerly
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all members have called it; not for operations that were started before."""
-    Call(BARRIER, (), "noname", process_set, _all, lambda grads, _: grads).wait()
+    Collective(BARRIER, (), "noname", process_set, _all, lambda grads, _: grads).wait()
 
 
 def poll(handle: Handle) -> bool:
