@@ -167,7 +167,7 @@ class Commands:
         elif arguments[0] == "top":
             assert cli.main(["top", "--once", *arguments[1:]]) == 1  # there is no such trace
         elif arguments == ["--version"]:
-            with pytest.raises(SystemExit, match="^0$"):
+            with pytest.raises(SystemExit, match=r"^0$"):
                 cli.main(arguments)
         elif arguments[0] == "bench":
             source = cli._benchmarks().get(arguments[1], "")
