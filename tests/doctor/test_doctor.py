@@ -210,9 +210,9 @@ def test_gpus_and_who_reaches_whose_memory() -> None:
     found = [finding.text for finding in checks.check_gpus(one_host(GPUS, GPUS))]
     assert found[0] == "node0: 2 x H200; no peer access between 1-0"
     together = {**GPUS, "gpu_peers": [[True, True], [True, True]]}
-    assert checks.check_gpus(one_host(together))[0].text == "node0: 2 x H200; all reach each other's memory"
+    assert next(checks.check_gpus(one_host(together))).text == "node0: 2 x H200; all reach each other's memory"
     over_pcie = {**together, "gpu_atomics": GPUS["gpu_peers"]}
-    assert "memory; over PCIe, without native atomics, between 1-0" in checks.check_gpus(one_host(over_pcie))[0].text
+    assert "memory; over PCIe, without native atomics, between 1-0" in next(checks.check_gpus(one_host(over_pcie))).text
     assert [finding.text for finding in checks.check_gpus(one_host())] == ["none"]
 
 
@@ -446,9 +446,8 @@ def test_json_holds_the_same_report() -> None:
     (code, text), other = harness.run_ranks(visit, 2, ("--json", "--timeout", "20"))
     assert (code, other) == (0, (0, ""))
     report = json.loads(text)
-    keys = {"schema", "verdict", "findings", *vars(Report())}
-    assert set(report) == keys
-    assert (report["schema"], report["size"], report["hosts"]) == (1, 2, [[0, 1]])
+    assert set(report) == {"verdict", "findings", *vars(Report())}
+    assert (report["size"], report["hosts"]) == (2, [[0, 1]])
     assert report["verdict"] in ("ok", "warning")
     assert [item["rank"] for item in report["ranks"]] == [0, 1]
     assert {path["kind"] for path in report["paths"]} == {"shared memory", "Gloo"}
@@ -457,8 +456,6 @@ def test_json_holds_the_same_report() -> None:
         assert path["latency_us"] > 0
         assert path["gigabytes_per_second"] > 0
     assert [choice["algorithm"] for choice in report["choices"]] == ["direct"] * len(rank.BUCKETS)
-    for key in keys:  # what is printed is what is documented
-        assert key in str(doctor.__doc__)
 
 
 def visit_with_another_torch(number: int, _: int) -> tuple[int, str]:
@@ -482,7 +479,7 @@ def visit_and_spoil(number: int, _: int, trouble: str) -> tuple[int, str]:
         real = probe._pattern
         probe._pattern = lambda size, of: real(size, of) + (of == 1)
     elif number == 1:
-        rank._shared = {"dies": lambda *_: os._exit(3), "hangs": lambda *_: time.sleep(4) or []}[trouble]
+        rank._shared = {"dies": lambda *_: os._exit(3), "hangs": lambda *_: time.sleep(4) or {}}[trouble]
     return call_main("--json", "--timeout", "2" if trouble == "bytes" else "1")
 
 
@@ -576,7 +573,7 @@ def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[
 
 def handed_over(code: int, text: str) -> str:
     """What rank 0 prints, in the middle of what others print."""
-    return f"noise\n{doctor._BEGUN}\nnoise{doctor._HANDED_OVER}{json.dumps([code, text])}\nnoise ]\n"
+    return f"noise\nnoise{doctor._HANDED_OVER}{json.dumps([code, text])}\nnoise ]\n"
 
 
 def launcher_that(
@@ -598,12 +595,12 @@ def launcher_that(
 
 
 def test_what_rank_0_prints_is_delivered(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """The report and its exit code, and nothing else that ranks print, on stdout or stderr."""
+    """The report and its exit code, and nothing else that ranks print on stdout."""
     calls = launcher_that(monkeypatch, 0, handed_over(0, '{\n "a": 1\n}\n'), "warning\n")
     monkeypatch.setenv("TORCHRING_LAUNCHER", "none")  # or each rank would start others
     arguments = ["-np", "3", "-H", "a:2,b:1", "--env", "A=1", "--env", "B=2", "--backend", "mpi", "--timeout", "7"]
     assert doctor.main([*arguments, "--json"]) == 0
-    assert capfd.readouterr() == ('{\n "a": 1\n}\n', "")
+    assert capfd.readouterr() == ('{\n "a": 1\n}\n', "warning\n")
     command = [str(doctor._SCRIPT), "--hand-over", "--backend", "mpi", "--timeout", "7.0", "--json"]
     assert calls == [(command, 3, [Host("a", 2), Host("b", 1)], {"A": "1", "B": "2"})]
     assert "TORCHRING_LAUNCHER" not in os.environ
@@ -636,8 +633,7 @@ def test_rank_0_hands_its_report_over_in_one_line(
     if number == "1":
         assert lines == []
         return
-    assert lines[0] == doctor._BEGUN
-    (report,) = lines[1:]
+    (report,) = lines
     code, text = json.loads(report.removeprefix(doctor._HANDED_OVER))
     assert code == 1
     assert "WRONG" in text
@@ -654,25 +650,22 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 
 
 def test_ranks_that_leave_no_report_are_one(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    err = "W1121 21:46:58.05 noise\nrank 1 was killed by SIGSEGV\nframe #14: <unknown function>\n"
-    launcher_that(monkeypatch, 139, "noise\n", err)
+    launcher_that(monkeypatch, 139, "noise\n", "rank 1 was killed by SIGSEGV\n")
     assert doctor.main([]) == 1
     out, err = capfd.readouterr()
-    text = "they ended with exit code 139 before that; the last lines on stderr: rank 1 was killed by SIGSEGV"
-    assert text in " ".join(out.split())
-    assert "noise" not in out + err
+    assert "they ended with exit code 139 before that; see what they say on stderr" in " ".join(out.split())
+    assert "noise" not in out
+    assert err == "rank 1 was killed by SIGSEGV\n"
 
 
-@pytest.mark.parametrize(("begins", "said"), [(False, "start within 0.3 s"), (True, "report within 1 s")])
-def test_a_rank_0_that_does_not_start_or_report_is_waited_for_only_a_while(
-    begins: bool, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_report_is_waited_for_only_a_while(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    launcher_that(monkeypatch, None, f"{doctor._BEGUN}\n" if begins else "")
-    monkeypatch.setattr(doctor, "_STARTING_SECONDS", 0.2)
-    monkeypatch.setattr(doctor, "_MEASURING_SECONDS", 0.6)
+    launcher_that(monkeypatch, None)
+    monkeypatch.setattr(doctor, "_REPORT_SECONDS", 0.6)
     assert doctor.main(["--timeout", "0.1"]) == 1
     out, err = capfd.readouterr()
-    assert f"rank 0 did not {said}" in " ".join(out.split())
+    assert "there was none within 1 s" in " ".join(out.split())
     assert err == ""
 
 
@@ -713,7 +706,7 @@ def test_without_ranks_the_launcher_says_why(
     code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """None could be started, or they were told to stop."""
-    launcher_that(monkeypatch, code, "", "torchring run: cannot start the ranks: no memory\nKeyboardInterrupt\n")
+    launcher_that(monkeypatch, code, "", "torchring run: cannot start the ranks: no memory\n")
     assert doctor.main([]) == code
     assert capfd.readouterr() == ("", "torchring run: cannot start the ranks: no memory\n")
 

@@ -23,7 +23,7 @@ def path(kind: str, ranks: list[int], gigabytes_per_second: float) -> dict[str, 
 def test_the_slowest_path_of_each_kind_counts(tmp_path: Path) -> None:
     paths = [path("shared memory", [0, 1, 2, 3], 2.0), path("Gloo", [0, 4], 0.5), path("Gloo", [1, 5], 0.25)]
     file = tmp_path / "doctor.json"
-    file.write_text(json.dumps({"schema": 1, "paths": paths}))
+    file.write_text(json.dumps({"paths": paths}))
     assert bus_bandwidths(file) == {"within a host": 3.0, "between hosts": 0.25}
 
 
@@ -40,7 +40,7 @@ def test_the_job_is_compared_with_its_own_path() -> None:
     assert "octor" not in of_bandwidth(analyse(between))
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": 2, "paths": []}', '{"schema": 1, "paths": [{}]}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"path": []}', '{"paths": [{}]}'])
 def test_another_file_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, simulate(1, 20)[0])
     file = tmp_path / "doctor.json"

@@ -12,7 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -56,13 +56,12 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
         pid=os.getpid(),
         uid=os.getuid(),
         boot=boot_id(),
-        network_namespace=_link("/proc/self/ns/net"),
+        network_namespace=_read("/proc/self/ns/net"),
         versions={"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}},
         platform=f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         cores=sorted(os.sched_getaffinity(0)),
         core_limit=core_limit(),
         threads=torch.get_num_threads(),
-        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         memory_available_bytes=available,
         memory_limit_bytes=limit,
         gpus=gpus,
@@ -76,7 +75,6 @@ def gather(rank: int, *, joins_mpi: bool = False) -> RankFacts:
         has_nccl=dist.is_nccl_available(),
         mpi=ask_mpi(joins_mpi),
         interfaces=interfaces,
-        gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
         gloo_address=gloo_address(os.environ, interfaces, resolve(host_name())),
     )
 
@@ -89,13 +87,13 @@ def gpu_atomics(count: int) -> list[list[bool]]:
         runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")  # which torch has loaded
     except OSError:
         return []
-    return [[i == j or _native_atomics(runtime, i, j) for j in range(count)] for i in range(count)]
 
+    def has_atomics(source: int, target: int) -> bool:
+        value = ctypes.c_int(0)
+        failed = runtime.cudaDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, source, target)
+        return not failed and value.value == 1
 
-def _native_atomics(runtime: ctypes.CDLL, source: int, target: int) -> bool:
-    value = ctypes.c_int(0)
-    failed = runtime.cudaDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, source, target)
-    return not failed and value.value == 1
+    return [[i == j or has_atomics(i, j) for j in range(count)] for i in range(count)]
 
 
 def listening_addresses(port: int) -> list[str]:
@@ -189,15 +187,8 @@ def _control_groups() -> list[Path]:
 
 
 def _read(file: str | Path) -> str:
-    return _or_nothing(lambda: Path(file).read_text().strip())
-
-
-def _link(file: str) -> str:
-    return _or_nothing(lambda: os.readlink(file))
-
-
-def _or_nothing(read: Callable[[], str]) -> str:
+    """What a file or a link of the kernel's says; "" if there is none."""
     try:
-        return read()
+        return os.readlink(file) if os.path.islink(file) else Path(file).read_text().strip()
     except OSError:
         return ""

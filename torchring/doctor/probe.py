@@ -1,4 +1,4 @@
-"""Measures the paths between ranks, and checks that data arrives unchanged.
+"""Measures how fast ranks communicate, and checks that data arrives unchanged.
 
 Sizes grow by four until one transfer takes a fair share of the time: a link of 100 Mbit/s is measured with 1 MiB,
 shared memory with 64 MiB. Ranks that measure together exchange their times, so that all of them stop at the same size.
@@ -40,9 +40,10 @@ def measure_shared_memory(world: World, available_bytes: int) -> list[PathFacts]
     mover = DirectAllReduce(host, poll_seconds=POLL_SECONDS)
     intact = True
 
-    def time_it(numel: int, repetitions: int) -> float:
+    def time_it(num_bytes: int, repetitions: int = _REPETITIONS) -> float:
         """Seconds that one all-reduce took on the slowest rank: the median of several."""
         nonlocal intact
+        numel = num_bytes // 4
         (wire,) = mover.open_wires([(numel, torch.float32)])
         pattern = _repeated(torch.arange(251, dtype=torch.float32), numel)
         expected = pattern * host.size + sum(host.ranks)
@@ -58,11 +59,10 @@ def measure_shared_memory(world: World, available_bytes: int) -> list[PathFacts]
         mover.start(medians).wait()
         return float(of_ranks.max())
 
-    (medians,) = mover.open_wires([(host.size, torch.float32)])
     try:
-        latency = time_it(_LATENCY_BYTES // 4, 50)
-        largest = min(_LARGEST_BYTES, available_bytes // (8 * host.size))
-        size, seconds = _grow(lambda size: time_it(size // 4, _REPETITIONS), SECONDS, largest)
+        (medians,) = mover.open_wires([(host.size, torch.float32)])
+        latency = time_it(_LATENCY_BYTES, 50)
+        size, seconds = _grow(time_it, SECONDS, min(_LARGEST_BYTES, available_bytes // (8 * host.size)))
     finally:
         mover.close()
     if host.index != 0:
@@ -102,8 +102,7 @@ def _measure_pair(transport: Transport, rank: int, other: int, seconds: float) -
     intact = True
 
     def swap(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-        transfers = [transport.receive(incoming, other), transport.send(outgoing, other)]
-        for transfer in transfers:
+        for transfer in [transport.receive(incoming, other), transport.send(outgoing, other)]:
             transfer.wait()
 
     def agree(mine: float) -> float:
@@ -112,19 +111,13 @@ def _measure_pair(transport: Transport, rank: int, other: int, seconds: float) -
         swap(torch.tensor([mine], dtype=torch.float64), theirs)
         return max(mine, float(theirs))
 
-    def ping_pong() -> float:
-        started = time.perf_counter()
-        for move in (transport.send, transport.receive) if rank < other else (transport.receive, transport.send):
-            move(ball, other).wait()
-        return time.perf_counter() - started
-
-    def time_it(size: int) -> float:
+    def time_it(size: int, repetitions: int = _REPETITIONS) -> float:
         """Seconds that a swap of `size` bytes took on the slower rank: the median of several."""
         nonlocal intact
         outgoing, expected = _pattern(size, rank), _pattern(size, other)
         incoming = torch.zeros_like(outgoing)
         times = []
-        for _ in range(_REPETITIONS):
+        for _ in range(repetitions):
             incoming.zero_()
             agree(0.0)  # so that neither rank waits for the other to prepare
             started = time.perf_counter()
@@ -133,10 +126,7 @@ def _measure_pair(transport: Transport, rank: int, other: int, seconds: float) -
             intact = intact and torch.equal(incoming, expected)
         return agree(statistics.median(times))
 
-    ball = torch.zeros(8, dtype=torch.uint8)
-    ping_pong()
-    num_round_trips = max(3, min(100, int(seconds / 8 / agree(ping_pong()))))
-    latency = statistics.median(ping_pong() for _ in range(num_round_trips)) / 2
+    latency = time_it(8, max(3, min(50, int(seconds / 16 / time_it(8)))))
     size, elapsed = _grow(time_it, seconds, _LARGEST_BYTES)
     intact = agree(0.0 if intact else 1.0) == 0.0
     return PathFacts(transport.engine, [rank, other], latency * 1e6, size / elapsed / 1e9, size, intact)

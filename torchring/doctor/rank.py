@@ -62,7 +62,7 @@ def take_part(
         return finish(report)
     rendezvous = Rendezvous(PrefixStore("doctor", store), launch.rank, launch.size, timeout_seconds)
     rendezvous.store_host = None if launch.store_is_hosted else 0
-    _publish(rendezvous, "facts", asdict(report.ranks[0]))
+    _publish(rendezvous, "facts", report.ranks[0])
     if launch.rank == 0:
         facts = _collect(rendezvous, "facts", range(launch.size), timeout_seconds)
         report.ranks = [read(RankFacts, of_rank) for of_rank in facts.values()]
@@ -74,21 +74,20 @@ def take_part(
         raise TopologyError(f"rank 0 did not show up within {2 * timeout_seconds:g} s", rank=launch.rank)
     if plan["all_are_here"]:
         _measure(rendezvous, report, plan["available_bytes"], backend)
-    left = [f"left/{rank.rank}" for rank in report.ranks if rank.rank != 0]
     if launch.rank == 0:
         report.seconds = time.monotonic() - started
         code = finish(report)
         rendezvous.publish("code", str(code).encode())
-        rendezvous.stay_until_published(left, _STAY_SECONDS)
+        rendezvous.stay_until_published([f"left/{rank.rank}" for rank in report.ranks[1:]], _STAY_SECONDS)
     else:
         code = int(rendezvous.fetch("code", 0))
         with contextlib.suppress(RingError):  # rank 0 may have gone, and the store with it
-            rendezvous.publish(left[0], b"")
+            rendezvous.publish(f"left/{launch.rank}", b"")
     return code
 
 
 def _publish(rendezvous: Rendezvous, topic: str, value: object) -> None:
-    rendezvous.publish(f"{topic}/{rendezvous.rank}", json.dumps(value).encode())
+    rendezvous.publish(f"{topic}/{rendezvous.rank}", json.dumps(value, default=asdict).encode())
 
 
 def _collect(rendezvous: Rendezvous, topic: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
@@ -99,16 +98,14 @@ def _collect(rendezvous: Rendezvous, topic: str, ranks: Iterable[int], seconds: 
     deadline = time.monotonic() + seconds
     found: dict[int, Any] = {}
     missing = set(ranks)
-    while missing:
+    while True:
         for rank in sorted(missing):
             if rendezvous.is_published(key := f"{topic}/{rank}"):
                 found[rank] = json.loads(rendezvous.fetch(key, rank))
         missing -= found.keys()
-        if missing and time.monotonic() > deadline:
-            break
-        if missing:
-            time.sleep(_POLL_SECONDS)
-    return dict(sorted(found.items()))
+        if not missing or time.monotonic() > deadline:
+            return dict(sorted(found.items()))
+        time.sleep(_POLL_SECONDS)
 
 
 def _describe(launch: LaunchEnvironment, store: Store) -> StoreFacts:
@@ -122,14 +119,14 @@ def _describe(launch: LaunchEnvironment, store: Store) -> StoreFacts:
 
 def _measure(rendezvous: Rendezvous, report: Report, available_bytes: int, backend: Backend) -> None:
     """Collective. Runs stages up to the first one in which a rank fails, and adds to `report` what they find."""
-    stages: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        ("joining the ranks", lambda: _join(backend, rendezvous.timeout_seconds)),
-        ("measuring shared memory", lambda: _paths(_shared(worlds.default_world(), available_bytes))),
-        ("measuring the network", lambda: _paths(_network(worlds.default_world()))),
-        ("asking what algorithm='auto' picks", lambda: _choices(worlds.default_world())),
-    ]
+    stages: dict[str, Callable[[], dict[str, Any]]] = {
+        "joining the ranks": lambda: _join(backend, rendezvous.timeout_seconds),
+        "measuring shared memory": lambda: _shared(worlds.default_world(), available_bytes),
+        "measuring the network": lambda: _network(worlds.default_world()),
+        "asking what algorithm='auto' picks": lambda: _choices(worlds.default_world()),
+    }
     try:
-        for label, stage in stages:
+        for label, stage in stages.items():
             if not _run_stage(rendezvous, report, label, stage):
                 break
     finally:
@@ -148,12 +145,11 @@ def _run_stage(rendezvous: Rendezvous, report: Report, label: str, stage: Callab
     for rank, found in results.items():
         if "error" in found:
             failures[found["error"]].append(rank)
-        report.paths += [read(PathFacts, item) for item in found.get("paths", [])]
-    of_first = results.get(0, {})
-    report.hosts = of_first.get("hosts", report.hosts)
-    report.choices += [read(ChoiceFacts, item) for item in of_first.get("choices", [])]
-    silent = [rank for rank in range(rendezvous.size) if rank not in results]
-    if silent:
+        report.hosts = found.get("hosts", report.hosts)  # the same on all ranks, as choices are
+        report.paths += [read(PathFacts, path) for path in found.get("paths", [])]
+        if "choices" in found:
+            report.choices = [read(ChoiceFacts, choice) for choice in found["choices"]]
+    if silent := set(range(rendezvous.size)) - results.keys():
         report.problems.append(f"{ranks_in_words(silent)} stopped answering while {label}")
     for text, ranks in failures.items():
         report.problems.append(f"{label} failed on {ranks_in_words(ranks)}: {text}")
@@ -161,17 +157,17 @@ def _run_stage(rendezvous: Rendezvous, report: Report, label: str, stage: Callab
 
 
 def _join(backend: Backend, timeout_seconds: float) -> dict[str, Any]:
-    return {"hosts": [list(ranks) for ranks in worlds.init(backend, timeout_seconds=timeout_seconds).hosts]}
+    return {"hosts": worlds.init(backend, timeout_seconds=timeout_seconds).hosts}
 
 
-def _shared(world: World, available_bytes: int) -> list[PathFacts]:
-    return probe.measure_shared_memory(world, available_bytes)
+def _shared(world: World, available_bytes: int) -> dict[str, Any]:
+    return {"paths": probe.measure_shared_memory(world, available_bytes)}
 
 
-def _network(world: World) -> list[PathFacts]:
+def _network(world: World) -> dict[str, Any]:
     transport = open_transport(world)
     try:
-        return probe.measure_pairs(world, transport)
+        return {"paths": probe.measure_pairs(world, transport)}
     finally:
         transport.close()
 
@@ -182,8 +178,4 @@ def _choices(world: World) -> dict[str, Any]:
         choice = choose(world, [(num_bytes // dtype.itemsize, dtype)])
         name = str(dtype).removeprefix("torch.")
         found.append(ChoiceFacts(num_bytes, name, choice.algorithm, choice.reason, dict(choice.seconds)))
-    return {"choices": [asdict(choice) for choice in found]}
-
-
-def _paths(paths: list[PathFacts]) -> dict[str, Any]:
-    return {"paths": [asdict(path) for path in paths]}
+    return {"choices": found}

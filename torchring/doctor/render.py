@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from torchring.doctor.checks import machines
 from torchring.doctor.report import ChoiceFacts, Finding, PathFacts, Report, verdict
 from torchring.errors import ranks_in_words
 
@@ -30,8 +29,7 @@ def render(report: Report, findings: Sequence[Finding]) -> str:
             break_on_hyphens=False,
         )
     if report.paths:
-        rows = [_path_row(report, path) for path in report.paths]
-        lines += ["", *_table(["path", "latency", "bandwidth"], rows)]
+        lines += ["", *_table(["path", "latency", "bandwidth"], [_path_row(report, path) for path in report.paths])]
     if report.choices:
         lines += ["", *_table(["bucket", "wire", "auto picks", "because"], _choice_rows(report.choices))]
     return "\n".join([*lines, "", _summary(findings)]) + "\n"
@@ -46,26 +44,20 @@ def human_bytes(count: int) -> str:
 
 
 def _title(report: Report) -> str:
-    by = f"started by {report.launcher}"
     if not report.ranks or report.launcher == "?":
         return "torchring doctor"
-    backend = f", backend {report.backend}" if report.backend else ""
-    seconds = f"{report.seconds:.1f} s"
-    return f"torchring doctor: {len(report.ranks)} of {report.size} ranks, {by}{backend}; took {seconds}"
+    by = f"started by {report.launcher}" + (f", backend {report.backend}" if report.backend else "")
+    return f"torchring doctor: {len(report.ranks)} of {report.size} ranks, {by}; took {report.seconds:.1f} s"
 
 
 def _path_row(report: Report, path: PathFacts) -> list[str]:
-    own = [ranks[0].hostname for ranks in machines(report) for rank in ranks if rank.rank in path.ranks]
-    names = list(dict.fromkeys(own))
+    names = list(dict.fromkeys(rank.hostname for rank in report.ranks if rank.rank in path.ranks))
     where = f" on {names[0]}" if len(names) == 1 else f" ({' and '.join(names)})"
     speed = f"{path.gigabytes_per_second:.3g} GB/s"
     how = "all-reduce" if path.kind == "shared memory" else "each way"
     latency = f"{path.latency_us:.0f} us" if path.latency_us >= 10 else f"{path.latency_us:.1f} us"
-    return [
-        f"{path.kind}, {ranks_in_words(path.ranks)}{where}",
-        latency,
-        f"{speed} {how} ({human_bytes(path.num_bytes)})",
-    ]
+    size = human_bytes(path.num_bytes)
+    return [f"{path.kind}, {ranks_in_words(path.ranks)}{where}", latency, f"{speed} {how} ({size})"]
 
 
 def _choice_rows(choices: Sequence[ChoiceFacts]) -> list[list[str]]:
@@ -96,4 +88,4 @@ def _summary(findings: Sequence[Finding]) -> str:
     also = f", {warnings} {'warning' if warnings == 1 else 'warnings'}" if warnings else ""
     if wrong:
         return f"{wrong} {'thing is' if wrong == 1 else 'things are'} wrong{also}."
-    return f"Nothing is wrong{also}." if verdict(list(findings)) == "warning" else "All is well."
+    return f"Nothing is wrong{also}." if verdict(findings) == "warning" else "All is well."

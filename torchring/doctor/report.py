@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeVar
 
-SCHEMA: Final = 1
 LEVELS: Final = ("ok", "note", "warning", "wrong")  # from good to bad; a note is a fact without a verdict
 
 _T = TypeVar("_T")
@@ -41,7 +40,6 @@ class RankFacts:
         memfd_error: why memfd_create fails here; None if it works.
         mpi: version of the MPI library; None without mpi4py, "" if mpi4py does not load.
         interfaces: [name, address] pairs: the first IPv4 address of each interface, all IPv6 ones.
-        gloo_interface: GLOO_SOCKET_IFNAME; None if not set.
         gloo_address: where Gloo will listen; "" if the interface in GLOO_SOCKET_IFNAME does not exist.
     """
 
@@ -56,7 +54,6 @@ class RankFacts:
     cores: list[int] = field(default_factory=list)
     core_limit: float | None = None
     threads: int = 0
-    omp_num_threads: str | None = None
     memory_available_bytes: int = 0
     memory_limit_bytes: int | None = None
     gpus: list[str] = field(default_factory=list)
@@ -68,13 +65,12 @@ class RankFacts:
     has_nccl: bool = False
     mpi: str | None = None
     interfaces: list[list[str]] = field(default_factory=list)
-    gloo_interface: str | None = None
     gloo_address: str = ""
 
     @property
-    def machine(self) -> tuple[str, str]:
+    def machine(self) -> str:
         """Equal on ranks of one machine."""
-        return (self.boot, self.hostname if not self.boot else "")
+        return self.boot or self.hostname
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class PathFacts:
 
     Attributes:
         kind: "shared memory", "Gloo" or "MPI".
-        latency_us: half a round trip of 8 bytes; in shared memory, the time of an all-reduce of 1 KiB.
+        latency_us: time to swap 8 bytes; in shared memory, of an all-reduce of 1 KiB.
         gigabytes_per_second: in each direction, while both are in use, in transfers of `num_bytes`. In shared memory:
             bytes over time of an all-reduce.
         arrived_intact: whether the data arrived unchanged.
@@ -131,10 +127,10 @@ class Report:
     """All facts, as they are gathered. `checks.examine` judges them.
 
     Attributes:
-        launcher: the launcher that started the ranks, as torchring reads the environment.
+        launcher: what started the ranks, as torchring reads the environment.
         size: number of ranks that the launcher started.
         timeout_seconds: how long rank 0 waits for the others.
-        seconds: that the whole report took.
+        seconds: how long it took to gather all this.
         ranks: the ranks that showed up, in ascending order.
         hosts: ranks grouped by shared memory; empty if the world could not be opened.
         problems: operations that failed, in words.
@@ -159,7 +155,7 @@ def read(kind: type[_T], data: Mapping[str, Any]) -> _T:
     return kind(**{key: value for key, value in data.items() if key in known})
 
 
-def verdict(findings: list[Finding]) -> str:
+def verdict(findings: Sequence[Finding]) -> str:
     """The worst level: "ok", "warning" or "wrong"."""
     worst = max((LEVELS.index(finding.level) for finding in findings), default=0)
     return "ok" if LEVELS[worst] == "note" else LEVELS[worst]

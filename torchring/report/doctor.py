@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Final
 
-from torchring.doctor.report import SCHEMA
 from torchring.report.buckets import BETWEEN_HOSTS, WITHIN_HOST, bus_bytes
 
 _SHARED_MEMORY: Final = "shared memory"
@@ -19,8 +18,6 @@ def bus_bandwidths(file: Path) -> dict[str, float]:
     """
     try:
         report = json.loads(file.read_text())
-        if report["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {report['schema']}, not {SCHEMA}")
         found: dict[str, float] = {}
         for path in report["paths"]:
             is_shared = path["kind"] == _SHARED_MEMORY
