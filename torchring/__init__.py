@@ -16,8 +16,7 @@ through `gradients/`. Imports go one way: a folder imports only from the folders
     collectives/    all_reduce, broadcast, ... for scripts
     transport/      messages between hosts                accelerators.py            devices with streams
     default_world.py, world.py   which ranks train together
-    stalls/         who keeps the others waiting
-    tracing/        where the time of a step goes
+    observe/        where the time of a step goes, and who keeps the others waiting
     memory/         memory that the ranks of a host share
     alone.py        warns of ranks that never met
     rendezvous/     where ranks find each other           kernels/                   Triton kernels

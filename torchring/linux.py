@@ -122,10 +122,19 @@ def process_began_ns() -> int:
     return time.monotonic_ns() - int(age_seconds * 1e9)
 
 
-def is_caught(number: int) -> bool:
-    """Whether this process handles a signal, by a handler that Python need not know of. False if /proc does not say."""
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped by SIGSTOP, or by a debugger."""
     try:
-        with open("/proc/self/status") as file:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def is_caught(number: int, pid: int | str = "self") -> bool:
+    """Whether a process handles a signal, by a handler that Python need not know of. False if /proc does not say."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
             caught = next(line.split()[1] for line in file if line.startswith("SigCgt:"))
     except (OSError, StopIteration, IndexError):
         return False

@@ -25,28 +25,28 @@ from tests.support.harness import run_pooled, run_ranks, wait_until
 from torchring import cli
 from torchring.default_world import default_world
 from torchring.errors import RingError
-from torchring.linux import open_process
+from torchring.linux import is_stopped, open_process
 from torchring.memory import host as host_module
 from torchring.memory.host import HostGroup
 from torchring.observe.flight_recorder import call_sites as places
 from torchring.observe.flight_recorder import monitor as monitor_module
 from torchring.observe.flight_recorder import stacks
-from torchring.observe.flight_recorder.call_sites import place_of
-from torchring.observe.flight_recorder.monitor import StallMonitor
-from torchring.observe.flight_recorder.page import (
-    PAGE_BYTES,
+from torchring.observe.flight_recorder.call_sites import call_site_of
+from torchring.observe.flight_recorder.entries import (
+    MEMORY_BYTES,
     CurrentWait,
-    Phase,
-    Progress,
-    Snapshot,
-    Track,
-    TrackState,
+    Entry,
+    EntryState,
+    FlightRecorder,
+    RankState,
     Wait,
     key_of,
-    read_page,
+    read_state,
     want_stacks,
 )
+from torchring.observe.flight_recorder.monitor import StallMonitor
 from torchring.observe.flight_recorder.report import Peer, describe_ranks, describe_wait, missing_ranks
+from torchring.observe.phases import Phase
 from torchring.observe.services import monitor_of
 from torchring.rendezvous.environment import STACKS
 from torchring.rendezvous.rendezvous import Rendezvous
@@ -263,7 +263,7 @@ def _stop(rank: int, size: int) -> list[str]:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            wait_until(lambda: stacks.is_stopped(pids[1]), "rank 1 to stop")
+            wait_until(lambda: is_stopped(pids[1]), "rank 1 to stop")
         torchring.barrier()
     return said
 
@@ -280,11 +280,11 @@ def test_a_rank_of_another_host_that_sends_nothing_more_is_silent(monkeypatch: p
     store = dist.HashStore()
     hosts = [HostGroup(rank, [], 5.0) for rank in range(2)]
     first, second = (
-        StallMonitor(Rendezvous(store, rank, 2, 5.0), host, host.allocate(PAGE_BYTES), 1000.0)
+        StallMonitor(Rendezvous(store, rank, 2, 5.0), host, host.allocate(MEMORY_BYTES), 1000.0)
         for rank, host in enumerate(hosts)
     )
     assert first.explain([1]) == "Rank 1 has not said yet what it is doing"
-    second.progress.enter(Phase.STEP, 8)
+    second.recorder.enter(Phase.OPTIMIZER, 8)
     second.tick()
     wait_until(lambda: "in step 8" in first.explain([1]), "the message of rank 1")
     assert "no sign of life" not in first.explain([1])
@@ -495,108 +495,94 @@ def test_no_signal_is_sent_to_a_process_that_would_die_of_it() -> None:
 
 
 def test_stacks_are_asked_for_once_in_each_stall() -> None:
-    page = memoryview(bytearray(PAGE_BYTES))
-    progress = Progress(page)
-    sent: list[int] = []
-
-    def send(number: int) -> bool:
-        sent.append(number)
-        return len(sent) < 2
-
-    assert want_stacks(page, 7, send)
-    assert sent == []
-    assert progress.stacks_wanted() == 7, "without a signal, the timer thread prints"
-    progress.offer_stacks(60)
-    assert want_stacks(page, 8, send)
-    assert not want_stacks(page, 8, send)
-    assert sent == [60]
-    assert progress.stacks_wanted() == 0
-    assert want_stacks(page, 9, send)
-    assert sent == [60, 60]
-    assert progress.stacks_wanted() == 9, "the signal could not be sent"
+    memory = memoryview(bytearray(MEMORY_BYTES))
+    recorder = FlightRecorder(memory)
+    assert want_stacks(memory, 7) == (0, True)
+    recorder.offer_stacks(60)
+    assert want_stacks(memory, 8) == (60, True)
+    assert want_stacks(memory, 8) == (60, False)
+    assert want_stacks(memory, 9) == (60, True)
 
 
-# ---- pages
+# ---- entries
 
 
 def test_a_page_says_what_was_stamped() -> None:
-    page = memoryview(bytearray(PAGE_BYTES))
-    assert read_page(page) is None
-    progress = Progress(page)
-    progress.enter(Phase.BACKWARD, 1000)
-    track = progress.open_track("gradients")
-    track.begin(4)
-    seen: list[Snapshot | None] = []
+    memory = memoryview(bytearray(MEMORY_BYTES))
+    assert read_state(memory) is None
+    recorder = FlightRecorder(memory)
+    recorder.enter(Phase.BACKWARD, 1000)
+    entry = recorder.open_entry("gradients")
+    entry.begin(4)
+    seen: list[RankState | None] = []
 
-    def wait() -> None:
-        progress.write_sample(Phase.BACKWARD, "train.py:3 in main", progress.waits())
-        seen.append(read_page(page, time.monotonic_ns() + 10**9))
-
-    track.waiting(Wait("the reduction of gradients", 1000, 2, "a.weight"), wait)
-    (during,), after = seen, read_page(page)
+    with entry.waiting(Wait("the reduction of gradients", 1000, 2, "a.weight")):
+        recorder.write_sample(Phase.BACKWARD, "train.py:3 in main", recorder.waits())
+        seen.append(read_state(memory, time.monotonic_ns() + 10**9))
+    (during,), after = seen, read_state(memory)
     assert during is not None
     assert after is not None
     assert (during.pid, during.step, during.phase) == (os.getpid(), 1000, Phase.BACKWARD)
-    assert during.place == "train.py:3 in main"
-    assert during.tracks == {key_of("gradients"): TrackState(5, 0, True)}
+    assert during.call_site == "train.py:3 in main"
+    assert during.entries == {key_of("gradients"): EntryState(5, 0, True)}
     assert during.waits is not None
     assert during.waits[0] == "the reduction of gradients (step 1000, bucket 2, first parameter a.weight)"
     assert during.waits[1] >= 1.0
     assert after.waits is None
-    assert not after.tracks[track.key].waits
-    progress.enter(Phase.OUTSIDE, 1001)  # newer than the sample
-    latest = read_page(page)
+    assert not after.entries[entry.key].waits
+    recorder.enter(Phase.INPUT, 1001)  # newer than the sample
+    latest = read_state(memory)
     assert latest is not None
-    assert (latest.phase, latest.step) == (Phase.OUTSIDE, 1001)
+    assert (latest.phase, latest.step) == (Phase.INPUT, 1001)
 
 
 def test_a_text_that_is_being_written_is_not_read() -> None:
-    page = memoryview(bytearray(PAGE_BYTES))
-    progress = Progress(page)
-    progress.write_sample(Phase.OUTSIDE, "train.py:3 in main", [])
-    assert b"train.py" in bytes(page)
-    page[bytes(page).index(b"train.py")] = 0
-    snapshot = read_page(page)
-    assert snapshot is not None
-    assert snapshot.place == ""
+    memory = memoryview(bytearray(MEMORY_BYTES))
+    recorder = FlightRecorder(memory)
+    recorder.write_sample(Phase.INPUT, "train.py:3 in main", [])
+    assert b"train.py" in bytes(memory)
+    memory[bytes(memory).index(b"train.py")] = 0
+    state = read_state(memory)
+    assert state is not None
+    assert state.call_site == ""
 
 
 def test_a_page_has_room_for_many_tracks_and_takes_closed_ones_again() -> None:
-    page = memoryview(bytearray(PAGE_BYTES))
-    progress = Progress(page)
+    memory = memoryview(bytearray(MEMORY_BYTES))
+    recorder = FlightRecorder(memory)
 
     def keys() -> set[int]:
-        snapshot = read_page(page)
-        assert snapshot is not None
-        return set(snapshot.tracks)
+        state = read_state(memory)
+        assert state is not None
+        return set(state.entries)
 
-    tracks = [progress.open_numbered_track("gradients") for _ in range(70)]
-    assert len({track.key for track in tracks}) == 70
-    assert keys() == {track.key for track in tracks[:64]}
-    assert tracks[69].run("a private one", lambda: 5) == 5
-    progress.close_track(tracks[69])
-    progress.close_track(tracks[3])
-    another = progress.open_track("another")
-    assert keys() == {track.key for track in tracks[:64] if track is not tracks[3]} | {another.key}
+    entries = [recorder.open_numbered_entry("gradients") for _ in range(70)]
+    assert len({entry.key for entry in entries}) == 70
+    assert keys() == {entry.key for entry in entries[:64]}
+    assert entries[69].run("a private one", lambda: 5) == 5
+    recorder.close_entry(entries[69])
+    recorder.close_entry(entries[3])
+    another = recorder.open_entry("another")
+    assert keys() == {entry.key for entry in entries[:64] if entry is not entries[3]} | {another.key}
 
 
 def test_a_track_counts_operations_and_says_where_it_waits() -> None:
-    progress = Progress(memoryview(bytearray(PAGE_BYTES)))
-    track = progress.open_track("collectives")
-    progress.operations[threading.get_ident()] = "wrap()"
+    recorder = FlightRecorder(memoryview(bytearray(MEMORY_BYTES)))
+    entry = recorder.open_entry("collectives")
+    recorder.operations[threading.get_ident()] = "wrap()"
 
     def operation() -> list[CurrentWait]:
-        progress.await_ranks((2,), 0.1)
-        return progress.waits()
+        recorder.await_ranks((2,), 0.1)
+        return recorder.waits()
 
-    track.run("barrier", lambda: None)
-    (wait,) = track.run("all_gather", operation)
-    assert (wait.key, wait.position, str(wait.wait), wait.awaited) == (track.key, 1, "wrap() (all_gather)", (2,))
+    entry.run("barrier", lambda: None)
+    (wait,) = entry.run("all_gather", operation)
+    assert (wait.key, wait.position, str(wait.wait), wait.awaited) == (entry.key, 1, "wrap() (all_gather)", (2,))
     assert wait.is_in_training
-    (wait,) = progress.waits()  # outside of all tracks
+    (wait,) = recorder.waits()  # outside of all entries
     assert (wait.key, str(wait.wait), wait.awaited) == (0, "wrap()", (2,))
-    progress.await_ranks((), 0.0)
-    assert progress.waits() == []
+    recorder.await_ranks((), 0.0)
+    assert recorder.waits() == []
 
 
 def test_the_place_of_a_thread_names_the_library_and_the_script() -> None:
@@ -606,7 +592,7 @@ def test_the_place_of_a_thread_names_the_library_and_the_script() -> None:
     found = []
 
     def is_there() -> bool:
-        found.append(place_of(thread.ident or 0))
+        found.append(call_site_of(thread.ident or 0))
         return "futures" in found[-1][1]
 
     try:
@@ -615,11 +601,11 @@ def test_the_place_of_a_thread_names_the_library_and_the_script() -> None:
         future.set_result(1)
         thread.join()
     phase, text = found[-1]
-    assert phase == Phase.OUTSIDE
+    assert phase == Phase.INPUT
     assert re.fullmatch(
         r"torch/futures/__init__\.py:\d+ in wait, called from \S*test_flight_recorder\.py:\d+ in <lambda>", text
     ), text
-    assert place_of(thread.ident or 0) == (Phase.OUTSIDE, "")
+    assert call_site_of(thread.ident or 0) == (Phase.INPUT, "")
 
 
 def test_a_look_at_a_stack_keeps_no_local_variable_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -652,7 +638,7 @@ def test_a_look_at_a_stack_keeps_no_local_variable_alive(monkeypatch: pytest.Mon
     thread = threading.Thread(target=run, name="looked-at")
     thread.start()
     assert has_begun.wait(10)
-    place_of(thread.ident or 0)
+    call_site_of(thread.ident or 0)
     thread.join()
     assert len(is_alive) > 2
     assert not any(is_alive)
@@ -662,7 +648,7 @@ def test_the_phase_of_a_thread_is_seen_on_its_stack() -> None:
     model, seen = torch.nn.Linear(2, 2), []
 
     def look(*_: Any) -> None:
-        seen.append(place_of(threading.get_ident())[0])
+        seen.append(call_site_of(threading.get_ident())[0])
 
     def compute_again(_: torch.Tensor) -> None:  # as checkpoints do
         model(torch.ones(1, 2))
@@ -673,17 +659,17 @@ def test_the_phase_of_a_thread_is_seen_on_its_stack() -> None:
     model.bias.register_hook(compute_again)
     loss.backward()
     look()
-    assert seen == [Phase.FORWARD, *[Phase.BACKWARD] * (len(seen) - 2), Phase.OUTSIDE]
+    assert seen == [Phase.FORWARD, *[Phase.BACKWARD] * (len(seen) - 2), Phase.INPUT]
     assert len(seen) == 4
 
 
 # ---- who is missing, in words
 
 
-def snapshot(num_begun: int, num_finished: int = 0, *, waits: bool = False, place: str = "") -> Snapshot:
-    tracks = {5: TrackState(num_begun, num_finished, waits)}
+def state(num_begun: int, num_finished: int = 0, *, waits: bool = False, call_site: str = "") -> RankState:
+    entries = {5: EntryState(num_begun, num_finished, waits)}
     wait = ("all_reduce", 20.0) if waits else None
-    return Snapshot(77, 12, Phase.FORWARD, 31.2, place, 0.5, tracks, wait, 0)
+    return RankState(77, 12, Phase.FORWARD, 31.2, call_site, 0.5, entries, wait)
 
 
 def wait_for(*awaited: int, key: int = 5) -> CurrentWait:
@@ -693,14 +679,14 @@ def wait_for(*awaited: int, key: int = 5) -> CurrentWait:
 @pytest.mark.parametrize(
     ("peers", "awaited", "expected"),
     [
-        ({1: Peer(snapshot(3)), 2: Peer(snapshot(4, waits=True))}, (), [1]),
-        ({1: Peer(snapshot(3)), 2: Peer(snapshot(4, waits=True))}, (2,), [1]),  # which rank 2 waits for, too
-        ({1: Peer(snapshot(4, waits=True)), 2: Peer(snapshot(4, waits=True))}, (2,), [2]),
-        ({1: Peer(None), 2: Peer(snapshot(9, 9))}, (), [1]),
-        ({1: Peer(snapshot(4)), 2: Peer(snapshot(4, 4))}, (), [1]),  # has begun, and computes elsewhere
-        ({1: Peer(snapshot(4, waits=True)), 2: Peer(snapshot(4, waits=True), is_stopped=True)}, (), [2]),
-        ({1: Peer(snapshot(4, waits=True)), 2: Peer(snapshot(4, waits=True), is_silent=True)}, (), [2]),
-        ({1: Peer(snapshot(4, waits=True)), 2: Peer(snapshot(5, 4))}, (), []),
+        ({1: Peer(state(3)), 2: Peer(state(4, waits=True))}, (), [1]),
+        ({1: Peer(state(3)), 2: Peer(state(4, waits=True))}, (2,), [1]),  # which rank 2 waits for, too
+        ({1: Peer(state(4, waits=True)), 2: Peer(state(4, waits=True))}, (2,), [2]),
+        ({1: Peer(None), 2: Peer(state(9, 9))}, (), [1]),
+        ({1: Peer(state(4)), 2: Peer(state(4, 4))}, (), [1]),  # has begun, and computes elsewhere
+        ({1: Peer(state(4, waits=True)), 2: Peer(state(4, waits=True), is_stopped=True)}, (), [2]),
+        ({1: Peer(state(4, waits=True)), 2: Peer(state(4, waits=True), is_silent=True)}, (), [2]),
+        ({1: Peer(state(4, waits=True)), 2: Peer(state(5, 4))}, (), []),
     ],
 )
 def test_missing_ranks(peers: dict[int, Peer], awaited: tuple[int, ...], expected: list[int]) -> None:
@@ -712,19 +698,19 @@ def test_outside_of_tracks_those_are_missing_whose_signal_is() -> None:
 
 
 def test_words() -> None:
-    one = {1: Peer(snapshot(3, place="train.py:3 in main"))}
+    one = {1: Peer(state(3, call_site="train.py:3 in main"))}
     assert describe_wait(0, wait_for(), one, 30.4, 30.0) == (
         "rank 0 has waited for 30 s in barrier for rank 1. Rank 1 (pid 77) has been in forward for 31 s, in step 12, "
         "at train.py:3 in main"
     )
-    many = {rank: Peer(snapshot(3)) for rank in range(1, 12)}
+    many = {rank: Peer(state(3)) for rank in range(1, 12)}
     text = describe_wait(0, wait_for(), many, 30.0, 30.0)
     assert "for ranks 1-11. Rank 1 " in text
     assert "Rank 8 " in text
     assert "Rank 9 " not in text
-    assert "All ranks have come there" in describe_wait(0, wait_for(), {1: Peer(snapshot(5, 4))}, 30.0, 30.0)
+    assert "All ranks have come there" in describe_wait(0, wait_for(), {1: Peer(state(5, 4))}, 30.0, 30.0)
     assert describe_ranks([3], {3: Peer(None)}) == "Rank 3 has not said yet what it is doing"
-    silent = Peer(snapshot(3).older(20.0), is_silent=True, heard=20.0, was_asked=True)
+    silent = Peer(state(3).older(20.0), is_silent=True, heard=20.0, was_asked=True)
     assert describe_ranks([3], {3: silent}) == (
         "Rank 3 (pid 77), last heard of 20 s ago, was then in forward, in step 12; it has shown no sign of "
         "life for 20 s; it was told to print its Python stacks to its standard error"
@@ -732,36 +718,36 @@ def test_words() -> None:
 
 
 def test_only_ranks_that_all_wait_are_locked() -> None:
-    waiting, computing = Peer(snapshot(3, waits=True)), Peer(snapshot(3))
+    waiting, computing = Peer(state(3, waits=True)), Peer(state(3))
     assert "none of them can go on" in describe_wait(0, wait_for(), {1: waiting, 2: waiting}, 30.0, 30.0)
     assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting, 2: computing}, 30.0, 30.0)
     assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting}, 300.0, 300.0), "not for long"
-    for stopped in (Peer(snapshot(3, waits=True), is_stopped=True), Peer(snapshot(3, waits=True), is_silent=True)):
+    for stopped in (Peer(state(3, waits=True), is_stopped=True), Peer(state(3, waits=True), is_silent=True)):
         assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting, 2: stopped}, 30.0, 30.0)
 
 
 def test_a_long_place_keeps_its_line_and_a_longer_one_is_no_old_one() -> None:
-    page = memoryview(bytearray(PAGE_BYTES))
-    progress = Progress(page)
+    memory = memoryview(bytearray(MEMORY_BYTES))
+    recorder = FlightRecorder(memory)
     folder = "層" * 300
     code = compile("def f(): return look(thread)\nresult = f()", f"/{folder}/file.py", "exec")
-    names: dict[str, object] = {"look": place_of, "thread": threading.get_ident()}
+    names: dict[str, object] = {"look": call_site_of, "thread": threading.get_ident()}
     exec(code, names)
     _, place = names["result"]  # type: ignore[misc]
     assert str(place).startswith(f"…{'層' * 112}/file.py:1 in f")
     for text, kept in (("a.py:1 in f", "a.py:1 in f"), ("層" * 400, "層" * 400), ("\x00" * 400, "\x00" * 100)):
-        progress.write_sample(Phase.OUTSIDE, text, ())
-        found = read_page(page)
+        recorder.write_sample(Phase.INPUT, text, ())
+        found = read_state(memory)
         assert found is not None
-        assert found.place == kept
+        assert found.call_site == kept
 
 
 def test_a_private_track_is_no_trouble() -> None:
-    track = Track.private("alone")
+    entry = Entry.private("alone")
     with pytest.raises(ZeroDivisionError):
-        track.run("a failure", lambda: 1 // 0)
-    assert track.num_begun == 1
-    assert not track.waiting_since
+        entry.run("a failure", lambda: 1 // 0)
+    assert entry.num_begun == 1
+    assert not entry.waiting_since
 
 
 # ---- the option

@@ -21,7 +21,7 @@ from torchring.dynamo import run_eagerly
 from torchring.errors import PlanMismatchError, in_step
 from torchring.generation import refuse_before_generation
 from torchring.memory.host import bytes_of, tensor_of
-from torchring.observe.services import progress_of
+from torchring.observe.services import flight_recorder_of
 from torchring.threads import SerialThread
 from torchring.transport.c10d import C10dTransport
 from torchring.world import World
@@ -51,8 +51,8 @@ class Collectives:
         self._calls = InterruptionGuard(world)
         self._in_background = InterruptionGuard(world)
         self._last: Future[Any] | None = None
-        progress = progress_of(world)
-        self._track = None if progress is None else progress.open_track(name)
+        recorder = flight_recorder_of(world)
+        self._entry = None if recorder is None else recorder.open_entry(name)
         self._join = world.shared(Join)
         world.on_close(self.close)
 
@@ -91,9 +91,9 @@ class Collectives:
         if torch.is_inference_mode_enabled():  # what the backend keeps has to be written outside, too
             with torch.inference_mode(False):
                 return self._operate(what, operation, arguments)
-        if self._track is None:  # a world of one
+        if self._entry is None:  # a world of one
             return self._call(operation, arguments)
-        result: _T = self._track.run(what, self._call, operation, arguments)
+        result: _T = self._entry.run(what, self._call, operation, arguments)
         return result
 
     def _call(self, operation: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:

@@ -41,7 +41,7 @@ from torchring.gradients.plan import (
 )
 from torchring.gradients.rounds import DeviceRounds, HostRounds, Rounds, Timing, wires_of
 from torchring.gradients.scheduler import Round, Scheduler
-from torchring.observe.services import progress_of
+from torchring.observe.services import flight_recorder_of
 from torchring.world import World
 
 
@@ -135,8 +135,8 @@ class Reduction:
         self._sparse = SparseReduction(
             world, self.specs, self.parameters, options.scale(world.size), is_sum=options.op == "sum"
         )
-        self._progress = progress_of(world)
-        self._track = self._progress.open_numbered_track("gradients") if self._progress is not None else None
+        self._progress = flight_recorder_of(world)
+        self._track = self._progress.open_numbered_entry("gradients") if self._progress is not None else None
         self.scheduler = Scheduler((), self.mover, self._sparse.mark_local, self._track)
         tunes_buckets = options.bucket_mb == "auto" or (
             options.bucket_mb is None and tunes_by_default(world, self.mover, plan)
@@ -429,7 +429,7 @@ class Reduction:
         if self.buffers is not None:
             self.buffers.close()
         if self._track is not None and self._progress is not None:
-            self._progress.close_track(self._track)
+            self._progress.close_entry(self._track)
 
     def _open_mover(self, plan: Plan, device: torch.device) -> tuple[Mover[Any], Choice]:
         world, options, wires = self.world, self._options, wires_of(plan)

@@ -23,7 +23,7 @@ from torchring.allreduce import TAGS_PER_ROUND, Mover, NonFinite, PendingReducti
 from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.plan import ControlBits
-from torchring.observe.flight_recorder.page import Track, Wait
+from torchring.observe.flight_recorder.entries import Entry, Wait
 from torchring.observe.recorder.rows import BUCKET_LENGTH, REDUCED, STARTED
 
 _T = TypeVar("_T")
@@ -115,14 +115,14 @@ class Scheduler:
         buckets: Sequence[Bucket],
         mover: Mover[Any],
         mark_sparse: Callable[[int], None] | None = None,
-        track: Track | None = None,
+        track: Entry | None = None,
     ) -> None:
         self.buckets: list[Bucket] = []
         self.last: Reducible | None = None
         self._slots: dict[int, tuple[Bucket, int]] = {}  # by parameter index: its bucket, and its slot there
         self._mover = mover
         self._mark_sparse = mark_sparse or _refuse_sparse
-        self._track = track or Track.private("gradients")
+        self._track = track or Entry.private("gradients")
         self.install(buckets)
 
         # The round
@@ -341,7 +341,8 @@ class Scheduler:
     def _waiting(self, bucket: Reducible, operation: Callable[[], _T]) -> _T:
         """Have other ranks, and warnings, say that this rank waits for a bucket."""
         wait = Wait("the reduction of gradients", self.round.step, bucket.index, bucket.names[0])
-        return self._track.waiting(wait, lambda: self._locating(bucket, operation))
+        with self._track.waiting(wait):
+            return self._locating(bucket, operation)
 
     def _locating(self, bucket: Reducible, operation: Callable[[], _T]) -> _T:
         """Have errors between ranks say which bucket it was."""

@@ -30,9 +30,8 @@ from torchring.gradients.participants.sparse import NonFiniteGradient
 from torchring.gradients.participants.weights import ON_RESULTS, OTHER_BATCH
 from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
-from torchring.observe.flight_recorder.page import Phase
-from torchring.observe.recorder import recorder
-from torchring.observe.services import progress_of, recorder_of
+from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
+from torchring.observe.services import flight_recorder_of, recorder_of
 
 
 class Batches(Protocol):
@@ -99,7 +98,7 @@ class GradientSync:
         self.is_closed = False
         self._replicas = replicas
         self._recorder = recorder_of(reduction.world)
-        self._progress = progress_of(reduction.world)
+        self._progress = flight_recorder_of(reduction.world)
         self._on_nonfinite = on_nonfinite
         self._frozen = list(frozen)
         self._spec_of = spec_of
@@ -183,7 +182,7 @@ class GradientSync:
         if not self.in_backward:
             if self.batches is not None:
                 self._begin_batch(self.batches)
-            self._enter(Phase.BACKWARD, recorder.BACKWARD)
+            self._enter(BACKWARD)
             if self._group.are_several and self.reduction.specs[0].device.type == "cpu":
                 self._group.refuse_other_thread(thread := threading.get_ident())
                 self.thread = thread
@@ -216,7 +215,7 @@ class GradientSync:
                 self._local = SeenGradients(self._own_parameters())
         self.has_been_skipped = self._group.skipper not in (None, self)
         self.in_backward, self.thread = False, 0
-        self._enter(Phase.OUTSIDE, recorder.BETWEEN if reduces else recorder.INPUT)
+        self._enter(BETWEEN if reduces else INPUT)
         self._end_zero_weight()
         if reduces:
             sums = self.reduction.control_sums
@@ -377,22 +376,22 @@ class GradientSync:
             self._end_zero_weight()
             self._take_part(reduces=True)
             return
-        self._recorder.enter(recorder.EXPOSED)
+        self._recorder.enter(EXPOSED)
         with torch.no_grad():  # a graph on the gradients, of backward(create_graph=True), is cut here
             self._group.guard.run("synchronize()", self._synchronize)
-        self._recorder.enter(recorder.BETWEEN)
+        self._recorder.enter(BETWEEN)
 
     # Step
 
     def before_step(self) -> None:
         """The optimizer is about to write to the parameters: note whether somebody else has."""
-        self._enter(Phase.STEP, recorder.OPTIMIZER)
+        self._enter(OPTIMIZER)
         self._replicas.has_changed()
         self._group.forget_skips()
 
     def accept_parameters(self) -> None:
         """The parameters are as the optimizer has left them: its step is about to evaluate a closure."""
-        self._enter(Phase.OUTSIDE, recorder.INPUT)
+        self._enter(INPUT)
         self._replicas.accept()
 
     def has_stepped(self) -> None:
@@ -485,15 +484,17 @@ class GradientSync:
             step=self.num_steps,
         )
 
-    def _enter(self, phase: Phase, part: int) -> None:
-        """Other ranks see what this rank is doing, and this rank writes down that a part of a step begins."""
-        self._recorder.enter(part)
+    def _enter(self, phase: int) -> None:
+        """Record that a phase of a step begins. Other ranks see that, too."""
+        self._recorder.enter(phase)
         if self._progress is not None:
             self._progress.enter(phase, self.num_steps)
 
     def _end_step(self) -> None:
-        self._enter(Phase.OUTSIDE, recorder.OPTIMIZER)
+        self._recorder.enter(OPTIMIZER)
         self._recorder.end_step()
+        if self._progress is not None:
+            self._progress.enter(INPUT, self.num_steps)
 
     def _next_reduces(self) -> bool:
         """Whether the backward that begins now is to reduce. Raises GradientError if it could not be reduced right."""

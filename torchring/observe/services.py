@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torchring.errors import RingError
+from torchring.observe.flight_recorder.entries import MEMORY_BYTES, FlightRecorder
 from torchring.observe.flight_recorder.monitor import StallMonitor
-from torchring.observe.flight_recorder.page import PAGE_BYTES, Progress
 from torchring.observe.recorder import writer
 from torchring.observe.recorder.recorder import Recorder
 from torchring.world import World
@@ -22,10 +22,10 @@ def recorder_of(world: World) -> Recorder:
     return world.shared(_Recording).recorder
 
 
-def progress_of(world: World) -> Progress | None:
+def flight_recorder_of(world: World) -> FlightRecorder | None:
     """Where this rank says what it is doing. None in a world of one."""
     monitor = monitor_of(world)
-    return None if monitor is None else monitor.progress
+    return None if monitor is None else monitor.recorder
 
 
 def monitor_of(world: World) -> StallMonitor | None:
@@ -37,10 +37,10 @@ def _open_monitor(world: World) -> StallMonitor | None:
     rendezvous, host = world.rendezvous, world.host
     if rendezvous is None or host is None:
         return None
-    monitor = StallMonitor(rendezvous, host, host.allocate(PAGE_BYTES), world.stall_warning_seconds)
+    monitor = StallMonitor(rendezvous, host, host.allocate(MEMORY_BYTES), world.stall_warning_seconds)
     world.on_close(monitor.close)
     world.explain_absence = monitor.explain
-    rendezvous.on_wait = host.on_wait = monitor.progress.await_ranks
+    rendezvous.on_wait = host.on_wait = monitor.recorder.await_ranks
     return monitor
 
 

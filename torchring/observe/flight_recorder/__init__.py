@@ -1,6 +1,6 @@
 """Stalls explained: a rank that waits for long says who is missing, and what the missing rank did last.
 
-Each rank stamps a page of shared memory (`page.py`). A timer thread of each rank adds where the script is
-(`places.py`), sends the page to ranks of other hosts, and warns if this rank waits for too long (`monitor.py`). Who is
-missing follows from the pages alone (`report.py`). Training sends no message for this.
+Each rank records what it does in shared memory (`entries.py`). A timer thread of each rank adds where the script is
+(`call_sites.py`), sends all that to ranks of other hosts, and warns if this rank waits for too long (`monitor.py`). Who
+is missing follows from these records alone (`report.py`). Training sends no message for this.
 """

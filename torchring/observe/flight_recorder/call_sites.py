@@ -15,28 +15,30 @@ from typing import Final
 import torch
 
 import torchring
-from torchring.observe.flight_recorder.page import Phase
+from torchring.observe.phases import Phase
 
 _PACKAGE: Final = f"{os.path.dirname(torchring.__file__)}{os.sep}"  # as code objects name it, links and all
 _TORCH: Final = f"{os.path.dirname(torch.__file__)}{os.sep}"
 _PATHS: Final = sysconfig.get_paths()
 _LIBRARIES: Final = tuple(f"{folder}{os.sep}" for folder in {_PATHS["purelib"], _PATHS["platlib"]})
 _STANDARD: Final = tuple(f"{folder}{os.sep}" for folder in {_PATHS["stdlib"], _PATHS["platstdlib"]})
-_LONGEST_PATH: Final = 120  # so that line, function and caller have room on the page
+_LONGEST_PATH: Final = 120  # so that line, function and caller have room
 _PHASE_OF: Final = {
     (os.path.join(_TORCH, "nn", "modules", "module.py"), "_call_impl"): Phase.FORWARD,
     (os.path.join(_TORCH, "autograd", "graph.py"), "_engine_run_backward"): Phase.BACKWARD,
-    (os.path.join(_PACKAGE, "optimizer.py"), "step"): Phase.STEP,
+    (os.path.join(_PACKAGE, "optimizer.py"), "step"): Phase.OPTIMIZER,
 }
 
 
-def place_of(thread: int) -> tuple[Phase, str]:
-    """The phase that a thread is in, and where: "train.py:30 in main". The text is empty for a thread that has ended.
+def call_site_of(thread: int) -> tuple[Phase, str]:
+    """The phase that a thread is in, and its call site: "train.py:30 in main".
+
+    The phase is INPUT outside of forward, backward and step(). The call site of a thread that has ended is empty.
 
     Names the innermost function outside of Python's library and of torchring. If that function belongs to a library,
     the text also names the function of the script that called it.
     """
-    return _place(_calls(thread))
+    return _find(_calls(thread))
 
 
 def _calls(thread: int) -> list[tuple[CodeType, int]]:
@@ -61,13 +63,13 @@ def _calls(thread: int) -> list[tuple[CodeType, int]]:
         gc.enable()
 
 
-def _place(calls: Iterable[tuple[CodeType, int]]) -> tuple[Phase, str]:
-    phase = Phase.OUTSIDE
+def _find(calls: Iterable[tuple[CodeType, int]]) -> tuple[Phase, str]:
+    phase = Phase.INPUT
     inner = caller = ""
     for code, line in calls:
         found = _PHASE_OF.get((code.co_filename, code.co_name))
         # A forward may run inside backward (checkpointing), and both inside step(), which calls a closure.
-        if found is not None and (phase == Phase.OUTSIDE or (phase == Phase.FORWARD and found == Phase.BACKWARD)):
+        if found is not None and (phase == Phase.INPUT or (phase == Phase.FORWARD and found == Phase.BACKWARD)):
             phase = found
         if not caller and not _is_internal(code):
             text = f"{_short(code.co_filename)}:{line} in {code.co_name}"

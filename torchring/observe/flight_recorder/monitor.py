@@ -1,7 +1,7 @@
 """The timer thread of a rank: it looks where the script is, and warns if this rank waits for too long.
 
-Between hosts the thread also sends this rank's page to the store, three times within the limit, on the connection that
-the rendezvous has, without waiting for an answer. Nothing of this happens on the way of a gradient.
+Between hosts the thread also sends what this rank has recorded to the store, three times within the limit, on the
+connection that the rendezvous has, without waiting for an answer. Nothing of this happens on the way of a gradient.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from typing import Any, Final
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from torchring.linux import is_stopped
 from torchring.memory.host import HostGroup, SharedBlock
 from torchring.observe.flight_recorder import stacks
-from torchring.observe.flight_recorder.call_sites import place_of
-from torchring.observe.flight_recorder.page import (
+from torchring.observe.flight_recorder.call_sites import call_site_of
+from torchring.observe.flight_recorder.entries import (
     CurrentWait,
-    Progress,
-    Snapshot,
+    FlightRecorder,
+    RankState,
     key_of,
-    read_page,
+    read_state,
     want_stacks,
 )
 from torchring.observe.flight_recorder.report import (
@@ -50,7 +51,7 @@ _FIRST_LOOK: Final = 0.4  # of the limit. The second look, at the limit, shows w
 _LASTING: Final = 0.1  # of the limit: a wait that is worth a message
 _ANSWER_SECONDS: Final = 2.0  # for the store
 _JOIN_SECONDS: Final = 1.0
-# Number of the message, time of the page, seconds between two messages, seconds since the ranks have met.
+# Number of the message, the sender's time, seconds between two messages, seconds since the ranks have met.
 _HEADER: Final = struct.Struct("=qqdd")
 _logger: Final = logging.getLogger("torchring")
 
@@ -68,18 +69,18 @@ class _Message:
     number: int
     sent: float
     pause: float
-    snapshot: Snapshot | None
+    state: RankState | None
 
 
 class StallMonitor:
     """Watches how long this rank waits, and knows what the other ranks do.
 
     Args:
-        block: the pages of the ranks of this host, `page.PAGE_BYTES` each.
+        block: memory for the flight recorders of the ranks of this host, `entries.MEMORY_BYTES` each.
         limit: seconds of waiting after which this rank warns; 0 for never. Then there is no timer thread.
 
     Attributes:
-        progress: this rank's page.
+        recorder: the flight recorder of this rank.
     """
 
     def __init__(self, rendezvous: Rendezvous, host: HostGroup, block: SharedBlock, limit: float) -> None:
@@ -87,19 +88,19 @@ class StallMonitor:
         self._limit = limit
         self._rendezvous = rendezvous
         self._host = host
-        self._pages = {
+        self._memory = {
             rank: memoryview(part.numpy())  # type: ignore[arg-type]  # numpy's stubs before 3.12 lack Buffer
             for rank, part in zip(host.ranks, block.parts, strict=True)
         }
-        self.progress = Progress(self._pages[self._rank])
+        self.recorder = FlightRecorder(self._memory[self._rank])
         self._has_warned: set[tuple[int, int]] = set()  # (key, since) of the waits under way
         self._prints_stacks = stacks.is_wanted()
         self._printed_for = 0
         if self._prints_stacks:
-            self.progress.offer_stacks(stacks.offer())
+            self.recorder.offer_stacks(stacks.offer())
 
         # Ranks of other hosts
-        self._others = [rank for rank in range(rendezvous.size) if rank not in self._pages]
+        self._others = [rank for rank in range(rendezvous.size) if rank not in self._memory]
         # All ranks have just met in the store. From here on they count seconds alike, whatever their clocks say.
         self._met_at = time.clock_gettime(time.CLOCK_BOOTTIME)
         self._messages: dict[int, _Message] = {}
@@ -126,8 +127,8 @@ class StallMonitor:
 
     def tick(self) -> None:
         """What the timer thread does each time."""
-        waits = self.progress.waits()
-        self.progress.write_sample(*place_of(self.progress.thread), waits)
+        waits = self.recorder.waits()
+        self.recorder.write_sample(*call_site_of(self.recorder.thread), waits)
         ticked_at, self._ticked_at = self._ticked_at, time.monotonic()
         # This process may have been stopped itself, and not have taken in yet what has come meanwhile.
         was_stopped = self._ticked_at - ticked_at > _SILENT_SECONDS + self._seconds
@@ -147,7 +148,9 @@ class StallMonitor:
                 self._has_warned.add(identity)
                 self._warn(wait, seconds)
         if self._prints_stacks:
-            self._print_own_stacks()
+            self.recorder.offer_stacks(stacks.offer())  # the script may have a handler for the signal by now
+            if self._others:
+                self._print_own_stacks()
 
     def explain(self, ranks: Iterable[int]) -> str:
         """What `ranks` did last, a sentence each; all other ranks if there are none. From any thread."""
@@ -168,27 +171,27 @@ class StallMonitor:
     def _peers(self) -> dict[int, Peer]:
         """What is known of all other ranks."""
         found = {}
-        for rank, page in self._pages.items():
+        for rank, memory in self._memory.items():
             if rank != self._rank:
                 process = self._host.process_of(rank)
-                snapshot = read_page(page)
-                is_stopped = process is not None and stacks.is_stopped(process[0])
-                found[rank] = Peer(snapshot, is_stopped, snapshot is not None and is_silent(snapshot))
+                state = read_state(memory)
+                stopped = process is not None and is_stopped(process[0])
+                found[rank] = Peer(state, stopped, state is not None and is_silent(state))
         now = time.monotonic()
         for rank in self._others:
             message = self._messages.get(rank)
-            if message is None or message.snapshot is None:
+            if message is None or message.state is None:
                 found[rank] = Peer(None)
             else:
                 age = now - message.sent
                 is_late = age > max(_SILENT_SECONDS, _SILENT_PAUSES * message.pause)
-                found[rank] = Peer(message.snapshot.older(age), is_silent=is_late, heard=age)
+                found[rank] = Peer(message.state.older(age), is_silent=is_late, heard=age)
         return dict(sorted(found.items()))
 
     # Messages between hosts
 
     def _publish(self, waits: Sequence[CurrentWait]) -> None:
-        """Send this rank's page to the store, if that is due, or if a wait has begun that lasts."""
+        """Send what this rank has recorded to the store, if that is due, or if a wait has begun that lasts."""
         now = time.monotonic_ns()
         lasting = {(wait.key, wait.since) for wait in waits if (now - wait.since) / 1e9 > self._limit * _LASTING}
         is_due = time.monotonic() >= self._publish_at or not lasting <= self._published_waits
@@ -199,14 +202,14 @@ class StallMonitor:
         self._publish_at = time.monotonic() + pause
         self._num_published += 1
         header = _HEADER.pack(self._num_published, now, pause, self._seconds_since_meeting())
-        message = header + zlib.compress(bytes(self._pages[self._rank]), 1)
+        message = header + zlib.compress(bytes(self._memory[self._rank]), 1)
         may_be_gone = self._rendezvous.store_host not in (None, self._rank)
-        self._publishing = self._start(partial(_send, _page_key(self._rank), message, may_be_gone))
+        self._publishing = self._start(partial(_send, _state_key(self._rank), message, may_be_gone))
 
     def _look(self, *, wait: bool = False) -> None:
         """Read the messages of the ranks of other hosts; if `wait` is false, take them in at a later call."""
         if self._reading is None:
-            keys = [_page_key(rank) for rank in self._others]
+            keys = [_state_key(rank) for rank in self._others]
             self._reading = self._start(lambda store: _read(store, keys))
         if wait:
             self._take_in(_ANSWER_SECONDS)
@@ -224,11 +227,11 @@ class StallMonitor:
                 number, then, pause, seconds_then = _HEADER.unpack_from(data)
                 known = self._messages.get(rank)
                 if known is None or known.number != number:
-                    snapshot = read_page(zlib.decompress(data[_HEADER.size :]), then)
-                    if snapshot is not None and snapshot.waits is not None and snapshot.waits[1] < _LASTING * pause:
-                        snapshot = replace(snapshot, waits=None)  # over by now, or there would be another message
+                    state = read_state(zlib.decompress(data[_HEADER.size :]), then)
+                    if state is not None and state.waits is not None and state.waits[1] < _LASTING * pause:
+                        state = replace(state, waits=None)  # over by now, or there would be another message
                     age = max(0.0, self._seconds_since_meeting() - seconds_then)
-                    self._messages[rank] = _Message(number, time.monotonic() - age, pause, snapshot)
+                    self._messages[rank] = _Message(number, time.monotonic() - age, pause, state)
 
     def _seconds_since_meeting(self) -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - self._met_at
@@ -246,38 +249,31 @@ class StallMonitor:
         stall = key_of(f"{wait.key} {wait.position}")
         asked = set()
         for rank in missing:
-            page = self._pages.get(rank)
-            if page is None:
+            if rank in self._others:
                 self._start(partial(_set, key=_wanted_key(rank), value=str(stall)))
                 asked.add(rank)
                 continue
-            snapshot = read_page(page)
-            if snapshot is not None and snapshot.stack_signal:
-                want_stacks(page, stall, partial(self._signal, rank))
+            process = self._host.process_of(rank)
+            number, is_first = want_stacks(self._memory[rank], stall)
+            if number and process is not None and (not is_first or stacks.ask(*process, number)):
                 asked.add(rank)
         return asked
 
-    def _signal(self, rank: int, number: int) -> bool:
-        process = self._host.process_of(rank)
-        return process is not None and stacks.ask(*process, number)
-
     def _print_own_stacks(self) -> None:
-        """If other ranks want to see the stacks of this rank, and could not send the signal."""
-        if stacks.is_taken():  # by the script, since `offer`
-            self.progress.offer_stacks(stacks.NO_SIGNAL)
-        wanted = self.progress.stacks_wanted()
-        if self._others and self._num_published and not _is_under_way(self._asking):
-            if self._asking is not None and self._asking.exception() is None:
-                wanted = wanted or int(self._asking.result() or 0)
-            key = _wanted_key(self._rank)
-            self._asking = self._start(lambda store: _read(store, [key])[0])
-        if wanted and wanted != self._printed_for:
-            self._printed_for = wanted
-            stacks.print_own(self._rank)
+        """If ranks of other hosts want to see the stacks of this rank, to which they cannot send the signal."""
+        if not self._num_published or _is_under_way(self._asking):
+            return
+        if self._asking is not None and self._asking.exception() is None:
+            wanted = int(self._asking.result() or 0)
+            if wanted and wanted != self._printed_for:
+                self._printed_for = wanted
+                stacks.print_own(self._rank)
+        key = _wanted_key(self._rank)
+        self._asking = self._start(lambda store: _read(store, [key])[0])
 
 
 def _send(key: str, message: bytes, may_be_gone: bool, store: Store) -> None:
-    """Publish a page. Sends nothing if the rank that hosts the store has ended: TCPStore would print a page itself."""
+    """Publish a message, unless the rank that hosts the store has ended: then TCPStore would print a page."""
     if not may_be_gone or _listens(store):
         store.set(key, message)  # type: ignore[arg-type]  # takes bytes, too
 
@@ -308,8 +304,8 @@ def _is_under_way(future: Future[Any] | None) -> bool:
     return future is not None and not future.done()
 
 
-def _page_key(rank: int) -> str:
-    return f"stalls/page/{rank}"
+def _state_key(rank: int) -> str:
+    return f"stalls/state/{rank}"
 
 
 def _wanted_key(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Who is missing, in words. Pure functions of what the pages say."""
+"""Who is missing, in words. Pure functions of what flight recorders say."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from torchring.errors import ranks_in_words
-from torchring.observe.flight_recorder.page import CurrentWait, Snapshot
+from torchring.observe.flight_recorder.entries import CurrentWait, RankState
+from torchring.observe.phases import Phase
 
 _SILENT_SECONDS: Final = 5.0  # timer threads run once a second
 _MOST_NAMED: Final = 8
+_IN_WORDS: Final = {
+    Phase.FORWARD: "in forward",
+    Phase.BACKWARD: "in backward",
+    Phase.EXPOSED: "in backward",
+    Phase.OPTIMIZER: "in step()",
+}
+_OUTSIDE: Final = "outside of forward, backward and step()"
 _LONG_WAIT: Final = 0.1  # of the limit: a shorter wait of another rank may be a moment of its normal work
 
 
@@ -19,23 +27,23 @@ class Peer:
     """What is known of another rank.
 
     Attributes:
-        snapshot: None if the rank has not told anything yet.
+        state: None if the rank has not told anything yet.
         is_stopped: by SIGSTOP or a debugger.
         is_silent: nothing has been heard of the rank for longer than ranks keep silent.
         heard: how many seconds ago the last message of a rank of another host came. None on this host.
         was_asked: the rank was told to print its stacks.
     """
 
-    snapshot: Snapshot | None
+    state: RankState | None
     is_stopped: bool = False
     is_silent: bool = False
     heard: float | None = None
     was_asked: bool = False
 
 
-def is_silent(snapshot: Snapshot) -> bool:
+def is_silent(state: RankState) -> bool:
     """Whether the timer thread of a rank of this host has not run for long."""
-    return snapshot.last_seen is not None and snapshot.last_seen > _SILENT_SECONDS
+    return state.last_seen is not None and state.last_seen > _SILENT_SECONDS
 
 
 def missing_ranks(wait: CurrentWait, peers: Mapping[int, Peer]) -> list[int]:
@@ -48,10 +56,10 @@ def missing_ranks(wait: CurrentWait, peers: Mapping[int, Peer]) -> list[int]:
         return sorted(wait.awaited)
     behind, unfinished = [], []
     for rank, peer in sorted(peers.items()):
-        track = peer.snapshot.tracks.get(wait.key) if peer.snapshot is not None else None
-        if track is None or track.num_begun <= wait.position:
+        entry = peer.state.entries.get(wait.key) if peer.state is not None else None
+        if entry is None or entry.num_begun <= wait.position:
             behind.append(rank)
-        elif track.num_finished <= wait.position and (not track.waits or peer.is_stopped or peer.is_silent):
+        elif entry.num_finished <= wait.position and (not entry.waits or peer.is_stopped or peer.is_silent):
             unfinished.append(rank)
     return behind or sorted(wait.awaited) or unfinished
 
@@ -63,7 +71,7 @@ def describe_wait(rank: int, wait: CurrentWait, peers: Mapping[int, Peer], secon
     if not missing:
         return f"{head}. All ranks have come there: the transfer is slow, or the network is cut"
     text = f"{head} for {ranks_in_words(missing)}. {describe_ranks(missing, peers)}"
-    waits = [peer.snapshot.waits if peer.snapshot is not None else None for peer in peers.values()]
+    waits = [peer.state.waits if peer.state is not None else None for peer in peers.values()]
     can_run = not any(peer.is_stopped or peer.is_silent for peer in peers.values())
     if can_run and all(other is not None and other[1] >= _LONG_WAIT * limit for other in waits):
         text += (
@@ -80,27 +88,27 @@ def describe_ranks(ranks: Sequence[int], peers: Mapping[int, Peer]) -> str:
 
 
 def _describe(rank: int, peer: Peer) -> str:
-    snapshot = peer.snapshot
-    if snapshot is None:
+    state = peer.state
+    if state is None:
         return f"Rank {rank} has not said yet what it is doing"
-    text = f"Rank {rank} (pid {snapshot.pid})"
+    text = f"Rank {rank} (pid {state.pid})"
     if peer.heard is not None and peer.heard >= 1.0:
         text += f", last heard of {duration(peer.heard)} ago,"
     is_old = peer.heard is not None and peer.is_silent  # what the rank does by now is not known
-    if snapshot.waits is not None:
-        what, seconds = snapshot.waits
+    if state.waits is not None:
+        what, seconds = state.waits
         had_waited = f"had then waited for {duration(seconds - (peer.heard or 0.0))}"
         text += f" itself {had_waited if is_old else f'has waited for {duration(seconds)}'} in {what}"
     elif is_old:
-        text += f" was then {snapshot.phase}, in step {snapshot.step}"
+        text += f" was then {_IN_WORDS.get(state.phase, _OUTSIDE)}, in step {state.step}"
     else:
-        text += f" has been {snapshot.phase} for {duration(snapshot.age)}, in step {snapshot.step}"
-    if snapshot.place:
-        text += f", at {snapshot.place}"
+        text += f" has been {_IN_WORDS.get(state.phase, _OUTSIDE)} for {duration(state.age)}, in step {state.step}"
+    if state.call_site:
+        text += f", at {state.call_site}"
     if peer.is_stopped:
         text += "; its process is stopped (SIGSTOP, Ctrl-Z or a debugger)"
-    if snapshot.last_seen is not None and (peer.is_silent or peer.is_stopped):
-        text += f"; it has shown no sign of life for {duration(snapshot.last_seen)}"
+    if state.last_seen is not None and (peer.is_silent or peer.is_stopped):
+        text += f"; it has shown no sign of life for {duration(state.last_seen)}"
     if peer.was_asked:
         text += "; it was told to print its Python stacks to its standard error"
     return text

@@ -1,0 +1,388 @@
+"""The flight recorder of a rank: memory in which the rank says what it is doing, and which other ranks read any time.
+
+The rank that writes need not be able to run when others read: it may be stopped, or hold the interpreter's lock in C
+code. So the threads that train write to shared memory themselves: one or two words at a time, a handful of times in a
+step and for each bucket.
+
+An `Entry` is one sequence of operations that all ranks begin in the same order: the script's collectives, or the
+buckets of one optimizer. Positions count the operations of a sequence. A rank whose position is less is behind.
+
+    words   0 ..  15    pid, phase, times, see `_Field`
+    words  16 .. 271    64 entries: key, operations begun, operations finished, waiting since
+    the rest            JSON of the timer thread: the call site in the script, and what the rank waits for
+
+Times are those of CLOCK_MONOTONIC in nanoseconds, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any, Final, NamedTuple, TypeVar
+
+from torchring.observe.phases import OPTIMIZER, Phase
+
+_T = TypeVar("_T")
+MEMORY_BYTES: Final = 4096
+_NUM_ENTRIES: Final = 64
+_FIRST_ENTRY: Final = 16
+_ENTRY_WORDS: Final = 4
+_KEY, _BEGUN, _FINISHED, _WAITING_SINCE = range(_ENTRY_WORDS)
+_NUM_WORDS: Final = _FIRST_ENTRY + _NUM_ENTRIES * _ENTRY_WORDS
+_ENTRIES: Final = range(_FIRST_ENTRY, _NUM_WORDS, _ENTRY_WORDS)  # their first words
+_TEXT: Final = 8 * _NUM_WORDS
+_TRIES: Final = 3  # to read a text that the timer thread is writing
+
+
+class _Field(IntEnum):
+    """Which word has what.
+
+    PHASE: optimizer step times 256, plus the phase. Of the training thread, as PHASE_SINCE is.
+    SAMPLED_PHASE, SAMPLED_SINCE, SAMPLED_AT: of the timer thread. SAMPLED_AT also says that the process runs.
+    WANTED: a number for the last stall about which other ranks wanted to see this rank's stacks. They write it.
+    """
+
+    PID = 0
+    STACK_SIGNAL = 1
+    PHASE = 2
+    PHASE_SINCE = 3
+    SAMPLED_PHASE = 4
+    SAMPLED_SINCE = 5
+    SAMPLED_AT = 6
+    WANTED = 7
+    TEXT_BYTES = 8
+    TEXT_CHECKSUM = 9
+
+
+_PHASE_AT: Final = int(_Field.PHASE)  # a store through an enum takes three times as long
+_PHASE_SINCE_AT: Final = int(_Field.PHASE_SINCE)
+
+
+class Wait(NamedTuple):
+    """What a thread waits for. `parameter` is the first one of the bucket."""
+
+    operation: str
+    step: int | None = None
+    bucket: int | None = None
+    parameter: str = ""
+
+    def __str__(self) -> str:
+        where = []
+        if self.step is not None:
+            where.append(f"step {self.step}")
+        if self.bucket is not None:
+            where.append(f"bucket {self.bucket}")
+        if self.parameter:
+            where.append(f"first parameter {self.parameter}")
+        return f"{self.operation} ({', '.join(where)})" if where else self.operation
+
+
+class Entry:
+    """How far this rank has come in one sequence of operations.
+
+    Attributes:
+        key: equal on all ranks, and unlike that of other entries of this world.
+        wait: what a thread waits for. Means nothing if `waiting_since` is 0.
+        thread: the thread that waits.
+    """
+
+    def __init__(self, name: str, words: memoryview, first: int) -> None:
+        self.key = key_of(name)
+        self.wait = Wait(name)
+        self.thread = 0
+        self._words = words
+        self._begun = first + _BEGUN
+        self._finished = first + _FINISHED
+        self._waiting_since = first + _WAITING_SINCE
+        words[self._begun] = words[self._finished] = words[self._waiting_since] = 0
+        words[first + _KEY] = self.key
+
+    @classmethod
+    def private(cls, name: str) -> Entry:
+        """An entry that no other rank reads."""
+        return cls(name, memoryview(bytearray(8 * _ENTRY_WORDS)).cast("q"), 0)
+
+    @property
+    def num_begun(self) -> int:
+        return int(self._words[self._begun])
+
+    @property
+    def waiting_since(self) -> int:
+        return int(self._words[self._waiting_since])
+
+    def begin(self, position: int) -> None:
+        """This rank has begun operation number `position`, and all before it."""
+        self._words[self._begun] = position + 1
+
+    def finish(self, position: int) -> None:
+        """Operation number `position`, and all before it, are over for this rank."""
+        self._words[self._finished] = position + 1
+
+    @contextmanager
+    def waiting(self, wait: Wait) -> Iterator[None]:
+        """Inside, other ranks may keep this rank waiting."""
+        self._begin_wait(wait)
+        try:
+            yield
+        finally:
+            self._words[self._waiting_since] = 0
+
+    def run(self, what: str, operation: Callable[..., _T], *arguments: Any) -> _T:
+        """Run `operation(*arguments)`, the next operation of this sequence. Messages call the operation `what`."""
+        position = self.num_begun
+        self.begin(position)
+        try:
+            self._begin_wait(Wait(what))
+            return operation(*arguments)
+        finally:
+            self._words[self._waiting_since] = 0
+            self.finish(position)
+
+    def _begin_wait(self, wait: Wait) -> None:
+        self.wait = wait
+        self.thread = threading.get_ident()
+        self._words[self._waiting_since] = time.monotonic_ns()
+
+
+class FlightRecorder:
+    """Where this rank says what it is doing, for the threads that train.
+
+    Args:
+        memory: MEMORY_BYTES bytes, zeroed, which other ranks may read.
+
+    Attributes:
+        thread: the thread that trains.
+        entries: the open ones.
+        operations: the outermost operation between ranks that each thread is in, by thread.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self.thread = threading.get_ident()
+        self.entries: list[Entry] = []
+        self.operations: dict[int, str] = {}
+        self._text = memory[_TEXT:MEMORY_BYTES]
+        self._words = memory[:_TEXT].cast("q")
+        self._words[_Field.PID] = os.getpid()
+        self._words[_PHASE_SINCE_AT] = time.monotonic_ns()
+        self._awaited: dict[int, tuple[int, tuple[int, ...]]] = {}  # by thread
+        self._written = b""
+        self._num_named: dict[str, int] = {}
+
+    def enter(self, phase: int, step: int) -> None:
+        """The training thread enters a phase of optimizer step `step`."""
+        words = self._words
+        words[_PHASE_SINCE_AT] = time.monotonic_ns()
+        words[_PHASE_AT] = step << 8 | phase
+        if phase == OPTIMIZER:  # parts of a backward may run on threads of autograd's
+            self.thread = threading.get_ident()
+
+    def open_entry(self, name: str) -> Entry:
+        """A new entry. Ranks may open entries in different orders. If there are too many, nobody else reads it."""
+        for first in _ENTRIES:
+            if not self._words[first + _KEY]:
+                entry = Entry(name, self._words, first)
+                self.entries.append(entry)
+                return entry
+        return Entry.private(name)
+
+    def open_numbered_entry(self, name: str) -> Entry:
+        """As `open_entry`, with a number behind the name. All ranks open entries of this name in the same order."""
+        number = self._num_named[name] = self._num_named.get(name, 0) + 1
+        return self.open_entry(f"{name} {number}")
+
+    def close_entry(self, entry: Entry) -> None:
+        """Make room for another entry."""
+        if entry in self.entries:
+            self.entries.remove(entry)
+            for first in _ENTRIES:
+                if self._words[first + _KEY] == entry.key:
+                    self._words[first + _KEY] = 0
+
+    def await_ranks(self, ranks: Sequence[int], seconds: float) -> None:
+        """The calling thread has waited for `ranks` for `seconds`. Without ranks, its wait is over."""
+        thread = threading.get_ident()
+        if ranks:
+            since = time.monotonic_ns() - int(seconds * 1e9)
+            self._awaited[thread] = self._awaited.get(thread, (since, ()))[0], tuple(ranks)
+        else:
+            self._awaited.pop(thread, None)
+
+    # For the timer thread
+
+    def waits(self) -> list[CurrentWait]:
+        """What threads of this rank wait for, now."""
+        found = []
+        for entry in list(self.entries):
+            since, wait, thread, position = entry.waiting_since, entry.wait, entry.thread, entry.num_begun - 1
+            if since and since == entry.waiting_since:  # not a mixture of two waits
+                if not wait.parameter and (outer := self.operations.get(thread)) not in (None, wait.operation):
+                    wait = wait._replace(operation=f"{outer} ({wait.operation})")
+                _, awaited = self._awaited.get(thread, (0, ()))
+                found.append(CurrentWait(entry.key, position, since, wait, awaited, thread == self.thread))
+        in_entries = {entry.thread for entry in list(self.entries) if entry.waiting_since}
+        for thread, (since, ranks) in list(self._awaited.items()):
+            what = self.operations.get(thread)
+            if not self.entries:  # the script has not called anything else yet
+                what = what or "torchring.init()"
+            if thread not in in_entries and what is not None:  # else it is a helper of a thread that waits in an entry
+                found.append(CurrentWait(0, 0, since, Wait(what), ranks, thread == self.thread))
+        return found
+
+    def write_sample(self, phase: Phase, call_site: str, waits: Sequence[CurrentWait]) -> None:
+        """Write what the timer thread has seen."""
+        words, now = self._words, time.monotonic_ns()
+        if words[_Field.SAMPLED_PHASE] != phase or words[_PHASE_SINCE_AT] > words[_Field.SAMPLED_AT]:
+            words[_Field.SAMPLED_SINCE] = max(words[_PHASE_SINCE_AT], words[_Field.SAMPLED_AT])
+            words[_Field.SAMPLED_PHASE] = phase
+        lines = [[wait.key, wait.since, str(wait.wait)[:200], wait.is_in_training] for wait in waits]
+        samples = (
+            {"call_site": call_site[:400], "waits": lines[:4]},
+            {"call_site": call_site[:100], "waits": []},
+            {"call_site": "", "waits": []},
+        )
+        texts = (json.dumps(sample, ensure_ascii=False).encode(errors="replace") for sample in samples)
+        text = next(text for text in texts if len(text) <= len(self._text))
+        if text != self._written:
+            self._written = text
+            words[_Field.TEXT_CHECKSUM] = 0
+            self._text[: len(text)] = text
+            words[_Field.TEXT_BYTES] = len(text)
+            words[_Field.TEXT_CHECKSUM] = zlib.crc32(text)
+        words[_Field.SAMPLED_AT] = now
+
+    def offer_stacks(self, number: int) -> None:
+        """Signal `number` has this process print its stacks. 0: no signal does."""
+        self._words[_Field.STACK_SIGNAL] = number
+
+
+class CurrentWait(NamedTuple):
+    """A wait of this rank.
+
+    Attributes:
+        key: of the entry; 0 for a wait outside of all entries.
+        position: of the operation in its sequence.
+        since: when the wait began.
+        awaited: ranks whose signal is missing, as far as the waiting thread knows.
+        is_in_training: whether the training thread waits.
+    """
+
+    key: int
+    position: int
+    since: int
+    wait: Wait
+    awaited: tuple[int, ...]
+    is_in_training: bool
+
+
+@dataclass(frozen=True)
+class EntryState:
+    """How far a rank has come in one sequence of operations. `waits` is whether it waits there."""
+
+    num_begun: int
+    num_finished: int
+    waits: bool
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank's flight recorder says. Ages are in seconds.
+
+    Attributes:
+        step: number of the optimizer step.
+        age: how long the rank has been in `phase`.
+        call_site: where the script was when the timer thread looked last.
+        last_seen: how long ago the timer thread ran; None if the rank has no timer thread.
+        entries: by key.
+        waits: what the training thread waits for, and for how long. None if it does not wait.
+    """
+
+    pid: int
+    step: int
+    phase: Phase
+    age: float
+    call_site: str
+    last_seen: float | None
+    entries: Mapping[int, EntryState]
+    waits: tuple[str, float] | None
+
+    def older(self, seconds: float) -> RankState:
+        """The same, as it is `seconds` later if nothing has changed."""
+        return replace(
+            self,
+            age=self.age + seconds,
+            last_seen=None if self.last_seen is None else self.last_seen + seconds,
+            waits=None if self.waits is None else (self.waits[0], self.waits[1] + seconds),
+        )
+
+
+def read_state(memory: memoryview | bytes, now: int | None = None) -> RankState | None:
+    """What the flight recorder of a rank says at time `now`. None if the rank has not begun to write."""
+    now = time.monotonic_ns() if now is None else now
+    for _ in range(_TRIES):
+        words = memoryview(bytes(memory[:_TEXT])).cast("q")
+        text = bytes(memory[_TEXT : _TEXT + min(max(words[_Field.TEXT_BYTES], 0), MEMORY_BYTES - _TEXT)])
+        if zlib.crc32(text) == words[_Field.TEXT_CHECKSUM]:
+            break
+    else:
+        text = b""
+    if not words[_Field.PID]:
+        return None
+    said: dict[str, Any] = json.loads(text) if text else {"call_site": "", "waits": []}
+    phase, since = words[_PHASE_AT] & 0xFF, words[_PHASE_SINCE_AT]
+    if words[_Field.SAMPLED_AT] > since:  # the stack, which the timer thread has seen since, tells more than the stamp
+        phase, since = words[_Field.SAMPLED_PHASE], words[_Field.SAMPLED_SINCE]
+    entries, since_of = {}, {}
+    for first in _ENTRIES:
+        key, begun, finished, waiting = words[first : first + _ENTRY_WORDS]
+        if key:
+            entries[key] = EntryState(begun, finished, waiting > 0)
+            since_of[key] = waiting
+    return RankState(
+        pid=words[_Field.PID],
+        step=words[_PHASE_AT] >> 8,
+        phase=Phase(phase),
+        age=max(0.0, (now - since) / 1e9),
+        call_site=said["call_site"],
+        last_seen=(now - words[_Field.SAMPLED_AT]) / 1e9 if words[_Field.SAMPLED_AT] else None,
+        entries=entries,
+        waits=_wait_in_training(said["waits"], since_of, now),
+    )
+
+
+def _wait_in_training(
+    said: Sequence[tuple[int, int, str, bool]], since_of: Mapping[int, int], now: int
+) -> tuple[str, float] | None:
+    """What the training thread waits for.
+
+    Args:
+        said: what the timer thread has written: key, since, text, and whether the training thread waits.
+        since_of: for each entry, when the wait there began, by now; 0 if nothing waits.
+    """
+    for key, since, text, is_in_training in said:
+        if is_in_training and since_of.get(key, since) == since:
+            return text, (now - since) / 1e9
+    known = {(key, since) for key, since, _, _ in said}
+    for key, since in since_of.items():
+        if since and (key, since) not in known:  # too new for the timer thread
+            return "an operation between ranks", (now - since) / 1e9
+    return None
+
+
+def want_stacks(memory: memoryview, stall: int) -> tuple[int, bool]:
+    """(the signal that has a rank print its stacks, or 0; whether this is the first time in this stall)."""
+    words = memory[:_TEXT].cast("q")
+    is_first = words[_Field.WANTED] != stall
+    words[_Field.WANTED] = stall
+    return int(words[_Field.STACK_SIGNAL]), is_first
+
+
+def key_of(name: str) -> int:
+    """Not 0, and the same in all processes."""
+    return zlib.crc32(name.encode()) + 1
