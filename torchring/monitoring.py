@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from torchring.default_world import default_world
-from torchring.observe.recorder.records import Part, decode
+from torchring.observe.phases import Phase
+from torchring.observe.recorder.records import decode
 from torchring.observe.services import recorder_of
 
 if TYPE_CHECKING:
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 
 _NUM_STEPS: Final = 100
 _PARTS: Final = {
-    "input": Part.INPUT,
-    "forward": Part.FORWARD,
-    "backward": Part.BACKWARD,
-    "other": Part.BETWEEN,
-    "optimizer": Part.OPTIMIZER,
+    "input": Phase.INPUT,
+    "forward": Phase.FORWARD,
+    "backward": Phase.BACKWARD,
+    "other": Phase.BETWEEN,
+    "optimizer": Phase.OPTIMIZER,
 }
 _HELP: Final = {
     "rank": "Number of this rank.",

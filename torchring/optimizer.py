@@ -60,8 +60,9 @@ from torchring.gradients.validation import (
     spec_of,
     steps_exactly,
 )
+from torchring.observe.phases import INPUT, OPTIMIZER
 from torchring.observe.recorder.forward import ForwardWatch
-from torchring.observe.recorder.recorder import INPUT, OPTIMIZER, Recorder
+from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.services import recorder_of
 from torchring.world import World
 

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 from tests.support.traces import MS, simulate
+from torchring.observe.phases import Phase
 from torchring.observe.recorder.files import FORMAT, TraceError, find, path_of, read, write, write_encoded
-from torchring.observe.recorder.records import About, Part, RankTrace, decode, encode
+from torchring.observe.recorder.records import RankTrace, RunInfo, decode, encode
 
 
 def test_a_step_is_cut_into_parts_without_gaps() -> None:
     (trace, _) = simulate(num_steps=3, backward_ms=[60, 90], noise=0)
     step = trace.steps[1]
-    assert [part.begin for part in step.parts] == [step.begin, *(part.end for part in step.parts[:-1])]
-    assert step.parts[-1].end == step.end
-    assert sum(step.ns_in(part) for part in Part) == step.end - step.begin
+    assert [part.begin for part in step.phases] == [step.begin, *(part.end for part in step.phases[:-1])]
+    assert step.phases[-1].end == step.end
+    assert sum(step.ns_in(part) for part in Phase) == step.end - step.begin
     # 26 MB and 25 MB of buckets: the last one begins when rank 1 is there, 30 ms later, and takes 12.7 ms.
     assert step.exposed_ns == pytest.approx(42.7 * MS)
     assert step.num_bytes == 51_000_000
@@ -41,7 +42,7 @@ def test_an_encoded_step_is_the_same_step_and_a_short_one_is_refused() -> None:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     traces = simulate(3, 4, skew_ms=[0, 5, -7], ranks_per_host=1)
-    empty = RankTrace(About(rank=7))
+    empty = RankTrace(RunInfo(rank=7))
     for trace in (*traces, empty):
         write(tmp_path / "new", trace)
     assert {rank: read(path) for rank, path in find(tmp_path / "new").items()} == dict(enumerate(traces)) | {7: empty}

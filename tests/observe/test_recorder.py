@@ -25,19 +25,19 @@ from torch.utils.data import DataLoader
 import torchring
 from tests.support.harness import run_pooled, run_ranks
 from torchring import default_world as world_module
+from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Phase
 from torchring.observe.recorder import process, writer
 from torchring.observe.recorder import recorder as recorder_module
 from torchring.observe.recorder.clocks import estimate, measure
 from torchring.observe.recorder.files import find, live_path_of, path_of, read, write
 from torchring.observe.recorder.forward import ForwardWatch
-from torchring.observe.recorder.recorder import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Recorder, decoded
+from torchring.observe.recorder.recorder import Recorder, decoded
 from torchring.observe.recorder.records import (
-    About,
     Arrivals,
     ClockOffset,
     ParameterRecord,
-    Part,
     RankTrace,
+    RunInfo,
     StepRecord,
 )
 from torchring.observe.services import recorder_of
@@ -82,7 +82,7 @@ def test_the_recorder_keeps_the_parts_of_the_last_thousand_steps(monkeypatch: py
     assert [step.number for step in steps] == list(range(3, 1003))
     last = steps[-1]
     assert (last.begin, last.end, last.num_samples, last.stall_ns, last.packing_ns) == (100_200, 100_300, 8, 7, 6)
-    assert [last.ns_in(part) for part in Part] == [5, 4, 11, 10, 1, 69]
+    assert [last.ns_in(part) for part in Phase] == [5, 4, 11, 10, 1, 69]
     assert last.exposed_ns == 17
     assert (recorder.num_steps, recorder.num_bytes, recorder.num_samples_before) == (1003, 64 * 1003, 8 * 1003)
     trace, _ = recorder.trace()
@@ -122,8 +122,8 @@ def test_a_step_of_very_many_micro_steps_is_cut_off(monkeypatch: pytest.MonkeyPa
         recorder.enter(BACKWARD)
     recorder.end_step()
     (step,) = steps_of(recorder)
-    assert len(step.parts) < 2000
-    assert sum(step.ns_in(part) for part in Part) == step.end - step.begin
+    assert len(step.phases) < 2000
+    assert sum(step.ns_in(part) for part in Phase) == step.end - step.begin
 
 
 class _Nested(torch.utils.data.Dataset[int]):
@@ -239,16 +239,16 @@ def test_real_steps(options: dict[str, Any], micros: int) -> None:
         assert [step.number for step in trace.steps] == list(range(8))
         for before, step in itertools.pairwise(trace.steps):
             assert before.end == step.begin
-            kinds = [part.part for part in step.parts]
+            kinds = [part.phase for part in step.phases]
             assert kinds == [INPUT, FORWARD, BACKWARD] * micros + [EXPOSED, BETWEEN, OPTIMIZER]
             assert step.num_samples == 5 * micros
             assert step.num_bytes == bytes_per_step
             assert [bucket.index for bucket in step.buckets] == list(range(len(about.bucket_bytes)))
-            (backward,) = (part for part in step.parts[-4:] if part.part == BACKWARD)
+            (backward,) = (part for part in step.phases[-4:] if part.phase == BACKWARD)
             for bucket in step.buckets:
                 assert backward.begin < bucket.ready <= bucket.packed <= bucket.launched <= bucket.started
-                assert bucket.started <= bucket.reduced <= step.parts[-2].begin
-            assert 0 <= step.stall_ns <= step.ns_in(Part.BACKWARD)
+                assert bucket.started <= bucket.reduced <= step.phases[-2].begin
+            assert 0 <= step.stall_ns <= step.ns_in(Phase.BACKWARD)
             assert step.packing_ns > 0
         assert [arrivals.step for arrivals in trace.arrivals] == [2, 3, 4, 5]
         for arrivals in trace.arrivals:
@@ -268,7 +268,7 @@ def test_metrics_add_up_to_the_step() -> None:
 
 def test_a_world_of_one(tmp_path: Path) -> None:
     trace, _, values = _train(0, 1, {"on_nonfinite": "skip"}, 1)
-    assert [part.part for part in trace.steps[-1].parts] == [INPUT, FORWARD, BACKWARD, OPTIMIZER]
+    assert [part.phase for part in trace.steps[-1].phases] == [INPUT, FORWARD, BACKWARD, OPTIMIZER]
     assert trace.steps[-1].buckets == ()
     assert trace.about.algorithm == "none"
     assert len(values) == 14
@@ -287,7 +287,7 @@ def _closure(rank: int, size: int) -> list[list[int]]:
     for _ in range(2):
         optimizer.step(closure)
     steps = steps_of(recorder_of(world_module.default_world()))
-    return [[part.part for part in step.parts] for step in steps]
+    return [[part.phase for part in step.phases] for step in steps]
 
 
 def test_what_an_optimizer_does_after_its_closure_is_the_optimizers() -> None:
@@ -413,7 +413,7 @@ def test_the_environment_asks_for_a_trace_which_the_exit_writes(tmp_path: Path) 
 def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     recorder = Recorder()
-    recorder.about = About()
+    recorder.about = RunInfo()
     recorder.end_step()
     with caplog.at_level(logging.WARNING, "torchring"), torchring.trace(tmp_path / "file" / "folder"):
         assert writer._writer is not None
@@ -424,7 +424,7 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogC
     ]
 
 
-def _wraps_two(rank: int, size: int, folder: Path) -> tuple[About, tuple[int, ...]]:
+def _wraps_two(rank: int, size: int, folder: Path) -> tuple[RunInfo, tuple[int, ...]]:
     models = _model(), nn.Linear(4, 4)
     first, second = (torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model) for model in models)
     for model, optimizer in zip(models, (first, second), strict=True):
@@ -447,7 +447,7 @@ def test_the_trace_knows_all_optimizers(tmp_path: Path) -> None:
 
 def test_arrivals_of_fewer_parameters_are_left_out(tmp_path: Path) -> None:
     parameters = (ParameterRecord("a", 4, 0), ParameterRecord("b", 4, 0))
-    trace = RankTrace(About(parameters=parameters), arrivals=(Arrivals(2, 9, (5,)), Arrivals(3, 9, (5, 6))))
+    trace = RankTrace(RunInfo(parameters=parameters), arrivals=(Arrivals(2, 9, (5,)), Arrivals(3, 9, (5, 6))))
     assert read(write(tmp_path, trace)).arrivals == (Arrivals(3, 9, (5, 6)),)
 
 
@@ -538,14 +538,14 @@ def test_steps_get_the_times_of_the_device_when_it_has_come_to_their_end(monkeyp
     stream.done_at = 10_000
     run_step(607, 600)
     first, *_, last = steps_of(recorder)
-    assert [part.end - part.begin for part in first.parts] == [100] * 6
+    assert [part.end - part.begin for part in first.phases] == [100] * 6
     assert (first.end - first.begin, first.exposed_ns) == (600, 100)
     (bucket,) = first.buckets
     assert [at - first.begin for at in (bucket.ready, bucket.launched, bucket.started, bucket.reduced)] == [250] * 3 + [
         380
     ]
     assert last.begin == 607
-    assert [part.end - part.begin for part in last.parts] == [100] * 6
+    assert [part.end - part.begin for part in last.phases] == [100] * 6
 
 
 def test_a_step_with_a_captured_graph_keeps_the_times_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -560,4 +560,4 @@ def test_a_step_with_a_captured_graph_keeps_the_times_of_the_host(monkeypatch: p
     clock.now = 9
     recorder.end_step()
     (step,) = steps_of(recorder)
-    assert [(part.begin, part.end) for part in step.parts] == [(0, 5), (5, 9)]
+    assert [(part.begin, part.end) for part in step.phases] == [(0, 5), (5, 9)]

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from tests.support.traces import MS, shifted, simulate
+from torchring.observe.phases import Phase as Recorded
 from torchring.observe.recorder.records import (
-    About,
     Arrivals,
     BucketRecord,
     OptimizerRecord,
     ParameterRecord,
-    Part,
-    PartRecord,
+    PhaseRecord,
     RankTrace,
+    RunInfo,
     StepRecord,
 )
 from torchring.report.analysis import Analysis, analyse
@@ -189,7 +189,7 @@ def test_a_loader_that_is_late_in_each_fourth_step_is_found() -> None:
 
 def test_a_rank_that_is_late_after_a_step_is_awaited_in_the_next() -> None:
     """In each second step, rank 2 does something in step() that takes 60 ms, such as a checkpoint."""
-    traces = delayed(simulate(4, 60, noise=0.01, **QUICK), 2, by_ms=60, each=2, part=Part.OPTIMIZER)
+    traces = delayed(simulate(4, 60, noise=0.01, **QUICK), 2, by_ms=60, each=2, part=Recorded.OPTIMIZER)
     verdict = analyse(merge(traces)).verdict
     assert (verdict.kind, verdict.rank) == ("straggler", 2)
     assert verdict.cost.mean == pytest.approx(30, abs=3)
@@ -211,7 +211,7 @@ def test_one_pause_is_told_and_changes_no_other_number() -> None:
 def test_pauses_of_a_few_steps_do_not_hide_what_the_others_do(late: int | None) -> None:
     """Rank 1, or each rank, evaluates for 4 s before steps 25, 50 and 75."""
     traces = simulate(4, 80, noise=0.01, **QUICK)
-    delays = {"by_ns": 4_000 * MS, "each": 25, "part": Part.INPUT}
+    delays = {"by_ns": 4_000 * MS, "each": 25, "part": Recorded.INPUT}
     analysis = analyse(merge([delayed_rank(trace, late in (trace.about.rank, None), **delays) for trace in traces]))
     assert (analysis.verdict.kind, analysis.verdict.rank, analysis.verdict.detail) == ("input", late, "pauses")
     assert analysis.verdict.share == pytest.approx(12 / (12 + 77 * 0.1024), abs=0.01)
@@ -222,27 +222,29 @@ def test_pauses_of_a_few_steps_do_not_hide_what_the_others_do(late: int | None) 
     assert analysis.predictions[-1].waiting_ms < 20, "pauses are not multiplied by the number of ranks"
 
 
-def delayed(traces: list[RankTrace], late: int, by_ms: int, each: int, part: Part = Part.INPUT) -> list[RankTrace]:
+def delayed(
+    traces: list[RankTrace], late: int, by_ms: int, each: int, part: Recorded = Recorded.INPUT
+) -> list[RankTrace]:
     """The same job, but that one rank takes longer in each n-th step, and so the others wait for the rank."""
     return [delayed_rank(trace, trace.about.rank == late, by_ms * MS, each, part) for trace in traces]
 
 
-def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int, part: Part) -> RankTrace:
+def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int, part: Recorded) -> RankTrace:
     steps, moved = [], 0
     # What is late in the optimizer is waited for in the reduction of the next step.
-    until_next = int(part is Part.OPTIMIZER and not is_late)
-    longer = part if is_late else Part.EXPOSED
+    until_next = int(part is Recorded.OPTIMIZER and not is_late)
+    longer = part if is_late else Recorded.EXPOSED
     for step in trace.steps:
         number = step.number - until_next
         delay = by_ns if number > 0 and number % each == 0 else 0
-        begins = [each_part.begin for each_part in step.parts] + [step.end]
-        position = next(i for i, each_part in enumerate(step.parts) if each_part.part is longer)
+        begins = [each_part.begin for each_part in step.phases] + [step.end]
+        position = next(i for i, each_part in enumerate(step.phases) if each_part.phase is longer)
         times = [at + moved + (delay if i > position else 0) for i, at in enumerate(begins)]
         parts = tuple(
-            PartRecord(old.part, a, b) for old, (a, b) in zip(step.parts, itertools.pairwise(times), strict=True)
+            PhaseRecord(old.phase, a, b) for old, (a, b) in zip(step.phases, itertools.pairwise(times), strict=True)
         )
-        own = moved + (delay if is_late and part is Part.INPUT else 0)
-        reduced = moved + (delay if part is Part.INPUT or not is_late else 0)
+        own = moved + (delay if is_late and part is Recorded.INPUT else 0)
+        reduced = moved + (delay if part is Recorded.INPUT or not is_late else 0)
         buckets = tuple(
             dataclasses.replace(
                 bucket,
@@ -254,12 +256,12 @@ def delayed_rank(trace: RankTrace, is_late: bool, by_ns: int, each: int, part: P
             )
             for bucket in step.buckets
         )
-        steps.append(dataclasses.replace(step, begin=times[0], end=times[-1], parts=parts, buckets=buckets))
+        steps.append(dataclasses.replace(step, begin=times[0], end=times[-1], phases=parts, buckets=buckets))
         moved += delay
     return dataclasses.replace(trace, steps=tuple(steps))
 
 
-def one_step(num_steps: int = 12, about: About | None = None, **buckets: Any) -> list[RankTrace]:
+def one_step(num_steps: int = 12, about: RunInfo | None = None, **buckets: Any) -> list[RankTrace]:
     """Two ranks with steps of 100 ms: backward from 20 to 60, exposed until 90. Times of buckets are given in ms."""
     traces = []
     for rank in (0, 1):
@@ -270,15 +272,20 @@ def one_step(num_steps: int = 12, about: About | None = None, **buckets: Any) ->
             def ns(ms: float, at: int = at) -> int:
                 return round((at + ms) * MS)
 
-            kinds = ((Part.INPUT, 0, 10), (Part.FORWARD, 10, 20), (Part.BACKWARD, 20, 60), (Part.EXPOSED, 60, 90))
-            parts = [PartRecord(kind, ns(a), ns(b)) for kind, a, b in (*kinds, (Part.OPTIMIZER, 90, 100))]
+            kinds = (
+                (Recorded.INPUT, 0, 10),
+                (Recorded.FORWARD, 10, 20),
+                (Recorded.BACKWARD, 20, 60),
+                (Recorded.EXPOSED, 60, 90),
+            )
+            parts = [PhaseRecord(kind, ns(a), ns(b)) for kind, a, b in (*kinds, (Recorded.OPTIMIZER, 90, 100))]
             records = [
                 BucketRecord(i, 10_000_000, ns(go), ns(go), ns(go), ns(go), ns(end))
                 for i, (go, end) in enumerate(buckets["of_ranks"][rank])
             ]
             stall = round(buckets.get("stall_ms", [0, 0])[rank] * MS)
             steps.append(StepRecord(number, ns(0), ns(100), 8, stall, 0, tuple(parts), tuple(records)))
-        who = about or About(algorithm="ring", overlap="thread", size=2, local_size=1)
+        who = about or RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1)
         traces.append(RankTrace(dataclasses.replace(who, rank=rank), tuple(steps)))
     return traces
 
@@ -305,7 +312,7 @@ def test_a_bandwidth_is_told_only_if_it_explains_the_cost() -> None:
 
 def test_buckets_that_block_backward_make_ranks_wait_for_each_other_in_turns() -> None:
     """With overlap="inline" between hosts: in bucket 0, rank 0 waits for rank 1; in bucket 1, rank 1 for rank 0."""
-    about = About(algorithm="ring", overlap="inline", size=2, local_size=1)
+    about = RunInfo(algorithm="ring", overlap="inline", size=2, local_size=1)
     steps = one_step(about=about, of_ranks=[[(30, 40), (60, 65)], [(38, 40), (53, 65)]], stall_ms=[10, 2])
     analysis = analyse(merge(steps))
     waits = {(wait.waiting, wait.awaited): wait.mean_ms for wait in analysis.waits}
@@ -315,7 +322,7 @@ def test_buckets_that_block_backward_make_ranks_wait_for_each_other_in_turns() -
 
 def test_within_a_host_standstill_says_how_fast_memory_is() -> None:
     """Each rank stands still for 10 ms in backward and 30 ms after, while 20 MB are reduced."""
-    about = About(algorithm="direct", size=2, local_size=2)
+    about = RunInfo(algorithm="direct", size=2, local_size=2)
     traces = one_step(about=about, of_ranks=[[(25, 89), (60, 90)], [(25, 89), (60, 90)]], stall_ms=[10, 10])
     analysis = analyse(merge(traces))
     assert analysis.network is not None
@@ -334,7 +341,7 @@ def test_a_parameter_for_which_its_bucket_waits_is_named() -> None:
     """The gradients of bucket 0 are ready at 25 % of backward, but for that of a tied embedding, at the end."""
     names = ("head", "embedding", "body")
     parameters = tuple(ParameterRecord(name, 10_000_000, i) for name, i in zip(names, (0, 0, 1), strict=True))
-    about = About(algorithm="ring", overlap="thread", size=2, local_size=1, parameters=parameters)
+    about = RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1, parameters=parameters)
     traces = one_step(about=about, of_ranks=[[(60, 75), (60, 90)]] * 2)
     arrivals = Arrivals(0, 40 * MS, (10 * MS, 40 * MS, 20 * MS))
     analysis = analyse(merge([dataclasses.replace(trace, arrivals=(arrivals,)) for trace in traces]))
@@ -458,4 +465,4 @@ def test_a_long_trace_becomes_at_most_300_points_that_keep_the_sum() -> None:
     for rank, trace in enumerate(traces):
         points = series.phases[rank][Phase.FORWARD]
         total = sum(value * length for value, length in zip(points, lengths, strict=True))
-        assert total == pytest.approx(sum(step.ns_in(Part.FORWARD) for step in trace.steps) / MS)
+        assert total == pytest.approx(sum(step.ns_in(Recorded.FORWARD) for step in trace.steps) / MS)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.traces import MS, shifted, simulate
 from torchring.observe.recorder.files import TraceError, live_path_of, path_of, write, write_encoded
-from torchring.observe.recorder.records import About, ClockOffset, RankTrace, encode
+from torchring.observe.recorder.records import ClockOffset, RankTrace, RunInfo, encode
 from torchring.report.analysis import analyse
 from torchring.report.merge import Job, load, merge, name_ranks
 
@@ -150,7 +150,7 @@ def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
         (None, r"there is no folder .*gone.*`torchring run --trace .*` writes one"),
         ([], r"no file is named like rank-00000\.npz.*`torchring run --trace .*` writes one, if .*wrap\(\) and makes"),
         ([b"torn"], r"no file of the trace in .*gone can be read\. A file cannot be read: .*rank-00000\.npz is torn"),
-        ([RankTrace(About())], r"the trace has no step"),
+        ([RankTrace(RunInfo())], r"the trace has no step"),
     ],
 )
 def test_a_folder_without_a_trace_is_an_error(

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.traces import MS, simulate
 from torchring.gradients.plan import ParameterSpec, build_plan
-from torchring.observe.recorder.records import About, Arrivals, ParameterRecord, RankTrace
+from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace, RunInfo
 from torchring.report.analysis import Analysis, analyse
 from torchring.report.findings import Network
 from torchring.report.layout import imagined, laid_out, nominal_bytes, ready_shares
@@ -161,7 +161,7 @@ def test_layers_of_20_mib_make_buckets_of_40() -> None:
     ],
 )
 def test_the_default_size_of_a_bucket_is_that_of_wrap(about: dict[str, Any], expected: float) -> None:
-    assert nominal_bytes(About(**about)) == expected * 2**20
+    assert nominal_bytes(RunInfo(**about)) == expected * 2**20
 
 
 def test_the_example_of_exposed_communication() -> None:

@@ -7,15 +7,15 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
+from torchring.observe.phases import Phase
 from torchring.observe.recorder.records import (
-    About,
     Arrivals,
     BucketRecord,
     ClockOffset,
     ParameterRecord,
-    Part,
-    PartRecord,
+    PhaseRecord,
     RankTrace,
+    RunInfo,
     StepRecord,
 )
 
@@ -94,8 +94,8 @@ def simulate(
             end = optimizer + duration(optimizer_ms, number, rank)
             starts = [begin, forward, backward, exposed, between, optimizer, end]
             parts = tuple(
-                PartRecord(part, a + skews[rank], b + skews[rank])
-                for part, (a, b) in zip(Part, itertools.pairwise(starts), strict=True)
+                PhaseRecord(part, a + skews[rank], b + skews[rank])
+                for part, (a, b) in zip(Phase, itertools.pairwise(starts), strict=True)
                 if b > a
             )
             buckets = []
@@ -119,7 +119,7 @@ def simulate(
     traces = []
     names = [f"layer{i}.weight" for i in reversed(range(len(bucket_mb)))]
     for rank in range(num_ranks):
-        about = About(
+        about = RunInfo(
             rank=rank,
             size=num_ranks,
             local_rank=rank % per_host,
@@ -142,7 +142,7 @@ def simulate(
             written_at=1.8e9,
         )
         first = steps[rank][0]
-        backward = first.ns_in(Part.BACKWARD)
+        backward = first.ns_in(Phase.BACKWARD)
         arrivals = (Arrivals(0, backward, tuple(round(backward * part) for part in fractions)),)
         clock = () if skew_ms is None else (ClockOffset(first.begin, skews[rank], 0 if rank < per_host else MS // 20),)
         traces.append(RankTrace(about, tuple(steps[rank]), 0, arrivals, clock))

@@ -16,7 +16,7 @@ from torchring.errors import GradientError, in_step
 from torchring.gradients.backward import BackwardWatch
 from torchring.gradients.module_wrappers import ModuleWrappers
 from torchring.gradients.participants.buffers import Place
-from torchring.observe.recorder.recorder import EXPOSED
+from torchring.observe.phases import EXPOSED
 from torchring.observe.services import recorder_of
 from torchring.world import World
 

@@ -24,7 +24,7 @@ from torchring.errors import GradientError, RingError
 from torchring.gradients.bucket import Bucket, BucketState
 from torchring.gradients.plan import ControlBits
 from torchring.observe.flight_recorder.entries import Entry, Wait
-from torchring.observe.recorder.rows import BUCKET_LENGTH, REDUCED, STARTED
+from torchring.observe.recorder.records import BUCKET_LENGTH, REDUCED, STARTED
 
 _T = TypeVar("_T")
 
@@ -107,7 +107,7 @@ class Scheduler:
         ready_order: the order in which the gradients of the first round became ready, by parameter index. None while
             that round is still to be finished, and after `forget_order`.
         is_waiting: whether `advance` may be able to do this rank's part of a bucket that has left.
-        times: of the buckets that have left in this round: a row each, see `torchring.observe.recorder.rows`.
+        times: of the buckets that have left in this round: a row each, see `torchring.observe.recorder.records`.
     """
 
     def __init__(

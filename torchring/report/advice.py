@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from torchring.observe.recorder.records import About
+from torchring.observe.recorder.records import RunInfo
 from torchring.report.cores import Queue, is_crowded, sharing, threads_of
 from torchring.report.findings import Advice, Phase
 from torchring.report.formats import share_in_words
@@ -70,7 +70,7 @@ class Situation:
     loading: Loading | None
 
     @property
-    def about(self) -> About:
+    def about(self) -> RunInfo:
         return self.job.traces[0].about
 
 
@@ -231,7 +231,7 @@ def _longer_ms(situation: Situation) -> float:
     return float(parts.mean()) if parts.mean() > least else 0.0
 
 
-def _cause(costs: Costs, about: About, longer_ms: float) -> tuple[str, str, str] | None:
+def _cause(costs: Costs, about: RunInfo, longer_ms: float) -> tuple[str, str, str] | None:
     """What to do, why and how, if the trace shows why one rank computes for longer."""
     rank = f"rank {about.rank}"
     if costs.blamed is None:
@@ -312,7 +312,7 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
         )
 
 
-def _in_16_bits(about: About) -> tuple[float, str]:
+def _in_16_bits(about: RunInfo) -> tuple[float, str]:
     """By which factor 16 bits take longer for a byte, and why."""
     if about.algorithm != "native" or about.options.get("algorithm", "auto") != "auto":
         return 1.0, ""

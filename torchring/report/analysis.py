@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from torchring.observe.recorder.records import About
+from torchring.observe.recorder.records import RunInfo
 from torchring.report import buckets as of_buckets
 from torchring.report import lanes, waits
 from torchring.report.advice import Situation, advise
@@ -272,7 +272,7 @@ def _start_up(job: Job) -> StartUp | None:
 
 
 def _note(
-    predictions: list[Prediction], links: Links | None, about: About, is_given: bool, slow_rank: int | None
+    predictions: list[Prediction], links: Links | None, about: RunInfo, is_given: bool, slow_rank: int | None
 ) -> str:
     if not predictions or links is None:
         return ""

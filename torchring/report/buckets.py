@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from torchring.observe.recorder.records import About
+from torchring.observe.recorder.records import RunInfo
 from torchring.report.findings import Bandwidth, BucketSummary, LateParameter
 from torchring.report.layout import nominal_bytes, ready_shares
 from torchring.report.merge import Job
@@ -30,7 +30,7 @@ def bus_bytes(num_bytes: float, num_ranks: int) -> float:
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
 
 
-def names_in(about: About, index: int) -> tuple[str, ...]:
+def names_in(about: RunInfo, index: int) -> tuple[str, ...]:
     """Names of the parameters of a bucket."""
     return tuple(parameter.name for parameter in about.parameters if parameter.bucket == index)
 
@@ -137,6 +137,6 @@ def late_parameters(
     return tuple(sorted(found, key=lambda late: -late.exposed_ms)[:_MAX_LATE])
 
 
-def _late(about: About, i: int, share: float, holds_ms: float, exposed_ms: float, why: str) -> LateParameter:
+def _late(about: RunInfo, i: int, share: float, holds_ms: float, exposed_ms: float, why: str) -> LateParameter:
     parameter = about.parameters[i]
     return LateParameter(parameter.name, parameter.bucket, parameter.num_bytes, share, holds_ms, exposed_ms, why)

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from torchring.observe.recorder.records import About
+from torchring.observe.recorder.records import RunInfo
 from torchring.report.findings import Phase
 from torchring.report.timing import Array, Timing
 from torchring.report.waits import Critical, column
@@ -48,7 +48,7 @@ def find_queue(timing: Timing, critical: Critical) -> Queue | None:
     return Queue(own, np.minimum(exposed.max(1), communication), of_ranks)
 
 
-def who_has_them(about: About, timing: Timing, critical: Critical) -> str:
+def who_has_them(about: RunInfo, timing: Timing, critical: Critical) -> str:
     """Who has the cores while a rank has none: a clause."""
     counts, workers = timing.counts, max(0, num_workers(timing))
     cpu, step_ms = timing.loading_cpu[counts], float(critical.path[counts].sum(1).mean())
@@ -71,17 +71,17 @@ def num_workers(timing: Timing) -> int:
     return int(numbers[counts.argmax()]) if len(counts) else -1
 
 
-def threads_of(about: About) -> int:
+def threads_of(about: RunInfo) -> int:
     """How many cores a rank uses at most, apart from workers. Where a GPU computes, one thread keeps it busy."""
     return about.num_threads if about.device == "cpu" else 1
 
 
-def is_crowded(about: About) -> bool:
+def is_crowded(about: RunInfo) -> bool:
     """Whether the threads of the ranks outnumber the cores."""
     return about.device == "cpu" and about.local_size * threads_of(about) > about.num_cores
 
 
-def sharing(about: About, workers: int) -> str:
+def sharing(about: RunInfo, workers: int) -> str:
     """ "2 ranks with 1 thread and 4 workers each share 2 cores"."""
     each = _count(threads_of(about), "thread") + (f" and {_count(workers, 'worker')}" if workers > 0 else "")
     ranks = f"{_count(about.local_size, 'rank')} with {each}{' each share' if about.local_size > 1 else ' shares'}"

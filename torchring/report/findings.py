@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from torchring.observe.recorder.records import About
+from torchring.observe.recorder.records import RunInfo
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Spread:
 class Phase(str, Enum):
     """What a rank does in a step. The phases of a step add up to its duration.
 
-    INPUT, FORWARD, BETWEEN, OPTIMIZER: as `torchring.observe.recorder.records.Part`.
+    INPUT, FORWARD, BETWEEN, OPTIMIZER: as `torchring.observe.phases.Phase`.
     BACKWARD: without the time in which communication kept it waiting.
     WAITING: communication cannot go on, because another rank is late.
     COMMUNICATION: the rank stands still while gradients are being reduced; all ranks are there.
@@ -351,7 +351,7 @@ class Analysis:
             latency alone is more, or the network is unknown. 0 if any bandwidth will do.
     """
 
-    about: About
+    about: RunInfo
     size: int
     num_steps: int
     num_left_out: int

@@ -6,7 +6,8 @@ from typing import Final
 
 import numpy as np
 
-from torchring.observe.recorder.records import Part, StepRecord
+from torchring.observe.phases import Phase as Recorded
+from torchring.observe.recorder.records import StepRecord
 from torchring.report.findings import LaneBucket, LaneSpan, MedianStep, Phase, Series
 from torchring.report.merge import Job
 from torchring.report.timing import Timing
@@ -14,12 +15,12 @@ from torchring.report.waits import PHASES, Critical
 
 _MAX_POINTS: Final = 300
 _PHASE_OF: Final = {
-    Part.INPUT: Phase.INPUT,
-    Part.FORWARD: Phase.FORWARD,
-    Part.BACKWARD: Phase.BACKWARD,
-    Part.EXPOSED: Phase.COMMUNICATION,
-    Part.BETWEEN: Phase.BETWEEN,
-    Part.OPTIMIZER: Phase.OPTIMIZER,
+    Recorded.INPUT: Phase.INPUT,
+    Recorded.FORWARD: Phase.FORWARD,
+    Recorded.BACKWARD: Phase.BACKWARD,
+    Recorded.EXPOSED: Phase.COMMUNICATION,
+    Recorded.BETWEEN: Phase.BETWEEN,
+    Recorded.OPTIMIZER: Phase.OPTIMIZER,
 }
 
 
@@ -71,12 +72,12 @@ def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]
     """
     pieces = []  # the last one first
     stall = step.stall_ns
-    for part in reversed(step.parts):
+    for part in reversed(step.phases):
         middle = part.end
-        if part.part is Part.BACKWARD and stall > 0:
+        if part.phase is Recorded.BACKWARD and stall > 0:
             middle = max(part.begin, part.end - stall)
             stall -= part.end - middle
-        pieces += [(Phase.COMMUNICATION, middle, part.end), (_PHASE_OF[part.part], part.begin, middle)]
+        pieces += [(Phase.COMMUNICATION, middle, part.end), (_PHASE_OF[part.phase], part.begin, middle)]
     left = round(waiting_ms * 1e6)
     found = []
     for phase, begin, end in reversed(pieces):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchring.gradients.plan import ParameterSpec, build_plan, default_bucket_mb
-from torchring.observe.recorder.records import About, ParameterRecord
+from torchring.observe.recorder.records import ParameterRecord, RunInfo
 from torchring.report.merge import Job
 from torchring.report.timing import Array
 
@@ -20,7 +20,7 @@ Layout = tuple[tuple[float, ...], tuple[float, ...]]
 """Bytes of each bucket, and the share of backward after which it is ready."""
 
 
-def nominal_bytes(about: About) -> float:
+def nominal_bytes(about: RunInfo) -> float:
     """The size of a bucket that `wrap` aims at; for one rank, the size between hosts."""
     try:
         return float(about.options.get("bucket_mb", "")) * _MIB

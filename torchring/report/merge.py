@@ -259,7 +259,7 @@ def _moved(trace: RankTrace) -> RankTrace:
 
 
 def _earlier(step: StepRecord, ns: int) -> StepRecord:
-    parts = tuple(dataclasses.replace(part, begin=part.begin - ns, end=part.end - ns) for part in step.parts)
+    phases = tuple(dataclasses.replace(part, begin=part.begin - ns, end=part.end - ns) for part in step.phases)
     buckets = tuple(
         dataclasses.replace(
             bucket,
@@ -271,4 +271,4 @@ def _earlier(step: StepRecord, ns: int) -> StepRecord:
         )
         for bucket in step.buckets
     )
-    return dataclasses.replace(step, begin=step.begin - ns, end=step.end - ns, parts=parts, buckets=buckets)
+    return dataclasses.replace(step, begin=step.begin - ns, end=step.end - ns, phases=phases, buckets=buckets)

@@ -7,7 +7,7 @@ import itertools
 import math
 from typing import Final
 
-from torchring.observe.recorder.records import About, OptimizerRecord, ParameterRecord
+from torchring.observe.recorder.records import OptimizerRecord, ParameterRecord, RunInfo
 from torchring.report.merge import Job
 from torchring.report.timing import Array, Timing
 
@@ -24,7 +24,7 @@ def of_optimizer(job: Job, timing: Timing) -> Job:
     return dataclasses.replace(job, traces=tuple(traces))
 
 
-def _about(about: About, timing: Timing) -> About:
+def _about(about: RunInfo, timing: Timing) -> RunInfo:
     """With the parameters of each round, one after the other."""
     parameters: list[ParameterRecord] = []
     for first, stop in itertools.pairwise([*timing.rounds, len(timing.bucket_indices)]):
@@ -34,7 +34,7 @@ def _about(about: About, timing: Timing) -> About:
     return dataclasses.replace(about, bucket_bytes=bucket_bytes, parameters=tuple(parameters))
 
 
-def _find(about: About, sent: Array) -> OptimizerRecord:
+def _find(about: RunInfo, sent: Array) -> OptimizerRecord:
     """The optimizer with buckets of these sizes. One without parameters, if it is not known."""
     all_of_them = (OptimizerRecord(about.bucket_bytes, about.parameters), *about.others)
     found = [(factor, each) for each in all_of_them if (factor := _factor(each.bucket_bytes, sent)) is not None]

@@ -11,7 +11,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from torchring.observe.recorder.records import BucketRecord, Part, PartRecord, StepRecord
+from torchring.observe.phases import Phase as Recorded
+from torchring.observe.recorder.records import BucketRecord, PhaseRecord, StepRecord
 from torchring.report.findings import Spread
 from torchring.report.merge import Job
 
@@ -37,11 +38,11 @@ class Timing:
         counts: [S], which steps are part of the statistics. With several optimizers, the steps of all of them.
         has_buckets: [S], which steps have the buckets below. With several optimizers, the steps of one of them.
         begin, end: [S, R], of the step.
-        parts: [S, R, 6], durations by `Part`.
+        parts: [S, R, 6], durations by `Recorded`.
         stall, packing: [S, R], durations.
         backward_begin, backward_end: [S, R], of the last backward of the step.
         num_samples: [S, R].
-        loading: [S, R], how much of Part.INPUT was in a DataLoader.
+        loading: [S, R], how much of Recorded.INPUT was in a DataLoader.
         collecting: [S, R], duration of full garbage collections.
         num_workers, loading_cpu, queued, exposed_queued: [S, R], as in `StepRecord`; negative if unknown.
         bucket_indices: [B], numbers of the buckets of one optimizer. If a step has several rounds, as the backward of a
@@ -123,13 +124,13 @@ def tabulate(job: Job) -> tuple[Timing, ...]:
         has_buckets=np.zeros(len(rows), bool),
         begin=_ms([[step.begin - base for step in row] for row in rows]),
         end=_ms([[step.end - base for step in row] for row in rows]),
-        parts=_ms([[[step.ns_in(part) for part in Part] for step in row] for row in rows]),
+        parts=_ms([[[step.ns_in(part) for part in Recorded] for step in row] for row in rows]),
         stall=_ms([[step.stall_ns for step in row] for row in rows]),
         packing=_ms([[step.packing_ns for step in row] for row in rows]),
         backward_begin=_ms([[part.begin - base for part in row] for row in backwards]),
         backward_end=_ms([[part.end - base for part in row] for row in backwards]),
         num_samples=np.array([[step.num_samples for step in row] for row in rows]),
-        loading=_ms([[min(step.loading_ns, step.ns_in(Part.INPUT)) for step in row] for row in rows]),
+        loading=_ms([[min(step.loading_ns, step.ns_in(Recorded.INPUT)) for step in row] for row in rows]),
         collecting=_ms([[step.collecting_ns for step in row] for row in rows]),
         num_workers=np.array([[step.num_workers for step in row] for row in rows]),
         loading_cpu=_ms([[step.loading_cpu_ns for step in row] for row in rows]),
@@ -223,9 +224,9 @@ def _plan_of(row: tuple[StepRecord, ...]) -> Plan | None:
     return tuple(first) if is_shared else None
 
 
-def _last_backward(step: StepRecord) -> PartRecord:
-    found = [part for part in step.parts if part.part is Part.BACKWARD]
-    return found[-1] if found else PartRecord(Part.BACKWARD, step.end, step.end)
+def _last_backward(step: StepRecord) -> PhaseRecord:
+    found = [part for part in step.phases if part.phase is Recorded.BACKWARD]
+    return found[-1] if found else PhaseRecord(Recorded.BACKWARD, step.end, step.end)
 
 
 def _ms(nanoseconds: Any) -> Array:

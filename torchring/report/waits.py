@@ -10,7 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from torchring.observe.recorder.records import About, Part
+from torchring.observe.phases import Phase as Recorded
+from torchring.observe.recorder.records import RunInfo
 from torchring.report.findings import Phase, Spread, Wait
 from torchring.report.merge import Job, name_ranks
 from torchring.report.timing import Array, Timing, spread, tabulate
@@ -86,10 +87,10 @@ def knows_forward(cycle: Array) -> bool:
 
 
 def _standstill(timing: Timing) -> Array:
-    return np.asarray(timing.parts[..., Part.EXPOSED] + timing.stall)
+    return np.asarray(timing.parts[..., Recorded.EXPOSED] + timing.stall)
 
 
-def _find_meetings(timing: Timing, about: About) -> _Meetings:
+def _find_meetings(timing: Timing, about: RunInfo) -> _Meetings:
     """Cut the time in which ranks stand still into waiting for a rank, and communication."""
     num_steps, num_ranks = timing.begin.shape
     num_buckets = len(timing.bucket_indices)
@@ -181,7 +182,7 @@ def spread_by_phase(durations: Array) -> dict[Phase, Spread]:
     return {phase: spread(durations[:, i]) for i, phase in enumerate(PHASES)}
 
 
-def _heads(all_launched: Array, earlier: Array, about: About) -> Array:
+def _heads(all_launched: Array, earlier: Array, about: RunInfo) -> Array:
     """[S], which bucket's launch determined when the last bucket was reduced: the last one that found the link idle.
 
     On one host there is no link. Each rank adds up its part of a bucket by itself, and no bucket waits for another.
@@ -198,7 +199,8 @@ def _agree_first(job: Job, timings: Sequence[Timing]) -> bool:
     if len(timings) > 1 or not job.traces[0].about.others:
         return len(timings) > 1
     return all(
-        step.buckets[0].launched >= next((part.begin for part in step.parts if part.part is Part.EXPOSED), step.end)
+        step.buckets[0].launched
+        >= next((part.begin for part in step.phases if part.phase is Recorded.EXPOSED), step.end)
         for row in job.steps
         for step in row
         if step.buckets
@@ -210,7 +212,7 @@ def _waits_to_agree(job: Job) -> tuple[Array, Array]:
     shape = len(job.steps), len(job.traces)
     waiting, awaited = np.zeros(shape), np.zeros(shape, int)
     for i, row in enumerate(job.steps):
-        meetings = [[part for part in step.parts if part.part is Part.EXPOSED] for step in row]
+        meetings = [[part for part in step.phases if part.phase is Recorded.EXPOSED] for step in row]
         most = -1
         for parts in zip(*meetings, strict=False):  # a step that was broken off on a rank has fewer
             begins = [part.begin for part in parts]
@@ -224,12 +226,12 @@ def _waits_to_agree(job: Job) -> tuple[Array, Array]:
 def _phases(timing: Timing, waiting: Array, standstill: Array) -> Array:
     parts = timing.parts
     durations = {
-        Phase.INPUT: parts[..., Part.INPUT],
-        Phase.FORWARD: parts[..., Part.FORWARD],
-        Phase.BACKWARD: np.clip(parts[..., Part.BACKWARD] - timing.stall, 0, None),
+        Phase.INPUT: parts[..., Recorded.INPUT],
+        Phase.FORWARD: parts[..., Recorded.FORWARD],
+        Phase.BACKWARD: np.clip(parts[..., Recorded.BACKWARD] - timing.stall, 0, None),
         Phase.WAITING: waiting,
         Phase.COMMUNICATION: standstill - waiting,
-        Phase.BETWEEN: parts[..., Part.BETWEEN],
-        Phase.OPTIMIZER: parts[..., Part.OPTIMIZER],
+        Phase.BETWEEN: parts[..., Recorded.BETWEEN],
+        Phase.OPTIMIZER: parts[..., Recorded.OPTIMIZER],
     }
     return np.stack([durations[phase] for phase in PHASES], axis=-1)

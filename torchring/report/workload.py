@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from torchring.observe.recorder.records import About
+from torchring.observe.recorder.records import RunInfo
 from torchring.report import network
 from torchring.report.buckets import bus_bytes
 from torchring.report.findings import Network, Phase
@@ -26,7 +26,7 @@ def computing(critical: Critical) -> Array:
     return np.asarray(critical.cycle[..., [column(phase) for phase in COMPUTING]].sum(2))
 
 
-def is_overlapped(timing: Timing, about: About) -> bool:
+def is_overlapped(timing: Timing, about: RunInfo) -> bool:
     """Whether backward goes on while buckets are reduced. Within a host, the cores that compute also reduce."""
     return about.algorithm != "direct" and (about.overlap != "inline" or not timing.stall.any())
 
@@ -56,7 +56,7 @@ def _describe(job: Job, timing: Timing, critical: Critical) -> Workload:
     return with_layout(Workload(draws, (), (), overlapped, lanes), imagined(job), backward_ms)
 
 
-def links_of(about: About, found: Network | None, given: Network | None) -> Links | None:
+def links_of(about: RunInfo, found: Network | None, given: Network | None) -> Links | None:
     """How the ranks are connected. A given network connects hosts; the one that was measured then is inside a host."""
     if given is None:
         if found is None:
@@ -75,7 +75,7 @@ def calibrated(workload: Workload, links: Links, num_ranks: int, measured_ms: fl
     return dataclasses.replace(workload, unexplained_ms=measured_ms - modelled)
 
 
-def fit_network(examined: Sequence[tuple[Timing, Critical]], about: About, num_ranks: int) -> Network | None:
+def fit_network(examined: Sequence[tuple[Timing, Critical]], about: RunInfo, num_ranks: int) -> Network | None:
     """The network that the buckets of all optimizers show; None if nothing was reduced."""
     timing, critical = examined[0]
     reducing = [(each, its) for each, its in examined if each.reduces.any()]

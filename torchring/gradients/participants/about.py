@@ -12,7 +12,7 @@ import torch
 from torchring.gradients.participants.recording import parameter_records
 from torchring.gradients.reduction import Reduction
 from torchring.linux import host_name, process_began_ns
-from torchring.observe.recorder.records import About, ParameterRecord
+from torchring.observe.recorder.records import ParameterRecord, RunInfo
 from torchring.releases import installed_version
 from torchring.world import World
 
@@ -23,11 +23,11 @@ def about(
     options: Mapping[str, str],
     reduction: Reduction | None,
     wrapped_at: int,
-) -> About:
+) -> RunInfo:
     """Of this rank, and of the optimizer that has these parameters."""
     devices = {parameter.device for parameter in names}
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
-    found = About(
+    found = RunInfo(
         rank=world.rank,
         size=world.size,
         local_rank=world.local_rank,

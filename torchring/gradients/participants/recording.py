@@ -13,9 +13,9 @@ from torchring.gradients.bursts import BurstWatch
 from torchring.gradients.plan import ParameterSpec
 from torchring.gradients.rounds import Rounds
 from torchring.gradients.scheduler import Scheduler
+from torchring.observe.phases import EXPOSED
 from torchring.observe.recorder import clocks
-from torchring.observe.recorder.recorder import EXPOSED
-from torchring.observe.recorder.records import About, Arrivals, OptimizerRecord, ParameterRecord
+from torchring.observe.recorder.records import Arrivals, OptimizerRecord, ParameterRecord, RunInfo
 from torchring.observe.services import recorder_of
 from torchring.world import World
 
@@ -52,7 +52,7 @@ class RoundRecording:
 
     def backward_is_over(self) -> None:
         """What follows, until the round is over, is communication that backward did not hide."""
-        self._backward_began = self._recorder.part_began  # the last forward had ended, or the first gradient had come
+        self._backward_began = self._recorder.phase_began  # the last forward had ended, or the first gradient had come
         self._recorder.enter(EXPOSED)
 
     def add(self, scheduler: Scheduler, rounds: Rounds) -> None:
@@ -60,7 +60,7 @@ class RoundRecording:
         current, recorder = scheduler.round, self._recorder
         stall_ns, began = int(current.stall_seconds * 1e9), self._backward_began
         if current.arrivals is not None and not current.hold and any(at >= 0 for at in current.arrivals):
-            length = recorder.part_began - began - stall_ns - current.packed_early_ns
+            length = recorder.phase_began - began - stall_ns - current.packed_early_ns
             ready = tuple(at if at < 0 else max(0, at - began) for at in current.arrivals)
             recorder.arrivals.append(Arrivals(recorder.num_steps, max(0, length), ready))
             # With "inline" nothing is hidden in any case.
@@ -104,7 +104,7 @@ class RoundRecording:
         self._recorder.about = replace(about, others=others)
 
 
-def with_others(about: About, before: About | None) -> About:
+def with_others(about: RunInfo, before: RunInfo | None) -> RunInfo:
     """`about` of an optimizer that is wrapped now, and the optimizers that were wrapped before, the last one first."""
     if before is None:
         return about

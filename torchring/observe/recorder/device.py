@@ -1,6 +1,6 @@
 """Times of a device that works in streams: when its work was done, and not when the host launched it.
 
-The host runs ahead of the device. So each stamp is an event in the current stream, too. Steps are written down with the
+The host runs ahead of the device. So each stamp is an event in the current stream, too. Steps are recorded with the
 host's times at first, and get the device's times when the device has come to their end. Nobody waits for that.
 
 Events tell how far they are apart, but not what the host's clock said. The device reaches an event after the host has
@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from torchring.observe.recorder.rows import (
+from torchring.observe.recorder.records import (
     BEGIN,
     END,
     LAUNCHED,
     NUM_BUCKETS,
-    NUM_PARTS,
+    NUM_PHASES,
     PACKED,
     PACKING_NS,
     READY,
@@ -29,7 +29,7 @@ from torchring.observe.recorder.rows import (
     STALL_NS,
     STARTED,
     bucket_start,
-    part_begin,
+    phase_begin,
 )
 
 _NUM_SHIFTS: Final = 64
@@ -89,7 +89,7 @@ class DeviceTimes:
         self._shifts_ns = deque([now], maxlen=_NUM_SHIFTS)  # the least that each of the last steps allows
 
     def mark(self, now: int) -> None:
-        """A part of a step begins."""
+        """A phase of a step begins."""
         if self._device.is_capturing():  # an event would become part of the graph
             self._is_complete = False
         else:
@@ -103,7 +103,7 @@ class DeviceTimes:
     def end_step(self, step: array[int] | None, now: int) -> None:
         """A step has ended. `step`: as `records.encode` does it, with a bucket for each reduction; may be None."""
         self.mark(now)
-        if step is not None and self._is_complete and len(self._marks) == step[NUM_PARTS] + 1:
+        if step is not None and self._is_complete and len(self._marks) == step[NUM_PHASES] + 1:
             self._unfinished.append(_Step(step, self._marks, self._recorded, self._reductions))
             self._marks, self._recorded = self._marks[-1:], self._recorded[-1:]
             self._reductions = []
@@ -143,9 +143,9 @@ class DeviceTimes:
         step[BEGIN], step[END] = begin, begin + offsets[-1]
         step[STALL_NS] = step[PACKING_NS] = 0  # the host has only launched them
         for number, offset in enumerate(offsets[:-1]):
-            step[part_begin(number)] = begin + offset
+            step[phase_begin(number)] = begin + offset
         for number, reduction in enumerate(finished.reductions[: step[NUM_BUCKETS]]):
-            bucket = bucket_start(step[NUM_PARTS], number)
+            bucket = bucket_start(step[NUM_PHASES], number)
             started = begin + _ns_between(first, reduction.begin)
             for time in (READY, PACKED, LAUNCHED, STARTED):
                 step[bucket + time] = started

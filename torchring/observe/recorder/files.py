@@ -15,12 +15,12 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from torchring.observe.recorder.records import (
-    About,
     Arrivals,
     ClockOffset,
     OptimizerRecord,
     ParameterRecord,
     RankTrace,
+    RunInfo,
     decode,
     encode,
 )
@@ -36,7 +36,7 @@ _TYPES: Final[dict[str, type | tuple[type, ...]]] = {
     "float": (float, int),
     "dict[str, str]": dict,
 }
-_Record = TypeVar("_Record", About, ParameterRecord)
+_Record = TypeVar("_Record", RunInfo, ParameterRecord)
 
 _numbers = itertools.count()
 
@@ -129,7 +129,7 @@ def _parse(about: dict[str, Any], arrays: Mapping[str, Any]) -> RankTrace:
     about.update(vars(_parse_optimizer(about)))
     about["others"] = tuple(map(_parse_optimizer, about.get("others", ())))
     return RankTrace(
-        _typed(About(**about)),
+        _typed(RunInfo(**about)),
         tuple(decode(part.tolist()) for part in np.split(steps, ends[:-1]) if len(part)),
         num_dropped,
         tuple(Arrivals(step, length, tuple(ready)) for step, length, *ready in arrays["arrivals"].tolist()),

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchring.observe.recorder.recorder import BACKWARD, FORWARD, Recorder
+from torchring.observe.phases import BACKWARD, FORWARD
+from torchring.observe.recorder.recorder import Recorder
 
 _watches: weakref.WeakKeyDictionary[torch.nn.Module, ForwardWatch] = weakref.WeakKeyDictionary()
 

@@ -1,4 +1,4 @@
-"""Gathers what a rank writes down about its steps, while training runs. Always on.
+"""Records the steps of a rank while training runs. Always on.
 
 A stamp is a look at the clock and two appended integers, 0.2 us. A step has about a dozen stamps, and five for each
 bucket. Finished steps are kept as arrays of integers, which the garbage collector does not look at.
@@ -14,36 +14,43 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from torchring.observe.phases import EXPOSED, FORWARD, INPUT
 from torchring.observe.recorder.cores import UNKNOWN, CoreQueue, since
 from torchring.observe.recorder.device import Device, DeviceTimes, Reduction
-from torchring.observe.recorder.records import About, Arrivals, ClockOffset, Part, RankTrace, decode
-from torchring.observe.recorder.rows import BUCKET_LENGTH, NUM_BYTES, NUMBER, step_row
+from torchring.observe.recorder.records import (
+    BUCKET_LENGTH,
+    NUM_BYTES,
+    NUMBER,
+    Arrivals,
+    ClockOffset,
+    RankTrace,
+    RunInfo,
+    decode,
+    step_row,
+)
 
 NUM_STEPS: Final = 1_000  # that are kept
 NUM_ARRIVALS: Final = 16
-_MOST_STAMPS: Final = 2_048  # of one step; a script with more micro-steps gets the rest in one part
+_MOST_STAMPS: Final = 2_048  # of one step; a script with more micro-steps gets the rest in one phase
 _MOST_NUMBERS: Final = BUCKET_LENGTH * 8_192  # about the buckets of one step: a script may never call step()
-
-INPUT, FORWARD, BACKWARD, EXPOSED, BETWEEN, OPTIMIZER = map(int, Part)  # to look up a member of an enum takes 0.1 us
 
 
 class Recorder:
     """The last steps of one rank in one world. For the thread that trains; others may read.
 
     Attributes:
-        num_steps: how many steps have ended.
-        num_samples: that forward was given, since the last step ended.
-        num_samples_before: that forward was given before that.
-        num_bytes: that this rank has contributed to reductions, in all.
+        num_steps: number of steps that have ended.
+        num_samples: samples that forward was given since the last step ended.
+        num_samples_before: samples that forward was given before that.
+        num_bytes: bytes that this rank has contributed to reductions, in all.
         loading_ns, loading_cpu_ns, num_workers, collecting_ns: since the last step ended, as in a `StepRecord`.
             `process.py` sets them.
-        about: what the steps are steps of; None as long as no optimizer was wrapped. With several optimizers, of the
-            one that was wrapped last.
-        part, part_began: the part under way, and when it has begun.
+        about: the run; None as long as no optimizer was wrapped. Describes the optimizer that was wrapped last.
+        phase, phase_began: the phase under way, and when it has begun.
         thread: the thread that trains, as `threading.get_ident` returns it.
-        arrivals: of a few backwards.
-        clock: what is known of the clocks of other hosts.
-        is_on: whether steps are written down. Benchmarks turn the recorder off, to find out what it costs.
+        arrivals: when gradients came, in a few backwards.
+        clock: how this host's clock compares with that of rank 0's host, over time.
+        is_on: whether steps are recorded. Benchmarks turn the recorder off, to find out what it costs.
     """
 
     def __init__(self) -> None:
@@ -55,7 +62,7 @@ class Recorder:
         self.loading_cpu_ns = -1
         self.num_workers = -1
         self.collecting_ns = 0
-        self.about: About | None = None
+        self.about: RunInfo | None = None
         self.arrivals: deque[Arrivals] = deque(maxlen=NUM_ARRIVALS)
         self.clock: list[ClockOffset] = []
         self.is_on = True
@@ -63,9 +70,9 @@ class Recorder:
         self._steps: deque[array[int]] = deque(maxlen=NUM_STEPS)
         # The step under way
         self._device: DeviceTimes | None = None
-        self.part = INPUT
-        self.part_began = time.perf_counter_ns()
-        self._stamps = [INPUT, self.part_began]  # part, beginning; part, beginning; ...
+        self.phase = INPUT
+        self.phase_began = time.perf_counter_ns()
+        self._stamps = [INPUT, self.phase_began]  # phase, beginning; phase, beginning; ...
         self._stall_ns = 0
         self._packing_ns = 0
         self._buckets: list[int] = []
@@ -73,17 +80,17 @@ class Recorder:
         self._queued_before_step = self._queued_before_exposed = UNKNOWN
         self._exposed_queued_ns = 0
 
-    def enter(self, part: int) -> None:
-        """A part of a step begins."""
-        if part != self.part and self.is_on and len(self._stamps) < _MOST_STAMPS:
-            if EXPOSED in (part, self.part) and self._device is None:
-                self._note_exposed(begins=part == EXPOSED)
-            self.part = part
-            self.part_began = time.perf_counter_ns()
-            self._stamps.append(part)
-            self._stamps.append(self.part_began)
+    def enter(self, phase: int) -> None:
+        """A phase of a step begins."""
+        if phase != self.phase and self.is_on and len(self._stamps) < _MOST_STAMPS:
+            if EXPOSED in (phase, self.phase) and self._device is None:
+                self._note_exposed(begins=phase == EXPOSED)
+            self.phase = phase
+            self.phase_began = time.perf_counter_ns()
+            self._stamps.append(phase)
+            self._stamps.append(self.phase_began)
             if self._device is not None:
-                self._device.mark(self.part_began)
+                self._device.mark(self.phase_began)
 
     def _note_exposed(self, *, begins: bool) -> None:
         now = self._queue.read_ns()
@@ -94,7 +101,7 @@ class Recorder:
             self._exposed_queued_ns = UNKNOWN if waited == UNKNOWN else self._exposed_queued_ns + waited
 
     def _queued_ns(self) -> tuple[int, int]:
-        """In the step that ends, in all and inside EXPOSED."""
+        """How long the thread that trains had no core in the step that ends: in all, and inside EXPOSED."""
         now = self._queue.read_ns()
         queued, exposed = since(self._queued_before_step, now), self._exposed_queued_ns
         self._queued_before_step, self._exposed_queued_ns = now, 0
@@ -102,7 +109,7 @@ class Recorder:
         return queued, exposed if self._device is None and queued != UNKNOWN else UNKNOWN
 
     def last_input(self) -> tuple[int, bool]:
-        """When the part INPUT has begun last, in nanoseconds, and whether a forward has been seen since."""
+        """When INPUT has begun last, in nanoseconds, and whether a forward has been seen since."""
         is_forward_known = False
         for i in range(len(self._stamps) - 2, 0, -2):
             if self._stamps[i] == INPUT:
@@ -121,9 +128,9 @@ class Recorder:
         """Buckets have been reduced.
 
         Args:
-            buckets: a row for each bucket, one after the other, see `rows.py`.
+            buckets: a row for each bucket, one after the other, see `records.py`.
             stall_ns, packing_ns: as in a `StepRecord`.
-            reductions: of these buckets, on a device.
+            reductions: the reductions of these buckets, on a device.
         """
         if not self.is_on or len(self._buckets) + len(buckets) > _MOST_NUMBERS:
             return
@@ -155,12 +162,12 @@ class Recorder:
         self.num_samples = self.loading_ns = self.collecting_ns = self._stall_ns = self._packing_ns = 0
         self.loading_cpu_ns = self.num_workers = -1
         self.thread = threading.get_ident()
-        self.part, self.part_began = INPUT, now
+        self.phase, self.phase_began = INPUT, now
         self._stamps = [INPUT, now]
         self._buckets = []
 
     def last_steps(self, count: int = NUM_STEPS) -> list[array[int]]:
-        """The newest steps, encoded, the oldest first. Without those that a device has not finished."""
+        """The newest steps that a device has finished, encoded, the oldest first."""
         device = self._device
         for _ in range(3):
             try:
@@ -173,8 +180,8 @@ class Recorder:
     def trace(
         self, ended_by: str = "end", count: int = NUM_STEPS, first: int = 0
     ) -> tuple[RankTrace, list[array[int]]]:
-        """What is known, with the steps from number `first` on apart from it, encoded. `decoded` puts both together."""
-        about = replace(self.about or About(), ended_by=ended_by, written_at=time.time())
+        """(the trace without steps, the newest steps from number `first` on, encoded). `decoded` puts both together."""
+        about = replace(self.about or RunInfo(), ended_by=ended_by, written_at=time.time())
         steps = [step for step in self.last_steps(count) if step[NUMBER] >= first]
         num_dropped = steps[0][NUMBER] if steps else self.num_steps
         return RankTrace(about, (), num_dropped, tuple(self.arrivals), tuple(self.clock)), steps

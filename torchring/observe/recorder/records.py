@@ -1,15 +1,19 @@
-"""What a rank writes down about each step. Plain data.
+"""What a rank records about each step. Plain data.
 
 Times are nanoseconds of CLOCK_MONOTONIC (`time.perf_counter_ns`), a clock that all processes of a host share. Clocks of
 different hosts are compared by `ClockOffset`.
 
-A step goes from the end of one `optimizer.step()` to the end of the next. It is cut into parts without gaps:
+A step goes from the end of one `optimizer.step()` to the end of the next. It consists of phases, without gaps:
 
       begin                                                                                               end
       | INPUT      | FORWARD | BACKWARD                        | EXPOSED      | BETWEEN  | OPTIMIZER          |
         next batch   model     loss, gradients                   last buckets   clipping   step()
                                   bucket 0    |launched|reduced|
                                   bucket 1           |launched        |reduced|
+
+While training runs, a step is a row of integers: fourteen of its own, then two for each phase (which, begin), then
+seven for each bucket. Their order is that of the constants below, and of the attributes of `StepRecord` and
+`BucketRecord`. A thousand rows take no time of the garbage collector.
 """
 
 from __future__ import annotations
@@ -17,44 +21,23 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Final
 
-from torchring.observe.recorder.rows import (
-    BUCKET_LENGTH,
-    END,
-    PART_LENGTH,
-    STEP_LENGTH,
-    bucket_start,
-    part_begin,
-    step_row,
-)
+from torchring.observe.phases import Phase
 
+STEP_LENGTH: Final = 14  # without phases and buckets
+NUMBER, BEGIN, END, NUM_SAMPLES, STALL_NS, PACKING_NS, LOADING_NS = range(7)
+LOADING_CPU_NS, NUM_WORKERS, QUEUED_NS, EXPOSED_QUEUED_NS, COLLECTING_NS, NUM_PHASES, NUM_BUCKETS = range(
+    7, STEP_LENGTH
+)
+PHASE_LENGTH: Final = 2
+BUCKET_LENGTH: Final = 7
+INDEX, NUM_BYTES, READY, PACKED, LAUNCHED, STARTED, REDUCED = range(BUCKET_LENGTH)
 _OWN: Final = (  # attributes of a step, in the order of a row
     *("number", "begin", "end", "num_samples", "stall_ns", "packing_ns"),
     *("loading_ns", "loading_cpu_ns", "num_workers", "queued_ns", "exposed_queued_ns", "collecting_ns"),
 )
-ENDED_WELL: Final = ("", "end", "SIGUSR1")  # see `About.ended_by`
-
-
-class Part(IntEnum):
-    """What a rank does in a part of a step. A step with several micro-steps has several INPUT, FORWARD and BACKWARD.
-
-    INPUT: everything from the end of a step to the beginning of forward: waiting for data, zero_grad(), logging.
-    FORWARD: the model that `wrap` was given computes. Without a model, forward is not told apart from INPUT.
-    BACKWARD: from the end of forward, so with the loss, until the last gradient is computed. Stalls for buckets that
-        are reduced meanwhile included, see `StepRecord.stall_ns`.
-    EXPOSED: all gradients are computed; backward waits for reductions.
-    BETWEEN: from the end of a backward that reduces to `step()`: unscaling, clipping, logging.
-    OPTIMIZER: inside `step()`.
-    """
-
-    INPUT = 0
-    FORWARD = 1
-    BACKWARD = 2
-    EXPOSED = 3
-    BETWEEN = 4
-    OPTIMIZER = 5
+ENDED_WELL: Final = ("", "end", "SIGUSR1")  # see `RunInfo.ended_by`
 
 
 @dataclass(frozen=True)
@@ -85,10 +68,10 @@ class BucketRecord:
 
 
 @dataclass(frozen=True)
-class PartRecord:
-    """One part of a step."""
+class PhaseRecord:
+    """One phase of a step."""
 
-    part: Part
+    phase: Phase
     begin: int
     end: int
 
@@ -104,7 +87,7 @@ class StepRecord:
         stall_ns: inside BACKWARD, how long buckets that were being reduced kept backward waiting.
         packing_ns: inside BACKWARD and EXPOSED, how long gradients were copied to wire buffers. 0 on a GPU, as
             `stall_ns` is.
-        parts: in order, without gaps, from `begin` to `end`.
+        phases: in order, without gaps, from `begin` to `end`.
         buckets: in the order in which they left. Empty if nothing was reduced.
         loading_ns: how long this rank was in `next()` of a DataLoader, inside INPUT.
         loading_cpu_ns: how long cores worked for it: this thread in `next()`, and the workers; -1 if unknown.
@@ -120,7 +103,7 @@ class StepRecord:
     num_samples: int
     stall_ns: int
     packing_ns: int
-    parts: tuple[PartRecord, ...]
+    phases: tuple[PhaseRecord, ...]
     buckets: tuple[BucketRecord, ...]
     loading_ns: int = 0
     loading_cpu_ns: int = -1
@@ -129,14 +112,14 @@ class StepRecord:
     exposed_queued_ns: int = -1
     collecting_ns: int = 0
 
-    def ns_in(self, part: Part) -> int:
-        """How long all parts of that kind took together."""
-        return sum(each.end - each.begin for each in self.parts if each.part is part)
+    def ns_in(self, phase: Phase) -> int:
+        """How long this phase took, all its times together."""
+        return sum(each.end - each.begin for each in self.phases if each.phase == phase)
 
     @property
     def exposed_ns(self) -> int:
         """How long communication kept this rank from computing, in all."""
-        return self.ns_in(Part.EXPOSED) + self.stall_ns
+        return self.ns_in(Phase.EXPOSED) + self.stall_ns
 
     @property
     def num_bytes(self) -> int:
@@ -151,7 +134,7 @@ class Arrivals:
     Attributes:
         step: number of the step.
         backward_ns: length of the backward, from the end of forward to the last gradient.
-        ready_ns: for each parameter of `About.parameters`, nanoseconds from the end of forward to its gradient. -1 if
+        ready_ns: for each parameter of `RunInfo.parameters`, nanoseconds from the end of forward to its gradient. -1 if
             there was none. What communication and copies took until then is subtracted, so that these are the times of
             a backward that only computes.
     """
@@ -187,15 +170,15 @@ class ParameterRecord:
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """An optimizer of a job that has several. Attributes: as in `About`."""
+    """An optimizer of a job that has several. Attributes: as in `RunInfo`."""
 
     bucket_bytes: tuple[int, ...]
     parameters: tuple[ParameterRecord, ...]
 
 
 @dataclass(frozen=True)
-class About:
-    """What a rank's steps are steps of.
+class RunInfo:
+    """What was run: the process, its machine, and how the optimizer was wrapped.
 
     Attributes:
         rank, size, local_rank, local_size: in the world.
@@ -243,7 +226,7 @@ class About:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """All that one rank has written down.
+    """All that one rank has recorded.
 
     Attributes:
         steps: the last ones, in order. The first steps of a job are special: buckets are laid out anew, memory is
@@ -253,34 +236,52 @@ class RankTrace:
         clock: empty if the ranks are on one host.
     """
 
-    about: About
+    about: RunInfo
     steps: tuple[StepRecord, ...] = ()
     num_dropped: int = 0
     arrivals: tuple[Arrivals, ...] = ()
     clock: tuple[ClockOffset, ...] = ()
 
 
+def step_row(own: Sequence[int], phases: Sequence[int], buckets: Sequence[int]) -> array[int]:
+    """A step; `own` is what comes before NUM_PHASES, `phases` and `buckets` are rows one after the other."""
+    row = array("q", (*own, len(phases) // PHASE_LENGTH, len(buckets) // BUCKET_LENGTH))
+    row.extend(phases)
+    row.extend(buckets)
+    return row
+
+
+def phase_begin(phase: int) -> int:
+    """The index in a row of the begin of its n-th phase."""
+    return STEP_LENGTH + PHASE_LENGTH * phase + 1
+
+
+def bucket_start(num_phases: int, bucket: int) -> int:
+    """The index in a row at which its n-th bucket begins."""
+    return STEP_LENGTH + PHASE_LENGTH * num_phases + BUCKET_LENGTH * bucket
+
+
 def encode(step: StepRecord) -> array[int]:
-    """A step as integers, see `rows.py`."""
-    parts = [number for part in step.parts for number in (part.part, part.begin)]
+    """A step as a row of integers."""
+    phases = [number for each in step.phases for number in (each.phase, each.begin)]
     buckets: list[int] = []
     for b in step.buckets:
         buckets += (b.index, b.num_bytes, b.ready, b.packed, b.launched, b.started, b.reduced)
-    return step_row([getattr(step, name) for name in _OWN], parts, buckets)
+    return step_row([getattr(step, name) for name in _OWN], phases, buckets)
 
 
 def decode(numbers: Sequence[int]) -> StepRecord:
     """The step that `encode` has made these integers of. Raises ValueError if there are too few or too many."""
     if len(numbers) < STEP_LENGTH:
         raise ValueError("a step is cut short")
-    *own, num_parts, num_buckets = numbers[:STEP_LENGTH]
-    if min(num_parts, num_buckets) < 0 or len(numbers) != bucket_start(num_parts, num_buckets):
+    *own, num_phases, num_buckets = numbers[:STEP_LENGTH]
+    if min(num_phases, num_buckets) < 0 or len(numbers) != bucket_start(num_phases, num_buckets):
         raise ValueError("a step is cut short")
-    first_bucket = bucket_start(num_parts, 0)
-    starts = [*numbers[part_begin(0) : first_bucket : PART_LENGTH], numbers[END]]
-    kinds = numbers[STEP_LENGTH:first_bucket:PART_LENGTH]
-    parts = tuple(PartRecord(Part(kind), starts[i], starts[i + 1]) for i, kind in enumerate(kinds))
+    first_bucket = bucket_start(num_phases, 0)
+    starts = [*numbers[phase_begin(0) : first_bucket : PHASE_LENGTH], numbers[END]]
+    kinds = numbers[STEP_LENGTH:first_bucket:PHASE_LENGTH]
+    phases = tuple(PhaseRecord(Phase(kind), starts[i], starts[i + 1]) for i, kind in enumerate(kinds))
     buckets = tuple(
         BucketRecord(*numbers[i : i + BUCKET_LENGTH]) for i in range(first_bucket, len(numbers), BUCKET_LENGTH)
     )
-    return StepRecord(parts=parts, buckets=buckets, **dict(zip(_OWN, own, strict=True)))
+    return StepRecord(phases=phases, buckets=buckets, **dict(zip(_OWN, own, strict=True)))

@@ -190,7 +190,7 @@ class Tuner:
         """
         is_measured = self._stage is Stage.MEASURING and self._scheduler.round.number >= self._first
         recorder = recorder_of(self._world)
-        began = recorder.part_began * 1e-9 if recorder.is_on else time.perf_counter()
+        began = recorder.phase_began * 1e-9 if recorder.is_on else time.perf_counter()
         self._round = Observation(began) if is_ordinary and is_measured else None
 
     def mark_ready(self, index: int) -> None:
