@@ -710,7 +710,7 @@ def test_words() -> None:
     assert "Rank 9 " not in text
     assert "All ranks have come there" in describe_wait(0, wait_for(), {1: Peer(state(5, 4))}, 30.0, 30.0)
     assert describe_ranks([3], {3: Peer(None)}) == "Rank 3 has not said yet what it is doing"
-    silent = Peer(state(3).older(20.0), is_silent=True, heard=20.0, was_asked=True)
+    silent = Peer(state(3).older(20.0), is_silent=True, message_age=20.0, was_asked=True)
     assert describe_ranks([3], {3: silent}) == (
         "Rank 3 (pid 77), last heard of 20 s ago, was then in forward, in step 12; it has shown no sign of "
         "life for 20 s; it was told to print its Python stacks to its standard error"
@@ -726,23 +726,23 @@ def test_only_ranks_that_all_wait_are_locked() -> None:
         assert "none of them can go on" not in describe_wait(0, wait_for(), {1: waiting, 2: stopped}, 30.0, 30.0)
 
 
-def test_a_long_place_keeps_its_line_and_a_longer_one_is_no_old_one() -> None:
+def test_a_long_call_site_keeps_its_line_and_a_longer_one_is_no_old_one() -> None:
     memory = memoryview(bytearray(MEMORY_BYTES))
     recorder = FlightRecorder(memory)
     folder = "層" * 300
     code = compile("def f(): return look(thread)\nresult = f()", f"/{folder}/file.py", "exec")
     names: dict[str, object] = {"look": call_site_of, "thread": threading.get_ident()}
     exec(code, names)
-    _, place = names["result"]  # type: ignore[misc]
-    assert str(place).startswith(f"…{'層' * 112}/file.py:1 in f")
-    for text, kept in (("a.py:1 in f", "a.py:1 in f"), ("層" * 400, "層" * 400), ("\x00" * 400, "\x00" * 100)):
+    _, call_site = names["result"]  # type: ignore[misc]
+    assert str(call_site).startswith(f"…{'層' * 112}/file.py:1 in f")
+    for text, kept in (("a.py:1 in f", "a.py:1 in f"), ("層" * 400, "層" * 400), ("\x00" * 500, "\x00" * 400)):
         recorder.write_sample(Phase.INPUT, text, ())
         found = read_state(memory)
         assert found is not None
         assert found.call_site == kept
 
 
-def test_a_private_track_is_no_trouble() -> None:
+def test_a_private_entry_is_no_trouble() -> None:
     entry = Entry.private("alone")
     with pytest.raises(ZeroDivisionError):
         entry.run("a failure", lambda: 1 // 0)

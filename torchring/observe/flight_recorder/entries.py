@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from torchring.observe.phases import OPTIMIZER, Phase
 
 _T = TypeVar("_T")
-MEMORY_BYTES: Final = 4096
+MEMORY_BYTES: Final = 8192
 _NUM_ENTRIES: Final = 64
 _FIRST_ENTRY: Final = 16
 _ENTRY_WORDS: Final = 4
@@ -38,6 +38,7 @@ _KEY, _BEGUN, _FINISHED, _WAITING_SINCE = range(_ENTRY_WORDS)
 _NUM_WORDS: Final = _FIRST_ENTRY + _NUM_ENTRIES * _ENTRY_WORDS
 _ENTRIES: Final = range(_FIRST_ENTRY, _NUM_WORDS, _ENTRY_WORDS)  # their first words
 _TEXT: Final = 8 * _NUM_WORDS
+_MOST_WAITS: Final = 8
 _TRIES: Final = 3  # to read a text that the timer thread is writing
 
 
@@ -241,14 +242,9 @@ class FlightRecorder:
         if words[_Field.SAMPLED_PHASE] != phase or words[_PHASE_SINCE_AT] > words[_Field.SAMPLED_AT]:
             words[_Field.SAMPLED_SINCE] = max(words[_PHASE_SINCE_AT], words[_Field.SAMPLED_AT])
             words[_Field.SAMPLED_PHASE] = phase
-        lines = [[wait.key, wait.since, str(wait.wait)[:200], wait.is_in_training] for wait in waits]
-        samples = (
-            {"call_site": call_site[:400], "waits": lines[:4]},
-            {"call_site": call_site[:100], "waits": []},
-            {"call_site": "", "waits": []},
-        )
-        texts = (json.dumps(sample, ensure_ascii=False).encode(errors="replace") for sample in samples)
-        text = next(text for text in texts if len(text) <= len(self._text))
+        lines = [[w.key, w.since, str(w.wait)[:200] if w.is_in_training else ""] for w in waits[:_MOST_WAITS]]
+        sample = {"call_site": call_site[:400], "waits": lines}  # fits, even if JSON writes each character as six
+        text = json.dumps(sample, ensure_ascii=False).encode(errors="replace")
         if text != self._written:
             self._written = text
             words[_Field.TEXT_CHECKSUM] = 0
@@ -283,7 +279,7 @@ class CurrentWait(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryState:
-    """How far a rank has come in one sequence of operations. `waits` is whether it waits there."""
+    """How far a rank has come in one sequence of operations, and whether it waits there."""
 
     num_begun: int
     num_finished: int
@@ -357,18 +353,18 @@ def read_state(memory: memoryview | bytes, now: int | None = None) -> RankState 
 
 
 def _wait_in_training(
-    said: Sequence[tuple[int, int, str, bool]], since_of: Mapping[int, int], now: int
+    said: Sequence[tuple[int, int, str]], since_of: Mapping[int, int], now: int
 ) -> tuple[str, float] | None:
     """What the training thread waits for.
 
     Args:
-        said: what the timer thread has written: key, since, text, and whether the training thread waits.
+        said: key, since and text of each wait that the timer thread has written. Other threads' waits have no text.
         since_of: for each entry, when the wait there began, by now; 0 if nothing waits.
     """
-    for key, since, text, is_in_training in said:
-        if is_in_training and since_of.get(key, since) == since:
+    for key, since, text in said:
+        if text and since_of.get(key, since) == since:
             return text, (now - since) / 1e9
-    known = {(key, since) for key, since, _, _ in said}
+    known = {(key, since) for key, since, _ in said}
     for key, since in since_of.items():
         if since and (key, since) not in known:  # too new for the timer thread
             return "an operation between ranks", (now - since) / 1e9

@@ -47,7 +47,7 @@ _LONGEST_TICK_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 10.0  # between two messages to the store
 _SILENT_PAUSES: Final = 1.4  # without a message
 _SILENT_SECONDS: Final = 3.0
-_FIRST_LOOK: Final = 0.4  # of the limit. The second look, at the limit, shows who has been silent since.
+_FIRST_LOOK: Final = 0.4  # of the limit. A second look, at the limit, shows who has been silent since.
 _LASTING: Final = 0.1  # of the limit: a wait that is worth a message
 _ANSWER_SECONDS: Final = 2.0  # for the store
 _JOIN_SECONDS: Final = 1.0
@@ -61,9 +61,9 @@ class _Message:
     """The last message of a rank of another host.
 
     Attributes:
-        number: counts the messages of that rank.
-        sent: when, by this rank's clock. Not when this rank read it first, which it does only when it waits.
-        pause: seconds between two messages of that rank.
+        number: number of messages that the rank has sent.
+        sent: time on this rank's clock when the rank sent it. This rank reads messages only when it waits.
+        pause: seconds between two messages of the rank.
     """
 
     number: int
@@ -126,7 +126,7 @@ class StallMonitor:
             thread.join(_JOIN_SECONDS)
 
     def tick(self) -> None:
-        """What the timer thread does each time."""
+        """Sample what this rank does, publish it if that is due, and warn. The timer thread calls this."""
         waits = self.recorder.waits()
         self.recorder.write_sample(*call_site_of(self.recorder.thread), waits)
         ticked_at, self._ticked_at = self._ticked_at, time.monotonic()
@@ -153,7 +153,7 @@ class StallMonitor:
                 self._print_own_stacks()
 
     def explain(self, ranks: Iterable[int]) -> str:
-        """What `ranks` did last, a sentence each; all other ranks if there are none. From any thread."""
+        """Say what `ranks`, or all other ranks if there are none, did last: a sentence each. From any thread."""
         late = [rank for rank in sorted(ranks) or range(self._rendezvous.size) if rank != self._rank]
         if any(rank in self._others for rank in late):
             self._look(wait=True)
@@ -169,7 +169,7 @@ class StallMonitor:
         _logger.warning(describe_wait(self._rank, wait, peers, seconds, self._limit))
 
     def _peers(self) -> dict[int, Peer]:
-        """What is known of all other ranks."""
+        """All other ranks, as far as this rank knows."""
         found = {}
         for rank, memory in self._memory.items():
             if rank != self._rank:
@@ -185,7 +185,7 @@ class StallMonitor:
             else:
                 age = now - message.sent
                 is_late = age > max(_SILENT_SECONDS, _SILENT_PAUSES * message.pause)
-                found[rank] = Peer(message.state.older(age), is_silent=is_late, heard=age)
+                found[rank] = Peer(message.state.older(age), is_silent=is_late, message_age=age)
         return dict(sorted(found.items()))
 
     # Messages between hosts
@@ -294,7 +294,7 @@ def _set(store: Store, key: str, value: str) -> None:
 
 
 def _read(store: Store, keys: Sequence[str]) -> list[bytes | None]:
-    """What is published under `keys`."""
+    """The values of `keys`; None for a key that is not set."""
     if store.check(list(keys)):
         return list(store.multi_get(list(keys)))
     return [store.get(key) if store.check([key]) else None for key in keys]

@@ -24,20 +24,20 @@ _LONG_WAIT: Final = 0.1  # of the limit: a shorter wait of another rank may be a
 
 @dataclass(frozen=True)
 class Peer:
-    """What is known of another rank.
+    """Another rank, as far as this rank knows.
 
     Attributes:
         state: None if the rank has not told anything yet.
-        is_stopped: by SIGSTOP or a debugger.
-        is_silent: nothing has been heard of the rank for longer than ranks keep silent.
-        heard: how many seconds ago the last message of a rank of another host came. None on this host.
+        is_stopped: SIGSTOP or a debugger has stopped the process.
+        is_silent: the rank has shown no sign of life for longer than is normal.
+        message_age: seconds since a rank of another host sent its last message. None on this host.
         was_asked: the rank was told to print its stacks.
     """
 
     state: RankState | None
     is_stopped: bool = False
     is_silent: bool = False
-    heard: float | None = None
+    message_age: float | None = None
     was_asked: bool = False
 
 
@@ -82,7 +82,7 @@ def describe_wait(rank: int, wait: CurrentWait, peers: Mapping[int, Peer], secon
 
 
 def describe_ranks(ranks: Sequence[int], peers: Mapping[int, Peer]) -> str:
-    """What each rank did last, a sentence each."""
+    """Say what each rank did last, a sentence each."""
     sentences = [_describe(rank, peers.get(rank, Peer(None))) for rank in ranks[:_MOST_NAMED]]
     return ". ".join(sentences)
 
@@ -92,12 +92,12 @@ def _describe(rank: int, peer: Peer) -> str:
     if state is None:
         return f"Rank {rank} has not said yet what it is doing"
     text = f"Rank {rank} (pid {state.pid})"
-    if peer.heard is not None and peer.heard >= 1.0:
-        text += f", last heard of {duration(peer.heard)} ago,"
-    is_old = peer.heard is not None and peer.is_silent  # what the rank does by now is not known
+    if peer.message_age is not None and peer.message_age >= 1.0:
+        text += f", last heard of {duration(peer.message_age)} ago,"
+    is_old = peer.message_age is not None and peer.is_silent  # what the rank does by now is not known
     if state.waits is not None:
         what, seconds = state.waits
-        had_waited = f"had then waited for {duration(seconds - (peer.heard or 0.0))}"
+        had_waited = f"had then waited for {duration(seconds - (peer.message_age or 0.0))}"
         text += f" itself {had_waited if is_old else f'has waited for {duration(seconds)}'} in {what}"
     elif is_old:
         text += f" was then {_IN_WORDS.get(state.phase, _OUTSIDE)}, in step {state.step}"

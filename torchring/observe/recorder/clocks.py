@@ -1,4 +1,4 @@
-"""How far the clocks of two hosts are apart, from messages that ranks exchange.
+"""Compares the clocks of two hosts by messages that ranks exchange.
 
 A message arrives after it was sent. If a rank's clock is ahead by x, then in each exchange
 
@@ -31,8 +31,8 @@ def estimate(mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]])
     """How far a clock is ahead of another clock.
 
     Args:
-        mine, theirs: for each exchange, when a message was sent, and when all messages had arrived. Each on the clock
-            of its own host.
+        mine, theirs: for each exchange, when the host sent a message, and when all messages had arrived, on the clock
+            of that host.
     """
     pairs = list(zip(mine, theirs, strict=True))
     most = min(received - sent for (_, received), (sent, _) in pairs)
@@ -44,7 +44,7 @@ def measure(exchange: Callable[[bytes], Sequence[bytes]], *, is_same_host: bool)
     """Collective: compare this rank's clock with that of rank 0.
 
     Args:
-        exchange: sends bytes to all ranks, and returns those of all ranks, in rank order.
+        exchange: sends bytes to all ranks, and returns what each rank has sent, in rank order.
         is_same_host: rank 0 is on this host, so the clock is the same.
     """
     mine: list[tuple[int, int]] = []

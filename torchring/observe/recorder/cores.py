@@ -1,4 +1,4 @@
-"""How long a thread was ready to run, while other threads and programs had the cores."""
+"""How long a thread was ready to run, but had no core."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ UNKNOWN: Final = -1
 
 
 class CoreQueue:
-    """Of the thread that asks first. One look takes 1 us."""
+    """How long the thread that asks first has waited for a core. One look takes 1 us."""
 
     def __init__(self) -> None:
         self._thread = 0
         self._file = UNKNOWN
 
     def read_ns(self) -> int:
-        """In all, since the thread began. UNKNOWN to other threads, and where the kernel does not count."""
+        """Nanoseconds since the thread began. UNKNOWN to other threads, and where the kernel does not count."""
         thread = threading.get_ident()
         if self._thread != thread:
             if self._thread:
@@ -40,5 +40,5 @@ class CoreQueue:
 
 
 def since(before_ns: int, now_ns: int) -> int:
-    """How much longer that is. UNKNOWN if one of them is."""
+    """The difference. UNKNOWN if one of the two is."""
     return now_ns - before_ns if before_ns >= 0 and now_ns >= 0 else UNKNOWN

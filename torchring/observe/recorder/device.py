@@ -1,4 +1,4 @@
-"""Times of a device that works in streams: when its work was done, and not when the host launched it.
+"""Gives steps the times at which a device did its work, and not those at which the host launched it.
 
 The host runs ahead of the device. So each stamp is an event in the current stream, too. Steps are recorded with the
 host's times at first, and get the device's times when the device has come to their end. Nobody waits for that.
@@ -74,8 +74,8 @@ class DeviceTimes:
     """Gives steps the times of a device. For the thread that trains.
 
     Args:
-        device: its current stream computes.
-        now: of the host, in nanoseconds.
+        device: computes in its current stream.
+        now: time on the host's clock, in nanoseconds.
     """
 
     def __init__(self, device: Device, now: int) -> None:
@@ -97,7 +97,7 @@ class DeviceTimes:
             self._recorded.append(now)
 
     def add_reductions(self, reductions: Sequence[Reduction]) -> None:
-        """A round has started these, in this order."""
+        """A round has started these reductions, in this order."""
         self._reductions += reductions
 
     def end_step(self, step: array[int] | None, now: int) -> None:
@@ -112,7 +112,7 @@ class DeviceTimes:
         self.take_finished()
 
     def _begin_anew(self, now: int) -> None:
-        """The next step is the first again: the times of those before do not go on with its times."""
+        """Begin with the next step as if it were the first: its times do not continue those of earlier steps."""
         self._marks, self._recorded, self._reductions = [], [], []
         self._unfinished.clear()
         self._elapsed_ns = 0

@@ -21,8 +21,8 @@ class ForwardWatch:
     A new watch takes over from an earlier one of the model. A scripted model takes no hooks.
 
     Args:
-        model: gets the hooks. None: there is no model.
-        recorder: of the world in which the model trains now; None if there is nothing to tell.
+        model: the model that gets the hooks, if there is one.
+        recorder: returns the recorder of the world in which the model trains now; None if there is nothing to record.
     """
 
     def __init__(self, model: torch.nn.Module | None, recorder: Callable[[], Recorder | None]) -> None:
@@ -33,7 +33,7 @@ class ForwardWatch:
     def start(self) -> None:
         """Put the hooks on the model. Does nothing from the second call on.
 
-        To be called when a first step has been made: torch.cuda.make_graphed_callables, with which a script may prepare
+        Call this when a first step has been made: torch.cuda.make_graphed_callables, with which a script may prepare
         its model after `wrap`, takes no model with hooks.
         """
         if self._model is None:

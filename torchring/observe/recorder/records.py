@@ -232,8 +232,8 @@ class RankTrace:
         steps: the last ones, in order. The first steps of a job are special: buckets are laid out anew, memory is
             touched for the first time.
         num_dropped: how many steps there were before the first one of `steps`.
-        arrivals: of a few steps.
-        clock: empty if the ranks are on one host.
+        arrivals: when gradients came, in a few steps.
+        clock: comparisons with the clock of rank 0's host. Empty if the ranks are on one host.
     """
 
     about: RunInfo

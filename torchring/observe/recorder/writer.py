@@ -1,4 +1,4 @@
-"""Writes what the recorders of this process hold to a folder: at the end, on SIGUSR1, and when training breaks."""
+"""Writes the traces of this process's recorders to a folder: at the end, on SIGUSR1, and when training breaks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _writer: TraceWriter | None = None
 class TraceWriter:
     """Writes traces of this process to a folder. For any thread.
 
-    Every other second a thread writes the last 50 steps, for `torchring top`: to a file of its own, which goes when the
-    whole trace is written. What cannot be written is said once, as a warning; training goes on.
+    Every other second a thread writes the last 50 steps, for `torchring top`, to a file that is removed when the whole
+    trace is written. If a file cannot be written, training goes on, and one warning says so.
 
     Args:
-        folder: is made when something is written.
-        is_for_progress: nobody has asked for a trace, but for `torchring run --progress`, which reads the last steps.
-        is_of_block: steps that have ended before now are not written.
+        folder: where to write; made when something is written.
+        is_for_progress: nobody has asked for a trace. `torchring run --progress` reads the last steps.
+        is_of_block: leave out steps that have ended before now.
     """
 
     def __init__(self, folder: Path, *, is_for_progress: bool = False, is_of_block: bool = False) -> None:
@@ -115,7 +115,7 @@ def _takes_signal() -> bool:
 
 
 def add(recorder: Recorder) -> None:
-    """A world has been opened, whose steps `recorder` writes down."""
+    """Write the traces of `recorder`, whose world has just been opened, if the environment asks for traces."""
     _recorders.add(recorder)
     process.watch(recorder)
     global _writer
@@ -128,7 +128,7 @@ def add(recorder: Recorder) -> None:
 
 
 def note_end(recorder: Recorder, ended_by: str = "end") -> None:
-    """The world of `recorder` has ended, or broken. Nothing happens unless traces are written."""
+    """Write the trace of `recorder`, whose world has ended or broken, if traces are written."""
     if _writer is not None:
         _writer.write(recorder, ended_by)
     if ended_by == "end":
