@@ -16,7 +16,7 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "releases", "rendezvous", "alone", "memory",
-    "world", "observe", "generation", "default_world", "accelerators", "transport", "collectives", "allreduce",
+    "world", "accelerators", "observe", "generation", "default_world", "transport", "collectives", "allreduce",
     "gradients", "norms", "optimizer", "joining", "monitoring", "launch", "elastic", "horovod", "doctor", "report",
     "cli", "__main__", "__init__", "bench",
 ]

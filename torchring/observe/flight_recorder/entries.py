@@ -21,8 +21,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, TypeVar
@@ -126,30 +125,28 @@ class Entry:
         """Operation number `position`, and all before it, are over for this rank."""
         self._words[self._finished] = position + 1
 
-    @contextmanager
-    def waiting(self, wait: Wait) -> Iterator[None]:
-        """Inside, other ranks may keep this rank waiting."""
-        self._begin_wait(wait)
-        try:
-            yield
-        finally:
-            self._words[self._waiting_since] = 0
+    def waiting(self, wait: Wait) -> Entry:
+        """`with entry.waiting(wait):` a thread does what other ranks may keep it waiting in."""
+        self.wait = wait
+        self.thread = threading.get_ident()
+        self._words[self._waiting_since] = time.monotonic_ns()
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._words[self._waiting_since] = 0
 
     def run(self, what: str, operation: Callable[..., _T], *arguments: Any) -> _T:
         """Run `operation(*arguments)`, the next operation of this sequence. Messages call the operation `what`."""
         position = self.num_begun
         self.begin(position)
         try:
-            self._begin_wait(Wait(what))
-            return operation(*arguments)
+            with self.waiting(Wait(what)):
+                return operation(*arguments)
         finally:
-            self._words[self._waiting_since] = 0
             self.finish(position)
-
-    def _begin_wait(self, wait: Wait) -> None:
-        self.wait = wait
-        self.thread = threading.get_ident()
-        self._words[self._waiting_since] = time.monotonic_ns()
 
 
 class FlightRecorder:

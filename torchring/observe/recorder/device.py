@@ -14,8 +14,9 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from torchring.accelerators import Accelerator, Mark
 from torchring.observe.recorder.records import (
     BEGIN,
     END,
@@ -33,20 +34,6 @@ from torchring.observe.recorder.records import (
 )
 
 _NUM_SHIFTS: Final = 64
-
-
-class Mark(Protocol):
-    """A point in a stream's work, see `torchring.accelerators.Mark`."""
-
-    def is_reached(self) -> bool: ...
-    def milliseconds_since(self, earlier: Any) -> float: ...
-
-
-class Device(Protocol):
-    """See `torchring.accelerators.Accelerator`."""
-
-    def mark_current(self) -> Mark: ...
-    def is_capturing(self) -> bool: ...
 
 
 class Reduction(Protocol):
@@ -78,7 +65,7 @@ class DeviceTimes:
         now: time on the host's clock, in nanoseconds.
     """
 
-    def __init__(self, device: Device, now: int) -> None:
+    def __init__(self, device: Accelerator, now: int) -> None:
         self._device = device
         self._marks = [device.mark_current()]
         self._recorded = [now]

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from torchring.accelerators import Accelerator
 from torchring.observe.phases import EXPOSED, FORWARD, INPUT
 from torchring.observe.recorder.cores import UNKNOWN, CoreQueue, since
-from torchring.observe.recorder.device import Device, DeviceTimes, Reduction
+from torchring.observe.recorder.device import DeviceTimes, Reduction
 from torchring.observe.recorder.records import (
     BUCKET_LENGTH,
     NUM_BYTES,
@@ -117,7 +118,7 @@ class Recorder:
             is_forward_known = is_forward_known or self._stamps[i] == FORWARD
         return self._stamps[1], is_forward_known
 
-    def follow(self, device: Device) -> None:
+    def follow(self, device: Accelerator) -> None:
         """From now on, times are those at which the work of `device` is done."""
         if self._device is None:
             self._device = DeviceTimes(device, time.perf_counter_ns())
