@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _NUM_STEPS: Final = 100
-_PARTS: Final = {
+_PHASES: Final = {
     "input": Phase.INPUT,
     "forward": Phase.FORWARD,
     "backward": Phase.BACKWARD,
@@ -44,7 +44,7 @@ def metrics() -> dict[str, float]:
     """Figures about this rank's training, by name. Sends nothing. Takes 2 to 15 ms, more with many buckets.
 
     Names are those of Prometheus, with the unit at the end. Seconds are means over the last 100 steps at most, and
-    those of the parts add up to `torchring_step_seconds`. Names that end in _total count since `init()`; in an elastic
+    those of the phases add up to `torchring_step_seconds`. Names that end in _total count since `init()`; in an elastic
     job, since ranks have changed. Samples of the first step are not counted, because the model is watched from the
     second step on. Before the first step there are no seconds.
 
@@ -73,8 +73,8 @@ def metrics() -> dict[str, float]:
         found["step_seconds"] = seconds / len(steps)
         exposed = sum(step.exposed_ns for step in steps) / 1e9 / len(steps)
         stalls = sum(step.stall_ns for step in steps) / 1e9 / len(steps)
-        for name, part in _PARTS.items():
-            found[f"{name}_seconds"] = sum(step.ns_in(part) for step in steps) / 1e9 / len(steps)
+        for name, phase in _PHASES.items():
+            found[f"{name}_seconds"] = sum(step.ns_in(phase) for step in steps) / 1e9 / len(steps)
         found["backward_seconds"] -= stalls
         found["exposed_communication_seconds"] = exposed
     return {f"torchring_{name}": value for name, value in found.items()}
