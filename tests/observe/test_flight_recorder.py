@@ -28,9 +28,8 @@ from torchring.errors import RingError
 from torchring.linux import is_stopped, open_process
 from torchring.memory import host as host_module
 from torchring.memory.host import HostGroup
-from torchring.observe.flight_recorder import call_sites as places
+from torchring.observe.flight_recorder import call_sites, stacks
 from torchring.observe.flight_recorder import monitor as monitor_module
-from torchring.observe.flight_recorder import stacks
 from torchring.observe.flight_recorder.call_sites import call_site_of
 from torchring.observe.flight_recorder.entries import (
     MEMORY_BYTES,
@@ -585,7 +584,7 @@ def test_a_track_counts_operations_and_says_where_it_waits() -> None:
     assert recorder.waits() == []
 
 
-def test_the_place_of_a_thread_names_the_library_and_the_script() -> None:
+def test_the_call_site_of_a_thread_names_the_library_and_the_script() -> None:
     future: torch.futures.Future[int] = torch.futures.Future()
     thread = threading.Thread(target=lambda: future.wait(), name="waits")
     thread.start()
@@ -634,7 +633,7 @@ def test_a_look_at_a_stack_keeps_no_local_variable_alive(monkeypatch: pytest.Mon
         is_alive.append(local[0]() is not None)
         return True
 
-    monkeypatch.setattr(places, "_is_internal", is_internal)
+    monkeypatch.setattr(call_sites, "_is_internal", is_internal)
     thread = threading.Thread(target=run, name="looked-at")
     thread.start()
     assert has_begun.wait(10)

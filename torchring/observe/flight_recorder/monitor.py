@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import struct
 import time
@@ -39,6 +40,7 @@ from torchring.observe.flight_recorder.report import (
     is_silent,
     missing_ranks,
 )
+from torchring.rendezvous.environment import STACKS
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.threads import PeriodicThread, is_done_within
 
@@ -94,7 +96,7 @@ class StallMonitor:
         }
         self.recorder = FlightRecorder(self._memory[self._rank])
         self._has_warned: set[tuple[int, int]] = set()  # (key, since) of the waits under way
-        self._prints_stacks = stacks.is_wanted()
+        self._prints_stacks = os.environ.get(STACKS) == "1"
         self._printed_for = 0
         if self._prints_stacks:
             self.recorder.offer_stacks(stacks.offer())
@@ -247,12 +249,11 @@ class StallMonitor:
     def _ask_for_stacks(self, wait: CurrentWait, missing: Sequence[int]) -> set[int]:
         """Have ranks print their stacks, once for each stall. Returns the ranks that do so now, or have done so."""
         stall = key_of(f"{wait.key} {wait.position}")
-        asked = set()
-        for rank in missing:
-            if rank in self._others:
-                self._start(partial(_set, key=_wanted_key(rank), value=str(stall)))
-                asked.add(rank)
-                continue
+        asked = set(missing) & set(self._others)
+        if keys := [_wanted_key(rank) for rank in asked]:
+            values = [str(stall)] * len(keys)
+            self._start(lambda store: store.multi_set(keys, values))  # type: ignore[attr-defined]  # not in the stubs
+        for rank in set(missing) - asked:
             process = self._host.process_of(rank)
             number, is_first = want_stacks(self._memory[rank], stall)
             if number and process is not None and (not is_first or stacks.ask(*process, number)):
@@ -287,10 +288,6 @@ def _listens(store: Store) -> bool:
         except OSError:
             return False
     return True
-
-
-def _set(store: Store, key: str, value: str) -> None:
-    store.set(key, value)
 
 
 def _read(store: Store, keys: Sequence[str]) -> list[bytes | None]:

@@ -11,15 +11,9 @@ import signal
 from typing import Final
 
 from torchring.linux import is_caught
-from torchring.rendezvous.environment import STACKS
 
 _SIGNAL: Final = signal.SIGRTMAX - 7  # ends a process that does not catch it, so it is sent to no such process
 _STDERR: Final = 2
-
-
-def is_wanted() -> bool:
-    """Whether the ranks were started with `--stacks-on-stall`."""
-    return os.environ.get(STACKS) == "1"
 
 
 def offer() -> int:
