@@ -496,11 +496,20 @@ def test_no_signal_is_sent_to_a_process_that_would_die_of_it() -> None:
 def test_stacks_are_asked_for_once_in_each_stall() -> None:
     memory = memoryview(bytearray(MEMORY_BYTES))
     recorder = FlightRecorder(memory)
-    assert want_stacks(memory, 7) == (0, True)
+    sent: list[int] = []
+
+    def send(number: int) -> bool:
+        sent.append(number)
+        return len(sent) < 3
+
+    assert not want_stacks(memory, 7, send), "the rank offers no signal"
     recorder.offer_stacks(60)
-    assert want_stacks(memory, 8) == (60, True)
-    assert want_stacks(memory, 8) == (60, False)
-    assert want_stacks(memory, 9) == (60, True)
+    assert want_stacks(memory, 8, send)
+    assert want_stacks(memory, 8, send)
+    assert sent == [60]
+    assert want_stacks(memory, 9, send)
+    assert not want_stacks(memory, 10, send), "the signal could not be sent"
+    assert sent == [60] * 3
 
 
 # ---- entries

@@ -368,12 +368,18 @@ def _wait_in_training(
     return None
 
 
-def want_stacks(memory: memoryview, stall: int) -> tuple[int, bool]:
-    """(the signal that has a rank print its stacks, or 0; whether this is the first time in this stall)."""
+def want_stacks(memory: memoryview, stall: int, send: Callable[[int], bool]) -> bool:
+    """Have a rank print its stacks, once for each stall. Returns whether the rank does so now, or has done so.
+
+    Args:
+        send: sends the given signal to the rank. Returns False if that is not possible.
+    """
     words = memory[:_TEXT].cast("q")
-    is_first = words[_Field.WANTED] != stall
+    number = int(words[_Field.STACK_SIGNAL])
+    if not number or (words[_Field.WANTED] != stall and not send(number)):
+        return False
     words[_Field.WANTED] = stall
-    return int(words[_Field.STACK_SIGNAL]), is_first
+    return True
 
 
 def key_of(name: str) -> int:

@@ -255,8 +255,7 @@ class StallMonitor:
             self._start(lambda store: store.multi_set(keys, values))  # type: ignore[attr-defined]  # not in the stubs
         for rank in set(missing) - asked:
             process = self._host.process_of(rank)
-            number, is_first = want_stacks(self._memory[rank], stall)
-            if number and process is not None and (not is_first or stacks.ask(*process, number)):
+            if process is not None and want_stacks(self._memory[rank], stall, partial(stacks.ask, *process)):
                 asked.add(rank)
         return asked
 
