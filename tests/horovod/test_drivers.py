@@ -16,8 +16,9 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.support.harness import is_running, patient, run_ranks
-from torchring.rendezvous import protocol
-from torchring.rendezvous.protocol import Beat, Broken, Card, Invitation, Plan
+from torchring.elastic import protocol
+from torchring.elastic.protocol import Beat, Broken, Card, Generation, Invitation
+from torchring.rendezvous.environment import INVITATION
 
 SECONDS = 60.0  # against hangs
 
@@ -102,7 +103,7 @@ class _Driver:
             self._set(protocol.card_key(worker), Card("starting").encode())
             self._set(protocol.beat_key(worker), Beat(0).encode())
         self.environs = [
-            {protocol.VARIABLE: Invitation(n, n, num_at_first, ("127.0.0.1",), port, "token", "here").to_json()}
+            {INVITATION: Invitation(n, n, num_at_first, ("127.0.0.1",), port, "token", "here").encode().decode()}
             for n in self._workers
         ]
         self.plans: list[tuple[int, ...]] = []
@@ -145,7 +146,7 @@ class _Driver:
                 survivors = [worker for worker in before if worker in meeting]
                 plan = (*survivors, *(worker for worker in meeting if worker not in survivors))
                 self.plans.append(plan)
-                self._set(protocol.plan_key(generation + 1), Plan(generation + 1, plan, "a test").encode())
+                self._set(protocol.generation_key(generation + 1), Generation(generation + 1, plan, "a test").encode())
                 self._set(protocol.LATEST, str(generation + 1))
             elif generation and set(meeting) - set(before):
                 self._set(protocol.CALL, str(generation))

@@ -142,7 +142,7 @@ class ElasticJob:
         hosts: where; by default this machine, with `max_size` slots.
         enter_host: called in each worker with the name of its host, before anything else.
         interface: of the network, where the store listens.
-        limits: of `membership.Limits`.
+        limits: of `coordinator.Limits`.
 
     Attributes:
         folder: of notes and logs.
@@ -209,11 +209,11 @@ class ElasticJob:
     @property
     def members(self) -> tuple[int, ...]:
         """The workers of the newest generation, in the order of ranks."""
-        return self.driver._membership._plan.workers
+        return self.driver._coordinator.generation.workers
 
     @property
     def generation(self) -> int:
-        return self.driver._membership.generation
+        return self.driver._coordinator.generation.number
 
     def is_alive(self, worker: int) -> bool:
         process = self.driver._processes.get(worker)

@@ -13,10 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from torchring.elastic.driver.hosts import Hosts
-from torchring.errors import PeerLostError, encode_error
-from torchring.launch.launcher import LaunchError, address_towards
-from torchring.rendezvous.addresses import list_interfaces, own_addresses
-from torchring.rendezvous.protocol import (
+from torchring.elastic.protocol import (
     BROKEN,
     CALL,
     END,
@@ -26,12 +23,15 @@ from torchring.rendezvous.protocol import (
     Beat,
     Broken,
     Card,
-    Plan,
+    Generation,
     beat_key,
     card_key,
-    plan_key,
+    generation_key,
     world_prefix,
 )
+from torchring.errors import PeerLostError, encode_error
+from torchring.launch.launcher import LaunchError, address_towards
+from torchring.rendezvous.addresses import list_interfaces, own_addresses
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -132,11 +132,10 @@ class DriverStore:
         """The values of keys that are there."""
         return list(self._store.multi_get([PREFIX + key for key in keys])) if keys else []
 
-    def publish(self, plan: Plan) -> None:
+    def publish(self, generation: Generation) -> None:
         """A generation begins. The keys of earlier ones go."""
-        self._set({plan_key(plan.generation): plan.encode()})
-        self._set({LATEST: str(plan.generation).encode()})
-        self._clean(plan.generation - _KEPT)
+        self._set({generation_key(generation.number): generation.encode(), LATEST: b"%d" % generation.number})
+        self._clean(generation.number - _KEPT)
 
     def break_off(self, broken: Broken) -> None:
         """A generation is broken: its members hear of it, also those that are opening its world."""
@@ -146,7 +145,7 @@ class DriverStore:
 
     def call(self, generation: int) -> None:
         """The generation is to meet at the end of its step."""
-        self._set({CALL: str(generation).encode()})
+        self._set({CALL: b"%d" % generation})
 
     def end(self, reason: str) -> None:
         """The job is over."""
@@ -162,5 +161,5 @@ class DriverStore:
         begin = f"{PREFIX}{world_prefix(generation)}/"
         with contextlib.suppress(RuntimeError):
             old = [key for key in self._store.list_keys() if key.startswith(begin)]
-            for key in [*old, PREFIX + plan_key(generation)]:
+            for key in [*old, PREFIX + generation_key(generation)]:
                 self._store.delete_key(key)

@@ -32,8 +32,8 @@ from torchring.collectives.initial_state import (
 )
 from torchring.collectives.service import collectives_of
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
-from torchring.elastic.worker.member import Member
 from torchring.elastic.worker.sampler import Sampler, share_of
+from torchring.elastic.worker.worker import Worker
 from torchring.errors import GradientError, PeerLostError, PlanMismatchError
 from torchring.generation import Change
 from torchring.gradients.participants.weights import OTHER_BATCH
@@ -49,7 +49,7 @@ _EVERY: Final = timedelta(minutes=5)
 _log = logging.getLogger("torchring.elastic")
 
 
-class MembershipChange(BaseException):
+class GenerationOver(BaseException):
     """Leaves the training function, which is called again with other ranks.
 
     Not an Exception, so that a script that goes on after errors does not swallow it.
@@ -148,9 +148,9 @@ class State:
         self._before_closure: dict[str, Any] | None = None  # everything, if such a step changes it bit by bit
 
         # The generation
-        self._member: Member | None = None
+        self._worker: Worker | None = None
         self._world: World | None = None
-        self._agreed: MembershipChange | None = None
+        self._agreed: GenerationOver | None = None
         self._agreed_at = 0  # progress at that time
         self._thread = 0  # that trains
 
@@ -270,19 +270,19 @@ class State:
         self._is_between, self._sees_forward, self._is_in_closure = True, False, False
         if is_first:
             self._num_steps += 1
-            if self._member is not None:
-                self._member.has_stepped(self._num_steps)
+            if self._worker is not None:
+                self._worker.has_stepped(self._num_steps)
             accumulate = self._optimizers[0]._options.accumulate
             for sampler in self._samplers:
                 sampler.record_step(accumulate)
 
     def _leave_if_agreed(self) -> None:
-        """Raise MembershipChange if the ranks are to change now, and no step is half done."""
+        """Raise GenerationOver if the ranks are to change now, and no step is half done."""
         if self._is_in_closure:
             return
         world = self._world
         if world is not None and world.size == 1 and (change := world.shared(Change)).is_wanted:
-            self._agreed = MembershipChange(all_leave=change.leaves)
+            self._agreed = GenerationOver(all_leave=change.leaves)
         if self._agreed is not None:
             raise self._agreed
 
@@ -300,7 +300,7 @@ class State:
 
     # Between generations
 
-    def _enter(self, world: World, member: Member | None, *, has_failed: bool) -> None:
+    def _enter(self, world: World, worker: Worker | None, *, has_failed: bool) -> None:
         """Become what the rank is that is furthest, and have everything reduce with the ranks of `world`. Collective.
 
         Args:
@@ -311,7 +311,7 @@ class State:
             RingError: a rank is lost, or a new one does not fit the others.
             ValueError: the checkpoint is of another model.
         """
-        self._world, self._member, self._agreed = world, member, None
+        self._world, self._worker, self._agreed = world, worker, None
         self._thread = threading.get_ident()
         if self._is_in_closure and self._before_closure is not None:  # ranks were lost at different trial points
             self._become(copy_of(self._before_closure))
@@ -324,8 +324,8 @@ class State:
         try:
             if world.size > 1:
                 collectives_of(world).check_equal(self._layout())
-            if member is not None and world.rank == 0:
-                member.publish_layout(json.dumps(self._layout()).encode())
+            if worker is not None and world.rank == 0:
+                worker.publish_layout(json.dumps(self._layout()).encode())
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
             uses_commits = self._share(world, rows)
@@ -346,8 +346,8 @@ class State:
         self._copied = None
         self._committed = (self._progress, self._point()) if uses_commits else None
         self._saved_at = (self._num_steps, time.monotonic())
-        if member is not None:
-            member.num_steps, member.num_made = self._num_steps, max(member.num_made, 0)
+        if worker is not None:
+            worker.num_steps, worker.num_made = self._num_steps, max(worker.num_made, 0)
         if self._folder is not None and world.rank == 0 and self._writer is None:
             self._writer = CheckpointWriter(self._folder)
 
@@ -521,8 +521,8 @@ class State:
         if is_due:
             self._saved_at = (self._num_steps, time.monotonic())
             self._writer.write(self._num_steps, self._writer.copy_of(self._everything()))
-        if self._member is not None:
-            self._member.checkpoint = str(self._writer.newest or "")
+        if self._worker is not None:
+            self._worker.checkpoint = str(self._writer.newest or "")
 
     def _save_now(self) -> str:
         """Write a checkpoint, unless the newest has this step. Returns its path; "" without a folder, or on failure."""
@@ -601,7 +601,7 @@ class _Batches:
         state = self._state
         if self._is_first:
             state._is_between = False
-            if state._member is not None and state._member.seems_alone() and state._world is not None:
+            if state._worker is not None and state._worker.seems_alone() and state._world is not None:
                 state._world.shared(Change).is_wanted = True
             state._leave_if_agreed()
         for sampler in state._samplers[:1]:  # the one whose batches have the weights
@@ -612,7 +612,7 @@ class _Batches:
 
     def change_is_agreed(self, *, all_leave: bool) -> None:
         if self._is_first:
-            self._state._agreed = MembershipChange(all_leave=all_leave)
+            self._state._agreed = GenerationOver(all_leave=all_leave)
             self._state._agreed_at = self._state._progress
 
 
