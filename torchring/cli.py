@@ -25,7 +25,8 @@ from torchring.elastic.driver import options as elastic
 from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
 from torchring.launch.arguments import hosts_of, positive, setting
-from torchring.launch.launcher import LAUNCHERS, LaunchError, is_here, start
+from torchring.launch.hosts import LaunchError, is_here
+from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import Stopped, signals_raise
 from torchring.rendezvous.environment import PROGRESS, STACKS, TRACE

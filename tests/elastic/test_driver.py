@@ -43,7 +43,7 @@ from torchring.elastic.protocol import (
     world_prefix,
 )
 from torchring.errors import PeerLostError, decode_error
-from torchring.launch.launcher import Host, LaunchError
+from torchring.launch.hosts import Host, LaunchError
 from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 
 ROOT = Path(__file__).resolve().parents[2]

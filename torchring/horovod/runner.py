@@ -21,7 +21,8 @@ from typing import Any, Final, TypeVar
 from torchring.errors import ranks_in_words
 from torchring.launch import task
 from torchring.launch.horovodrun import SOCKETS
-from torchring.launch.launcher import Host, LaunchError, is_here, parse_hostfile, parse_hosts, start
+from torchring.launch.hosts import Host, LaunchError, is_here, parse_hostfile, parse_hosts
+from torchring.launch.launcher import start
 from torchring.launch.output import OutputOptions
 
 _T = TypeVar("_T")

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from torchring.launch.launcher import Host, LaunchError, parse_hostfile, parse_hosts
+from torchring.launch.hosts import Host, LaunchError, parse_hostfile, parse_hosts
 
 # The launcher sets these variables for each process, and overwrites what they were.
 _LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")

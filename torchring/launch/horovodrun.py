@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from torchring.launch.launcher import Host
+from torchring.launch.hosts import Host
 
 _STARTUP: Final = Path(__file__).parent.parent / "horovod" / "startup"  # see horovod/aliases.py
 _MIB: Final = 2**20

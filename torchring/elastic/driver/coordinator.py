@@ -22,7 +22,7 @@ from torchring.elastic.driver.actions import Action, Break, Call, Exit, Forget, 
 from torchring.elastic.driver.cooldown import DEFAULT_RANGE, Cooldown
 from torchring.elastic.driver.losses import Losses
 from torchring.elastic.protocol import Beat, Broken, Card, Generation
-from torchring.launch.launcher import Host
+from torchring.launch.hosts import Host
 
 UNLIMITED: Final = 1 << 30
 _LONGEST_GAP: Final = 1.0  # seconds between two ticks; what goes beyond does not count: the driver was stopped

@@ -32,15 +32,8 @@ from torchring.elastic.driver.coordinator import Coordinator, Limits
 from torchring.elastic.driver.hosts import Hosts
 from torchring.elastic.driver.store import DriverStore, Listener
 from torchring.elastic.protocol import Beat, Card, Invitation, beat_key, card_key
-from torchring.launch.launcher import (
-    HEARTBEAT_SECONDS,
-    KILL_SECONDS,
-    Job,
-    LaunchError,
-    open_output,
-    remote_job,
-    why_no_loopback,
-)
+from torchring.launch.hosts import LaunchError, why_no_loopback
+from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, host_job, open_output, sharing_cores
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.linux import open_process
@@ -59,11 +52,6 @@ _OTHERS_BEGIN: Final = ("GROUP_", "ROLE_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", 
                         "PALS_", "MPI_LOCAL", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "HOROVOD_RANK",
                         "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_",
                         "TORCHRING_MEMBER", "TORCHRING_LAUNCHER", INVITATION)  # fmt: skip
-# Gives each worker of another host its share of the cores there.
-_SHARE_CORES: Final = (
-    'if [ -z "$OMP_NUM_THREADS" ]; then n=$(( $(nproc) / %d )); export OMP_NUM_THREADS=$(( n > 0 ? n : 1 )); fi; '
-    'exec "$@"'
-)
 
 
 def start_elastic(
@@ -146,7 +134,7 @@ class Driver:
         self._output = output
         self._ssh_options = ["-o", f"ConnectTimeout={_CONNECT_SECONDS}", *ssh_options]
         self._listener = listener
-        # As it is now: the driver sets variables for torch.
+        # A copy, because the driver sets variables for torch.
         self._environ = {
             key: value for key, value in os.environ.items() if key not in _OTHERS and not key.startswith(_OTHERS_BEGIN)
         }
@@ -315,24 +303,17 @@ class Driver:
         invitation = Invitation(
             action.worker, action.slot, self._coordinator.size, addresses, listener.port, listener.token, action.host
         )
-        own = {**self._env, INVITATION: invitation.encode().decode(), "LOCAL_RANK": str(action.slot)}
         slots = next(host.slots for host in self._hosts.known or () if host.name == action.host)
-        num_sharing = max(1, min(slots, self._limits.max_size))
-        python = [sys.executable, "-u", *self._command]
-        if is_here:
-            cores = max(1, len(os.sched_getaffinity(0)) // num_sharing)
-            environ = {"OMP_NUM_THREADS": str(cores), **self._environ, **own}
-            job = Job(action.host, python, environ, patience=_PATIENCE_SECONDS)
-        else:
-            shared = ["sh", "-c", _SHARE_CORES % num_sharing, "sh", *python]
-            job = remote_job(
-                action.host,
-                shared,
-                own,
-                self._ssh_options,
-                silence=_SILENCE_SECONDS,
-                patience=_PATIENCE_SECONDS,
-            )
+        job = host_job(
+            action.host,
+            sharing_cores([sys.executable, "-u", *self._command], str(max(1, min(slots, self._limits.max_size)))),
+            {**self._env, INVITATION: invitation.encode().decode(), "LOCAL_RANK": str(action.slot)},
+            is_here=is_here,
+            environ=self._environ,
+            ssh_options=self._ssh_options,
+            silence=_SILENCE_SECONDS,
+            patience=_PATIENCE_SECONDS,
+        )
         process = _Process(action.worker, job)
         try:
             job.start(self._output, action.worker)

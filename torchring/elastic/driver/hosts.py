@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from torchring.launch.launcher import Host, LaunchError, is_here, parse_host, parse_hostfile
+from torchring.launch.hosts import Host, LaunchError, is_here, parse_host, parse_hostfile
 
 _ASK_SECONDS: Final = 1.0  # between two questions
 _SCRIPT_SECONDS: Final = 10.0  # for the script to answer

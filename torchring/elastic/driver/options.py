@@ -10,7 +10,7 @@ from torchring.elastic.driver.cooldown import DEFAULT_RANGE
 from torchring.elastic.driver.coordinator import UNLIMITED, Limits
 from torchring.elastic.driver.hosts import Hosts
 from torchring.launch.arguments import duration, positive
-from torchring.launch.launcher import Host, LaunchError, parse_hosts
+from torchring.launch.hosts import Host, LaunchError, parse_hosts
 
 _ELASTIC_TIMEOUT: Final = 600.0  # Horovod's
 _HEARTBEAT_TIMEOUT: Final = 10.0

@@ -30,7 +30,7 @@ from torchring.elastic.protocol import (
     world_prefix,
 )
 from torchring.errors import PeerLostError, encode_error
-from torchring.launch.launcher import LaunchError, address_towards
+from torchring.launch.hosts import LaunchError, address_towards
 from torchring.rendezvous.addresses import list_interfaces, own_addresses
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _choose(hosts: Hosts, interface: str) -> tuple[str, tuple[str, ...]]:
         if address is None:
             raise LaunchError(f"this machine has no network interface {interface!r} with an address")
         return address, (address,)
-    towards = list(dict.fromkeys(address_towards(name.rpartition("@")[2].strip("[]")) for name in remote))
+    towards = list(dict.fromkeys(address_towards(name) for name in remote))
     if not hosts.may_change and len(towards) == 1:
         return towards[0], (towards[0],)
     addresses = [address for address in dict.fromkeys([*towards, *own_addresses()]) if ":" not in address]
