@@ -567,4 +567,4 @@ def test_the_parser_is_not_shared_between_calls() -> None:
     add_options(parser)
     parser.parse_args(["--autotune", "--log-level", "info"])
     clean = parser.parse_args([])
-    assert (clean.ignored, clean.settings) == ([], {})
+    assert (clean.ignored, clean.settings) == ([], [])

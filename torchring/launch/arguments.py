@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -14,11 +16,18 @@ from torchring.launch.hosts import Host, LaunchError, parse_hostfile, parse_host
 _LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
-def positive(text: str) -> int:
-    """A number of processes."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs a number of processes, 1 or more, got {text!r}")
-    return int(text)
+def whole(what: str, least: int, most: float = math.inf) -> Callable[[str], int]:
+    """A type for whole numbers from `least` to `most`. `what`: for the message."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"needs {what}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+positive: Final = whole("a number of processes, 1 or more", 1)
 
 
 def duration(text: str) -> float:
@@ -27,7 +36,7 @@ def duration(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
+    if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"needs a positive number of seconds, got {text!r}")
     return seconds
 

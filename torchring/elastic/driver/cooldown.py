@@ -11,7 +11,6 @@ import random
 from collections.abc import Hashable
 from typing import Final
 
-DEFAULT_RANGE: Final = (1.0, 600.0)
 _JITTER: Final = 0.25  # of a delay is random
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from torchring.elastic.driver.actions import Action, Break, Call, Exit, Forget, Over, Publish, Say, Send, Start
-from torchring.elastic.driver.cooldown import DEFAULT_RANGE, Cooldown
+from torchring.elastic.driver.cooldown import Cooldown
 from torchring.elastic.driver.losses import Losses
 from torchring.elastic.protocol import Beat, Broken, Card, Generation
 from torchring.launch.hosts import Host
@@ -51,10 +51,10 @@ class Limits:
     size: int
     min_size: int = 1
     max_size: int = UNLIMITED
-    elastic_timeout: float = 600.0
+    elastic_timeout: float = 600.0  # Horovod's
     heartbeat_timeout: float = 10.0
     reset_limit: int | None = None
-    cooldown: tuple[float, float] = DEFAULT_RANGE
+    cooldown: tuple[float, float] = (1.0, 600.0)
 
 
 class Stage(enum.IntEnum):
