@@ -273,7 +273,7 @@ def _program(script: str, is_module: bool) -> list[str]:
 
 
 def _benchmarks() -> dict[str, str]:
-    """What can be run in bench/: {name: source}. A benchmark is a script, or a folder."""
+    """The benchmarks in bench/: {name: source}. A benchmark is a script, or a folder."""
     scripts = {file.stem: file.read_text() for file in _BENCH.glob("*.py")}
     found = {name: source for name, source in scripts.items() if 'if __name__ == "__main__":' in source}
     folders = [*_BENCH.glob("*/__main__.py"), *_BENCH.glob("micro/__init__.py")]
@@ -329,7 +329,7 @@ def _stop(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _is_running(group: int) -> bool:
-    """Whether the process group has a member that has not ended."""
+    """Return True if a process of the group has not ended."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended meanwhile
             state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]

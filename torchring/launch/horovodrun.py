@@ -1,4 +1,4 @@
-"""What users of Horovod's launcher, horovodrun, type: its options, on the command line of `torchring run`.
+"""The options of Horovod's launcher, horovodrun, on the command line of `torchring run`.
 
     horovodrun  -np 4 -H a:2,b:2 --timeline-filename t.json python train.py
     torchring run --horovod -np 4 -H a:2,b:2 --timeline-filename t.json python train.py
@@ -134,7 +134,7 @@ def warn_of_ignored(options: argparse.Namespace) -> None:
 
 
 def launcher_of(options: argparse.Namespace) -> str:
-    """What starts the processes: --launcher, else --mpi or --gloo."""
+    """The launcher that starts the processes: of --launcher, else of --mpi or --gloo."""
     if options.launcher != "auto" or not (options.mpi or options.gloo):
         return str(options.launcher)
     if options.mpi:
@@ -149,7 +149,7 @@ def ssh_options_of(options: argparse.Namespace) -> list[str]:
 
 
 def describe(command: Sequence[str], num_proc: int | None, hosts: Sequence[Host] | None) -> str:
-    """What is started where, for --verbose."""
+    """The line of --verbose: says what is started where."""
     places = "this machine" if hosts is None else ", ".join(f"{host.name}:{host.slots}" for host in hosts)
     number = "as many processes as there are slots" if num_proc is None else f"{num_proc} processes"
     return f"torchring run: starting {number} on {places}: python {' '.join(command)}"

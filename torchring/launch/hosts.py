@@ -1,4 +1,4 @@
-"""The hosts of a launch: how they are written, how many processes each takes, and which of them is this machine."""
+"""The hosts of a launch: reads lists of hosts, fills them with processes, and finds out which one is this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Host:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """What the agent of one host has to do.
+    """The share of one host in a launch, for its agent.
 
     Attributes:
         num_proc: number of ranks on this host.
@@ -118,7 +118,7 @@ def as_this_machine(hosts: Sequence[Host]) -> list[Host]:
 
 
 def is_here(name: str) -> bool:
-    """Whether the host is this machine: its name resolves to an address of this machine."""
+    """Return True if the host is this machine: its name resolves to an address of this machine."""
     name = name.strip("[]")
     if "@" in name:  # another user, whose files and environment may differ
         return False

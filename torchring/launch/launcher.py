@@ -1,4 +1,4 @@
-"""Starts a Python program on N processes, of this machine or of several: what `torchring run` does.
+"""`torchring run` starts a Python program on N processes, of this machine or of several.
 
     this machine    torch.distributed.run
     several hosts   mpirun (Open MPI), if it and mpi4py are installed; else torch.distributed.run on each, over ssh:

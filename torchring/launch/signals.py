@@ -21,7 +21,7 @@ class Stopped(BaseException):
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Inside, signals that stop a process are appended to the list instead. Signals that were ignored stay ignored.
+    """A context in which signals that stop a process are noted in a list. Signals that were ignored stay ignored.
 
     Python allows this in the main thread only. In others the list stays empty.
     """
@@ -42,7 +42,7 @@ def noted_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Inside, signals that stop a process raise Stopped. Signals that were ignored stay ignored.
+    """A context in which signals that stop a process raise Stopped. Signals that were ignored stay ignored.
 
     Yields a context that delays the signals until it ends: for steps that must not be left half done, such as to start
     a process and keep a reference to it.

@@ -1,4 +1,4 @@
-"""What the coordinator has the driver do."""
+"""Actions that the coordinator has the driver carry out."""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SI
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user allows.
+    """The limits that the user sets.
 
     Attributes:
         size: number of workers to begin with; UNLIMITED for as many as there are slots.
         min_size, max_size: fewest and most workers that train.
         elastic_timeout: seconds that the job waits for `min_size` workers, and for a worker to come.
         heartbeat_timeout: seconds of silence after which a worker is killed.
-        reset_limit: how many generations may follow the first one; None for any number.
+        reset_limit: number of generations that may follow the first one; None for any number.
         cooldown: shortest and longest time in seconds for which a slot is left out where workers fail.
     """
 
@@ -58,7 +58,7 @@ class Limits:
 
 
 class Stage(enum.IntEnum):
-    """How far the current generation is. It only moves forward, and may leave out stages."""
+    """The stage of the current generation. A generation only moves forward, and may skip stages."""
 
     PUBLISHED = 1  # its members open a world together
     RUNNING = 2  # they train
@@ -100,7 +100,7 @@ class _Worker:
 
     @property
     def end(self) -> str:
-        """How it is gone, for people."""
+        """Text for people that says how it has gone."""
         if self.is_dismissed:
             return f"{self.name} was told to end"
         if self.is_going:
@@ -118,14 +118,14 @@ class Coordinator:
     """Starts workers, puts them together to generations, and ends the job. A *member* is a worker of the current one.
 
     Args:
-        limits: what the user allows.
+        limits: the limits that the user sets.
         now: the time in seconds, of a clock that does not jump.
         randomness: where the jitter of cooldowns comes from.
 
     Attributes:
         size: number of workers with which the job starts, known once there are hosts.
         generation: the current one. Number 0, without workers, before the first.
-        stage: how far it is.
+        stage: the stage of this generation.
     """
 
     def __init__(self, limits: Limits, now: float, randomness: random.Random | None = None) -> None:
@@ -462,7 +462,7 @@ class Coordinator:
                     self._actions.append(Start(worker.number, host, slot))
 
     def _num_wanted(self, num_processes: int) -> int:
-        """How many workers to start, if there are slots. Until a step has been made, only as many as are needed."""
+        """Number of workers to start, if there are slots. Until a step has been made, only as many as are needed."""
         if self._num_started_anew < self.size:
             return self.size - self._num_started_anew
         if self._losses.has_stepped:
@@ -519,7 +519,7 @@ class Coordinator:
     # The end
 
     def _over(self, reason: str, code: int | None, number: int | None = None) -> None:
-        """The job is over. `code` is None if it has finished. `number`: of the signal that workers get."""
+        """End the job. `code` is None if the training has finished. `number`: the signal that workers get."""
         self._over_at = self._clock
         self._code = code
         if code is not None:

@@ -69,7 +69,7 @@ def start_elastic(
 
     Args:
         command: the arguments of `python`: a script, or `-m` and a module, and their arguments.
-        limits: how many workers, and how long to wait for them.
+        limits: the number of workers, and how long to wait for them.
         hosts: where workers start. `start_elastic` starts and closes it.
         env: variables to set for the workers, on every host. Other hosts get these variables, PYTHONPATH,
             OMP_NUM_THREADS and HOROVOD_*, and no others.
@@ -110,7 +110,7 @@ class _Process:
     beat: bytes = b""
     kill_at: float = float("inf")
     code: int | None = None  # once it has ended
-    is_noted: bool = False  # whether the coordinator knows
+    is_noted: bool = False  # the coordinator knows
     descriptor: int = -1  # readable once it has ended
 
 
@@ -173,7 +173,7 @@ class Driver:
                 process.job.close()
 
     def _take_store(self) -> None:
-        """Once torch is imported, and the store is there."""
+        """Use the store, once torch is imported and the store is there."""
         if self._store is not None or self._opening is None or not self._opening.done():
             return
         self._store = self._opening.result()

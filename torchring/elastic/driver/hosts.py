@@ -1,4 +1,4 @@
-"""Which hosts an elastic job can use: fixed ones, those of a file that is read again, those that a script prints.
+"""The hosts that an elastic job can use: fixed ones, those of a file that is read again, those that a script prints.
 
 The file and the script are asked in a thread, because a script may take long, and so may the name service. The last
 good answer stays in force while they give no good one.
@@ -29,7 +29,7 @@ _QUOTED: Final = 200  # characters of what the script printed, in a message
 
 
 class Hosts:
-    """The hosts, as they are now.
+    """The hosts at this moment.
 
     Args:
         ask: returns the hosts, or raises LaunchError. None if `hosts` does not change.
@@ -53,7 +53,7 @@ class Hosts:
 
     @property
     def may_change(self) -> bool:
-        """Whether other hosts may come."""
+        """True if other hosts may come."""
         return self._ask is not None
 
     @property
@@ -62,7 +62,7 @@ class Hosts:
         return self._problem
 
     def is_here(self, name: str) -> bool:
-        """Whether a host that is, or was, known is this machine. Does not ask the name service."""
+        """Return True if the host is this machine. Knows all hosts that were ever named, and asks no name service."""
         return self._here[name]
 
     def start(self) -> None:
@@ -77,7 +77,7 @@ class Hosts:
             self._thread.join(_CLOSE_SECONDS)
 
     def take_warnings(self) -> list[str]:
-        """What the user should know, each once."""
+        """Warnings for the user, each once."""
         warnings, self._warnings = self._warnings, []
         return warnings
 
@@ -159,7 +159,7 @@ def _printed_hosts(script: str, text: str, default_slots: int) -> list[Host]:
 
 
 def _run(script: str, command: Sequence[str], is_closed: threading.Event) -> str:
-    """What the command prints. Raises LaunchError if it fails, does not end in time, or if `is_closed`."""
+    """Return what the command prints. Raises LaunchError if it fails, does not end in time, or if `is_closed`."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True

@@ -17,7 +17,7 @@ class Losses:
     """The losses of a job since its last step, and the steps.
 
     Attributes:
-        first: what the first worker did that failed, and its exit code: since all workers were started anew, or since a
+        first: the first worker that failed, as text, and its exit code: since all workers were started anew, or since a
             generation began after a step. None if no worker has failed.
         has_stepped: True if a step was made since all workers were started anew.
         checkpoint: path of the newest checkpoint; "" for none.
@@ -64,7 +64,7 @@ class Losses:
         return f"{self._number} workers were lost in a row without a step in between; first {what}", code or 1
 
     def why_no_start(self, now: float) -> tuple[str, int] | None:
-        """All workers have ended. Why the script cannot even begin, and the exit code. None if it can."""
+        """All workers have ended: why the script cannot even begin, and the exit code. None if it can."""
         if self.first is None or self.has_stepped or (self._steps > 0 and self._is_storm(now)):
             return None
         what, code = self.first

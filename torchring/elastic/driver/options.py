@@ -89,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclus
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
-    """Whether the job is elastic. Raises LaunchError for options that mean nothing in other jobs."""
+    """Return True if the job is elastic. Raises LaunchError for options that mean nothing in other jobs."""
     if options.elastic or any(getattr(options, name) is not None for name in _IMPLYING):
         return True
     given = [flag for name, flag in _OTHERS.items() if getattr(options, name) is not None]
@@ -99,7 +99,7 @@ def is_elastic(options: argparse.Namespace) -> bool:
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
-    """What the options allow. Raises LaunchError for options that contradict each other."""
+    """The limits that the options set. Raises LaunchError for options that contradict each other."""
     num, least, most = options.num_proc, options.min_np or 1, options.max_np
     num_given = num is not None
     if most is not None and least > most:

@@ -100,7 +100,7 @@ def _choose(hosts: Hosts, interface: str) -> tuple[str, tuple[str, ...]]:
 
 
 class DriverStore:
-    """What the driver writes and reads. The store's server runs in threads of its own, from the constructor on.
+    """The driver's side of protocol.py. The store's server runs in threads of its own, from the constructor on.
 
     Imports torch, which takes seconds.
     """

@@ -50,7 +50,7 @@ class CheckpointWriter:
 
     Args:
         directory: is made if it is not there. What writers that were killed have left there is removed.
-        keep: how many checkpoints up to the newest one stay. Older ones are removed once it is on the disk.
+        keep: number of checkpoints, the newest included, that stay. Older ones go once the newest is on the disk.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
@@ -77,7 +77,7 @@ class CheckpointWriter:
         return self._newest
 
     def copy_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """As `copy_of`, in the memory of a copy that has been written. For `write` of this writer, and nobody else."""
+        """Like the function `copy_of`, in the memory of a copy that has been written. Pass the copy to `write` only."""
         with self._changed:
             spare, self._spare = self._spare, None
         return copy_of(state, spare)
@@ -394,13 +394,13 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor owns its memory, and has no gaps."""
+    """Return True if the tensor owns its memory, and has no gaps."""
     is_own = _is_strided(tensor) and tensor.is_contiguous() and not tensor.requires_grad
     return is_own and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those in nested dicts, lists and tuples."""
+    """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

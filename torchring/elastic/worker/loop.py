@@ -174,14 +174,14 @@ def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals)
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether ranks are lost, and the others go on. If not, all ranks raise here, or this rank is the cause."""
+    """Return True if ranks are lost, and the others go on. If not, all ranks raise, or this rank is the cause."""
     is_mistake = isinstance(error, (GradientError, PlanMismatchError))
     return isinstance(error, RingError) and not error.in_step and not is_mistake
 
 
 @contextlib.contextmanager
 def _frozen_heap() -> Iterator[None]:
-    """Inside, the garbage collector does not look at what is there now: torch has half a million objects, for 0.1 s."""
+    """A context in which the garbage collector skips what exists already: torch's half a million objects take 0.1 s."""
     gc.collect()
     gc.freeze()
     try:
@@ -199,7 +199,7 @@ class _Returns:
         self._progress = -1
 
     def may_return(self) -> bool:
-        """Whether there is a commit, and returning to it has not failed too often."""
+        """Return True if there is a commit, and returning to it has not failed too often."""
         progress = self._state._progress
         self._count = self._count + 1 if progress == self._progress else 1
         self._progress = progress
@@ -207,7 +207,7 @@ class _Returns:
 
 
 class Signals:
-    """Inside, the first signal that would end this process is noted. The second one acts."""
+    """A context in which the first signal that would end this process is noted. The second one acts."""
 
     def __init__(self, numbers: list[signal.Signals]) -> None:
         self._numbers = numbers

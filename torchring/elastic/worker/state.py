@@ -1,7 +1,8 @@
-"""What an elastic job carries from one generation to the next: models, optimizers, and whatever else changes with them.
+"""`State` carries models, optimizers and whatever else training changes from one generation to the next.
 
 Replicas are equal after each step. So a survivor has everything, and nothing needs to be saved for the others. When a
-rank is lost, some survivors may have finished the step that others have not. Whoever is furthest passes on what it has.
+rank is lost, some survivors may have finished the step that others have not. The rank that is furthest passes its state
+on.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class GenerationOver(BaseException):
     Not an Exception, so that a script that goes on after errors does not swallow it.
 
     Attributes:
-        all_leave: whether all ranks were told to end.
+        all_leave: all ranks were told to end.
     """
 
     def __init__(self, *, all_leave: bool) -> None:
@@ -64,7 +65,7 @@ class GenerationOver(BaseException):
 
 
 class State:
-    """What all ranks have, and a new one gets: models, optimizers, samplers, schedulers and any other values.
+    """The state that all ranks share, and a new one gets: models, optimizers, samplers, schedulers, other values.
 
         state = torchring.elastic.State(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
 
@@ -82,14 +83,14 @@ class State:
 
     Args:
         model: a module. Others may have other names.
-        optimizer: what `torchring.wrap` has returned. Others may have other names.
+        optimizer: an optimizer that `torchring.wrap` has returned. Others may have other names.
         global_batch: number of samples of a step, of all ranks together. Ranks get shares of it that differ by one at
             most, see `batch_size`, and gradients are weighted means over samples. So the learning rate need not change
             with the number of ranks. By default each rank has a batch size of its own, which does not change.
         checkpoint: a folder. Rank 0 writes checkpoints there in the background, and a last one when the training
             function has returned. If all ranks were lost, or the job is started anew, the newest valid one is loaded,
             into any number of ranks.
-        every: how often a checkpoint is written: a number of steps, or a timedelta. Default: 5 minutes.
+        every: interval of checkpoints: a number of steps, or a timedelta. Default: 5 minutes.
         on_resize: called as `on_resize(old, new)` on all ranks if the number of ranks has changed, before the training
             function is called again: to scale a learning rate, say. `old` is the number with which the state was
             trained last, by other workers and before a checkpoint, too.
@@ -352,7 +353,7 @@ class State:
             self._writer = CheckpointWriter(self._folder)
 
     def _compare(self, world: World, *, has_failed: bool) -> list[_Row]:
-        """How far all ranks are. Collective."""
+        """The progress of all ranks. Collective."""
         saved = newest_step(self._folder) if self._is_fresh and self._folder is not None else None
         progress = -1 if self._is_fresh else self._progress
         mine = _Row(
@@ -426,7 +427,7 @@ class State:
             )
 
     def _layout(self) -> list[str]:
-        """What ranks must agree on."""
+        """Lines that must be equal on all ranks."""
         lines = []
         for name, module in self._modules.items():
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -458,7 +459,7 @@ class State:
         return copy_of({"values": _Values(self).state_dict(), "stateful": samplers})
 
     def _everything(self, point: dict[str, Any] | None = None) -> dict[str, Any]:
-        """All of it as it is now, but values and samplers as they were at a point."""
+        """The whole state as it is now, but values and samplers as they were at a point."""
         point = point or {"values": _Values(self).state_dict(), "stateful": {}}
         return {
             "format": _FORMAT,
@@ -551,15 +552,15 @@ def _difference(theirs: list[str], mine: list[str]) -> tuple[str, str]:
 
 
 class _Row(NamedTuple):
-    """How far a rank is.
+    """The progress of a rank, as the other ranks hear of it.
 
     Attributes:
         progress: -1 for a rank that has nothing yet.
-        is_certain: whether values belong to this progress.
+        is_certain: values belong to this progress.
         returns_to: progress of its newest commit; -1 for none.
-        has_failed: whether it returns to its commit, and so all ranks do.
+        has_failed: it returns to its commit, and so all ranks do.
         saved: step of the newest checkpoint; -1 for none, or if the rank needs none.
-        size: of the world that trained last.
+        size: size of the world that trained last.
     """
 
     progress: int
@@ -617,7 +618,7 @@ class _Batches:
 
 
 class _Parameters:
-    """Which parameters a State's optimizers have, in which groups, and which parameters require a gradient."""
+    """The parameter groups of a State's optimizers, and which parameters require a gradient. Has a state dict."""
 
     def __init__(self, state: State) -> None:
         self._optimizers = {
@@ -663,7 +664,7 @@ class _Parameters:
 
 
 class _Rest:
-    """All that a State has but the tensors of its modules and optimizers."""
+    """All of a State but the tensors of its modules and optimizers. Has a state dict."""
 
     def __init__(self, state: State) -> None:
         self._parts: dict[str, Stateful] = {
@@ -684,7 +685,7 @@ class _Rest:
 
 
 class _Values:
-    """The plain values of a State, as something that has a state."""
+    """The plain values of a State. Has a state dict."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -698,7 +699,7 @@ class _Values:
 
 
 class _Counters:
-    """How far a State is, as something that has a state."""
+    """The counters of a State. Has a state dict."""
 
     def __init__(self, state: State) -> None:
         self._state = state
