@@ -270,6 +270,28 @@ def test_a_silent_worker_is_killed_and_the_others_hear_of_it_before_it_is_dead()
     assert len(job.sent) == 1
 
 
+def test_a_worker_that_takes_long_to_end_is_given_up_but_not_killed_for_a_while() -> None:
+    """Its exit handlers may write files. The others, and its exit code, do not wait for that."""
+    job = running(num=2, heartbeat_timeout=4)
+    job.coordinator.note_beat(1, Beat(99, is_last=True))
+    job.wait(3.5, 0)
+    assert (job.broken, job.sent) == ([], [])
+    job.wait(1, 0)
+    assert job.broken == [Broken(1, (1,), "rank 1 (worker 1, on a) did not end within 4 s after its script")]
+    assert job.sent == []
+    assert len(job.started) == 2, "its slot is not free"
+    job.say("meeting", 0)
+    job.say("running", 0)
+    assert job.members() == (0,)
+    job.wait(294, 0)
+    assert job.sent == []
+    job.wait(2, 0)
+    assert job.sent == [(1, signal.SIGKILL)]
+    job.end(1)
+    assert job.started[2:] == [(2, "a", 1)]
+    assert len(job.sent) == 1
+
+
 def test_silence_while_the_driver_was_stopped_does_not_count() -> None:
     job = running(num=2, heartbeat_timeout=4)
     job.tick(1000)

@@ -125,11 +125,13 @@ class Beat(_Message):
         count: grows with each sign.
         steps: number of optimizer steps that the worker's state has behind it; -1 for none that it knows of.
         made: how many of them this process has made; -1 if it does not know.
+        is_last: the script has ended, and the process is about to: no more beats come.
     """
 
     count: int
     steps: int = -1
     made: int = -1
+    is_last: bool = False
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ class _Worker:
     # What the driver knows of it
     rank: int = -1  # in the last generation that it belonged to
     code: int | None = None  # its exit code
-    lost: str = ""  # how it ended, or why it was killed
+    lost: str = ""  # how it ended, or why it was killed or given up
+    is_killed: bool = False
     is_broken_off: bool = False  # the others know that it is lost
     is_dismissed: bool = False  # the driver has told it to end
 
@@ -273,21 +274,28 @@ class Coordinator:
         self._actions += [Send(worker.number, number) for worker in self._running_processes()]
 
     def _kill(self, worker: _Worker, why: str) -> None:
-        worker.lost = why
+        worker.lost, worker.is_killed = f"{why}, and was killed", True
         self._actions.append(Send(worker.number, signal.SIGKILL))
 
     def _kill_silent(self) -> None:
-        limits = self.limits
-        for worker in self._living():
-            state = worker.card.state
+        for worker in self._running_processes():
+            state, beat = worker.card.state, worker.beat
+            silence = self._clock - worker.beat_at
+            if worker.is_killed:
+                continue
             if worker.is_going:  # its signs of life may have stopped, and it may have files to write
                 if state == "leaving" and self._clock - worker.changed_at > _LEAVE_SECONDS:
-                    self._kill(worker, f"did not end within {_LEAVE_SECONDS:g} s, and was killed")
-            elif worker.beat is not None:
-                if self._clock - worker.beat_at > limits.heartbeat_timeout:
-                    self._kill(worker, f"gave no sign of life for {limits.heartbeat_timeout:g} s, and was killed")
-            elif state == "starting" and self._clock - worker.started_at > limits.elastic_timeout:
-                self._kill(worker, f"did not come to torchring.elastic.run within {limits.elastic_timeout:g} s")
+                    self._kill(worker, f"did not end within {_LEAVE_SECONDS:g} s")
+            elif beat is not None and beat.is_last:  # it may have files to write, too; but the others wait for it
+                if silence > _LEAVE_SECONDS:
+                    self._kill(worker, f"did not end within {_LEAVE_SECONDS:g} s")
+                elif silence > self.limits.heartbeat_timeout:
+                    worker.lost = f"did not end within {self.limits.heartbeat_timeout:g} s after its script"
+            elif beat is not None:
+                if silence > self.limits.heartbeat_timeout:
+                    self._kill(worker, f"gave no sign of life for {self.limits.heartbeat_timeout:g} s")
+            elif state == "starting" and self._clock - worker.started_at > self.limits.elastic_timeout:
+                self._kill(worker, f"did not come to torchring.elastic.run within {self.limits.elastic_timeout:g} s")
 
     def _break(self) -> None:
         """Break the generation if members are lost: the others have to hear of it."""
@@ -365,7 +373,7 @@ class Coordinator:
         self._left_at = self._clock if self._left_at is None else self._left_at
         if self._clock - self._left_at > _LEAVE_SECONDS:
             for worker in staying:
-                self._kill(worker, f"did not leave its step for {_LEAVE_SECONDS:g} s, and was killed")
+                self._kill(worker, f"did not leave its step for {_LEAVE_SECONDS:g} s")
 
     def _wait_for_workers(self, num: int, needed: int) -> None:
         if self._short_since is None:

@@ -226,10 +226,11 @@ class Worker:
         if card is not None:
             self._set(protocol.card_key(self.number), card.encode())
         now = time.monotonic()
-        if now >= self._beat_at:
+        if now >= self._beat_at or self._is_closed:
             self._beat_at = now + protocol.BEAT_SECONDS
             self._num_beats += 1
-            self._set(protocol.beat_key(self.number), Beat(self._num_beats, self.num_steps, self.num_made).encode())
+            beat = Beat(self._num_beats, self.num_steps, self.num_made, is_last=self._is_closed)
+            self._set(protocol.beat_key(self.number), beat.encode())
         call, broken, latest, over = self._store.multi_get(
             list(map(_key, (protocol.CALL, protocol.BROKEN, protocol.LATEST, protocol.END)))
         )
