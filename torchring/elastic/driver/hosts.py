@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from torchring.launch.hosts import Host, LaunchError, is_here, parse_host, parse
 
 _ASK_SECONDS: Final = 1.0  # between two questions
 _SCRIPT_SECONDS: Final = 10.0  # for the script to answer
-_LOOK_SECONDS: Final = 0.2  # between two looks whether the script is still wanted
+_LOOK_SECONDS: Final = 0.05  # between two looks whether the script is still wanted
 _CLOSE_SECONDS: Final = 2.0  # for the thread to end; the name service may not answer
 _MOST_BYTES: Final = 1 << 20  # of an answer
 _QUOTED: Final = 200  # characters of what the script printed, in a message
@@ -166,38 +165,26 @@ def _run(script: str, command: Sequence[str], is_closed: threading.Event) -> str
         )
     except OSError as error:
         raise LaunchError(f"the discovery script {script!r} does not start: {error.strerror}") from error
-    with process, selectors.DefaultSelector() as waiting:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        printed = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
-        for descriptor in printed:
-            waiting.register(descriptor, selectors.EVENT_READ)
-        end = time.monotonic() + _SCRIPT_SECONDS
-        trouble = ""
-        try:
-            while waiting.get_map() and not trouble:
-                for key, _ in waiting.select(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
-                    data = os.read(key.fd, 1 << 16)
-                    printed[key.fd] += data
-                    if not data:
-                        waiting.unregister(key.fd)
+    end = time.monotonic() + _SCRIPT_SECONDS
+    out, err, trouble = b"", b"", ""
+    with process:
+        while not trouble:
+            try:
+                out, err = process.communicate(timeout=_LOOK_SECONDS)
+                break
+            except subprocess.TimeoutExpired as running:
                 if is_closed.is_set():
                     trouble = "is wanted no more"
                 elif time.monotonic() >= end:
                     trouble = f"did not end within {_SCRIPT_SECONDS:g} s, and was killed"
-                elif any(len(data) > _MOST_BYTES for data in printed.values()):
+                elif max(map(len, (running.output or b"", running.stderr or b""))) > _MOST_BYTES:
                     trouble = f"printed more than {_MOST_BYTES} bytes"
-            if not trouble:  # it has closed its output, so it is about to end
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.1, end - time.monotonic()))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        out, err = (data.decode(errors="replace") for data in printed.values())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
     if code and not trouble:
-        said = (err.strip() or out.strip()).splitlines()
+        said = (err.strip() or out.strip()).decode(errors="replace").splitlines()
         trouble = f"failed with exit code {code}" + (f": {said[-1][:_QUOTED]}" if said else "")
     if trouble:
         raise LaunchError(f"the discovery script {script!r} {trouble}")
-    return out
+    return out.decode(errors="replace")
