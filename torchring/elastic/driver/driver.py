@@ -127,26 +127,32 @@ class Driver:
         ssh_options: Sequence[str],
         listener: Listener,
     ) -> None:
+        # How workers are started
         self._command = command
-        self._limits = limits
+        self._max_size = limits.max_size
         self._hosts = hosts
         self._env = env
-        self._output = output
-        self._ssh_options = ["-o", f"ConnectTimeout={_CONNECT_SECONDS}", *ssh_options]
-        self._listener = listener
-        # A copy, because the driver sets variables for torch.
-        self._environ = {
+        self._environ = {  # a copy, because the driver sets variables for torch
             key: value for key, value in os.environ.items() if key not in _OTHERS and not key.startswith(_OTHERS_BEGIN)
         }
+        self._output = output
+        self._ssh_options = ["-o", f"ConnectTimeout={_CONNECT_SECONDS}", *ssh_options]
+
+        # The workers
         self._coordinator = Coordinator(limits, time.monotonic())
-        self._processes: dict[int, _Process] = {}
-        self._opening: Future[DriverStore] | None = None
+        self._processes: dict[int, _Process] = {}  # by number of the worker
+        self._ending = select.poll()  # wakes `_sleep` when one of them ends
+        self._heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS  # for reapers of other hosts
+
+        # The store
+        self._listener = listener
+        self._opening: Future[DriverStore] | None = None  # while torch is imported
         self._store: DriverStore | None = None
+        self._beats_at = 0.0  # when beats are read next
+
+        # The end
+        self._num_signals = 0  # that the coordinator knows
         self._reason = ""  # why the job is over
-        self._ending = select.poll()
-        self._beats_at = 0.0
-        self._num_signals = 0
-        self._heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS
         self._code: int | None = None
 
     def run(self, received: Sequence[int]) -> int:
@@ -172,15 +178,13 @@ class Driver:
             if process.code is None:
                 process.job.close()
 
-    def _take_store(self) -> None:
-        """Use the store, once torch is imported and the store is there."""
-        if self._store is not None or self._opening is None or not self._opening.done():
-            return
-        self._store = self._opening.result()
+    def _take_store(self, store: DriverStore) -> None:
+        """Use the store, which is there now. Say in it what has happened before."""
+        self._store = store
         for worker in self._processes:
-            self._store.add_worker(worker)
+            store.add_worker(worker)
         if self._reason:
-            self._store.end(self._reason)
+            store.end(self._reason)
 
     def tick(self, received: Sequence[int]) -> None:
         """Look once at what has happened, and do what follows."""
@@ -194,7 +198,8 @@ class Driver:
             _say(warning)
         ended = [process for process in self._processes.values() if process.code is not None and not process.is_noted]
         self._look_at_processes(now)
-        self._take_store()
+        if self._store is None and self._opening is not None and self._opening.done():
+            self._take_store(self._opening.result())
         if self._store is not None:
             self._read(self._store)
         # What a worker said last may reach the store a moment after its process has ended.
@@ -306,7 +311,7 @@ class Driver:
         slots = next(host.slots for host in self._hosts.known or () if host.name == action.host)
         job = host_job(
             action.host,
-            sharing_cores([sys.executable, "-u", *self._command], str(max(1, min(slots, self._limits.max_size)))),
+            sharing_cores([sys.executable, "-u", *self._command], str(max(1, min(slots, self._max_size)))),
             {**self._env, INVITATION: invitation.encode().decode(), "LOCAL_RANK": str(action.slot)},
             is_here=is_here,
             environ=self._environ,

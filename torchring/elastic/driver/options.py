@@ -12,14 +12,8 @@ from torchring.launch.arguments import duration, positive, whole
 from torchring.launch.hosts import Host, LaunchError, parse_hosts
 
 # Options that imply --elastic, as they do for horovodrun, and those that mean nothing without it.
-_IMPLYING: Final = {"min_np": "--min-np", "max_np": "--max-np", "discover": "--discover"}
-_OTHERS: Final = {
-    "reset_limit": "--reset-limit",
-    "elastic_timeout": "--elastic-timeout",
-    "heartbeat_timeout": "--heartbeat-timeout",
-    "slots": "--slots",
-    "cooldown": "--blacklist-cooldown-range",
-}
+_IMPLYING: Final = ("min_np", "max_np", "discover")
+_OTHERS: Final = ("reset_limit", "elastic_timeout", "heartbeat_timeout", "slots", "blacklist_cooldown_range")
 
 
 def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclusiveGroup) -> None:
@@ -79,7 +73,6 @@ def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclus
     )
     group.add_argument(
         "--blacklist-cooldown-range",
-        dest="cooldown",
         nargs=2,
         type=duration,
         metavar=("MIN", "MAX"),
@@ -92,8 +85,7 @@ def is_elastic(options: argparse.Namespace) -> bool:
     """Return True if the job is elastic. Raises LaunchError for options that mean nothing in other jobs."""
     if options.elastic or any(getattr(options, name) is not None for name in _IMPLYING):
         return True
-    given = [flag for name, flag in _OTHERS.items() if getattr(options, name) is not None]
-    if given:
+    if given := [f"--{name.replace('_', '-')}" for name in _OTHERS if getattr(options, name) is not None]:
         raise LaunchError(f"{', '.join(given)}: of a meaning with --elastic only")
     return False
 
@@ -110,7 +102,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
         raise LaunchError(f"-np {num} is more than --max-np {most}")
     if options.launcher == "mpirun" or options.mpi:
         raise LaunchError("mpirun ends a job when one of its processes ends; an elastic job is started without it")
-    shortest, longest = options.cooldown or Limits.cooldown
+    shortest, longest = options.blacklist_cooldown_range or Limits.cooldown
     if shortest > longest:
         raise LaunchError(f"--blacklist-cooldown-range takes the shorter time first, got {shortest:g} {longest:g}")
     if options.slots is not None and options.discover is None:
