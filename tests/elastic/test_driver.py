@@ -32,7 +32,6 @@ from torchring.elastic.protocol import (
     CALL,
     END,
     LATEST,
-    PREFIX,
     Beat,
     Broken,
     Card,
@@ -765,21 +764,21 @@ def test_what_the_driver_writes() -> None:
     listener = Listener(hosts_module.fixed([Host("localhost", 2)]))
     store = DriverStore(listener)
     theirs = TCPStore("127.0.0.1", listener.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=9))
-    theirs.set(PREFIX + card_key(7), Card("meeting").encode())
+    theirs.set(card_key(7), Card("meeting").encode())
     store.add_worker(7)
     assert store.read([card_key(7), beat_key(7)]) == [Card("meeting").encode(), Beat(0).encode()]
     assert store.read([CALL, LATEST, END, BROKEN]) == [b"0", b"0", b"", Broken().encode()]
     for generation in (1, 2, 3):
-        theirs.set(f"{PREFIX}{world_prefix(generation)}/0", "x")
+        theirs.set(f"{world_prefix(generation)}/0", "x")
         store.publish(Generation(generation, (7,), ""))
         assert store.read([LATEST]) == [b"%d" % generation]
-    assert [theirs.check([f"{PREFIX}{world_prefix(i)}/0"]) for i in (1, 2, 3)] == [False, True, True]
-    assert [theirs.check([PREFIX + generation_key(i)]) for i in (1, 2, 3)] == [False, True, True]
+    assert [theirs.check([f"{world_prefix(i)}/0"]) for i in (1, 2, 3)] == [False, True, True]
+    assert [theirs.check([generation_key(i)]) for i in (1, 2, 3)] == [False, True, True]
     store.break_off(Broken(3, (1, 2), "rank 2 (worker 5) was killed"))
     error = decode_error(store.read([f"{world_prefix(3)}/gave_up"])[0], None)
     assert (type(error), error.peers, error.message) == (PeerLostError, (1, 2), "rank 2 (worker 5) was killed")
     store.forget_worker(7)
-    assert not theirs.check([PREFIX + card_key(7)])
+    assert not theirs.check([card_key(7)])
 
 
 # ---- the command line
@@ -861,7 +860,7 @@ from torchring.rendezvous.environment import INVITATION
 
 me = Invitation.decode(os.environ[INVITATION])
 store = TCPStore(me.addresses[0], me.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-read = lambda key: store.get(PREFIX + key)
+read = lambda key: store.get(key)
 assert read(TOKEN).decode() == me.token
 folder = pathlib.Path(sys.argv[1])
 received = []
@@ -871,8 +870,8 @@ generation, ranks, count, steps, state, told = 0, (), 0, 0, "meeting", ""
 def say(new):
     global state
     state = new
-    store.set(PREFIX + card_key(me.worker), Card(new, generation, "last.pt").encode())
-    store.check([PREFIX + card_key(me.worker)])  # the driver has it
+    store.set(card_key(me.worker), Card(new, generation, "last.pt").encode())
+    store.check([card_key(me.worker)])  # the driver has it
     facts = {"pid": os.getpid(), "state": new, "generation": generation, "ranks": ranks, "slot": me.slot}
     facts |= {"broken": told, "environ": dict(os.environ), "size": me.size}
     path = folder / f"{me.worker}"
@@ -884,7 +883,7 @@ say("meeting")
 while state not in ("leaving", "finished"):
     time.sleep(0.02)
     count += 1
-    store.set(PREFIX + beat_key(me.worker), Beat(count, steps).encode())
+    store.set(beat_key(me.worker), Beat(count, steps).encode())
     if received or read(END):
         say("leaving")
     elif state == "meeting":
@@ -896,7 +895,7 @@ while state not in ("leaving", "finished"):
         steps += 1
         broken = Broken.decode(read(BROKEN))
         if broken.generation >= generation:
-            told = store.get(PREFIX + world_prefix(generation) + "/gave_up").decode()
+            told = store.get(world_prefix(generation) + "/gave_up").decode()
             say("meeting")
         elif int(read(CALL)) == generation:
             say("meeting")

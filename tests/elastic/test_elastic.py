@@ -336,7 +336,7 @@ from torchring.elastic.worker.worker import Worker
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 for key, value in {p.TOKEN: "", p.CALL: "0", p.BROKEN: p.Broken().encode(), p.LATEST: "0", p.END: ""}.items():
-    store.set(p.PREFIX + key, value)
+    store.set(key, value)
 p.LOOK_SECONDS = 0  # so the worker's thread is nearly always in the store's code
 worker = Worker(p.Invitation(0, 0, 1, ("127.0.0.1",), store.port, "", "localhost"))
 writer = CheckpointWriter(sys.argv[1])

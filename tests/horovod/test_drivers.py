@@ -119,14 +119,14 @@ class _Driver:
         self._thread.join()
 
     def _set(self, key: str, value: str | bytes) -> None:
-        self._store.set(protocol.PREFIX + key, value)  # type: ignore[arg-type]  # takes bytes, too
+        self._store.set(key, value)  # type: ignore[arg-type]  # takes bytes, too
 
     def _is_lost(self, worker: int) -> bool:
         file = self._folder / f"pid{worker}"
         return file.exists() and bool(pid := file.read_text()) and not is_running(int(pid))
 
     def cards(self) -> dict[int, Card]:
-        keys = [protocol.PREFIX + protocol.card_key(worker) for worker in self._workers]
+        keys = [protocol.card_key(worker) for worker in self._workers]
         return dict(zip(self._workers, map(Card.decode, self._store.multi_get(keys)), strict=True))
 
     def _drive(self) -> None:

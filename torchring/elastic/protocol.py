@@ -1,6 +1,6 @@
 """The messages between the driver of an elastic job and its workers. They go through the store that the driver hosts.
 
-    worker                                   store                            driver
+    worker                                   store, below torchring/elastic   driver
 
     meets: "I have left generation 3"        worker/7                         reads all cards every 50 ms, or 10
                                              generation/4, then latest        "generation 4 is 7, 2, 9"
@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-PREFIX: Final = "torchring/elastic/"  # of all keys
-TOKEN: Final = "token"  # the driver's, by which a worker knows that the store is the right one
-CALL: Final = "call"  # number of the generation that is to meet at the end of its step; 0 for none
-BROKEN: Final = "broken"  # a `Broken`
-LATEST: Final = "latest"  # number of the newest generation; 0 for none
-END: Final = "end"  # why the job is over, for people; empty as long as it is not
-LAYOUT: Final = "layout"  # lines that describe the workers' states, as a JSON list; from rank 0 of each generation
+_ROOT: Final = "torchring/elastic"  # all keys begin so
+TOKEN: Final = f"{_ROOT}/token"  # the driver's, by which a worker knows that the store is the right one
+CALL: Final = f"{_ROOT}/call"  # number of the generation that is to meet at the end of its step; 0 for none
+BROKEN: Final = f"{_ROOT}/broken"  # a `Broken`
+LATEST: Final = f"{_ROOT}/latest"  # number of the newest generation; 0 for none
+END: Final = f"{_ROOT}/end"  # why the job is over, for people; empty as long as it is not
+LAYOUT: Final = f"{_ROOT}/layout"  # lines that describe the workers' states, a JSON list; from rank 0
 
 BEAT_SECONDS: Final = 0.5  # between two signs of life of a worker
 LOOK_SECONDS: Final = 0.1  # between two looks of a worker at `call`, `broken` and `end`
@@ -43,22 +43,22 @@ WorkerState = Literal["starting", "meeting", "running", "leaving", "finished"]
 
 def card_key(worker: int) -> str:
     """The key of worker N's `Card`."""
-    return f"worker/{worker}"
+    return f"{_ROOT}/worker/{worker}"
 
 
 def beat_key(worker: int) -> str:
     """The key of worker N's `Beat`."""
-    return f"beat/{worker}"
+    return f"{_ROOT}/beat/{worker}"
 
 
 def generation_key(number: int) -> str:
     """The key of a `Generation`. Written once, before `LATEST` says so."""
-    return f"generation/{number}"
+    return f"{_ROOT}/generation/{number}"
 
 
 def world_prefix(generation: int) -> str:
     """The prefix of the keys of a generation's world. A driver that breaks the generation writes `gave_up` there."""
-    return f"world/{generation}"
+    return f"{_ROOT}/world/{generation}"
 
 
 class _Message:

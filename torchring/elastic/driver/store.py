@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +18,6 @@ from torchring.elastic.protocol import (
     CALL,
     END,
     LATEST,
-    PREFIX,
     TOKEN,
     Beat,
     Broken,
@@ -121,16 +120,16 @@ class DriverStore:
     def add_worker(self, worker: int) -> None:
         """Reading this worker's keys waits no more. A worker that was started before the store may have set them."""
         for key, value in ((card_key(worker), Card("starting").encode()), (beat_key(worker), Beat(0).encode())):
-            self._store.compare_set(PREFIX + key, "", value.decode())
+            self._store.compare_set(key, "", value.decode())
 
     def forget_worker(self, worker: int) -> None:
         """Remove the keys of a worker that has ended."""
         for key in (card_key(worker), beat_key(worker)):
-            self._store.delete_key(PREFIX + key)
+            self._store.delete_key(key)
 
-    def read(self, keys: Sequence[str]) -> list[bytes]:
+    def read(self, keys: list[str]) -> list[bytes]:
         """The values of keys that are there."""
-        return list(self._store.multi_get([PREFIX + key for key in keys])) if keys else []
+        return list(self._store.multi_get(keys)) if keys else []
 
     def publish(self, generation: Generation) -> None:
         """A generation begins. The keys of earlier ones go."""
@@ -153,13 +152,13 @@ class DriverStore:
 
     def _set(self, values: Mapping[str, bytes]) -> None:
         for key, value in values.items():
-            self._store.set(PREFIX + key, value)  # type: ignore[arg-type]  # takes bytes, too
+            self._store.set(key, value)  # type: ignore[arg-type]  # takes bytes, too
 
     def _clean(self, generation: int) -> None:
         if generation < 1 or not hasattr(self._store, "list_keys"):  # of torch 2.10 and later
             return
-        begin = f"{PREFIX}{world_prefix(generation)}/"
+        begin = f"{world_prefix(generation)}/"
         with contextlib.suppress(RuntimeError):
             old = [key for key in self._store.list_keys() if key.startswith(begin)]
-            for key in [*old, PREFIX + generation_key(generation)]:
+            for key in [*old, generation_key(generation)]:
                 self._store.delete_key(key)

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from torchring.default_world import leave_generation, open_generation
 from torchring.elastic import protocol
-from torchring.elastic.protocol import Beat, Broken, Card, Generation, Invitation
+from torchring.elastic.protocol import Beat, Broken, Card, Generation, Invitation, WorkerState
 from torchring.errors import PeerLostError, TopologyError
 from torchring.generation import Change
 from torchring.rendezvous.environment import CHOICE, ELASTIC, INVITATION
@@ -97,7 +97,7 @@ class Worker:
             RingError: a worker of the new generation is lost already. Meet again.
         """
         self.leave()
-        self._say(Card("meeting", self.generation, self.checkpoint, reason))
+        self._say("meeting", reason)
         began_at = time.monotonic()
         with self._changed:
             while not self._has_news():
@@ -113,9 +113,8 @@ class Worker:
         self.generation = newest.number
         rank, size = newest.workers.index(self.number), len(newest.workers)
         _log.info("generation %d: rank %d of %d, because %s", newest.number, rank, size, newest.reason)
-        prefix = f"{protocol.PREFIX}{protocol.world_prefix(newest.number)}"
-        world = open_generation(PrefixStore(prefix, self._store_of_worlds), rank, size)
-        self._say(Card("running", self.generation, self.checkpoint))
+        world = open_generation(PrefixStore(protocol.world_prefix(newest.number), self._store_of_worlds), rank, size)
+        self._say("running")
         with self._changed:
             self._world, self._change = world, world.shared(Change)
             self._pass_on()
@@ -162,20 +161,20 @@ class Worker:
 
     def say_goodbye(self, reason: str) -> None:
         """This worker takes part in nothing more, and is about to exit. `close` comes next."""
-        self._say(Card("leaving", self.generation, self.checkpoint, reason))
+        self._say("leaving", reason)
 
     def finish(self) -> None:
         """The training function has returned on all workers. The world stays open."""
-        self._say(Card("finished", self.generation, self.checkpoint))
+        self._say("finished")
         self.close()
 
     def publish_layout(self, lines: bytes) -> None:
         """Tell later workers what the workers' states consist of; see `protocol.LAYOUT`."""
-        self._ask(lambda store: store.set(_key(protocol.LAYOUT), lines))  # type: ignore[arg-type]  # takes bytes, too
+        self._ask(lambda store: store.set(protocol.LAYOUT, lines))  # type: ignore[arg-type]  # takes bytes, too
 
     def fetch_layout(self) -> bytes | None:
         """The layout that rank 0 of the last generation has published; None before the first."""
-        key = _key(protocol.LAYOUT)
+        key = protocol.LAYOUT
         return self._ask(lambda store: store.get(key) if store.check([key]) else None)
 
     def _ask(self, operation: Callable[[TCPStore], _T]) -> _T:
@@ -188,9 +187,9 @@ class Worker:
     def _has_news(self) -> bool:
         return bool(self._over) or (self._newest is not None and self._newest.number > self.generation)
 
-    def _say(self, card: Card) -> None:
+    def _say(self, state: WorkerState, reason: str = "") -> None:
         with self._changed:
-            self._card, self._has_new_card = card, True
+            self._card, self._has_new_card = Card(state, self.generation, self.checkpoint, reason), True
         self._wake.set()
 
     def close(self) -> None:
@@ -231,13 +230,12 @@ class Worker:
             self._num_beats += 1
             beat = Beat(self._num_beats, self.num_steps, self.num_made, is_last=self._is_closed)
             self._set(protocol.beat_key(self.number), beat.encode())
-        call, broken, latest, over = self._store.multi_get(
-            list(map(_key, (protocol.CALL, protocol.BROKEN, protocol.LATEST, protocol.END)))
-        )
+        keys = [protocol.CALL, protocol.BROKEN, protocol.LATEST, protocol.END]
+        call, broken, latest, over = self._store.multi_get(keys)
         self._answered_at = time.monotonic()
         newest = self._newest
         if int(latest) > (newest.number if newest is not None else 0):
-            published = Generation.decode(self._store.get(_key(protocol.generation_key(int(latest)))))
+            published = Generation.decode(self._store.get(protocol.generation_key(int(latest))))
             newest = published if self.number in published.workers else newest
         with self._changed:
             self._newest, self._call, self._broken = newest, int(call), Broken.decode(broken)
@@ -247,7 +245,7 @@ class Worker:
             self._changed.notify_all()
 
     def _set(self, key: str, value: bytes) -> None:
-        self._store.set(_key(key), value)  # type: ignore[arg-type]  # takes bytes, too
+        self._store.set(key, value)  # type: ignore[arg-type]  # takes bytes, too
 
     def _end(self, reason: str) -> None:
         with self._changed:
@@ -286,15 +284,11 @@ def worker_of_process() -> Worker | None:
     return _the_worker
 
 
-def _key(name: str) -> str:
-    return f"{protocol.PREFIX}{name}"
-
-
 def _connect(invitation: Invitation) -> TCPStore:
     """Raises TopologyError, with what was tried, if the driver's store does not answer at any of its addresses."""
     end = time.monotonic() + _CONNECT_SECONDS
     while True:
-        store, tried = try_all(invitation.addresses, invitation.port, invitation.token, _key(protocol.TOKEN))
+        store, tried = try_all(invitation.addresses, invitation.port, invitation.token, protocol.TOKEN)
         if store is not None:
             store.set_timeout(timedelta(seconds=_SILENT_SECONDS))  # a driver may be stopped for a while
             return store
