@@ -4,7 +4,8 @@
 
 Words:
 
-    driver       the process of `torchring run --elastic`. It starts workers, and decides which of them train together
+    coordinator  the part of `torchring run --elastic` that decides who starts, and who trains together
+    driver       the rest of `torchring run --elastic`, which does what the coordinator decides
     worker       a process that the driver has started. Its number is never used again: a replacement has another one
     generation   the workers that train together, with ranks 0 .. size - 1, until one is lost, leaves or joins. The next
                  generation goes on where this one has stopped

@@ -34,6 +34,10 @@ class Hosts:
         ask: returns the hosts, or raises LaunchError. None if `hosts` does not change.
         hosts: the hosts to begin with; None if they are not known yet.
         is_closed: set by `close`, so that `ask` can return early.
+
+    Attributes:
+        known: the hosts of the last good answer; None before the first.
+        problem: why there is no newer answer; "" if there is.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class Hosts:
     ) -> None:
         self._ask = ask
         self._here: dict[str, bool] = {}
-        self._problem = ""
+        self.problem = ""
         self._warnings: list[str] = []
         self._is_closed = is_closed or threading.Event()
         self._thread = threading.Thread(target=self._watch, name="torchring-hosts", daemon=True)
@@ -54,11 +58,6 @@ class Hosts:
     def may_change(self) -> bool:
         """True if other hosts may come."""
         return self._ask is not None
-
-    @property
-    def problem(self) -> str:
-        """Why there is no newer answer, "" if there is."""
-        return self._problem
 
     def is_here(self, name: str) -> bool:
         """Return True if the host is this machine. Knows all hosts that were ever named, and asks no name service."""
@@ -86,12 +85,12 @@ class Hosts:
         try:
             self.known = self._merged(self._ask())
         except LaunchError as error:
-            if str(error) != self._problem:
+            if str(error) != self.problem:
                 kept = "" if self.known is None else "; the hosts known so far are kept"
                 self._warnings.append(f"{error}{kept}")
-            self._problem = str(error)
+            self.problem = str(error)
         else:
-            self._problem = ""
+            self.problem = ""
 
     def _watch(self) -> None:
         while not self._is_closed.is_set():

@@ -51,6 +51,9 @@ class CheckpointWriter:
     Args:
         directory: is made if it is not there. What writers that were killed have left there is removed.
         keep: number of checkpoints, the newest included, that stay. Older ones go once the newest is on the disk.
+
+    Attributes:
+        newest: path of the newest checkpoint that this writer has written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
@@ -58,7 +61,7 @@ class CheckpointWriter:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.directory = Path(directory)
         self._keep = keep
-        self._newest: Path | None = None
+        self.newest: Path | None = None
         self._changed = threading.Condition()  # guards what follows
         self._waiting: tuple[int, dict[str, Any]] | None = None
         self._thread: threading.Thread | None = None  # while there is something to write
@@ -70,11 +73,6 @@ class CheckpointWriter:
             _remove_torn(self.directory)
         except OSError as error:
             self._warn(f"no checkpoint can be written to {self.directory}", error)
-
-    @property
-    def newest(self) -> Path | None:
-        """The newest checkpoint that this writer has written."""
-        return self._newest
 
     def copy_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Like the function `copy_of`, in the memory of a copy that has been written. Pass the copy to `write` only."""
@@ -120,7 +118,7 @@ class CheckpointWriter:
         """
         with self._writing:
             path = _write(self.directory, step, state)
-            self._newest = path
+            self.newest = path
         with contextlib.suppress(OSError):
             for old in [path for number, path in _found(self.directory) if number < step][self._keep - 1 :]:
                 old.unlink(missing_ok=True)

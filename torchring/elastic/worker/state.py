@@ -132,6 +132,7 @@ class State:
         self._names_of_values = [name for name in given if name not in self._modules and name not in self._stateful]
         self._optimizers = [each for each in self._stateful.values() if isinstance(each, DistributedOptimizer)]
         self._samplers = [each for each in self._stateful.values() if isinstance(each, Sampler)]
+        self._values = _Fields(self, {name: name for name in self._names_of_values})
         self._check(global_batch, every)
         self._global_batch = global_batch
         self._on_resize = on_resize
@@ -143,6 +144,7 @@ class State:
         self._num_steps = 0  # of the first optimizer
         self._progress = 0  # steps of all optimizers: more is further
         self._size = 0  # of the world that trained last; 0 for none
+        self._counters = _Fields(self, {name: f"_{name}" for name in ("num_steps", "progress", "size")})
         self._is_between = False  # a step has been made, and values may not have been changed yet
         self._sees_forward = False  # since the last step
         self._is_in_closure = False  # a step is under way that evaluates the model itself
@@ -168,8 +170,8 @@ class State:
             optimizer_.register_step_pre_hook(functools.partial(self._before_step, is_first))
             optimizer_.register_step_post_hook(functools.partial(self._after_step, is_first))
         for module in self._modules.values():
-            module.register_forward_pre_hook(_BeforeForward(self), with_kwargs=True)
-            module.register_forward_hook(_AfterForward(self))
+            module.register_forward_pre_hook(_Hook(self._before_forward), with_kwargs=True)
+            module.register_forward_hook(_Hook(self._after_forward))
         for sampler in self._samplers:
             sampler.on_batch = self._weigh_batch
 
@@ -185,7 +187,7 @@ class State:
                 check_broadcastable(module)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        for stateful in (*self._stateful.values(), _Values(self)):
+        for stateful in (*self._stateful.values(), self._values):
             check_sendable(stateful)
 
     @property
@@ -214,7 +216,7 @@ class State:
 
     # What the training function does
 
-    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
+    def _before_forward(self, module: torch.nn.Module, *inputs: object) -> None:
         if torch.compiler.is_compiling():  # would break the graph
             return
         if module.training and torch.is_grad_enabled() and self._world is not None:
@@ -227,7 +229,7 @@ class State:
                 sampler.see_forward(inputs)
             self._weigh_batch()
 
-    def _after_forward(self, output: object) -> None:
+    def _after_forward(self, _module: object, _inputs: object, output: object) -> None:
         """Have a backward say which forward it comes from, where batches have weights."""
         if not torch.compiler.is_compiling() and (weight := self._current_weight()) is not None:
             for leaf in tree_leaves(output):
@@ -447,7 +449,7 @@ class State:
     def _return_to_commit(self) -> None:
         if self._committed is not None and self._committed[0] == self._progress:
             point = copy_of(self._committed[1])
-            _Values(self).load_state_dict(point["values"])
+            self._values.load_state_dict(point["values"])
             for name, sampler in point["stateful"].items():
                 self._stateful[name].load_state_dict(sampler)
         elif self._copied is not None:
@@ -456,11 +458,11 @@ class State:
     def _point(self) -> dict[str, Any]:
         """Values and samplers, which change before the first step of an epoch does."""
         samplers = {name: each.state_dict() for name, each in self._stateful.items() if isinstance(each, Sampler)}
-        return copy_of({"values": _Values(self).state_dict(), "stateful": samplers})
+        return copy_of({"values": self._values.state_dict(), "stateful": samplers})
 
     def _everything(self, point: dict[str, Any] | None = None) -> dict[str, Any]:
         """The whole state as it is now, but values and samplers as they were at a point."""
-        point = point or {"values": _Values(self).state_dict(), "stateful": {}}
+        point = point or {"values": self._values.state_dict(), "stateful": {}}
         return {
             "format": _FORMAT,
             "layout": self._layout(),
@@ -470,7 +472,7 @@ class State:
             "parameters": _Parameters(self).state_dict(),
             "stateful": {name: each.state_dict() for name, each in self._stateful.items()} | point["stateful"],
             "values": point["values"],
-            "counters": _Counters(self).state_dict(),
+            "counters": self._counters.state_dict(),
         }
 
     def _become(self, everything: dict[str, Any]) -> None:
@@ -480,8 +482,8 @@ class State:
             module.load_state_dict(everything["modules"][name])
         for name, each in self._stateful.items():
             each.load_state_dict(everything["stateful"][name])
-        _Values(self).load_state_dict(everything["values"])
-        _Counters(self).load_state_dict(everything["counters"])
+        self._values.load_state_dict(everything["values"])
+        self._counters.load_state_dict(everything["counters"])
 
     # Checkpoints
 
@@ -571,24 +573,14 @@ class _Row(NamedTuple):
     size: int
 
 
-class _BeforeForward(TransientHook):
-    """A hook on a module of a State."""
+class _Hook(TransientHook):
+    """A hook on a module of a State: calls a method of the State."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
 
-    def __call__(self, module: torch.nn.Module, *inputs: object) -> None:
-        self._state._before_forward(module, inputs)
-
-
-class _AfterForward(TransientHook):
-    """A hook on a module of a State."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def __call__(self, module: torch.nn.Module, _: object, output: object) -> None:
-        self._state._after_forward(output)
+    def __call__(self, *arguments: object) -> None:
+        self._call(*arguments)
 
 
 class _Batches:
@@ -669,8 +661,8 @@ class _Rest:
     def __init__(self, state: State) -> None:
         self._parts: dict[str, Stateful] = {
             "parameters": _Parameters(state),
-            "values": _Values(state),
-            "counters": _Counters(state),
+            "values": state._values,
+            "counters": state._counters,
         }
         for name, each in state._stateful.items():
             if not isinstance(each, DistributedOptimizer):
@@ -684,31 +676,16 @@ class _Rest:
             each.load_state_dict(state_dict[name])
 
 
-class _Values:
-    """The plain values of a State. Has a state dict."""
+class _Fields:
+    """Attributes of a State, by the names that they have in its state dict."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, attributes: dict[str, str]) -> None:
         self._state = state
+        self._attributes = attributes
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self._state, name) for name in self._state._names_of_values}
+        return {name: getattr(self._state, attribute) for name, attribute in self._attributes.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in self._state._names_of_values:
-            setattr(self._state, name, state_dict[name])
-
-
-class _Counters:
-    """The counters of a State. Has a state dict."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self._state
-        return {"num_steps": state._num_steps, "progress": state._progress, "size": state._size}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state = self._state
-        state._num_steps, state._progress = state_dict["num_steps"], state_dict["progress"]
-        state._size = state_dict["size"]
+        for name, attribute in self._attributes.items():
+            setattr(self._state, attribute, state_dict[name])
