@@ -84,7 +84,7 @@ def run(
             the cause.
         ValueError: arguments that exclude each other, hosts that do not parse, something that cannot be pickled.
         NotImplementedError: `host_discovery_script`.
-        torchring.launch.launcher.LaunchError: nothing was started.
+        torchring.launch.hosts.LaunchError: nothing was started.
     """
     if hosts is not None and hostfile is not None:
         raise ValueError(f"give hosts or hostfile, not both, got hosts={hosts!r} and hostfile={os.fspath(hostfile)!r}")
