@@ -7,10 +7,9 @@ import math
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
-from torchring.launch.hosts import Host, LaunchError, parse_hostfile, parse_hosts
+from torchring.launch.hosts import Host, parse_hosts, read_hostfile
 
 # The launcher sets these variables for each process, and overwrites what they were.
 _LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -55,9 +54,4 @@ def hosts_of(options: argparse.Namespace) -> list[Host] | None:
     """The hosts of -H or --hostfile, None without either option. Raises LaunchError."""
     if options.hosts is not None:
         return parse_hosts(options.hosts)
-    if options.hostfile is None:
-        return None
-    try:
-        return parse_hostfile(Path(options.hostfile).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"cannot read the host file {options.hostfile!r}: {error}") from error
+    return None if options.hostfile is None else read_hostfile(options.hostfile)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final
 
 from torchring.launch.output import OutputOptions
@@ -79,6 +80,14 @@ def parse_hostfile(text: str) -> list[Host]:
     if not hosts:
         raise LaunchError("the host file names no host")
     return hosts
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """The hosts of a host file. Raises LaunchError."""
+    try:
+        return parse_hostfile(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"cannot read the host file {path!r}: {error}") from error
 
 
 def parse_host(text: str, complaint: str, default_slots: int = 1) -> Host:

@@ -14,10 +14,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final
 
-from torchring.launch.hosts import Host, LaunchError, is_here, parse_host, parse_hostfile
+from torchring.launch.hosts import Host, LaunchError, is_here, parse_host, read_hostfile
 
 _ASK_SECONDS: Final = 1.0  # between two questions
 _SCRIPT_SECONDS: Final = 10.0  # for the script to answer
@@ -31,9 +30,9 @@ class Hosts:
     """The hosts at this moment.
 
     Args:
-        ask: returns the hosts, or raises LaunchError. None if `hosts` does not change.
+        ask: returns the hosts, or raises LaunchError. Its argument is set by `close`, so that it can return early. None
+            if `hosts` does not change.
         hosts: the hosts to begin with; None if they are not known yet.
-        is_closed: set by `close`, so that `ask` can return early.
 
     Attributes:
         known: the hosts of the last good answer; None before the first.
@@ -41,16 +40,13 @@ class Hosts:
     """
 
     def __init__(
-        self,
-        ask: Callable[[], Sequence[Host]] | None,
-        hosts: Sequence[Host] | None = None,
-        is_closed: threading.Event | None = None,
+        self, ask: Callable[[threading.Event], Sequence[Host]] | None, hosts: Sequence[Host] | None = None
     ) -> None:
         self._ask = ask
         self._here: dict[str, bool] = {}
         self.problem = ""
         self._warnings: list[str] = []
-        self._is_closed = is_closed or threading.Event()
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="torchring-hosts", daemon=True)
         self.known: tuple[Host, ...] | None = None if hosts is None else self._merged(hosts)
 
@@ -83,7 +79,7 @@ class Hosts:
         """Ask once, and note the answer or the problem."""
         assert self._ask is not None
         try:
-            self.known = self._merged(self._ask())
+            self.known = self._merged(self._ask(self._is_closed))
         except LaunchError as error:
             if str(error) != self.problem:
                 kept = "" if self.known is None else "; the hosts known so far are kept"
@@ -118,14 +114,7 @@ def fixed(hosts: Sequence[Host]) -> Hosts:
 
 def from_file(path: str) -> Hosts:
     """The hosts of a host file. Raises LaunchError if it cannot be read now."""
-
-    def ask() -> list[Host]:
-        try:
-            return parse_hostfile(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise LaunchError(f"cannot read the host file {path!r}: {error}") from error
-
-    return Hosts(ask, ask())
+    return Hosts(lambda _: read_hostfile(path), read_hostfile(path))
 
 
 def from_script(script: str, default_slots: int = 1) -> Hosts:
@@ -143,8 +132,7 @@ def from_script(script: str, default_slots: int = 1) -> Hosts:
         raise LaunchError(f"there is no discovery script {script!r}")
     else:
         command = ["sh", "-c", script]
-    is_closed = threading.Event()
-    return Hosts(lambda: _printed_hosts(script, _run(script, command, is_closed), default_slots), is_closed=is_closed)
+    return Hosts(lambda is_closed: _printed_hosts(script, _run(script, command, is_closed), default_slots))
 
 
 def _printed_hosts(script: str, text: str, default_slots: int) -> list[Host]:
