@@ -8,6 +8,7 @@ import argparse
 import ast
 import contextlib
 import fcntl
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -19,28 +20,75 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from torchring.elastic.driver import options as elastic
 from torchring.elastic.driver.driver import start_elastic
 from torchring.launch import horovodrun
 from torchring.launch.arguments import hosts_of, positive, setting
-from torchring.launch.launcher import LAUNCHERS, LaunchError, is_here, start
+from torchring.launch.hosts import Host, LaunchError, is_here
+from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import Stopped, signals_raise
 from torchring.rendezvous.environment import PROGRESS, STACKS, TRACE
 
+# Commands whose modules parse their own arguments.
+_COMMANDS: Final = {
+    "doctor": ("torchring.doctor", "say what this machine offers, and what is wrong"),
+    "report": ("torchring.report.command", "say what bounds a job, from its trace"),
+    "top": ("torchring.report.top", "show how a job goes that is being traced"),
+}
 _BENCH: Final = Path(__file__).with_name("bench")
 _PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have to remove a network
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] and arguments[0] in _COMMANDS:
+        module = importlib.import_module(_COMMANDS[arguments[0]][0])
+        return _while_it_is_read(module.main, arguments[1:])
     parser = argparse.ArgumentParser(prog="torchring", description="Data-parallel training for PyTorch.")
     version = f"torchring {importlib.metadata.version('torchring')}"
     parser.add_argument("-V", "--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser(
+    run = _add_run(commands)
+    for name, (_, summary) in _COMMANDS.items():
+        commands.add_parser(name, help=summary)
+    benchmarks = _benchmarks()
+    bench = commands.add_parser(
+        "bench",
+        help="run a benchmark",
+        description="Run a benchmark. `torchring bench NAME --help` shows its options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument("name", choices=list(benchmarks), metavar="NAME", help=", ".join(benchmarks))
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the benchmark")
+    if arguments[:1] == ["bench"]:  # parsing the benchmarks takes 0.1 s, which `torchring run` need not spend
+        summaries = [f"  {name:10} {_summary(source)}" for name, source in benchmarks.items()]
+        bench.epilog = "\n".join(["benchmarks:", *summaries])
+    if arguments[:1] == ["run"]:  # errors of its own parser show its own usage
+        options = run.parse_args(arguments[1:], argparse.Namespace(command="run"))
+    else:
+        options = parser.parse_args(arguments)
+    # argparse drops a leading "--" from what belongs to the script.
+    if arguments[-len(options.arguments) - 1] == "--":
+        options.arguments.insert(0, "--")
+    if options.command == "bench":
+        return _bench(options.name, options.arguments)
+    if options.script is None:
+        run.error("say which script to run")
+    is_elastic = _is_elastic(run, options)
+    if not is_elastic and options.num_proc is None and options.hosts is None and options.hostfile is None:
+        run.error("say how many processes: -np N, or -H HOST:SLOTS,..., or --hostfile FILE")
+    if options.quiet and options.log_dir is None:
+        run.error("--quiet drops what processes print, unless --log-dir says where to write it")
+    return _run(options, is_elastic)
+
+
+def _add_run(commands: Any) -> argparse.ArgumentParser:  # argparse._SubParsersAction
+    """Add `torchring run`, and return its parser."""
+    run: argparse.ArgumentParser = commands.add_parser(
         "run",
         help="start a script on N processes, of this machine or of several",
         description="Start a script on N processes: through torch.distributed.run on this machine; on several through "
@@ -97,54 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     run.add_argument("script", nargs="?", metavar="SCRIPT", help="the Python script, or a folder with a __main__.py")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="handed to the script")
-    doctor = commands.add_parser("doctor", help="say what this machine offers, and what is wrong", add_help=False)
-    doctor.add_argument("arguments", nargs=argparse.REMAINDER)
-    report = commands.add_parser("report", help="say what bounds a job, from its trace", add_help=False)
-    report.add_argument("arguments", nargs=argparse.REMAINDER)
-    top = commands.add_parser("top", help="show how a job goes that is being traced", add_help=False)
-    top.add_argument("arguments", nargs=argparse.REMAINDER)
-    benchmarks = _benchmarks()
-    bench = commands.add_parser(
-        "bench",
-        help="run a benchmark",
-        description="Run a benchmark. `torchring bench NAME --help` shows its options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    bench.add_argument("name", choices=list(benchmarks), metavar="NAME", help=", ".join(benchmarks))
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the benchmark")
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["bench"]:  # parsing the benchmarks takes 0.1 s, which `torchring run` need not spend
-        summaries = [f"  {name:10} {_summary(source)}" for name, source in benchmarks.items()]
-        bench.epilog = "\n".join(["benchmarks:", *summaries])
-    if arguments[:1] == ["doctor"]:  # the command has a parser of its own
-        from torchring.doctor import main as doctor_main
-
-        return _while_it_is_read(doctor_main, arguments[1:])
-    if arguments[:1] == ["top"]:
-        from torchring.report.top import main as top_main
-
-        return _while_it_is_read(top_main, arguments[1:])
-    if arguments[:1] == ["report"]:
-        from torchring.report.command import main as report_main
-
-        return _while_it_is_read(report_main, arguments[1:])
-    if arguments[:1] == ["run"]:  # errors of its own parser show its own usage
-        options = run.parse_args(arguments[1:], argparse.Namespace(command="run"))
-    else:
-        options = parser.parse_args(arguments)
-    # argparse drops a leading "--" from what belongs to the script.
-    if arguments[-len(options.arguments) - 1] == "--":
-        options.arguments.insert(0, "--")
-    if options.command == "bench":
-        return _bench(options.name, options.arguments)
-    if options.script is None:
-        run.error("say which script to run")
-    is_elastic = _is_elastic(run, options)
-    if not is_elastic and options.num_proc is None and options.hosts is None and options.hostfile is None:
-        run.error("say how many processes: -np N, or -H HOST:SLOTS,..., or --hostfile FILE")
-    if options.quiet and options.log_dir is None:
-        run.error("--quiet drops what processes print, unless --log-dir says where to write it")
-    return _run(options, is_elastic)
+    return run
 
 
 def _while_it_is_read(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
@@ -180,19 +181,17 @@ def _run(options: argparse.Namespace, is_elastic: bool) -> int:
         if is_elastic:
             limits = elastic.limits_of(options)
             sources = elastic.hosts_of(options, limits)
-            horovodrun.warn_of_ignored(options)
-            if options.verbose:
-                print(horovodrun.describe(command, options.num_proc, sources.known), file=sys.stderr)
-            known = sources.known or ()
-            with _tracing(
-                options, lambda: sources.may_change or not all(is_here(host.name) for host in known)
-            ) as traced:
-                return start_elastic(command, limits, sources, env | traced, output, ssh_options)
-        hosts, launcher = hosts_of(options), horovodrun.launcher_of(options)
+            hosts: Sequence[Host] | None = sources.known
+            may_change = sources.may_change
+        else:
+            hosts, may_change = hosts_of(options), False
+        launcher = horovodrun.launcher_of(options)
         horovodrun.warn_of_ignored(options)
         if options.verbose:
             print(horovodrun.describe(command, options.num_proc, hosts), file=sys.stderr)
-        with _tracing(options, lambda: not all(is_here(host.name) for host in hosts or ())) as traced:
+        with _tracing(options, lambda: may_change or not all(is_here(host.name) for host in hosts or ())) as traced:
+            if is_elastic:
+                return start_elastic(command, limits, sources, env | traced, output, ssh_options)
             return start(command, options.num_proc, hosts, env | traced, launcher, output, ssh_options=ssh_options)
     except LaunchError as error:
         print(f"torchring run: {error}", file=sys.stderr)
@@ -274,7 +273,7 @@ def _program(script: str, is_module: bool) -> list[str]:
 
 
 def _benchmarks() -> dict[str, str]:
-    """What can be run in bench/: {name: source}. A benchmark is a script, or a folder."""
+    """The benchmarks in bench/: {name: source}. A benchmark is a script, or a folder."""
     scripts = {file.stem: file.read_text() for file in _BENCH.glob("*.py")}
     found = {name: source for name, source in scripts.items() if 'if __name__ == "__main__":' in source}
     folders = [*_BENCH.glob("*/__main__.py"), *_BENCH.glob("micro/__init__.py")]
@@ -330,7 +329,7 @@ def _stop(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _is_running(group: int) -> bool:
-    """Whether the process group has a member that has not ended."""
+    """Return True if a process of the group has not ended."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended meanwhile
             state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]

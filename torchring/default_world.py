@@ -162,7 +162,7 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
     launch = _launched()
     if launch.launcher == "none" and os.environ.get(CHOICE) != "none":
         refuse_lone_tasks()
-    if launch.invitation is not None:
+    if launch.launcher == ELASTIC:
         return _before_generation(launch, backend, timeout_seconds, stall_warning_seconds)
     if launch.member_pid is not None:
         raise TopologyError(

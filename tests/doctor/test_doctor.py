@@ -40,7 +40,7 @@ from torchring.doctor.report import (
     read,
     verdict,
 )
-from torchring.launch.launcher import Host
+from torchring.launch.hosts import Host
 from torchring.rendezvous.addresses import gloo_address
 
 VERSIONS = {"python": "3.12.1", "torchring": "0.1.0", "torch": "2.13.0", "triton": "3.4.0", "mpi4py": None}

@@ -20,31 +20,30 @@ from torch.distributed import TCPStore
 
 from tests.support.harness import is_running, patient, wait_until
 from torchring import cli
-from torchring.elastic.driver import coordinator as m
+from torchring.elastic.driver import actions as a
 from torchring.elastic.driver import hosts as hosts_module
 from torchring.elastic.driver import store as store_module
 from torchring.elastic.driver.cooldown import Cooldown
-from torchring.elastic.driver.coordinator import Limits, Membership
+from torchring.elastic.driver.coordinator import UNLIMITED, Coordinator, Limits
 from torchring.elastic.driver.hosts import Hosts
 from torchring.elastic.driver.store import DriverStore, Listener
-from torchring.errors import PeerLostError, decode_error
-from torchring.launch.launcher import Host, LaunchError
-from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
-from torchring.rendezvous.protocol import (
+from torchring.elastic.protocol import (
     BROKEN,
     CALL,
     END,
     LATEST,
-    PREFIX,
     Beat,
     Broken,
     Card,
-    Plan,
+    Generation,
     beat_key,
     card_key,
-    plan_key,
+    generation_key,
     world_prefix,
 )
+from torchring.errors import PeerLostError, decode_error
+from torchring.launch.hosts import Host, LaunchError
+from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,14 +52,14 @@ TICK = 0.02
 
 
 class Job:
-    """A membership, its clock, and workers whose cards and beats the test sets. What was done is in the attributes."""
+    """A coordinator, its clock, and workers whose cards and beats the test sets. What was done is in the attributes."""
 
     def __init__(self, hosts: str = "a:4", **limits: Any) -> None:
         self.now = 1000.0
-        self.membership = Membership(Limits(**{"size": 2, "max_size": 4, **limits}), self.now, random.Random(0))
+        self.coordinator = Coordinator(Limits(**{"size": 2, "max_size": 4, **limits}), self.now, random.Random(0))
         self.started: list[tuple[int, str, int]] = []
         self.sent: list[tuple[int, int]] = []
-        self.plans: list[Plan] = []
+        self.generations: list[Generation] = []
         self.broken: list[Broken] = []
         self.called: list[int] = []
         self.said: list[str] = []
@@ -71,28 +70,28 @@ class Job:
 
     def set_hosts(self, hosts: str) -> None:
         pairs = [host.split(":") for host in hosts.split(",") if host]
-        self.membership.set_hosts([Host(name, int(slots)) for name, slots in pairs])
+        self.coordinator.set_hosts([Host(name, int(slots)) for name, slots in pairs])
         self.tick()
 
     def tick(self, seconds: float = TICK) -> None:
         """Time passes in one piece."""
         self.now += seconds
-        for action in self.membership.tick(self.now):
-            if isinstance(action, m.Start):
+        for action in self.coordinator.tick(self.now):
+            if isinstance(action, a.Start):
                 self.started.append((action.worker, action.host, action.slot))
-            elif isinstance(action, m.Send):
+            elif isinstance(action, a.Send):
                 self.sent.append((action.worker, action.number))
-            elif isinstance(action, m.Publish):
-                self.plans.append(action.plan)
-            elif isinstance(action, m.Break):
+            elif isinstance(action, a.Publish):
+                self.generations.append(action.generation)
+            elif isinstance(action, a.Break):
                 self.broken.append(action.broken)
-            elif isinstance(action, m.Call):
+            elif isinstance(action, a.Call):
                 self.called.append(action.generation)
-            elif isinstance(action, m.Say):
+            elif isinstance(action, a.Say):
                 self.said.append(action.text)
-            elif isinstance(action, m.Over):
+            elif isinstance(action, a.Over):
                 self.over.append(action.reason)
-            elif isinstance(action, m.Exit):
+            elif isinstance(action, a.Exit):
                 self.code = action.code
 
     def wait(self, seconds: float, *beating: int) -> None:
@@ -105,15 +104,15 @@ class Job:
     def say(self, state: Any, *workers: int, generation: int | None = None, **card: Any) -> None:
         """The workers set their cards, by default with the newest generation that they belong to."""
         for worker in workers:
-            newest = max([plan.generation for plan in self.plans if worker in plan.workers], default=0)
-            self.membership.note_card(worker, Card(state, newest if generation is None else generation, **card))
+            newest = max([each.number for each in self.generations if worker in each.workers], default=0)
+            self.coordinator.note_card(worker, Card(state, newest if generation is None else generation, **card))
         self.tick()
 
     def beat(self, *workers: int, steps: int = 0, ticks: bool = True) -> None:
         for worker in workers:
             count, before = self.steps.get(worker, (0, 0))
             self.steps[worker] = (count + 1, before + steps)
-            self.membership.note_beat(worker, Beat(*self.steps[worker], made=before + steps))
+            self.coordinator.note_beat(worker, Beat(*self.steps[worker], made=before + steps))
         if ticks:
             self.tick()
 
@@ -122,11 +121,11 @@ class Job:
             self.beat(*workers, steps=1)
 
     def end(self, worker: int, code: int = 128 + signal.SIGKILL, **how: Any) -> None:
-        self.membership.note_end(worker, code, **how)
+        self.coordinator.note_end(worker, code, **how)
         self.tick()
 
     def members(self) -> tuple[int, ...]:
-        return self.plans[-1].workers if self.plans else ()
+        return self.generations[-1].workers if self.generations else ()
 
 
 def running(hosts: str = "a:4", num: int = 2, *, works: bool = True, **limits: Any) -> Job:
@@ -147,9 +146,9 @@ def test_a_job_starts_when_all_workers_have_come() -> None:
     job = Job("a:1,b:5", size=3)
     assert job.started == [(0, "a", 0), (1, "b", 0), (2, "b", 1)]
     job.say("meeting", 2, 0)
-    assert job.plans == []
+    assert job.generations == []
     job.say("meeting", 1)
-    assert job.plans == [Plan(1, (0, 1, 2), "the job starts")]
+    assert job.generations == [Generation(1, (0, 1, 2), "the job starts")]
     assert job.said == ["generation 1 begins, 3 workers (a: 0; b: 1, 2), because the job starts"]
 
 
@@ -157,7 +156,7 @@ def test_a_job_starts_without_workers_that_have_died() -> None:
     job = Job(size=3, min_size=2)
     job.end(1, 3)
     job.say("meeting", 0)
-    assert (job.plans, len(job.started)) == ([], 3)
+    assert (job.generations, len(job.started)) == ([], 3)
     job.say("meeting", 2)
     assert job.members() == (0, 2)
     assert "worker 1 on a ended with exit code 3 before it came to torchring.elastic.run" in job.said
@@ -167,10 +166,10 @@ def test_a_job_starts_without_workers_that_take_long() -> None:
     job = Job(size=3, min_size=2)
     job.say("meeting", 0)
     job.wait(60)
-    assert job.plans == []
+    assert job.generations == []
     job.say("meeting", 1)
     job.wait(29)
-    assert job.plans == []
+    assert job.generations == []
     job.wait(2)
     assert job.members() == (0, 1)
 
@@ -185,8 +184,8 @@ def test_too_few_workers_at_the_start_are_replaced_when_nobody_is_starting() -> 
 
 
 def test_all_slots_are_taken_without_a_number() -> None:
-    job = Job("a:2,b:1", size=m.UNLIMITED, max_size=m.UNLIMITED)
-    assert (len(job.started), job.membership.size) == (3, 3)
+    job = Job("a:2,b:1", size=UNLIMITED, max_size=UNLIMITED)
+    assert (len(job.started), job.coordinator.size) == (3, 3)
     job.end(0, 1)
     assert len(job.started) == 3, "no step has been made"
 
@@ -196,21 +195,21 @@ def test_all_slots_are_taken_without_a_number() -> None:
 
 def test_survivors_go_on_at_once_and_in_order() -> None:
     job = running(num=4)
-    job.membership.note_pid(0, 77)
+    job.coordinator.note_pid(0, 77)
     job.end(0)
     reason = "rank 0 (worker 0, pid 77, on a) was killed by SIGKILL"
     assert job.broken == [Broken(1, (0,), reason)]
     assert job.started[4:] == [(4, "a", 0)]
     job.say("meeting", 3)
     job.say("meeting", 2)
-    assert len(job.plans) == 1
+    assert len(job.generations) == 1
     job.say("meeting", 1)
-    assert job.plans[1] == Plan(2, (1, 2, 3), "worker 0 on a was killed by SIGKILL")
+    assert job.generations[1] == Generation(2, (1, 2, 3), "worker 0 on a was killed by SIGKILL")
     job.say("running", 1, 2, 3)
     job.say("meeting", 4)
     assert job.called == [1, 2]  # by the first that left, and for the new one
     job.say("meeting", 3, 1, 2)
-    assert job.plans[2] == Plan(3, (1, 2, 3, 4), "worker 4 joined")
+    assert job.generations[2] == Generation(3, (1, 2, 3, 4), "worker 4 joined")
 
 
 def test_two_losses_are_told_together() -> None:
@@ -224,7 +223,7 @@ def test_two_losses_are_told_together() -> None:
 def test_a_death_between_plan_and_pick_up_breaks_the_generation() -> None:
     job = running(num=3)
     job.say("meeting", 0, 1, 2)
-    assert len(job.plans) == 2
+    assert len(job.generations) == 2
     job.end(1)  # its card says "meeting", of generation 1
     assert job.broken == [Broken(2, (1,), "rank 1 (worker 1, on a) was killed by SIGKILL")]
     job.say("meeting", 0, 2)
@@ -240,14 +239,14 @@ def test_a_death_after_leaving_breaks_nothing() -> None:
     assert job.broken == []
     assert job.called == [1]
     job.say("meeting", 0)
-    assert job.plans[1].workers == (0,)
-    assert job.plans[1].reason == "worker 1 on a was killed by SIGKILL; worker 2 on a left"
+    assert job.generations[1].workers == (0,)
+    assert job.generations[1].reason == "worker 1 on a was killed by SIGKILL; worker 2 on a left"
 
 
 def test_who_leaves_before_it_has_picked_up_the_plan_breaks_the_generation_at_once() -> None:
     job = running(num=2)
     job.say("meeting", 0, 1)
-    assert len(job.plans) == 2
+    assert len(job.generations) == 2
     job.say("leaving", 1, generation=1)
     assert job.broken == [Broken(2, (1,), "rank 1 (worker 1, on a) was told to end")]
     job.end(1, 0)
@@ -265,6 +264,28 @@ def test_a_silent_worker_is_killed_and_the_others_hear_of_it_before_it_is_dead()
     job.say("meeting", 0)
     assert job.members() == (0,)
     job.say("running", 0)
+    job.end(1)
+    assert job.started[2:] == [(2, "a", 1)]
+    assert len(job.sent) == 1
+
+
+def test_a_worker_that_takes_long_to_end_is_given_up_but_not_killed_for_a_while() -> None:
+    """Its exit handlers may write files. The others, and its exit code, do not wait for that."""
+    job = running(num=2, heartbeat_timeout=4)
+    job.coordinator.note_beat(1, Beat(99, is_last=True))
+    job.wait(3.5, 0)
+    assert (job.broken, job.sent) == ([], [])
+    job.wait(1, 0)
+    assert job.broken == [Broken(1, (1,), "rank 1 (worker 1, on a) did not end within 4 s after its script")]
+    assert job.sent == []
+    assert len(job.started) == 2, "its slot is not free"
+    job.say("meeting", 0)
+    job.say("running", 0)
+    assert job.members() == (0,)
+    job.wait(294, 0)
+    assert job.sent == []
+    job.wait(2, 0)
+    assert job.sent == [(1, signal.SIGKILL)]
     job.end(1)
     assert job.started[2:] == [(2, "a", 1)]
     assert len(job.sent) == 1
@@ -336,7 +357,7 @@ def test_new_workers_start_when_hosts_come_and_end_when_hosts_go() -> None:
     assert job.started[3:] == [], "worker 1 still takes part"
     job.say("leaving", 1)
     job.say("meeting", 0)
-    assert job.plans[1].reason == "worker 1 on b was told to end"
+    assert job.generations[1].reason == "worker 1 on b was told to end"
     job.end(1, 0)
     assert job.started[3:] == [(3, "c", 1)]
     assert len(job.sent) == 1
@@ -353,7 +374,7 @@ def test_with_fewer_than_min_np_the_job_waits_and_then_ends_with_the_checkpoint(
     job.end(1, 0)
     assert job.said[-1] == "waiting for more workers: there are 1 of 2, because worker 1 on a was told to end"
     job.wait(29, 0)
-    assert (len(job.plans), job.over) == (1, [])
+    assert (len(job.generations), job.over) == (1, [])
     job.wait(2, 0)
     expected = "for 30 s (--elastic-timeout) there were fewer than 2 workers (--min-np): 1"
     assert (job.over, job.said[-1]) == ([expected], f"{expected}; the newest checkpoint is new.pt")
@@ -389,7 +410,7 @@ def test_reset_limit(limit: int) -> None:
     if limit:
         assert job.started[2:] == [(2, "a", 1)]
         job.say("running", 0)
-        assert len(job.plans) == 2
+        assert len(job.generations) == 2
         job.say("meeting", 2)
         job.tick(1)
         assert job.called == [], "a new worker is no reason to end a job"
@@ -447,7 +468,7 @@ def lose_all(job: Job, steps: int, code: int = 1) -> None:
     job.say("running", *workers)
     job.step(*workers, times=steps)
     for worker in workers:
-        job.membership.note_end(worker, code)
+        job.coordinator.note_end(worker, code)
     job.tick()
 
 
@@ -576,7 +597,7 @@ def test_who_has_not_finished_goes_on_even_alone() -> None:
     job.end(1)
     assert job.broken[0].ranks == (1,)
     job.say("meeting", 2)
-    assert job.plans[1] == Plan(2, (2,), "worker 0 on a has finished; worker 1 on a was killed by SIGKILL")
+    assert job.generations[1] == Generation(2, (2,), "worker 0 on a has finished; worker 1 on a was killed by SIGKILL")
     assert len(job.started) == 4
     job.say("running", 2)
     job.say("finished", 2)
@@ -588,14 +609,14 @@ def test_who_has_not_finished_goes_on_even_alone() -> None:
 
 def test_a_signal_is_passed_on_once_and_the_second_kills() -> None:
     job = running(num=2)
-    job.membership.note_signal(signal.SIGINT)
+    job.coordinator.note_signal(signal.SIGINT)
     job.tick()
     assert job.sent == [(0, signal.SIGINT), (1, signal.SIGINT)]
     assert job.over == ["torchring run was told to end by SIGINT"]
     job.say("leaving", 0)
     job.end(0, 0)
     assert len(job.started) == 2
-    job.membership.note_signal(signal.SIGTERM)
+    job.coordinator.note_signal(signal.SIGTERM)
     job.tick()
     assert job.sent[2:] == [(1, signal.SIGKILL)]
     job.end(1)
@@ -605,7 +626,7 @@ def test_a_signal_is_passed_on_once_and_the_second_kills() -> None:
 def test_a_lost_connection_ends_the_workers_as_sigterm_does() -> None:
     """They note SIGTERM, and write a checkpoint."""
     job = running(num=2)
-    job.membership.note_signal(signal.SIGHUP)
+    job.coordinator.note_signal(signal.SIGHUP)
     job.tick()
     assert job.sent == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
     job.say("leaving", 0, 1)
@@ -619,7 +640,7 @@ def test_a_script_that_exits_with_0_on_all_ranks_has_ended_well() -> None:
     job.end(0, 0)
     assert len(job.started) == 3
     job.say("meeting", 1, 2)  # as if rank 0 alone had left
-    assert job.plans[-1].workers == (1, 2)
+    assert job.generations[-1].workers == (1, 2)
     job.say("running", 1, 2)
     for worker in (1, 2):
         job.end(worker, 0)
@@ -743,21 +764,21 @@ def test_what_the_driver_writes() -> None:
     listener = Listener(hosts_module.fixed([Host("localhost", 2)]))
     store = DriverStore(listener)
     theirs = TCPStore("127.0.0.1", listener.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=9))
-    theirs.set(PREFIX + card_key(7), Card("meeting").encode())
+    theirs.set(card_key(7), Card("meeting").encode())
     store.add_worker(7)
     assert store.read([card_key(7), beat_key(7)]) == [Card("meeting").encode(), Beat(0).encode()]
     assert store.read([CALL, LATEST, END, BROKEN]) == [b"0", b"0", b"", Broken().encode()]
     for generation in (1, 2, 3):
-        theirs.set(f"{PREFIX}{world_prefix(generation)}/0", "x")
-        store.publish(Plan(generation, (7,), ""))
+        theirs.set(f"{world_prefix(generation)}/0", "x")
+        store.publish(Generation(generation, (7,), ""))
         assert store.read([LATEST]) == [b"%d" % generation]
-    assert [theirs.check([f"{PREFIX}{world_prefix(i)}/0"]) for i in (1, 2, 3)] == [False, True, True]
-    assert [theirs.check([PREFIX + plan_key(i)]) for i in (1, 2, 3)] == [False, True, True]
+    assert [theirs.check([f"{world_prefix(i)}/0"]) for i in (1, 2, 3)] == [False, True, True]
+    assert [theirs.check([generation_key(i)]) for i in (1, 2, 3)] == [False, True, True]
     store.break_off(Broken(3, (1, 2), "rank 2 (worker 5) was killed"))
     error = decode_error(store.read([f"{world_prefix(3)}/gave_up"])[0], None)
     assert (type(error), error.peers, error.message) == (PeerLostError, (1, 2), "rank 2 (worker 5) was killed")
     store.forget_worker(7)
-    assert not theirs.check([PREFIX + card_key(7)])
+    assert not theirs.check([card_key(7)])
 
 
 # ---- the command line
@@ -783,10 +804,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Limits, Hosts]]:
         ("--elastic -np 3", Limits(3, 1, 3), 3),
         ("-np 4 --min-np 2 --max-np 8 --reset-limit 0", Limits(4, 2, 8, reset_limit=0), 8),
         ("--max-num-proc 3", Limits(3, 1, 3), 3),
-        ("-H localhost:5 --min-num-proc 2", Limits(m.UNLIMITED, 2), 5),
+        ("-H localhost:5 --min-num-proc 2", Limits(UNLIMITED, 2), 5),
         ("-H localhost:5 -np 2 --elastic --elastic-timeout 7", Limits(2, 1, 2, elastic_timeout=7), 5),
-        ("--host-discovery-script true --slots 2 --heartbeat-timeout 3", Limits(m.UNLIMITED, heartbeat_timeout=3), 0),
-        ("--discover true --blacklist-cooldown-range 2 9", Limits(m.UNLIMITED, cooldown=(2, 9)), 0),
+        ("--host-discovery-script true --slots 2 --heartbeat-timeout 3", Limits(UNLIMITED, heartbeat_timeout=3), 0),
+        ("--discover true --blacklist-cooldown-range 2 9", Limits(UNLIMITED, cooldown=(2, 9)), 0),
     ],
 )
 def test_options(line: str, limits: Limits, slots: int, started: list[tuple[Limits, Hosts]]) -> None:
@@ -834,11 +855,12 @@ WORKER = """
 import json, os, pathlib, signal, sys, time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from torchring.rendezvous.protocol import *
+from torchring.elastic.protocol import *
+from torchring.rendezvous.environment import INVITATION
 
-me = invitation(os.environ)
+me = Invitation.decode(os.environ[INVITATION])
 store = TCPStore(me.addresses[0], me.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-read = lambda key: store.get(PREFIX + key)
+read = lambda key: store.get(key)
 assert read(TOKEN).decode() == me.token
 folder = pathlib.Path(sys.argv[1])
 received = []
@@ -848,8 +870,8 @@ generation, ranks, count, steps, state, told = 0, (), 0, 0, "meeting", ""
 def say(new):
     global state
     state = new
-    store.set(PREFIX + card_key(me.worker), Card(new, generation, "last.pt").encode())
-    store.check([PREFIX + card_key(me.worker)])  # the driver has it
+    store.set(card_key(me.worker), Card(new, generation, "last.pt").encode())
+    store.check([card_key(me.worker)])  # the driver has it
     facts = {"pid": os.getpid(), "state": new, "generation": generation, "ranks": ranks, "slot": me.slot}
     facts |= {"broken": told, "environ": dict(os.environ), "size": me.size}
     path = folder / f"{me.worker}"
@@ -861,19 +883,19 @@ say("meeting")
 while state not in ("leaving", "finished"):
     time.sleep(0.02)
     count += 1
-    store.set(PREFIX + beat_key(me.worker), Beat(count, steps).encode())
+    store.set(beat_key(me.worker), Beat(count, steps).encode())
     if received or read(END):
         say("leaving")
     elif state == "meeting":
         latest = int(read(LATEST))
-        if latest > generation and me.worker in (plan := Plan.decode(read(plan_key(latest)))).workers:
+        if latest > generation and me.worker in (plan := Generation.decode(read(generation_key(latest)))).workers:
             generation, ranks = latest, plan.workers
             say("running")
     else:
         steps += 1
         broken = Broken.decode(read(BROKEN))
         if broken.generation >= generation:
-            told = store.get(PREFIX + world_prefix(generation) + "/gave_up").decode()
+            told = store.get(world_prefix(generation) + "/gave_up").decode()
             say("meeting")
         elif int(read(CALL)) == generation:
             say("meeting")

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import torchring
 from tests.support.elastic_job import ElasticJob, Slots, is_last, note
 from tests.support.harness import count_open_fds, patient, run_ranks, run_script
-from torchring.elastic.worker import member as membership
+from torchring.elastic.worker import worker as workers
 from torchring.elastic.worker.checkpoint import newest_step
 
 GLOBAL_BATCH = 60
@@ -86,7 +86,7 @@ def train_worker(
 
     @torchring.elastic.run
     def train(state: Any) -> None:
-        patience = membership._the_member._store.timeout.total_seconds()
+        patience = workers._the_worker._store.timeout.total_seconds()
         layout = [torchring.size(), torchring.num_nodes(), torchring.local_size()]
         note(enters=state.step, rank=torchring.rank(), layout=layout, patience=patience, **resources())
         batch_size = state.batch_size if options.get("global_batch", GLOBAL_BATCH) else 10
@@ -111,7 +111,7 @@ def train_worker(
                 where = {
                     "rank": torchring.rank(),
                     "size": torchring.size(),
-                    "generation": membership._the_member.generation,
+                    "generation": workers._the_worker.generation,
                 }
                 is_like = f"{crc(model)} {scheduler.get_last_lr()} {scaler.get_scale()}"
                 note(step=state.step, crc=is_like, indices=indices.tolist(), **where)
@@ -232,7 +232,7 @@ def check_result(job: ElasticJob, num_steps: int) -> None:
 
 
 def _is_infinite(step: int) -> bool:
-    return step == 15 and membership._the_member.generation == 1
+    return step == 15 and workers._the_worker.generation == 1
 
 
 def _overflow_once(step: int, loss: torch.Tensor) -> torch.Tensor | None:
@@ -330,15 +330,15 @@ def test_without_a_commit_a_failing_rank_ends_and_lost_jobs_go_on_from_a_checkpo
 ENDS_EARLY = """
 import sys
 from torch.distributed import TCPStore
-from torchring.elastic.worker import member as membership
+from torchring.elastic import protocol as p
 from torchring.elastic.worker.checkpoint import CheckpointWriter
-from torchring.rendezvous import protocol as p
+from torchring.elastic.worker.worker import Worker
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 for key, value in {p.TOKEN: "", p.CALL: "0", p.BROKEN: p.Broken().encode(), p.LATEST: "0", p.END: ""}.items():
-    store.set(p.PREFIX + key, value)
+    store.set(key, value)
 p.LOOK_SECONDS = 0  # so the worker's thread is nearly always in the store's code
-member = membership.Member(p.Invitation(0, 0, 1, ("127.0.0.1",), store.port, "", "localhost"))
+worker = Worker(p.Invitation(0, 0, 1, ("127.0.0.1",), store.port, "", "localhost"))
 writer = CheckpointWriter(sys.argv[1])
 writer.write(1, {"list": list(range(200_000))})
 sys.exit(5)
@@ -376,7 +376,7 @@ def _train_growing(folder: Path | None, num_steps: int = 0) -> list[torch.Tensor
         for step in range(num_steps):
             make_step(step)
         return [parameter.detach() for parameter in model.parameters()]
-    number = membership.member_of_process().worker
+    number = workers.worker_of_process().number
     optimizer = torchring.wrap(optimizer, compression="bf16" if number == 2 else None)
     state = torchring.elastic.State(model=model, optimizer=optimizer, step=0, checkpoint=folder, every=5)
 

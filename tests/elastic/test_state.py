@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import torchring
-from torchring.elastic.worker.state import MembershipChange
+from torchring.elastic.worker.state import GenerationOver
 from torchring.generation import Change
 from torchring.world import World
 
@@ -88,10 +88,10 @@ def test_a_world_of_one_is_left_where_a_forward_or_a_closure_begins() -> None:
     world.shared(Change).is_wanted = True
     loss.backward()
     optimizer.step()  # whoever has unscaled the gradients may go on
-    with pytest.raises(MembershipChange):
+    with pytest.raises(GenerationOver):
         model(torch.ones(1, 2))
     model.weight.sum().backward()
-    with pytest.raises(MembershipChange):  # no forward was seen
+    with pytest.raises(GenerationOver):  # no forward was seen
         optimizer.step()
     entered(state).shared(Change).is_wanted = False
 
@@ -102,7 +102,7 @@ def test_a_world_of_one_is_left_where_a_forward_or_a_closure_begins() -> None:
         return loss
 
     optimizer.step(closure)
-    with pytest.raises(MembershipChange):
+    with pytest.raises(GenerationOver):
         optimizer.step(closure)
 
 

@@ -16,8 +16,9 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.support.harness import is_running, patient, run_ranks
-from torchring.rendezvous import protocol
-from torchring.rendezvous.protocol import Beat, Broken, Card, Invitation, Plan
+from torchring.elastic import protocol
+from torchring.elastic.protocol import Beat, Broken, Card, Generation, Invitation
+from torchring.rendezvous.environment import INVITATION
 
 SECONDS = 60.0  # against hangs
 
@@ -102,7 +103,7 @@ class _Driver:
             self._set(protocol.card_key(worker), Card("starting").encode())
             self._set(protocol.beat_key(worker), Beat(0).encode())
         self.environs = [
-            {protocol.VARIABLE: Invitation(n, n, num_at_first, ("127.0.0.1",), port, "token", "here").to_json()}
+            {INVITATION: Invitation(n, n, num_at_first, ("127.0.0.1",), port, "token", "here").encode().decode()}
             for n in self._workers
         ]
         self.plans: list[tuple[int, ...]] = []
@@ -118,14 +119,14 @@ class _Driver:
         self._thread.join()
 
     def _set(self, key: str, value: str | bytes) -> None:
-        self._store.set(protocol.PREFIX + key, value)  # type: ignore[arg-type]  # takes bytes, too
+        self._store.set(key, value)  # type: ignore[arg-type]  # takes bytes, too
 
     def _is_lost(self, worker: int) -> bool:
         file = self._folder / f"pid{worker}"
         return file.exists() and bool(pid := file.read_text()) and not is_running(int(pid))
 
     def cards(self) -> dict[int, Card]:
-        keys = [protocol.PREFIX + protocol.card_key(worker) for worker in self._workers]
+        keys = [protocol.card_key(worker) for worker in self._workers]
         return dict(zip(self._workers, map(Card.decode, self._store.multi_get(keys)), strict=True))
 
     def _drive(self) -> None:
@@ -145,7 +146,7 @@ class _Driver:
                 survivors = [worker for worker in before if worker in meeting]
                 plan = (*survivors, *(worker for worker in meeting if worker not in survivors))
                 self.plans.append(plan)
-                self._set(protocol.plan_key(generation + 1), Plan(generation + 1, plan, "a test").encode())
+                self._set(protocol.generation_key(generation + 1), Generation(generation + 1, plan, "a test").encode())
                 self._set(protocol.LATEST, str(generation + 1))
             elif generation and set(meeting) - set(before):
                 self._set(protocol.CALL, str(generation))

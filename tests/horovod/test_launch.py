@@ -28,7 +28,7 @@ from torchring.horovod import runner, settings
 from torchring.horovod.exceptions import HorovodVersionMismatchError, HostsUpdatedInterrupt
 from torchring.horovod.settings import Settings, apply_log_level, read_settings
 from torchring.launch import launcher as launcher_module
-from torchring.launch.launcher import Host
+from torchring.launch.hosts import Host
 from torchring.launch.output import OutputOptions
 from torchring.rendezvous.environment import LaunchEnvironment, membership, read_environment, started_by_member
 from torchring.rendezvous.key_values import get, put
@@ -567,4 +567,4 @@ def test_the_parser_is_not_shared_between_calls() -> None:
     add_options(parser)
     parser.parse_args(["--autotune", "--log-level", "info"])
     clean = parser.parse_args([])
-    assert (clean.ignored, clean.settings) == ([], {})
+    assert (clean.ignored, clean.settings) == ([], [])

@@ -22,9 +22,9 @@ from tests.support.netns import needs_hosts
 from torchring.bench.netns import INTERFACE, Network
 from torchring.launch import agent, reaper
 from torchring.launch import launcher as run_module
-from torchring.launch.launcher import Host, LaunchError, is_here, parse_hostfile, parse_hosts, share_out, start
+from torchring.launch.hosts import Host, HostPlan, LaunchError, is_here, parse_hostfile, parse_hosts, share_out
+from torchring.launch.launcher import start
 from torchring.launch.output import OutputOptions
-from torchring.launch.part import Part
 
 ROOT = Path(__file__).resolve().parents[2]
 REAPER = Path(run_module.__file__).with_name("reaper.py")
@@ -473,7 +473,7 @@ def test_an_address_that_may_differ_for_other_hosts(
     address: str, resolved: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "resolve", {address: resolved}.__getitem__)
-    with agent._listener(Part(1, 2, 0, "node1", address, 0, OutputOptions())) as listener:
+    with agent._listener(HostPlan(1, 2, 0, "node1", address, 0, OutputOptions())) as listener:
         assert listener.getsockname()[0] in ("0.0.0.0", "::")
         with socket.create_connection(("127.0.0.1", listener.getsockname()[1])):
             pass

@@ -22,7 +22,7 @@ import torchring
 from tests.support.documents import ROOT, blocks
 from tests.support.harness import is_running, patient, wait_until
 from torchring import cli
-from torchring.launch.launcher import Host
+from torchring.launch.hosts import Host
 from torchring.launch.output import OutputOptions
 
 REPORT = """

@@ -30,7 +30,7 @@ from torchring.elastic.driver.coordinator import Limits
 from torchring.elastic.driver.driver import Driver
 from torchring.elastic.driver.hosts import Hosts, fixed
 from torchring.elastic.driver.store import DriverStore, Listener
-from torchring.launch.launcher import Host
+from torchring.launch.hosts import Host
 from torchring.launch.output import Output, OutputOptions
 
 _FILE = "TORCHRING_TEST_NOTES"
@@ -71,17 +71,24 @@ class _Process:
 
 
 class _Job:
-    """A worker, in place of `launcher.Job`: no reaper stands in front of it."""
+    """A worker, in place of `jobs.Job`: no reaper stands in front of it."""
 
     is_remote = False
 
     def __init__(
-        self, job: ElasticJob, name: str, command: Sequence[str], environ: Mapping[str, str], **_: Any
+        self,
+        job: ElasticJob,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        environ: Mapping[str, str],
+        **_: Any,
     ) -> None:
         self.command = list(command)
         self._job = job
         self._host = name
-        self._environ = dict(environ)
+        self._environ = {**environ, **env}
 
     def start(self, output: Output, worker: int) -> None:
         environ = {**self._environ, _FILE: str(self._job.folder / f"worker{worker}.jsonl")}
@@ -142,7 +149,7 @@ class ElasticJob:
         hosts: where; by default this machine, with `max_size` slots.
         enter_host: called in each worker with the name of its host, before anything else.
         interface: of the network, where the store listens.
-        limits: of `membership.Limits`.
+        limits: of `coordinator.Limits`.
 
     Attributes:
         folder: of notes and logs.
@@ -175,7 +182,7 @@ class ElasticJob:
         self.leftovers = self._stack.enter_context(_Leftovers())
         self.folder = Path(self.leftovers.folder)
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(drivers, "Job", functools.partial(_Job, self))
+        patch.setattr(drivers, "host_job", functools.partial(_Job, self))
         patch.setattr(drivers, "_child_of", lambda job: job.process.pid)
         patch.setenv("OMP_NUM_THREADS", "1")
         for name, value in self.leftovers.environ.items():
@@ -209,11 +216,11 @@ class ElasticJob:
     @property
     def members(self) -> tuple[int, ...]:
         """The workers of the newest generation, in the order of ranks."""
-        return self.driver._membership._plan.workers
+        return self.driver._coordinator.generation.workers
 
     @property
     def generation(self) -> int:
-        return self.driver._membership.generation
+        return self.driver._coordinator.generation.number
 
     def is_alive(self, worker: int) -> bool:
         process = self.driver._processes.get(worker)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchring
 from tests.support.elastic_job import ElasticJob, Slots, note
 from tests.tools.pairs import Pairs, Training
-from torchring.elastic.worker import member as membership
+from torchring.elastic.worker import worker as workers
 from torchring.generation import Change
 
 FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -198,7 +198,7 @@ def _work(training: Training, folder: str | None, may_happen: bool) -> None:
 
 def _let_happen(event: str, state: Any) -> None:
     """Once in a job. A rank that comes later does not see its first generation."""
-    if event == "none" or membership._the_member.generation > 1:
+    if event == "none" or workers._the_worker.generation > 1:
         return
     note(happens=event)
     if event in ("joined", "resumed"):

@@ -36,7 +36,8 @@ from torchring.doctor.render import render
 from torchring.doctor.report import Report, verdict
 from torchring.errors import RingError, TopologyError
 from torchring.launch.arguments import duration, hosts_of, positive, setting
-from torchring.launch.launcher import LaunchError, start
+from torchring.launch.hosts import LaunchError
+from torchring.launch.launcher import start
 from torchring.launch.output import STDOUT
 from torchring.rendezvous.environment import CHOICE, JOB, read_environment
 

@@ -21,7 +21,8 @@ from typing import Any, Final, TypeVar
 from torchring.errors import ranks_in_words
 from torchring.launch import task
 from torchring.launch.horovodrun import SOCKETS
-from torchring.launch.launcher import Host, LaunchError, is_here, parse_hostfile, parse_hosts, start
+from torchring.launch.hosts import Host, LaunchError, is_here, parse_hostfile, parse_hosts
+from torchring.launch.launcher import start
 from torchring.launch.output import OutputOptions
 
 _T = TypeVar("_T")
@@ -83,7 +84,7 @@ def run(
             the cause.
         ValueError: arguments that exclude each other, hosts that do not parse, something that cannot be pickled.
         NotImplementedError: `host_discovery_script`.
-        torchring.launch.launcher.LaunchError: nothing was started.
+        torchring.launch.hosts.LaunchError: nothing was started.
     """
     if hosts is not None and hostfile is not None:
         raise ValueError(f"give hosts or hostfile, not both, got hosts={hosts!r} and hostfile={os.fspath(hostfile)!r}")

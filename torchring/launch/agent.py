@@ -2,7 +2,7 @@
 
     python -c BOOT '{"num_proc": 2, ...}' COMMAND...
 
-BOOT imports this module and calls `main`. The first argument is a `Part`. COMMAND has the arguments of `python`: a
+BOOT imports this module and calls `main`. The first argument is a `HostPlan`. COMMAND has the arguments of `python`: a
 script, or -m and a module, and their arguments. All hosts need the same version of torch.
 
 The agents meet in a store of this module's, not in torchrun's: that one listens on all network interfaces, and what
@@ -35,8 +35,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import elastic_launch
 
+from torchring.launch.hosts import HostPlan
 from torchring.launch.output import STDERR, STDOUT, Output
-from torchring.launch.part import Part
 from torchring.rendezvous.addresses import is_for_other_hosts, resolve
 
 _RENDEZVOUS: Final = "torchring"  # torch's name for `_Meeting`
@@ -50,30 +50,30 @@ _RANK: Final = '[ "$RANK" = 0 ] || exec </dev/null; exec "$@"'
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of the first rank of this host that failed; 128 + n if signal n ended it, as in a shell."""
-    part, command = Part.from_json(arguments[0]), arguments[1:]
+    plan, command = HostPlan.from_json(arguments[0]), arguments[1:]
     try:
-        store = _store(part)
-        code = _run(part, command, store)
+        store = _store(plan)
+        code = _run(plan, command, store)
     except (OSError, DistError) as error:
         print(f"torchring run: cannot start the ranks: {error}", file=sys.stderr)
         return 2
     if code == 0:
         # The first agent must end last: an agent that loses the store prints a page.
         with contextlib.suppress(DistError):
-            if part.number > 0:
-                store.set(f"torchring/done{part.number}", "")
-            elif part.num_hosts > 1:
-                others = [f"torchring/done{other}" for other in range(1, part.num_hosts)]
+            if plan.number > 0:
+                store.set(f"torchring/done{plan.number}", "")
+            elif plan.num_hosts > 1:
+                others = [f"torchring/done{other}" for other in range(1, plan.num_hosts)]
                 store.wait(others, timedelta(seconds=_PATIENCE_SECONDS))
     return code
 
 
-def _store(part: Part) -> TCPStore:
+def _store(plan: HostPlan) -> TCPStore:
     """The store of all agents and ranks, which the first agent hosts."""
     timeout = timedelta(seconds=_MEETING_SECONDS)
-    if part.number > 0:
-        return TCPStore(part.address, part.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    listener = _listener(part)
+    if plan.number > 0:
+        return TCPStore(plan.address, plan.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    listener = _listener(plan)
     address, port = listener.getsockname()[:2]
     return TCPStore(
         _LOOPBACK if address in ("0.0.0.0", "::") else address,
@@ -85,36 +85,36 @@ def _store(part: Part) -> TCPStore:
     )
 
 
-def _listener(part: Part) -> socket.socket:
+def _listener(plan: HostPlan) -> socket.socket:
     """Listens on loopback if there is no other host. Otherwise at the address that the others are told.
 
     Everywhere if that may be another address for them: a name of several addresses, or that of a router.
     """
-    if part.num_hosts == 1:
+    if plan.num_hosts == 1:
         return socket.create_server((_LOOPBACK, 0))
-    own = resolve(part.address)
+    own = resolve(plan.address)
     if len(own) == 1 and is_for_other_hosts(own[0]):
         with contextlib.suppress(OSError):
             family = socket.AF_INET6 if ":" in own[0] else socket.AF_INET
-            return socket.create_server((own[0], part.port), family=family)
+            return socket.create_server((own[0], plan.port), family=family)
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
-    return socket.create_server(("", part.port), family=family, dualstack_ipv6=is_dual)
+    return socket.create_server(("", plan.port), family=family, dualstack_ipv6=is_dual)
 
 
 class _Meeting(RendezvousHandler):
     """The agents of a job, whose number and order are known before they start."""
 
-    def __init__(self, part: Part, store: TCPStore) -> None:
-        self._part, self._store = part, store
+    def __init__(self, plan: HostPlan, store: TCPStore) -> None:
+        self._plan, self._store = plan, store
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._part.num_hosts == 1:
+        if self._plan.num_hosts == 1:
             place = RendezvousStoreInfo(_LOOPBACK, self._store.port)
         else:
-            place = RendezvousStoreInfo(self._part.address, self._part.port)
+            place = RendezvousStoreInfo(self._plan.address, self._plan.port)
         agents = PrefixStore("torchring/agents", self._store)
-        return RendezvousInfo(agents, self._part.number, self._part.num_hosts, place)
+        return RendezvousInfo(agents, self._plan.number, self._plan.num_hosts, place)
 
     @property
     def use_agent_store(self) -> bool:
@@ -139,22 +139,22 @@ class _Meeting(RendezvousHandler):
         return True
 
 
-def _run(part: Part, command: Sequence[str], store: TCPStore) -> int:
+def _run(plan: HostPlan, command: Sequence[str], store: TCPStore) -> int:
     """Start this host's ranks and wait for them."""
     # torchrun would set 1, and warn. Instead, each rank gets an equal share of the cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // part.num_proc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // plan.num_proc)))
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):  # failures are reported below, in fewer lines
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    rendezvous_handler_registry.register(_RENDEZVOUS, lambda _: _Meeting(part, store))
+    rendezvous_handler_registry.register(_RENDEZVOUS, lambda _: _Meeting(plan, store))
     name = _RENDEZVOUS  # the endpoint is not used, but torchrun asks for one
-    where = [f"--nnodes={part.num_hosts}", f"--rdzv-backend={name}", f"--rdzv-endpoint={name}", f"--rdzv-id={name}"]
+    where = [f"--nnodes={plan.num_hosts}", f"--rdzv-backend={name}", f"--rdzv-endpoint={name}", f"--rdzv-id={name}"]
     rank = ["sh", "-c", _RANK, "sh", sys.executable, "-u", *command]
     options = torchrun.parse_args(  # type: ignore[no-untyped-call]
-        [*where, f"--nproc-per-node={part.num_proc}", f"--log-dir={os.devnull}", "--no-python", "--", *rank]
+        [*where, f"--nproc-per-node={plan.num_proc}", f"--log-dir={os.devnull}", "--no-python", "--", *rank]
     )
     config, entrypoint, arguments = torchrun.config_from_args(options)
-    output = Output(part.output)
+    output = Output(plan.output)
     config.logs_specs = _Pipes(output)
     elastic_multiprocessing.SubprocessContext = _Ranks  # type: ignore[misc]
     failure: ChildFailedError | None = None
@@ -172,7 +172,7 @@ def _run(part: Part, command: Sequence[str], store: TCPStore) -> int:
     rank_number, first = min(
         failure.failures.items(), key=lambda item: (item[1].pid not in _Ranks.failed, item[1].timestamp)
     )
-    on = f" on {part.host}" if part.num_hosts > 1 else ""
+    on = f" on {plan.host}" if plan.num_hosts > 1 else ""
     text = f"rank {rank_number} (pid {first.pid}{on}) ended first, {_ending(first.exitcode)}"
     print(f"torchring run: {text}", file=sys.stderr)
     return first.exitcode if first.exitcode >= 0 else 128 - first.exitcode

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Final
 
-from torchring.launch.launcher import Host, LaunchError, parse_hostfile, parse_hosts
+from torchring.launch.hosts import Host, parse_hosts, read_hostfile
 
 # The launcher sets these variables for each process, and overwrites what they were.
 _LAUNCHERS_OWN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
-def positive(text: str) -> int:
-    """A number of processes."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs a number of processes, 1 or more, got {text!r}")
-    return int(text)
+def whole(what: str, least: int, most: float = math.inf) -> Callable[[str], int]:
+    """A type for whole numbers from `least` to `most`. `what`: for the message."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"needs {what}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+positive: Final = whole("a number of processes, 1 or more", 1)
 
 
 def duration(text: str) -> float:
@@ -27,7 +35,7 @@ def duration(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
+    if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"needs a positive number of seconds, got {text!r}")
     return seconds
 
@@ -46,9 +54,4 @@ def hosts_of(options: argparse.Namespace) -> list[Host] | None:
     """The hosts of -H or --hostfile, None without either option. Raises LaunchError."""
     if options.hosts is not None:
         return parse_hosts(options.hosts)
-    if options.hostfile is None:
-        return None
-    try:
-        return parse_hostfile(Path(options.hostfile).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"cannot read the host file {options.hostfile!r}: {error}") from error
+    return None if options.hostfile is None else read_hostfile(options.hostfile)

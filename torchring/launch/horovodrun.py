@@ -1,4 +1,4 @@
-"""What users of Horovod's launcher, horovodrun, type: its options, on the command line of `torchring run`.
+"""The options of Horovod's launcher, horovodrun, on the command line of `torchring run`.
 
     horovodrun  -np 4 -H a:2,b:2 --timeline-filename t.json python train.py
     torchring run --horovod -np 4 -H a:2,b:2 --timeline-filename t.json python train.py
@@ -10,29 +10,66 @@ that have no meaning here give one warning that names them.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from torchring.launch.launcher import Host
+from torchring.launch.arguments import whole
+from torchring.launch.hosts import Host
 
 _STARTUP: Final = Path(__file__).parent.parent / "horovod" / "startup"  # see horovod/aliases.py
 _MIB: Final = 2**20
 SOCKETS: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# Options without a meaning here, by the number of values that they take.
-_IGNORED: Final = {
-    0: """--disable-cache --jsrun --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather
-        --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
-        --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp --log-without-timestamp
-        -prefix-timestamp --prefix-output-with-timestamp""",
-    1: """--start-timeout --cache-capacity --autotune-log-file --autotune-warmup-samples
-        --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --mpi-args
-        --binding-args --num-nccl-streams --thread-affinity""",
-}
+# Options without a meaning here: those that take no value, and those that take one.
+_IGNORED_SWITCHES: Final = """--disable-cache --jsrun --hierarchical-allreduce --no-hierarchical-allreduce
+    --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
+    --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp --log-without-timestamp -prefix-timestamp
+    --prefix-output-with-timestamp"""
+_IGNORED_SETTINGS: Final = """--start-timeout --cache-capacity --autotune-log-file --autotune-warmup-samples
+    --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --mpi-args
+    --binding-args --num-nccl-streams --thread-affinity"""
+
+
+def _timeline(text: str) -> str:
+    return text if text.upper() == "DYNAMIC" else os.path.abspath(text)
+
+
+def _number(text: str) -> str:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"needs a number, 0 or more, got {text!r}")
+    return text
+
+
+def _megabytes(text: str) -> str:
+    return str(whole("a whole number of megabytes, 0 or more", 0)(text) * _MIB)
+
+
+# Options that set a variable for the processes: to their value, and to a fixed value.
+_SETTINGS: Final[Sequence[tuple[str, str, Callable[[str], str], str]]] = (
+    ("--timeline-filename", "HOROVOD_TIMELINE", _timeline, "FILE"),
+    ("--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", _megabytes, "MB"),
+    ("--cycle-time-ms", "HOROVOD_CYCLE_TIME", _number, "MS"),
+    ("--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", _number, "SECONDS"),
+    ("--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _number, "SECONDS"),
+    ("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", _number, "SECONDS"),
+    ("--log-level", "HOROVOD_LOG_LEVEL", str.upper, "LEVEL"),
+)
+_SWITCHES: Final = (
+    ("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "1"),
+    ("--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "0"),
+    ("--stall-check", "HOROVOD_STALL_CHECK_DISABLE", "0"),
+    ("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", "1"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,36 +87,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--config-file", type=_no_file, metavar="FILE", help="refused: pass its settings as options")
     group.add_argument("--verbose", action="store_true", help="say what is started where")
-    group.add_argument("-p", "--ssh-port", type=_port, metavar="PORT", help="of ssh on other hosts")
+    group.add_argument(
+        "-p", "--ssh-port", type=whole("a TCP port, 1 to 65535", 1, 65535), metavar="PORT", help="of ssh on other hosts"
+    )
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
     group.add_argument("--output-filename", dest="log_dir", metavar="DIR", help="as --log-dir")
     how = group.add_mutually_exclusive_group()
     how.add_argument("--gloo", action="store_true", help="start processes without mpirun")
     how.add_argument("--mpi", action="store_true", help="start processes with mpirun")
-    _add_setting(group, ("--network-interfaces", "--network-interface"), SOCKETS, _interfaces, "a,b")
-    _add_setting(group, ("--timeline-filename",), "HOROVOD_TIMELINE", _timeline, "FILE")
-    _add_setting(group, ("--timeline-mark-cycles",), "HOROVOD_TIMELINE_MARK_CYCLES", value="1")
-    _add_setting(group, ("--no-timeline-mark-cycles",), "HOROVOD_TIMELINE_MARK_CYCLES", value="0")
-    _add_setting(group, ("--fusion-threshold-mb",), "HOROVOD_FUSION_THRESHOLD", _megabytes, "MB")
-    _add_setting(group, ("--cycle-time-ms",), "HOROVOD_CYCLE_TIME", _number, "MS")
-    _add_setting(group, ("--stall-check",), "HOROVOD_STALL_CHECK_DISABLE", value="0")
-    _add_setting(group, ("--no-stall-check",), "HOROVOD_STALL_CHECK_DISABLE", value="1")
-    _add_setting(group, ("--stall-check-warning-time-seconds",), "HOROVOD_STALL_CHECK_TIME_SECONDS", _number, "SECONDS")
-    _add_setting(
-        group, ("--stall-check-shutdown-time-seconds",), "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _number, "SECONDS"
+    group.add_argument(
+        *("--network-interfaces", "--network-interface"),
+        dest="settings",
+        type=_interfaces,
+        action="append",
+        metavar="a,b",
+        help=f"{' and '.join(SOCKETS)} for the processes",
     )
-    _add_setting(group, ("--gloo-timeout-seconds",), "HOROVOD_GLOO_TIMEOUT_SECONDS", _number, "SECONDS")
-    _add_setting(group, ("--log-level",), "HOROVOD_LOG_LEVEL", str.upper, "LEVEL")
-    for num_values, names in _IGNORED.items():
-        for name in names.split():
-            group.add_argument(
-                name, nargs=num_values, action=_Ignore, dest="ignored", default=[], help=argparse.SUPPRESS
-            )
+    for name, variable, convert, metavar in _SETTINGS:
+        setting = functools.partial(_setting, variable, convert)
+        help_ = f"{variable} for the processes"
+        group.add_argument(name, dest="settings", type=setting, action="append", metavar=metavar, help=help_)
+    for name, variable, value in _SWITCHES:
+        help_ = f"{variable}={value} for the processes"
+        group.add_argument(name, dest="settings", const={variable: value}, action="append_const", help=help_)
+    for name in _IGNORED_SWITCHES.split():
+        group.add_argument(name, dest="ignored", const=name, action="append_const", help=argparse.SUPPRESS)
+    for name in _IGNORED_SETTINGS.split():
+        its_name = functools.partial(_name, name)  # in place of its value
+        group.add_argument(name, dest="ignored", type=its_name, action="append", help=argparse.SUPPRESS)
+    parser.set_defaults(settings=[], ignored=[])
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, str]:
     """The variables that the options set for the processes, among them those of `--env`."""
-    env = {**options.settings, **dict(options.env)}
+    env = dict(ChainMap(dict(options.env), *reversed(options.settings)))
     if options.horovod:
         env["PYTHONPATH"] = with_aliases({**os.environ, **env})["PYTHONPATH"]
     return env
@@ -93,7 +134,7 @@ def warn_of_ignored(options: argparse.Namespace) -> None:
 
 
 def launcher_of(options: argparse.Namespace) -> str:
-    """What starts the processes: --launcher, else --mpi or --gloo."""
+    """The launcher that starts the processes: of --launcher, else of --mpi or --gloo."""
     if options.launcher != "auto" or not (options.mpi or options.gloo):
         return str(options.launcher)
     if options.mpi:
@@ -108,7 +149,7 @@ def ssh_options_of(options: argparse.Namespace) -> list[str]:
 
 
 def describe(command: Sequence[str], num_proc: int | None, hosts: Sequence[Host] | None) -> str:
-    """What is started where, for --verbose."""
+    """The line of --verbose: says what is started where."""
     places = "this machine" if hosts is None else ", ".join(f"{host.name}:{host.slots}" for host in hosts)
     number = "as many processes as there are slots" if num_proc is None else f"{num_proc} processes"
     return f"torchring run: starting {number} on {places}: python {' '.join(command)}"
@@ -127,88 +168,22 @@ def with_aliases(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, "PYTHONPATH": os.pathsep.join([str(_STARTUP), *paths])}
 
 
-def _add_setting(
-    group: Any,  # argparse._ArgumentGroup
-    names: Sequence[str],
-    variables: str | Sequence[str],
-    convert: Callable[[str], str] = str,
-    metavar: str | None = None,
-    value: str | None = None,
-) -> None:
-    """An option that sets variables to its value, or to `value`."""
-    keys = [variables] if isinstance(variables, str) else list(variables)
-    group.add_argument(
-        *names,
-        action=_Set,
-        dest="settings",
-        default={},
-        nargs=None if value is None else 0,
-        type=convert,
-        metavar=metavar,
-        variables=keys,
-        value=value,
-        help=f"{' and '.join(keys)} for the processes",
-    )
+def _setting(variable: str, convert: Callable[[str], str], text: str) -> dict[str, str]:
+    return {variable: convert(text)}
 
 
-class _Set(argparse.Action):
-    """Notes variables and their value."""
-
-    def __init__(self, *, variables: Sequence[str], value: str | None, **options: Any) -> None:
-        super().__init__(**options)
-        self.variables = variables
-        self.value = value
-
-    def __call__(
-        self, parser: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        value = values if self.value is None else self.value
-        namespace.settings = {**namespace.settings, **dict.fromkeys(self.variables, value)}
+def _name(name: str, _: str) -> str:
+    return name
 
 
-class _Ignore(argparse.Action):
-    """Notes that the option was given."""
-
-    def __call__(
-        self, parser: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        namespace.ignored = [*namespace.ignored, option_string]
-
-
-def _timeline(text: str) -> str:
-    return text if text.upper() == "DYNAMIC" else os.path.abspath(text)
+def _interfaces(text: str) -> dict[str, str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"needs names of network interfaces, a,b, got {text!r}")
+    return dict.fromkeys(SOCKETS, ",".join(names))
 
 
 def _no_file(text: str) -> str:
     raise argparse.ArgumentTypeError(
         f"{text} is not read, so its settings would be lost: pass them as options, such as --fusion-threshold-mb"
     )
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"needs a TCP port, 1 to 65535, got {text!r}")
-    return int(text)
-
-
-def _number(text: str) -> str:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"needs a number, 0 or more, got {text!r}")
-    return text
-
-
-def _megabytes(text: str) -> str:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"needs a whole number of megabytes, 0 or more, got {text!r}")
-    return str(int(text) * _MIB)
-
-
-def _interfaces(text: str) -> str:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"needs names of network interfaces, a,b, got {text!r}")
-    return ",".join(names)

@@ -43,7 +43,7 @@ _Owner: TypeAlias = "tuple[int, int | None]"  # of a line: the number of its sou
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How to show the output of the ranks.
+    """Options for the output of the ranks.
 
     Attributes:
         tag: put "[rank] " before each line.
@@ -73,7 +73,7 @@ class _Source:
 
 @dataclass
 class _Target:
-    """Where output is shown: this process's own stdout or stderr."""
+    """A stream where output is shown: this process's own stdout or stderr."""
 
     descriptor: int
     unfinished: _Owner | None = None  # owner of the last line, if the line has no end yet

@@ -20,8 +20,22 @@ class Stopped(BaseException):
 
 
 @contextlib.contextmanager
+def _handled_by(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """A context with a handler for signals that stop a process. Signals that were ignored stay ignored."""
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        for number, earlier in before.items():
+            if earlier is not signal.SIG_IGN:
+                signal.signal(number, handler)
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Inside, signals that stop a process are appended to the list instead. Signals that were ignored stay ignored.
+    """A context in which signals that stop a process are noted in a list.
 
     Python allows this in the main thread only. In others the list stays empty.
     """
@@ -29,20 +43,13 @@ def noted_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {number: signal.getsignal(number) for number in STOPPING}
-    try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, lambda number, _: received.append(number))
+    with _handled_by(lambda number, _: received.append(number)):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Inside, signals that stop a process raise Stopped. Signals that were ignored stay ignored.
+    """A context in which signals that stop a process raise Stopped.
 
     Yields a context that delays the signals until it ends: for steps that must not be left half done, such as to start
     a process and keep a reference to it.
@@ -66,12 +73,5 @@ def signals_raise() -> Iterator[Callable[[], contextlib.AbstractContextManager[N
         if waiting:
             raise Stopped(waiting[0])
 
-    before = {number: signal.getsignal(number) for number in STOPPING}
-    try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, stop)
+    with _handled_by(stop):
         yield held
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

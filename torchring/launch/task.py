@@ -18,7 +18,7 @@ FAILURE: Final = "failure"  # and the rank
 
 
 def has_cloudpickle() -> bool:
-    """Whether functions of the script can be pickled, too."""
+    """Return True if functions of the script itself can be pickled, too."""
     return importlib.util.find_spec("cloudpickle") is not None
 
 

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from torchring.errors import TopologyError
-from torchring.rendezvous import protocol
 
 CHOICE: Final = "TORCHRING_LAUNCHER"
 MEMBER: Final = "TORCHRING_MEMBER"
 JOB: Final = "TORCHRING_JOB"  # from `torchring run`
 ELASTIC: Final = "torchring run --elastic"
+INVITATION: Final = "TORCHRING_ELASTIC"  # from `torchring run --elastic`; an `elastic.protocol.Invitation`
 _KEY_VALUES: Final = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 STACKS: Final = "TORCHRING_STACKS_ON_STALL"  # from `torchring run --stacks-on-stall`
 TRACE: Final = "TORCHRING_TRACE"  # a folder; from `torchring run --trace`
@@ -53,8 +53,6 @@ class LaunchEnvironment:
         over_mpi: no address was given, so the ranks meet through mpi4py.
         key_values: host and port of Horovod's key-value server, through which rank 0 says where its store is.
         is_one_host: whether the launcher says that all ranks run on one host.
-        invitation: what the driver of an elastic job has told this process. Rank and size are those with which the job
-            would begin.
         member_pid: if this process is not the rank but a child of the rank, the process number of the rank.
         job: equal on all ranks that were launched together, and on no others. "" if the launcher does not say.
     """
@@ -70,7 +68,6 @@ class LaunchEnvironment:
     job: str = ""
     key_values: tuple[str, int] | None = None
     is_one_host: bool = False
-    invitation: protocol.Invitation | None = None
 
 
 @dataclass(frozen=True)
@@ -178,19 +175,18 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _invited(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Rank and size of a worker of an elastic job before its first generation: its number, and those of a full job."""
+    if INVITATION not in environ:
+        return None
     try:
-        invitation = protocol.invitation(environ)
+        invitation = json.loads(environ[INVITATION])
+        worker, size, slot = (int(invitation[key]) for key in ("worker", "size", "slot"))
     except (ValueError, TypeError, KeyError) as error:
         raise TopologyError(
-            f"{protocol.VARIABLE} is not what `{ELASTIC}` sets ({type(error).__name__}: {error}); unset it"
+            f"{INVITATION} is not what `{ELASTIC}` sets ({type(error).__name__}: {error}); unset it"
         ) from error
-    if invitation is None:
-        return None
     # A worker that has come later has a rank of its own, too: scripts let rank 0 alone print, or download.
-    size = max(invitation.size, invitation.worker + 1)
-    return LaunchEnvironment(
-        ELASTIC, invitation.worker, size, invitation.slot, None, store_is_hosted=True, invitation=invitation
-    )
+    return LaunchEnvironment(ELASTIC, worker, max(size, worker + 1), slot, None, store_is_hosted=True)
 
 
 def membership(environ: Mapping[str, str], pid: int, rank: int, size: int, local_rank: int) -> str:
@@ -274,7 +270,7 @@ def _launch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """All variables by which two launches differ."""
     keys = {key for launcher in _LAUNCHERS for key in (launcher.rank, launcher.size, launcher.sign)}
     keys |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", CHOICE, JOB}
-    keys |= {"SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", protocol.VARIABLE, *_KEY_VALUES}
+    keys |= {"SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", INVITATION, *_KEY_VALUES}
     return {key: environ[key] for key in sorted(keys) if key in environ}
 
 

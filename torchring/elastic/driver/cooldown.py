@@ -1,8 +1,8 @@
-"""How long a place is left out where workers fail again and again: Horovod's blacklist with a cooldown.
+"""Leaves slots out where workers fail again and again: Horovod's blacklist with a cooldown.
 
-A place is a host, or a slot of a host. The first failure leaves the place in use. The second failure in a row leaves
-the place out for a second, the third for two, and so on up to ten minutes, each time with jitter: places that fail for
-the same reason shall not all come back at the same moment.
+The first failure leaves the slot in use. The second failure in a row leaves the slot out for a second, the third for
+two, and so on up to ten minutes, each time with jitter: slots that fail for the same reason shall not all come back at
+the same moment.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import random
 from collections.abc import Hashable
 from typing import Final
 
-DEFAULT_RANGE: Final = (1.0, 600.0)
 _JITTER: Final = 0.25  # of a delay is random
 
 
 class Cooldown:
-    """Failures of places.
+    """Counts failures, of slots or of whole hosts.
 
     Args:
-        shortest, longest: seconds for which a place is left out, after its second failure in a row, and at most.
+        shortest, longest: seconds for which a slot is left out, after its second failure in a row, and at most.
         randomness: where the jitter comes from.
     """
 
@@ -30,25 +29,25 @@ class Cooldown:
         self._failures: dict[Hashable, int] = {}
         self._until: dict[Hashable, float] = {}
 
-    def fail(self, place: Hashable, now: float) -> float:
-        """A worker has failed there. Returns for how many seconds the place is left out."""
-        failures = self._failures[place] = self._failures.get(place, 0) + 1
+    def fail(self, slot: Hashable, now: float) -> float:
+        """Note that a worker has failed there. Returns for how many seconds the slot is left out."""
+        failures = self._failures[slot] = self._failures.get(slot, 0) + 1
         if failures == 1:
             return 0.0
         delay = min(self._longest, self._shortest * 2.0 ** min(failures - 2, 40))
         delay *= 1 - _JITTER * self._random.random()
-        self._until[place] = now + delay
+        self._until[slot] = now + delay
         return delay
 
-    def succeed(self, place: Hashable) -> None:
-        """A worker has done well there: earlier failures count no more."""
-        self._failures.pop(place, None)
-        self._until.pop(place, None)
+    def succeed(self, slot: Hashable) -> None:
+        """Note that a worker has done well there: earlier failures count no more."""
+        self._failures.pop(slot, None)
+        self._until.pop(slot, None)
 
-    def is_over(self, place: Hashable, now: float) -> bool:
-        """Whether the place may be used."""
-        return now >= self._until.get(place, now)
+    def is_over(self, slot: Hashable, now: float) -> bool:
+        """Return True if the slot may be used."""
+        return now >= self._until.get(slot, now)
 
-    def failures(self, place: Hashable) -> int:
+    def failures(self, slot: Hashable) -> int:
         """Number of failures in a row."""
-        return self._failures.get(place, 0)
+        return self._failures.get(slot, 0)

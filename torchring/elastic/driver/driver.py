@@ -1,10 +1,10 @@
-"""Runs an elastic job: processes, signals, and the loop around the decisions of membership.py.
+"""Runs an elastic job: processes, signals, and the loop around the decisions of coordinator.py.
 
     driver --- lifeline --- reaper --- worker        this machine
            --- ssh's stdin - reaper --- worker       another
 
-The loop reads what workers say, looks which processes have ended, and carries out what `Membership` decides. It does so
-when a process ends, and every 50 ms, or every 10 ms while workers meet.
+The loop reads what workers say, looks which processes have ended, and carries out what `Coordinator` decides: when a
+process ends, and every 50 ms, or every 10 ms while workers meet.
 
 When the driver ends, even by SIGKILL, the lifelines close, and the reapers (launch/reaper.py) tell the workers to end:
 workers finish their step, save, and end. Nothing here imports torch before the first workers are started. Then a thread
@@ -27,24 +27,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from torchring.elastic.driver import coordinator as membership
-from torchring.elastic.driver.coordinator import Action, Limits, Membership
+from torchring.elastic.driver.actions import Action, Break, Exit, Forget, Over, Publish, Say, Send, Start
+from torchring.elastic.driver.coordinator import Coordinator, Limits
 from torchring.elastic.driver.hosts import Hosts
 from torchring.elastic.driver.store import DriverStore, Listener
-from torchring.launch.launcher import (
-    HEARTBEAT_SECONDS,
-    KILL_SECONDS,
-    Job,
-    LaunchError,
-    open_output,
-    remote_job,
-    why_no_loopback,
-)
+from torchring.elastic.protocol import Beat, Card, Invitation, beat_key, card_key
+from torchring.launch.hosts import LaunchError, why_no_loopback
+from torchring.launch.jobs import HEARTBEAT_SECONDS, KILL_SECONDS, Job, host_job, open_output, sharing_cores
 from torchring.launch.output import Output, OutputOptions
 from torchring.launch.signals import noted_signals
 from torchring.linux import open_process
-from torchring.rendezvous.environment import JOB
-from torchring.rendezvous.protocol import VARIABLE, Beat, Card, Invitation, beat_key, card_key
+from torchring.rendezvous.environment import INVITATION, JOB
 
 # A tick takes 0.2 ms of a core, most of which is to wake the store's thread and this one.
 _TICK_SECONDS: Final = 0.05
@@ -58,12 +51,7 @@ _OTHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 _OTHERS_BEGIN: Final = ("GROUP_", "ROLE_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_",
                         "PALS_", "MPI_LOCAL", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "HOROVOD_RANK",
                         "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_",
-                        "TORCHRING_MEMBER", "TORCHRING_LAUNCHER", VARIABLE)  # fmt: skip
-# Gives each worker of another host its share of the cores there.
-_SHARE_CORES: Final = (
-    'if [ -z "$OMP_NUM_THREADS" ]; then n=$(( $(nproc) / %d )); export OMP_NUM_THREADS=$(( n > 0 ? n : 1 )); fi; '
-    'exec "$@"'
-)
+                        "TORCHRING_MEMBER", "TORCHRING_LAUNCHER", INVITATION)  # fmt: skip
 
 
 def start_elastic(
@@ -81,7 +69,7 @@ def start_elastic(
 
     Args:
         command: the arguments of `python`: a script, or `-m` and a module, and their arguments.
-        limits: how many workers, and how long to wait for them.
+        limits: the number of workers, and how long to wait for them.
         hosts: where workers start. `start_elastic` starts and closes it.
         env: variables to set for the workers, on every host. Other hosts get these variables, PYTHONPATH,
             OMP_NUM_THREADS and HOROVOD_*, and no others.
@@ -122,7 +110,7 @@ class _Process:
     beat: bytes = b""
     kill_at: float = float("inf")
     code: int | None = None  # once it has ended
-    is_noted: bool = False  # whether the membership knows
+    is_noted: bool = False  # the coordinator knows
     descriptor: int = -1  # readable once it has ended
 
 
@@ -139,26 +127,32 @@ class Driver:
         ssh_options: Sequence[str],
         listener: Listener,
     ) -> None:
+        # How workers are started
         self._command = command
-        self._limits = limits
+        self._max_size = limits.max_size
         self._hosts = hosts
         self._env = env
-        self._output = output
-        self._ssh_options = ["-o", f"ConnectTimeout={_CONNECT_SECONDS}", *ssh_options]
-        self._listener = listener
-        # As it is now: the driver sets variables for torch.
-        self._environ = {
+        self._environ = {  # a copy, because the driver sets variables for torch
             key: value for key, value in os.environ.items() if key not in _OTHERS and not key.startswith(_OTHERS_BEGIN)
         }
-        self._membership = Membership(limits, time.monotonic())
-        self._processes: dict[int, _Process] = {}
-        self._opening: Future[DriverStore] | None = None
+        self._output = output
+        self._ssh_options = ["-o", f"ConnectTimeout={_CONNECT_SECONDS}", *ssh_options]
+
+        # The workers
+        self._coordinator = Coordinator(limits, time.monotonic())
+        self._processes: dict[int, _Process] = {}  # by number of the worker
+        self._ending = select.poll()  # wakes `_sleep` when one of them ends
+        self._heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS  # for reapers of other hosts
+
+        # The store
+        self._listener = listener
+        self._opening: Future[DriverStore] | None = None  # while torch is imported
         self._store: DriverStore | None = None
+        self._beats_at = 0.0  # when beats are read next
+
+        # The end
+        self._num_signals = 0  # that the coordinator knows
         self._reason = ""  # why the job is over
-        self._ending = select.poll()
-        self._beats_at = 0.0
-        self._num_signals = 0
-        self._heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS
         self._code: int | None = None
 
     def run(self, received: Sequence[int]) -> int:
@@ -184,29 +178,28 @@ class Driver:
             if process.code is None:
                 process.job.close()
 
-    def _take_store(self) -> None:
-        """Once torch is imported, and the store is there."""
-        if self._store is not None or self._opening is None or not self._opening.done():
-            return
-        self._store = self._opening.result()
+    def _take_store(self, store: DriverStore) -> None:
+        """Use the store, which is there now. Say in it what has happened before."""
+        self._store = store
         for worker in self._processes:
-            self._store.add_worker(worker)
+            store.add_worker(worker)
         if self._reason:
-            self._store.end(self._reason)
+            store.end(self._reason)
 
     def tick(self, received: Sequence[int]) -> None:
         """Look once at what has happened, and do what follows."""
         now = time.monotonic()
         for number in received[self._num_signals :]:
             self._num_signals += 1
-            self._membership.note_signal(number)
+            self._coordinator.note_signal(number)
         if self._hosts.known is not None:
-            self._membership.set_hosts(self._hosts.known)
+            self._coordinator.set_hosts(self._hosts.known)
         for warning in self._hosts.take_warnings():
             _say(warning)
         ended = [process for process in self._processes.values() if process.code is not None and not process.is_noted]
         self._look_at_processes(now)
-        self._take_store()
+        if self._store is None and self._opening is not None and self._opening.done():
+            self._take_store(self._opening.result())
         if self._store is not None:
             self._read(self._store)
         # What a worker said last may reach the store a moment after its process has ended.
@@ -214,12 +207,12 @@ class Driver:
         for process in [*ended, *killed]:
             if not process.is_noted:
                 self._note_end(process)
-        for action in self._membership.tick(now):
+        for action in self._coordinator.tick(now):
             self._carry_out(action, now)
 
     def _sleep(self) -> None:
         """Until the next tick, or the end of a process."""
-        is_settled = self._membership.is_settled and all(
+        is_settled = self._coordinator.is_settled and all(
             process.code is None or process.is_noted for process in self._processes.values()
         )
         self._ending.poll((_TICK_SECONDS if is_settled else _BUSY_TICK_SECONDS) * 1e3)
@@ -248,7 +241,7 @@ class Driver:
         assert process.code is not None
         process.is_noted = True
         is_ssh = process.job.is_remote and process.code == 255 and not process.beat
-        self._membership.note_end(process.worker, process.code, is_ssh=is_ssh)
+        self._coordinator.note_end(process.worker, process.code, is_ssh=is_ssh)
 
     def _read(self, store: DriverStore) -> None:
         processes = [process for process in self._processes.values() if not process.is_noted]
@@ -262,7 +255,7 @@ class Driver:
         for process, data in zip(processes, values[: len(processes)], strict=True):
             if data != process.card:
                 process.card = data
-                self._membership.note_card(process.worker, Card.decode(data))
+                self._coordinator.note_card(process.worker, Card.decode(data))
         for process, data in zip(processes, values[len(processes) :], strict=False):
             if data == process.beat:
                 continue
@@ -270,41 +263,41 @@ class Driver:
             if beat.count == 0 and not process.beat:  # what `add_worker` has set
                 continue
             if not process.beat and (pid := _child_of(process.job)):
-                self._membership.note_pid(process.worker, pid)
+                self._coordinator.note_pid(process.worker, pid)
             process.beat = data
-            self._membership.note_beat(process.worker, beat)
+            self._coordinator.note_beat(process.worker, beat)
 
     def _carry_out(self, action: Action, now: float) -> None:
         store = self._store
-        if isinstance(action, membership.Start):
+        if isinstance(action, Start):
             self._start(action)
-        elif isinstance(action, membership.Send):
+        elif isinstance(action, Send):
             process = self._processes[action.worker]
             if process.code is None:
                 process.job.tell(action.number)
                 if action.number == signal.SIGKILL:
                     process.kill_at = now + KILL_SECONDS
-        elif isinstance(action, membership.Say):
+        elif isinstance(action, Say):
             _say(action.text)
-        elif isinstance(action, membership.Exit):
+        elif isinstance(action, Exit):
             self._code = action.code
-        elif isinstance(action, membership.Forget):
+        elif isinstance(action, Forget):
             del self._processes[action.worker]
             if store is not None:
                 store.forget_worker(action.worker)
-        elif isinstance(action, membership.Over):
+        elif isinstance(action, Over):
             self._reason = action.reason
             if store is not None:
                 store.end(action.reason)
         elif store is not None:  # without a store, no worker has come
-            if isinstance(action, membership.Publish):
-                store.publish(action.plan)
-            elif isinstance(action, membership.Break):
+            if isinstance(action, Publish):
+                store.publish(action.generation)
+            elif isinstance(action, Break):
                 store.break_off(action.broken)
             else:
                 store.call(action.generation)
 
-    def _start(self, action: membership.Start) -> None:
+    def _start(self, action: Start) -> None:
         """Start a worker's process. A failure is an end of the process."""
         if self._store is not None:
             self._store.add_worker(action.worker)
@@ -313,26 +306,19 @@ class Driver:
         if is_here and listener.own_address not in addresses[:1]:
             addresses = (listener.own_address, *(address for address in addresses if address != listener.own_address))
         invitation = Invitation(
-            action.worker, action.slot, self._membership.size, addresses, listener.port, listener.token, action.host
+            action.worker, action.slot, self._coordinator.size, addresses, listener.port, listener.token, action.host
         )
-        own = {**self._env, VARIABLE: invitation.to_json(), "LOCAL_RANK": str(action.slot)}
         slots = next(host.slots for host in self._hosts.known or () if host.name == action.host)
-        num_sharing = max(1, min(slots, self._limits.max_size))
-        python = [sys.executable, "-u", *self._command]
-        if is_here:
-            cores = max(1, len(os.sched_getaffinity(0)) // num_sharing)
-            environ = {"OMP_NUM_THREADS": str(cores), **self._environ, **own}
-            job = Job(action.host, python, environ, patience=_PATIENCE_SECONDS)
-        else:
-            shared = ["sh", "-c", _SHARE_CORES % num_sharing, "sh", *python]
-            job = remote_job(
-                action.host,
-                shared,
-                own,
-                self._ssh_options,
-                silence=_SILENCE_SECONDS,
-                patience=_PATIENCE_SECONDS,
-            )
+        job = host_job(
+            action.host,
+            sharing_cores([sys.executable, "-u", *self._command], str(max(1, min(slots, self._max_size)))),
+            {**self._env, INVITATION: invitation.encode().decode(), "LOCAL_RANK": str(action.slot)},
+            is_here=is_here,
+            environ=self._environ,
+            ssh_options=self._ssh_options,
+            silence=_SILENCE_SECONDS,
+            patience=_PATIENCE_SECONDS,
+        )
         process = _Process(action.worker, job)
         try:
             job.start(self._output, action.worker)

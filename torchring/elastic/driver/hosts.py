@@ -1,4 +1,4 @@
-"""Which hosts an elastic job can use: fixed ones, those of a file that is read again, those that a script prints.
+"""The hosts that an elastic job can use: fixed ones, those of a file that is read again, those that a script prints.
 
 The file and the script are asked in a thread, because a script may take long, and so may the name service. The last
 good answer stays in force while they give no good one.
@@ -8,61 +8,55 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final
 
-from torchring.launch.launcher import Host, LaunchError, is_here, parse_host, parse_hostfile
+from torchring.launch.hosts import Host, LaunchError, is_here, parse_host, read_hostfile
 
 _ASK_SECONDS: Final = 1.0  # between two questions
 _SCRIPT_SECONDS: Final = 10.0  # for the script to answer
-_LOOK_SECONDS: Final = 0.2  # between two looks whether the script is still wanted
+_LOOK_SECONDS: Final = 0.05  # between two looks whether the script is still wanted
 _CLOSE_SECONDS: Final = 2.0  # for the thread to end; the name service may not answer
 _MOST_BYTES: Final = 1 << 20  # of an answer
 _QUOTED: Final = 200  # characters of what the script printed, in a message
 
 
 class Hosts:
-    """The hosts, as they are now.
+    """The hosts at this moment.
 
     Args:
-        ask: returns the hosts, or raises LaunchError. None if `hosts` does not change.
+        ask: returns the hosts, or raises LaunchError. Its argument is set by `close`, so that it can return early. None
+            if `hosts` does not change.
         hosts: the hosts to begin with; None if they are not known yet.
-        is_closed: set by `close`, so that `ask` can return early.
+
+    Attributes:
+        known: the hosts of the last good answer; None before the first.
+        problem: why there is no newer answer; "" if there is.
     """
 
     def __init__(
-        self,
-        ask: Callable[[], Sequence[Host]] | None,
-        hosts: Sequence[Host] | None = None,
-        is_closed: threading.Event | None = None,
+        self, ask: Callable[[threading.Event], Sequence[Host]] | None, hosts: Sequence[Host] | None = None
     ) -> None:
         self._ask = ask
         self._here: dict[str, bool] = {}
-        self._problem = ""
+        self.problem = ""
         self._warnings: list[str] = []
-        self._is_closed = is_closed or threading.Event()
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="torchring-hosts", daemon=True)
         self.known: tuple[Host, ...] | None = None if hosts is None else self._merged(hosts)
 
     @property
     def may_change(self) -> bool:
-        """Whether other hosts may come."""
+        """True if other hosts may come."""
         return self._ask is not None
 
-    @property
-    def problem(self) -> str:
-        """Why there is no newer answer, "" if there is."""
-        return self._problem
-
     def is_here(self, name: str) -> bool:
-        """Whether a host that is, or was, known is this machine. Does not ask the name service."""
+        """Return True if the host is this machine. Knows all hosts that were ever named, and asks no name service."""
         return self._here[name]
 
     def start(self) -> None:
@@ -77,7 +71,7 @@ class Hosts:
             self._thread.join(_CLOSE_SECONDS)
 
     def take_warnings(self) -> list[str]:
-        """What the user should know, each once."""
+        """Warnings for the user, each once."""
         warnings, self._warnings = self._warnings, []
         return warnings
 
@@ -85,14 +79,14 @@ class Hosts:
         """Ask once, and note the answer or the problem."""
         assert self._ask is not None
         try:
-            self.known = self._merged(self._ask())
+            self.known = self._merged(self._ask(self._is_closed))
         except LaunchError as error:
-            if str(error) != self._problem:
+            if str(error) != self.problem:
                 kept = "" if self.known is None else "; the hosts known so far are kept"
                 self._warnings.append(f"{error}{kept}")
-            self._problem = str(error)
+            self.problem = str(error)
         else:
-            self._problem = ""
+            self.problem = ""
 
     def _watch(self) -> None:
         while not self._is_closed.is_set():
@@ -120,14 +114,7 @@ def fixed(hosts: Sequence[Host]) -> Hosts:
 
 def from_file(path: str) -> Hosts:
     """The hosts of a host file. Raises LaunchError if it cannot be read now."""
-
-    def ask() -> list[Host]:
-        try:
-            return parse_hostfile(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise LaunchError(f"cannot read the host file {path!r}: {error}") from error
-
-    return Hosts(ask, ask())
+    return Hosts(lambda _: read_hostfile(path), read_hostfile(path))
 
 
 def from_script(script: str, default_slots: int = 1) -> Hosts:
@@ -145,8 +132,7 @@ def from_script(script: str, default_slots: int = 1) -> Hosts:
         raise LaunchError(f"there is no discovery script {script!r}")
     else:
         command = ["sh", "-c", script]
-    is_closed = threading.Event()
-    return Hosts(lambda: _printed_hosts(script, _run(script, command, is_closed), default_slots), is_closed=is_closed)
+    return Hosts(lambda is_closed: _printed_hosts(script, _run(script, command, is_closed), default_slots))
 
 
 def _printed_hosts(script: str, text: str, default_slots: int) -> list[Host]:
@@ -159,45 +145,33 @@ def _printed_hosts(script: str, text: str, default_slots: int) -> list[Host]:
 
 
 def _run(script: str, command: Sequence[str], is_closed: threading.Event) -> str:
-    """What the command prints. Raises LaunchError if it fails, does not end in time, or if `is_closed`."""
+    """Return what the command prints. Raises LaunchError if it fails, does not end in time, or if `is_closed`."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
     except OSError as error:
         raise LaunchError(f"the discovery script {script!r} does not start: {error.strerror}") from error
-    with process, selectors.DefaultSelector() as waiting:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        printed = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
-        for descriptor in printed:
-            waiting.register(descriptor, selectors.EVENT_READ)
-        end = time.monotonic() + _SCRIPT_SECONDS
-        trouble = ""
-        try:
-            while waiting.get_map() and not trouble:
-                for key, _ in waiting.select(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
-                    data = os.read(key.fd, 1 << 16)
-                    printed[key.fd] += data
-                    if not data:
-                        waiting.unregister(key.fd)
+    end = time.monotonic() + _SCRIPT_SECONDS
+    out, err, trouble = b"", b"", ""
+    with process:
+        while not trouble:
+            try:
+                out, err = process.communicate(timeout=_LOOK_SECONDS)
+                break
+            except subprocess.TimeoutExpired as running:
                 if is_closed.is_set():
                     trouble = "is wanted no more"
                 elif time.monotonic() >= end:
                     trouble = f"did not end within {_SCRIPT_SECONDS:g} s, and was killed"
-                elif any(len(data) > _MOST_BYTES for data in printed.values()):
+                elif max(map(len, (running.output or b"", running.stderr or b""))) > _MOST_BYTES:
                     trouble = f"printed more than {_MOST_BYTES} bytes"
-            if not trouble:  # it has closed its output, so it is about to end
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.1, end - time.monotonic()))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        out, err = (data.decode(errors="replace") for data in printed.values())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
     if code and not trouble:
-        said = (err.strip() or out.strip()).splitlines()
+        said = (err.strip() or out.strip()).decode(errors="replace").splitlines()
         trouble = f"failed with exit code {code}" + (f": {said[-1][:_QUOTED]}" if said else "")
     if trouble:
         raise LaunchError(f"the discovery script {script!r} {trouble}")
-    return out
+    return out.decode(errors="replace")

@@ -6,23 +6,14 @@ import argparse
 from typing import Final
 
 from torchring.elastic.driver import hosts as hosts_module
-from torchring.elastic.driver.cooldown import DEFAULT_RANGE
 from torchring.elastic.driver.coordinator import UNLIMITED, Limits
 from torchring.elastic.driver.hosts import Hosts
-from torchring.launch.arguments import duration, positive
-from torchring.launch.launcher import Host, LaunchError, parse_hosts
+from torchring.launch.arguments import duration, positive, whole
+from torchring.launch.hosts import Host, LaunchError, parse_hosts
 
-_ELASTIC_TIMEOUT: Final = 600.0  # Horovod's
-_HEARTBEAT_TIMEOUT: Final = 10.0
 # Options that imply --elastic, as they do for horovodrun, and those that mean nothing without it.
-_IMPLYING: Final = {"min_np": "--min-np", "max_np": "--max-np", "discover": "--discover"}
-_OTHERS: Final = {
-    "reset_limit": "--reset-limit",
-    "elastic_timeout": "--elastic-timeout",
-    "heartbeat_timeout": "--heartbeat-timeout",
-    "slots": "--slots",
-    "cooldown": "--blacklist-cooldown-range",
-}
+_IMPLYING: Final = ("min_np", "max_np", "discover")
+_OTHERS: Final = ("reset_limit", "elastic_timeout", "heartbeat_timeout", "slots", "blacklist_cooldown_range")
 
 
 def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclusiveGroup) -> None:
@@ -57,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclus
     )
     group.add_argument(
         "--reset-limit",
-        type=_count,
+        type=whole("a number, 0 or more", 0),
         metavar="N",
         help="end the job when the workers change once more after N changes; any number by default",
     )
@@ -65,13 +56,13 @@ def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclus
         "--elastic-timeout",
         type=duration,
         metavar="SECONDS",
-        help=f"end the job if there are fewer than --min-np workers for so long; {_ELASTIC_TIMEOUT:g} by default",
+        help=f"end the job if there are fewer than --min-np workers for so long; {Limits.elastic_timeout:g} by default",
     )
     group.add_argument(
         "--heartbeat-timeout",
         type=duration,
         metavar="SECONDS",
-        help=f"kill a worker that gives no sign of life for so long; {_HEARTBEAT_TIMEOUT:g} by default",
+        help=f"kill a worker that gives no sign of life for so long; {Limits.heartbeat_timeout:g} by default",
     )
     group.add_argument(
         *("--slots", "--slots-per-host"),
@@ -82,27 +73,25 @@ def add_options(parser: argparse.ArgumentParser, where: argparse._MutuallyExclus
     )
     group.add_argument(
         "--blacklist-cooldown-range",
-        dest="cooldown",
         nargs=2,
         type=duration,
         metavar=("MIN", "MAX"),
         help="seconds for which a slot is left out whose workers fail again and again; the time doubles from MIN to "
-        "MAX; {:g} and {:g} by default".format(*DEFAULT_RANGE),
+        "MAX; {:g} and {:g} by default".format(*Limits.cooldown),
     )
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
-    """Whether the job is elastic. Raises LaunchError for options that mean nothing in other jobs."""
+    """Return True if the job is elastic. Raises LaunchError for options that mean nothing in other jobs."""
     if options.elastic or any(getattr(options, name) is not None for name in _IMPLYING):
         return True
-    given = [flag for name, flag in _OTHERS.items() if getattr(options, name) is not None]
-    if given:
+    if given := [f"--{name.replace('_', '-')}" for name in _OTHERS if getattr(options, name) is not None]:
         raise LaunchError(f"{', '.join(given)}: of a meaning with --elastic only")
     return False
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
-    """What the options allow. Raises LaunchError for options that contradict each other."""
+    """The limits that the options set. Raises LaunchError for options that contradict each other."""
     num, least, most = options.num_proc, options.min_np or 1, options.max_np
     num_given = num is not None
     if most is not None and least > most:
@@ -113,9 +102,9 @@ def limits_of(options: argparse.Namespace) -> Limits:
         raise LaunchError(f"-np {num} is more than --max-np {most}")
     if options.launcher == "mpirun" or options.mpi:
         raise LaunchError("mpirun ends a job when one of its processes ends; an elastic job is started without it")
-    cooldown = tuple(options.cooldown or DEFAULT_RANGE)
-    if cooldown[0] > cooldown[1]:
-        raise LaunchError("--blacklist-cooldown-range takes the shorter time first, got {:g} {:g}".format(*cooldown))
+    shortest, longest = options.blacklist_cooldown_range or Limits.cooldown
+    if shortest > longest:
+        raise LaunchError(f"--blacklist-cooldown-range takes the shorter time first, got {shortest:g} {longest:g}")
     if options.slots is not None and options.discover is None:
         raise LaunchError("--slots is for hosts that a discovery script prints: --discover SCRIPT")
     has_hosts = not (options.hosts is None and options.hostfile is None and options.discover is None)
@@ -123,15 +112,14 @@ def limits_of(options: argparse.Namespace) -> Limits:
         raise LaunchError("say how many workers: -np N, or --max-np N, or -H, --hostfile or --discover for hosts")
     if most is None:
         most = num if num_given else UNLIMITED
-    limit = options.elastic_timeout or _ELASTIC_TIMEOUT
     return Limits(
         size=num if num_given else (most if not has_hosts else UNLIMITED),
         min_size=least,
         max_size=most,
-        elastic_timeout=limit,
-        heartbeat_timeout=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT,
+        elastic_timeout=options.elastic_timeout or Limits.elastic_timeout,
+        heartbeat_timeout=options.heartbeat_timeout or Limits.heartbeat_timeout,
         reset_limit=options.reset_limit,
-        cooldown=(cooldown[0], cooldown[1]),
+        cooldown=(shortest, longest),
     )
 
 
@@ -157,9 +145,3 @@ def hosts_of(options: argparse.Namespace, limits: Limits) -> Hosts:
         if remote or hosts.may_change:
             raise LaunchError(f"launcher 'local' starts nothing on {', '.join(remote) or 'other hosts'}; use 'ssh'")
     return hosts
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"needs a number, 0 or more, got {text!r}")
-    return int(text)

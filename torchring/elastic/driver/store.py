@@ -8,30 +8,29 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from torchring.elastic.driver.hosts import Hosts
-from torchring.errors import PeerLostError, encode_error
-from torchring.launch.launcher import LaunchError, address_towards
-from torchring.rendezvous.addresses import list_interfaces, own_addresses
-from torchring.rendezvous.protocol import (
+from torchring.elastic.protocol import (
     BROKEN,
     CALL,
     END,
     LATEST,
-    PREFIX,
     TOKEN,
     Beat,
     Broken,
     Card,
-    Plan,
+    Generation,
     beat_key,
     card_key,
-    plan_key,
+    generation_key,
     world_prefix,
 )
+from torchring.errors import PeerLostError, encode_error
+from torchring.launch.hosts import LaunchError, address_towards
+from torchring.rendezvous.addresses import list_interfaces, own_addresses
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -92,7 +91,7 @@ def _choose(hosts: Hosts, interface: str) -> tuple[str, tuple[str, ...]]:
         if address is None:
             raise LaunchError(f"this machine has no network interface {interface!r} with an address")
         return address, (address,)
-    towards = list(dict.fromkeys(address_towards(name.rpartition("@")[2].strip("[]")) for name in remote))
+    towards = list(dict.fromkeys(address_towards(name) for name in remote))
     if not hosts.may_change and len(towards) == 1:
         return towards[0], (towards[0],)
     addresses = [address for address in dict.fromkeys([*towards, *own_addresses()]) if ":" not in address]
@@ -100,7 +99,7 @@ def _choose(hosts: Hosts, interface: str) -> tuple[str, tuple[str, ...]]:
 
 
 class DriverStore:
-    """What the driver writes and reads. The store's server runs in threads of its own, from the constructor on.
+    """The driver's side of protocol.py. The store's server runs in threads of its own, from the constructor on.
 
     Imports torch, which takes seconds.
     """
@@ -121,22 +120,21 @@ class DriverStore:
     def add_worker(self, worker: int) -> None:
         """Reading this worker's keys waits no more. A worker that was started before the store may have set them."""
         for key, value in ((card_key(worker), Card("starting").encode()), (beat_key(worker), Beat(0).encode())):
-            self._store.compare_set(PREFIX + key, "", value.decode())
+            self._store.compare_set(key, "", value.decode())
 
     def forget_worker(self, worker: int) -> None:
         """Remove the keys of a worker that has ended."""
         for key in (card_key(worker), beat_key(worker)):
-            self._store.delete_key(PREFIX + key)
+            self._store.delete_key(key)
 
-    def read(self, keys: Sequence[str]) -> list[bytes]:
+    def read(self, keys: list[str]) -> list[bytes]:
         """The values of keys that are there."""
-        return list(self._store.multi_get([PREFIX + key for key in keys])) if keys else []
+        return list(self._store.multi_get(keys)) if keys else []
 
-    def publish(self, plan: Plan) -> None:
+    def publish(self, generation: Generation) -> None:
         """A generation begins. The keys of earlier ones go."""
-        self._set({plan_key(plan.generation): plan.encode()})
-        self._set({LATEST: str(plan.generation).encode()})
-        self._clean(plan.generation - _KEPT)
+        self._set({generation_key(generation.number): generation.encode(), LATEST: b"%d" % generation.number})
+        self._clean(generation.number - _KEPT)
 
     def break_off(self, broken: Broken) -> None:
         """A generation is broken: its members hear of it, also those that are opening its world."""
@@ -146,7 +144,7 @@ class DriverStore:
 
     def call(self, generation: int) -> None:
         """The generation is to meet at the end of its step."""
-        self._set({CALL: str(generation).encode()})
+        self._set({CALL: b"%d" % generation})
 
     def end(self, reason: str) -> None:
         """The job is over."""
@@ -154,13 +152,13 @@ class DriverStore:
 
     def _set(self, values: Mapping[str, bytes]) -> None:
         for key, value in values.items():
-            self._store.set(PREFIX + key, value)  # type: ignore[arg-type]  # takes bytes, too
+            self._store.set(key, value)  # type: ignore[arg-type]  # takes bytes, too
 
     def _clean(self, generation: int) -> None:
         if generation < 1 or not hasattr(self._store, "list_keys"):  # of torch 2.10 and later
             return
-        begin = f"{PREFIX}{world_prefix(generation)}/"
+        begin = f"{world_prefix(generation)}/"
         with contextlib.suppress(RuntimeError):
             old = [key for key in self._store.list_keys() if key.startswith(begin)]
-            for key in [*old, PREFIX + plan_key(generation)]:
+            for key in [*old, generation_key(generation)]:
                 self._store.delete_key(key)

@@ -50,7 +50,10 @@ class CheckpointWriter:
 
     Args:
         directory: is made if it is not there. What writers that were killed have left there is removed.
-        keep: how many checkpoints up to the newest one stay. Older ones are removed once it is on the disk.
+        keep: number of checkpoints, the newest included, that stay. Older ones go once the newest is on the disk.
+
+    Attributes:
+        newest: path of the newest checkpoint that this writer has written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
@@ -58,7 +61,7 @@ class CheckpointWriter:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.directory = Path(directory)
         self._keep = keep
-        self._newest: Path | None = None
+        self.newest: Path | None = None
         self._changed = threading.Condition()  # guards what follows
         self._waiting: tuple[int, dict[str, Any]] | None = None
         self._thread: threading.Thread | None = None  # while there is something to write
@@ -71,13 +74,8 @@ class CheckpointWriter:
         except OSError as error:
             self._warn(f"no checkpoint can be written to {self.directory}", error)
 
-    @property
-    def newest(self) -> Path | None:
-        """The newest checkpoint that this writer has written."""
-        return self._newest
-
     def copy_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """As `copy_of`, in the memory of a copy that has been written. For `write` of this writer, and nobody else."""
+        """Like the function `copy_of`, in the memory of a copy that has been written. Pass the copy to `write` only."""
         with self._changed:
             spare, self._spare = self._spare, None
         return copy_of(state, spare)
@@ -120,7 +118,7 @@ class CheckpointWriter:
         """
         with self._writing:
             path = _write(self.directory, step, state)
-            self._newest = path
+            self.newest = path
         with contextlib.suppress(OSError):
             for old in [path for number, path in _found(self.directory) if number < step][self._keep - 1 :]:
                 old.unlink(missing_ok=True)
@@ -394,13 +392,13 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor owns its memory, and has no gaps."""
+    """Return True if the tensor owns its memory, and has no gaps."""
     is_own = _is_strided(tensor) and tensor.is_contiguous() and not tensor.requires_grad
     return is_own and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those in nested dicts, lists and tuples."""
+    """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

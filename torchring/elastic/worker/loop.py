@@ -7,7 +7,6 @@ import functools
 import gc
 import json
 import logging
-import os
 import signal
 import sys
 import threading
@@ -17,12 +16,10 @@ from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
-from torchring.elastic.worker.member import JobOverError, Member, member_of_process
-from torchring.elastic.worker.state import MembershipChange, State
+from torchring.elastic.worker.state import GenerationOver, State
+from torchring.elastic.worker.worker import JobOverError, Worker, worker_of_process
 from torchring.errors import GradientError, PlanMismatchError, RingError, TopologyError
 from torchring.generation import Change, ProvisionalWorld
-from torchring.rendezvous.environment import CHOICE
-from torchring.rendezvous.protocol import VARIABLE
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -70,24 +67,23 @@ def run(function: _Function[_P, _T]) -> _Function[_P, _T]:
         if not isinstance(state, State):
             raise TypeError(f"the first argument must be a torchring.elastic.State, got {type(state).__name__}")
         call = functools.partial(function, state, *args, **kwargs)
-        member = _member()
-        with Signals([signal.SIGTERM] if member is None else [signal.SIGTERM, signal.SIGINT]) as signals:
-            if member is None:
+        worker = _worker()
+        with Signals([signal.SIGTERM] if worker is None else [signal.SIGTERM, signal.SIGINT]) as signals:
+            if worker is None:
                 return _run_once(state, call, signals)
             with _frozen_heap():
-                return _run(state, call, member, signals)
+                return _run(state, call, worker, signals)
 
     return wrapper
 
 
-def _member() -> Member | None:
-    if CHOICE in os.environ or VARIABLE not in os.environ:
-        return None
-    if not isinstance(default_world(), ProvisionalWorld):
+def _worker() -> Worker | None:
+    worker = worker_of_process()
+    if worker is not None and not isinstance(default_world(), ProvisionalWorld):
         raise RuntimeError(
             "an elastic job has one training function, and this process has called one already; call both from one"
         )
-    return member_of_process()
+    return worker
 
 
 def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
@@ -102,7 +98,7 @@ def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
     state._enter(world, None, has_failed=False)
     try:
         result = call()
-    except MembershipChange:
+    except GenerationOver:
         if world.rank == 0:
             _say("this job was told to end", state._save_now())
         if world.size > 1:
@@ -115,10 +111,10 @@ def _run_once(state: State, call: Callable[[], _T], signals: Signals) -> _T:
     return result
 
 
-def _run(state: State, call: Callable[[], _T], member: Member, signals: Signals) -> _T:
+def _run(state: State, call: Callable[[], _T], worker: Worker, signals: Signals) -> _T:
     """With a driver: in one generation after the other."""
-    signals.on_signal(member.ask_to_leave)
-    if (theirs := member.fetch_layout()) is not None:
+    signals.on_signal(worker.ask_to_leave)
+    if (theirs := worker.fetch_layout()) is not None:
         state._check_layout(json.loads(theirs))
     reason = ""
     has_failed = False  # this rank returns to its last commit
@@ -127,36 +123,36 @@ def _run(state: State, call: Callable[[], _T], member: Member, signals: Signals)
     num_apart = 0
     while True:
         try:
-            world = member.meet(reason)
+            world = worker.meet(reason)
             saves = True
-            state._enter(world, member, has_failed=has_failed)
+            state._enter(world, worker, has_failed=has_failed)
             has_failed = False
             result = call()
             if world.size > 1:
                 collectives_of(world).barrier()
-            member.finish()
+            worker.finish()
             if world.rank == 0:
                 state._save_now()
             return result
-        except MembershipChange as change:
+        except GenerationOver as change:
             reason = ""
             saves = world.rank == 0  # all ranks are equally far
-            if member.leaves:
-                member.say_goodbye("it was told to end")  # first: the others wait for it
-                if saves and (change.all_leave or member.is_over()):
-                    member.checkpoint = state._save_now()
-                    _say("this job was told to end", member.checkpoint)
-                    member.say_goodbye("it was told to end")
-                member.close()
+            if worker.leaves:
+                worker.say_goodbye("it was told to end")  # first: the others wait for it
+                if saves and (change.all_leave or worker.is_over()):
+                    worker.checkpoint = state._save_now()
+                    _say("this job was told to end", worker.checkpoint)
+                    worker.say_goodbye("it was told to end")
+                worker.close()
                 signals.end()
         except JobOverError as over:
             path = state._save_now() if saves else ""
-            member.checkpoint = path or member.checkpoint
-            member.say_goodbye(str(over))
-            member.close()
-            if member.leaves:
+            worker.checkpoint = path or worker.checkpoint
+            worker.say_goodbye(str(over))
+            worker.close()
+            if worker.leaves:
                 signals.end()
-            if member.num_steps < 0:  # it came when the others had finished
+            if worker.num_steps < 0:  # it came when the others had finished
                 sys.exit(0)
             if saves:
                 _say(str(over), path)
@@ -173,19 +169,19 @@ def _run(state: State, call: Callable[[], _T], member: Member, signals: Signals)
                 has_failed = True
                 _log.warning("all ranks return to the last commit, after %s", reason)
         state._leave()
-        member.leave()
+        worker.leave()
         gc.collect()  # buckets, graphs, and iterators with worker processes
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether ranks are lost, and the others go on. If not, all ranks raise here, or this rank is the cause."""
+    """Return True if ranks are lost, and the others go on. If not, all ranks raise, or this rank is the cause."""
     is_mistake = isinstance(error, (GradientError, PlanMismatchError))
     return isinstance(error, RingError) and not error.in_step and not is_mistake
 
 
 @contextlib.contextmanager
 def _frozen_heap() -> Iterator[None]:
-    """Inside, the garbage collector does not look at what is there now: torch has half a million objects, for 0.1 s."""
+    """A context in which the garbage collector skips what exists already: torch's half a million objects take 0.1 s."""
     gc.collect()
     gc.freeze()
     try:
@@ -203,7 +199,7 @@ class _Returns:
         self._progress = -1
 
     def may_return(self) -> bool:
-        """Whether there is a commit, and returning to it has not failed too often."""
+        """Return True if there is a commit, and returning to it has not failed too often."""
         progress = self._state._progress
         self._count = self._count + 1 if progress == self._progress else 1
         self._progress = progress
@@ -211,7 +207,7 @@ class _Returns:
 
 
 class Signals:
-    """Inside, the first signal that would end this process is noted. The second one acts."""
+    """A context in which the first signal that would end this process is noted. The second one acts."""
 
     def __init__(self, numbers: list[signal.Signals]) -> None:
         self._numbers = numbers

@@ -42,8 +42,8 @@ class _Pass:
 
     Attributes:
         start: position at which it began.
-        length: of the epoch, in samples.
-        rank, size: of this process in the world that shares the pass.
+        length: number of samples of the epoch.
+        rank, size: this process and its world, which shares the pass.
         unit: number of samples of a global batch. The last one may be smaller.
         num_used: number of global batches that finished steps have used. While a step is under way that began in the
             pass before, this is minus the number of its batches that came from there.
@@ -78,7 +78,7 @@ class _Pass:
         return begin, min(begin + self.unit, self.length)
 
     def share(self, batch: int) -> range:
-        """What this rank draws of a global batch, as positions in the epoch."""
+        """Positions in the epoch of the samples that this rank draws of a global batch."""
         begin, end = self.bounds(batch)
         own = range(begin + self.rank, end, self.size)
         if own:
@@ -101,7 +101,7 @@ class _Pass:
 
     @property
     def num_samples(self) -> int:
-        """What this rank draws in the whole pass, padding included."""
+        """Number of samples that this rank draws in the whole pass, padding included."""
         if self.num_batches == 0:
             return 0
         return (self.num_batches - 1) * len(self.share(0)) + len(self.share(self.num_batches - 1))
@@ -147,7 +147,7 @@ class Sampler(_Sampler[int]):
 
     Args:
         dataset: something with a length, which does not change.
-        shuffle: whether to shuffle, in an order that depends on `seed` and the epoch.
+        shuffle: shuffle, in an order that depends on `seed` and the epoch.
         seed: equal on all ranks. `load_state_dict` replaces it.
         batch_size: number of samples that a rank draws for a batch, where no `BatchSampler` draws from this sampler and
             there is no global batch.
@@ -223,8 +223,7 @@ class Sampler(_Sampler[int]):
         Called by `elastic.run` before the training function.
 
         Args:
-            rank: of this process.
-            size: of the world.
+            rank, size: this process and its world.
             global_batch: number of samples of all ranks' batches together. The shares differ by one at most. None if
                 each rank has the same batch size.
 
@@ -384,7 +383,7 @@ class Sampler(_Sampler[int]):
         return 0 if self._pass is None else self._pass.num_used
 
     def weight(self, batch: int) -> int | None:
-        """How many samples of one of this rank's batches count: all, or 0 for a sample that is drawn again.
+        """Number of samples of one of this rank's batches that count: all, or 0 for a sample that is drawn again.
 
         Args:
             batch: its number in the newest iteration, from 0.
@@ -401,7 +400,7 @@ class Sampler(_Sampler[int]):
         return self._pass.weight(batch) if self._weighs else None
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Where the epoch is, for a checkpoint. Holds no tensor, and nothing that depends on rank or size."""
+        """The position in the epoch, for a checkpoint. Holds no tensor, and nothing that depends on rank or size."""
         return {
             "epoch": self._epoch,
             "position": self.position,
@@ -546,6 +545,9 @@ class Sampler(_Sampler[int]):
 
     def _caller(self) -> FrameType:
         """The frame that has called __iter__ or __len__, of this class or a subclass."""
+        # A sampler is not told who iterates over it: a DataLoader and a BatchSampler call iter() without an argument,
+        # and register themselves nowhere. The batch size, drop_last and the DataLoader's iterator stand in their
+        # frames only. The public way would be a DataLoader of torchring's own, in place of the script's.
         frame = sys._getframe()
         while frame.f_back is not None and frame.f_locals.get("self") is self:
             frame = frame.f_back

@@ -1,7 +1,8 @@
-"""What an elastic job carries from one generation to the next: models, optimizers, and whatever else changes with them.
+"""`State` carries models, optimizers and whatever else training changes from one generation to the next.
 
 Replicas are equal after each step. So a survivor has everything, and nothing needs to be saved for the others. When a
-rank is lost, some survivors may have finished the step that others have not. Whoever is furthest passes on what it has.
+rank is lost, some survivors may have finished the step that others have not. The rank that is furthest passes its state
+on.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from torchring.collectives.initial_state import (
 )
 from torchring.collectives.service import collectives_of
 from torchring.elastic.worker.checkpoint import CheckpointWriter, copy_of, newest, newest_step
-from torchring.elastic.worker.member import Member
 from torchring.elastic.worker.sampler import Sampler, share_of
+from torchring.elastic.worker.worker import Worker
 from torchring.errors import GradientError, PeerLostError, PlanMismatchError
 from torchring.generation import Change
 from torchring.gradients.participants.weights import OTHER_BATCH
@@ -49,13 +50,13 @@ _EVERY: Final = timedelta(minutes=5)
 _log = logging.getLogger("torchring.elastic")
 
 
-class MembershipChange(BaseException):
+class GenerationOver(BaseException):
     """Leaves the training function, which is called again with other ranks.
 
     Not an Exception, so that a script that goes on after errors does not swallow it.
 
     Attributes:
-        all_leave: whether all ranks were told to end.
+        all_leave: all ranks were told to end.
     """
 
     def __init__(self, *, all_leave: bool) -> None:
@@ -64,7 +65,7 @@ class MembershipChange(BaseException):
 
 
 class State:
-    """What all ranks have, and a new one gets: models, optimizers, samplers, schedulers and any other values.
+    """The state that all ranks share, and a new one gets: models, optimizers, samplers, schedulers, other values.
 
         state = torchring.elastic.State(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
 
@@ -82,14 +83,14 @@ class State:
 
     Args:
         model: a module. Others may have other names.
-        optimizer: what `torchring.wrap` has returned. Others may have other names.
+        optimizer: an optimizer that `torchring.wrap` has returned. Others may have other names.
         global_batch: number of samples of a step, of all ranks together. Ranks get shares of it that differ by one at
             most, see `batch_size`, and gradients are weighted means over samples. So the learning rate need not change
             with the number of ranks. By default each rank has a batch size of its own, which does not change.
         checkpoint: a folder. Rank 0 writes checkpoints there in the background, and a last one when the training
             function has returned. If all ranks were lost, or the job is started anew, the newest valid one is loaded,
             into any number of ranks.
-        every: how often a checkpoint is written: a number of steps, or a timedelta. Default: 5 minutes.
+        every: interval of checkpoints: a number of steps, or a timedelta. Default: 5 minutes.
         on_resize: called as `on_resize(old, new)` on all ranks if the number of ranks has changed, before the training
             function is called again: to scale a learning rate, say. `old` is the number with which the state was
             trained last, by other workers and before a checkpoint, too.
@@ -131,6 +132,7 @@ class State:
         self._names_of_values = [name for name in given if name not in self._modules and name not in self._stateful]
         self._optimizers = [each for each in self._stateful.values() if isinstance(each, DistributedOptimizer)]
         self._samplers = [each for each in self._stateful.values() if isinstance(each, Sampler)]
+        self._values = _Fields(self, {name: name for name in self._names_of_values})
         self._check(global_batch, every)
         self._global_batch = global_batch
         self._on_resize = on_resize
@@ -142,15 +144,16 @@ class State:
         self._num_steps = 0  # of the first optimizer
         self._progress = 0  # steps of all optimizers: more is further
         self._size = 0  # of the world that trained last; 0 for none
+        self._counters = _Fields(self, {name: f"_{name}" for name in ("num_steps", "progress", "size")})
         self._is_between = False  # a step has been made, and values may not have been changed yet
         self._sees_forward = False  # since the last step
         self._is_in_closure = False  # a step is under way that evaluates the model itself
         self._before_closure: dict[str, Any] | None = None  # everything, if such a step changes it bit by bit
 
         # The generation
-        self._member: Member | None = None
+        self._worker: Worker | None = None
         self._world: World | None = None
-        self._agreed: MembershipChange | None = None
+        self._agreed: GenerationOver | None = None
         self._agreed_at = 0  # progress at that time
         self._thread = 0  # that trains
 
@@ -167,8 +170,8 @@ class State:
             optimizer_.register_step_pre_hook(functools.partial(self._before_step, is_first))
             optimizer_.register_step_post_hook(functools.partial(self._after_step, is_first))
         for module in self._modules.values():
-            module.register_forward_pre_hook(_BeforeForward(self), with_kwargs=True)
-            module.register_forward_hook(_AfterForward(self))
+            module.register_forward_pre_hook(_Hook(self._before_forward), with_kwargs=True)
+            module.register_forward_hook(_Hook(self._after_forward))
         for sampler in self._samplers:
             sampler.on_batch = self._weigh_batch
 
@@ -184,7 +187,7 @@ class State:
                 check_broadcastable(module)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        for stateful in (*self._stateful.values(), _Values(self)):
+        for stateful in (*self._stateful.values(), self._values):
             check_sendable(stateful)
 
     @property
@@ -213,7 +216,7 @@ class State:
 
     # What the training function does
 
-    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
+    def _before_forward(self, module: torch.nn.Module, *inputs: object) -> None:
         if torch.compiler.is_compiling():  # would break the graph
             return
         if module.training and torch.is_grad_enabled() and self._world is not None:
@@ -226,7 +229,7 @@ class State:
                 sampler.see_forward(inputs)
             self._weigh_batch()
 
-    def _after_forward(self, output: object) -> None:
+    def _after_forward(self, _module: object, _inputs: object, output: object) -> None:
         """Have a backward say which forward it comes from, where batches have weights."""
         if not torch.compiler.is_compiling() and (weight := self._current_weight()) is not None:
             for leaf in tree_leaves(output):
@@ -270,19 +273,19 @@ class State:
         self._is_between, self._sees_forward, self._is_in_closure = True, False, False
         if is_first:
             self._num_steps += 1
-            if self._member is not None:
-                self._member.has_stepped(self._num_steps)
+            if self._worker is not None:
+                self._worker.has_stepped(self._num_steps)
             accumulate = self._optimizers[0]._options.accumulate
             for sampler in self._samplers:
                 sampler.record_step(accumulate)
 
     def _leave_if_agreed(self) -> None:
-        """Raise MembershipChange if the ranks are to change now, and no step is half done."""
+        """Raise GenerationOver if the ranks are to change now, and no step is half done."""
         if self._is_in_closure:
             return
         world = self._world
         if world is not None and world.size == 1 and (change := world.shared(Change)).is_wanted:
-            self._agreed = MembershipChange(all_leave=change.leaves)
+            self._agreed = GenerationOver(all_leave=change.leaves)
         if self._agreed is not None:
             raise self._agreed
 
@@ -300,7 +303,7 @@ class State:
 
     # Between generations
 
-    def _enter(self, world: World, member: Member | None, *, has_failed: bool) -> None:
+    def _enter(self, world: World, worker: Worker | None, *, has_failed: bool) -> None:
         """Become what the rank is that is furthest, and have everything reduce with the ranks of `world`. Collective.
 
         Args:
@@ -311,7 +314,7 @@ class State:
             RingError: a rank is lost, or a new one does not fit the others.
             ValueError: the checkpoint is of another model.
         """
-        self._world, self._member, self._agreed = world, member, None
+        self._world, self._worker, self._agreed = world, worker, None
         self._thread = threading.get_ident()
         if self._is_in_closure and self._before_closure is not None:  # ranks were lost at different trial points
             self._become(copy_of(self._before_closure))
@@ -324,8 +327,8 @@ class State:
         try:
             if world.size > 1:
                 collectives_of(world).check_equal(self._layout())
-            if member is not None and world.rank == 0:
-                member.publish_layout(json.dumps(self._layout()).encode())
+            if worker is not None and world.rank == 0:
+                worker.publish_layout(json.dumps(self._layout()).encode())
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
             uses_commits = self._share(world, rows)
@@ -346,13 +349,13 @@ class State:
         self._copied = None
         self._committed = (self._progress, self._point()) if uses_commits else None
         self._saved_at = (self._num_steps, time.monotonic())
-        if member is not None:
-            member.num_steps, member.num_made = self._num_steps, max(member.num_made, 0)
+        if worker is not None:
+            worker.num_steps, worker.num_made = self._num_steps, max(worker.num_made, 0)
         if self._folder is not None and world.rank == 0 and self._writer is None:
             self._writer = CheckpointWriter(self._folder)
 
     def _compare(self, world: World, *, has_failed: bool) -> list[_Row]:
-        """How far all ranks are. Collective."""
+        """The progress of all ranks. Collective."""
         saved = newest_step(self._folder) if self._is_fresh and self._folder is not None else None
         progress = -1 if self._is_fresh else self._progress
         mine = _Row(
@@ -426,7 +429,7 @@ class State:
             )
 
     def _layout(self) -> list[str]:
-        """What ranks must agree on."""
+        """Lines that must be equal on all ranks."""
         lines = []
         for name, module in self._modules.items():
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -446,7 +449,7 @@ class State:
     def _return_to_commit(self) -> None:
         if self._committed is not None and self._committed[0] == self._progress:
             point = copy_of(self._committed[1])
-            _Values(self).load_state_dict(point["values"])
+            self._values.load_state_dict(point["values"])
             for name, sampler in point["stateful"].items():
                 self._stateful[name].load_state_dict(sampler)
         elif self._copied is not None:
@@ -455,11 +458,11 @@ class State:
     def _point(self) -> dict[str, Any]:
         """Values and samplers, which change before the first step of an epoch does."""
         samplers = {name: each.state_dict() for name, each in self._stateful.items() if isinstance(each, Sampler)}
-        return copy_of({"values": _Values(self).state_dict(), "stateful": samplers})
+        return copy_of({"values": self._values.state_dict(), "stateful": samplers})
 
     def _everything(self, point: dict[str, Any] | None = None) -> dict[str, Any]:
-        """All of it as it is now, but values and samplers as they were at a point."""
-        point = point or {"values": _Values(self).state_dict(), "stateful": {}}
+        """The whole state as it is now, but values and samplers as they were at a point."""
+        point = point or {"values": self._values.state_dict(), "stateful": {}}
         return {
             "format": _FORMAT,
             "layout": self._layout(),
@@ -469,7 +472,7 @@ class State:
             "parameters": _Parameters(self).state_dict(),
             "stateful": {name: each.state_dict() for name, each in self._stateful.items()} | point["stateful"],
             "values": point["values"],
-            "counters": _Counters(self).state_dict(),
+            "counters": self._counters.state_dict(),
         }
 
     def _become(self, everything: dict[str, Any]) -> None:
@@ -479,8 +482,8 @@ class State:
             module.load_state_dict(everything["modules"][name])
         for name, each in self._stateful.items():
             each.load_state_dict(everything["stateful"][name])
-        _Values(self).load_state_dict(everything["values"])
-        _Counters(self).load_state_dict(everything["counters"])
+        self._values.load_state_dict(everything["values"])
+        self._counters.load_state_dict(everything["counters"])
 
     # Checkpoints
 
@@ -521,8 +524,8 @@ class State:
         if is_due:
             self._saved_at = (self._num_steps, time.monotonic())
             self._writer.write(self._num_steps, self._writer.copy_of(self._everything()))
-        if self._member is not None:
-            self._member.checkpoint = str(self._writer.newest or "")
+        if self._worker is not None:
+            self._worker.checkpoint = str(self._writer.newest or "")
 
     def _save_now(self) -> str:
         """Write a checkpoint, unless the newest has this step. Returns its path; "" without a folder, or on failure."""
@@ -551,15 +554,15 @@ def _difference(theirs: list[str], mine: list[str]) -> tuple[str, str]:
 
 
 class _Row(NamedTuple):
-    """How far a rank is.
+    """The progress of a rank, as the other ranks hear of it.
 
     Attributes:
         progress: -1 for a rank that has nothing yet.
-        is_certain: whether values belong to this progress.
+        is_certain: values belong to this progress.
         returns_to: progress of its newest commit; -1 for none.
-        has_failed: whether it returns to its commit, and so all ranks do.
+        has_failed: it returns to its commit, and so all ranks do.
         saved: step of the newest checkpoint; -1 for none, or if the rank needs none.
-        size: of the world that trained last.
+        size: size of the world that trained last.
     """
 
     progress: int
@@ -570,24 +573,14 @@ class _Row(NamedTuple):
     size: int
 
 
-class _BeforeForward(TransientHook):
-    """A hook on a module of a State."""
+class _Hook(TransientHook):
+    """A hook on a module of a State: calls a method of the State."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
 
-    def __call__(self, module: torch.nn.Module, *inputs: object) -> None:
-        self._state._before_forward(module, inputs)
-
-
-class _AfterForward(TransientHook):
-    """A hook on a module of a State."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def __call__(self, module: torch.nn.Module, _: object, output: object) -> None:
-        self._state._after_forward(output)
+    def __call__(self, *arguments: object) -> None:
+        self._call(*arguments)
 
 
 class _Batches:
@@ -601,7 +594,7 @@ class _Batches:
         state = self._state
         if self._is_first:
             state._is_between = False
-            if state._member is not None and state._member.seems_alone() and state._world is not None:
+            if state._worker is not None and state._worker.seems_alone() and state._world is not None:
                 state._world.shared(Change).is_wanted = True
             state._leave_if_agreed()
         for sampler in state._samplers[:1]:  # the one whose batches have the weights
@@ -612,12 +605,12 @@ class _Batches:
 
     def change_is_agreed(self, *, all_leave: bool) -> None:
         if self._is_first:
-            self._state._agreed = MembershipChange(all_leave=all_leave)
+            self._state._agreed = GenerationOver(all_leave=all_leave)
             self._state._agreed_at = self._state._progress
 
 
 class _Parameters:
-    """Which parameters a State's optimizers have, in which groups, and which parameters require a gradient."""
+    """The parameter groups of a State's optimizers, and which parameters require a gradient. Has a state dict."""
 
     def __init__(self, state: State) -> None:
         self._optimizers = {
@@ -663,13 +656,13 @@ class _Parameters:
 
 
 class _Rest:
-    """All that a State has but the tensors of its modules and optimizers."""
+    """All of a State but the tensors of its modules and optimizers. Has a state dict."""
 
     def __init__(self, state: State) -> None:
         self._parts: dict[str, Stateful] = {
             "parameters": _Parameters(state),
-            "values": _Values(state),
-            "counters": _Counters(state),
+            "values": state._values,
+            "counters": state._counters,
         }
         for name, each in state._stateful.items():
             if not isinstance(each, DistributedOptimizer):
@@ -683,31 +676,16 @@ class _Rest:
             each.load_state_dict(state_dict[name])
 
 
-class _Values:
-    """The plain values of a State, as something that has a state."""
+class _Fields:
+    """Attributes of a State, by the names that they have in its state dict."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, attributes: dict[str, str]) -> None:
         self._state = state
+        self._attributes = attributes
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self._state, name) for name in self._state._names_of_values}
+        return {name: getattr(self._state, attribute) for name, attribute in self._attributes.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in self._state._names_of_values:
-            setattr(self._state, name, state_dict[name])
-
-
-class _Counters:
-    """How far a State is, as something that has a state."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self._state
-        return {"num_steps": state._num_steps, "progress": state._progress, "size": state._size}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state = self._state
-        state._num_steps, state._progress = state_dict["num_steps"], state_dict["progress"]
-        state._size = state_dict["size"]
+        for name, attribute in self._attributes.items():
+            setattr(self._state, attribute, state_dict[name])

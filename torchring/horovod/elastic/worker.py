@@ -19,7 +19,7 @@ import torchring.horovod as hvd
 from torchring import default_world as worlds
 from torchring.collectives.service import collectives_of
 from torchring.elastic.worker.loop import Signals
-from torchring.elastic.worker.member import JobOverError, Member, member_of_process
+from torchring.elastic.worker.worker import JobOverError, Worker, worker_of_process
 from torchring.errors import TopologyError
 from torchring.generation import Change
 from torchring.rendezvous.environment import ELASTIC
@@ -39,11 +39,11 @@ def find_worker() -> ElasticWorker | None:
     Raises TopologyError if the driver does not answer.
     """
     global _worker
-    member = member_of_process() if worlds.launcher() == ELASTIC else None
-    if member is None:
+    worker = worker_of_process() if worlds.launcher() == ELASTIC else None
+    if worker is None:
         _worker = None
     elif current_worker() is None:
-        _worker = ElasticWorker(member)
+        _worker = ElasticWorker(worker)
     return _worker
 
 
@@ -65,8 +65,8 @@ class ElasticWorker:
         reason: why this worker has left its ranks, for people; "" if there is nothing to say.
     """
 
-    def __init__(self, member: Member) -> None:
-        self.member = member
+    def __init__(self, worker: Worker) -> None:
+        self.member = worker
         self.reason = ""
         self._signals: Signals | None = None
         self._is_over = False

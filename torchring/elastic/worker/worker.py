@@ -1,7 +1,7 @@
-"""A worker's side of `protocol.py`: says how this worker is, and waits for the generations that the driver plans.
+"""The worker's side of `protocol.py`: `Worker` tells the driver how this process is, and meets the others.
 
 One thread talks to the driver's store, because a store whose driver is stopped, or whose host is cut off, does not
-answer for as long as TCP waits. The main thread waits for the other thread, and can be interrupted.
+answer for as long as TCP waits. The main thread waits for that thread, and can be interrupted.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from torchring.default_world import leave_generation, open_generation
+from torchring.elastic import protocol
+from torchring.elastic.protocol import Beat, Broken, Card, Generation, Invitation, WorkerState
 from torchring.errors import PeerLostError, TopologyError
 from torchring.generation import Change
-from torchring.rendezvous import protocol
-from torchring.rendezvous.environment import CHOICE, ELASTIC
-from torchring.rendezvous.protocol import Beat, Broken, Card, Invitation, Plan, invitation
+from torchring.rendezvous.environment import CHOICE, ELASTIC, INVITATION
 from torchring.rendezvous.store import try_all
 from torchring.threads import end_at_exit
 from torchring.world import World
@@ -41,41 +41,44 @@ class JobOverError(Exception):
     """The driver has ended the job, or is gone, or this worker was told to end. The text says why."""
 
 
-class Member:
+class Worker:
     """This process as a worker of an elastic job.
 
     Attributes:
-        worker: number of this worker.
-        generation: the one that this worker belongs to, or has belonged to last; 0 for none.
-        num_steps: how many optimizer steps the state has behind it; -1 for none. The driver is told.
+        number: number of this worker.
+        generation: number of the generation that this worker belongs to, or has belonged to last; 0 for none.
+        num_steps: number of optimizer steps that the state has behind it; -1 for none. The driver is told.
         num_made: how many of them this process has made; -1 if unknown.
         checkpoint: path of the newest checkpoint that this worker knows of, or "".
-        leaves: whether this worker was told to end.
+        leaves: True once this worker was told to end.
     """
 
     def __init__(self, invitation: Invitation) -> None:
-        self.worker = invitation.worker
+        self.number = invitation.worker
         self.generation = 0
         self.num_steps = -1
         self.num_made = -1
         self.checkpoint = ""
         self.leaves = False
         self._pid = os.getpid()
-        self._world: World | None = None
+        self._changed = threading.Condition()  # guards what both threads use
+        self._world: World | None = None  # of the current generation
         self._change: Change | None = None  # of that world
+        # From the main thread to the driver
         self._card = Card("starting")
-        self._says_card = False
-        self._broken = Broken()
+        self._has_new_card = False
+        # From the driver
+        self._newest: Generation | None = None  # to which this worker belongs
         self._call = 0
-        self._plan: Plan | None = None
+        self._broken = Broken()
         self._over = ""  # why the job is over
-        self._num_beats = 0
-        self._has_looked = False
-        self._beat_at = 0.0
+        self._has_looked = False  # set by each look at the store
         self._answered_at = time.monotonic()
-        self._changed = threading.Condition()
-        self._store_of_worlds = _connect(invitation)
-        self._store = _connect(invitation)  # of the thread
+        # The thread
+        self._num_beats = 0
+        self._beat_at = 0.0  # when the next one is due
+        self._store_of_worlds = _connect(invitation)  # the main thread's own connection
+        self._store = _connect(invitation)
         self._wake = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._watch, name="torchring-elastic", daemon=True)
@@ -94,7 +97,7 @@ class Member:
             RingError: a worker of the new generation is lost already. Meet again.
         """
         self.leave()
-        self._say(Card("meeting", self.generation, self.checkpoint, reason))
+        self._say("meeting", reason)
         began_at = time.monotonic()
         with self._changed:
             while not self._has_news():
@@ -105,14 +108,13 @@ class Member:
                     raise JobOverError("this worker was told to end")
             if self._over:
                 raise JobOverError(self._over)
-            plan = self._plan
-        assert plan is not None
-        self.generation = plan.generation
-        rank, size = plan.workers.index(self.worker), len(plan.workers)
-        _log.info("generation %d: rank %d of %d, because %s", plan.generation, rank, size, plan.reason)
-        prefix = f"{protocol.PREFIX}{protocol.world_prefix(plan.generation)}"
-        world = open_generation(PrefixStore(prefix, self._store_of_worlds), rank, size)
-        self._say(Card("running", self.generation, self.checkpoint))
+            newest = self._newest
+        assert newest is not None
+        self.generation = newest.number
+        rank, size = newest.workers.index(self.number), len(newest.workers)
+        _log.info("generation %d: rank %d of %d, because %s", newest.number, rank, size, newest.reason)
+        world = open_generation(PrefixStore(protocol.world_prefix(newest.number), self._store_of_worlds), rank, size)
+        self._say("running")
         with self._changed:
             self._world, self._change = world, world.shared(Change)
             self._pass_on()
@@ -126,11 +128,11 @@ class Member:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process is the worker, and not its forked child."""
+        """False in a forked child."""
         return os.getpid() == self._pid
 
     def seems_alone(self) -> bool:
-        """Whether the driver has not answered for so long that it counts as gone."""
+        """True if the driver has not answered for so long that it counts as gone."""
         return time.monotonic() - self._answered_at > _SILENT_SECONDS
 
     def has_stepped(self, num_steps: int) -> None:
@@ -142,7 +144,7 @@ class Member:
             self._wake.set()
 
     def is_over(self) -> bool:
-        """Whether the driver has ended the job, or is gone. Asks the driver, and waits 2 s at most."""
+        """Ask the driver whether it has ended the job. A driver that is gone has. Waits 2 s at most."""
         with self._changed:
             for _ in range(2):  # the first look may have begun before
                 self._has_looked = False
@@ -159,20 +161,20 @@ class Member:
 
     def say_goodbye(self, reason: str) -> None:
         """This worker takes part in nothing more, and is about to exit. `close` comes next."""
-        self._say(Card("leaving", self.generation, self.checkpoint, reason))
+        self._say("leaving", reason)
 
     def finish(self) -> None:
         """The training function has returned on all workers. The world stays open."""
-        self._say(Card("finished", self.generation, self.checkpoint))
+        self._say("finished")
         self.close()
 
     def publish_layout(self, lines: bytes) -> None:
-        """What the workers' states consist of; see `protocol.LAYOUT`."""
-        self._ask(lambda store: store.set(_key(protocol.LAYOUT), lines))  # type: ignore[arg-type]  # takes bytes, too
+        """Tell later workers what the workers' states consist of; see `protocol.LAYOUT`."""
+        self._ask(lambda store: store.set(protocol.LAYOUT, lines))  # type: ignore[arg-type]  # takes bytes, too
 
     def fetch_layout(self) -> bytes | None:
-        """What rank 0 of a generation has published, if there was one."""
-        key = _key(protocol.LAYOUT)
+        """The layout that rank 0 of the last generation has published; None before the first."""
+        key = protocol.LAYOUT
         return self._ask(lambda store: store.get(key) if store.check([key]) else None)
 
     def _ask(self, operation: Callable[[TCPStore], _T]) -> _T:
@@ -183,11 +185,11 @@ class Member:
             raise JobOverError(_gone(error)) from error
 
     def _has_news(self) -> bool:
-        return bool(self._over) or (self._plan is not None and self._plan.generation > self.generation)
+        return bool(self._over) or (self._newest is not None and self._newest.number > self.generation)
 
-    def _say(self, card: Card) -> None:
+    def _say(self, state: WorkerState, reason: str = "") -> None:
         with self._changed:
-            self._card, self._says_card = card, True
+            self._card, self._has_new_card = Card(state, self.generation, self.checkpoint, reason), True
         self._wake.set()
 
     def close(self) -> None:
@@ -216,36 +218,34 @@ class Member:
             self._wake.clear()
 
     def _look(self) -> None:
-        """Say what there is to say, and look at what the driver says."""
+        """Send the card and the beat that are due, and read what the driver says."""
         with self._changed:
-            card = self._card if self._says_card else None
-            self._says_card = False
+            card = self._card if self._has_new_card else None
+            self._has_new_card = False
         if card is not None:
-            self._set(protocol.card_key(self.worker), card.encode())
+            self._set(protocol.card_key(self.number), card.encode())
         now = time.monotonic()
-        if now >= self._beat_at:
+        if now >= self._beat_at or self._is_closed:
             self._beat_at = now + protocol.BEAT_SECONDS
             self._num_beats += 1
-            self._set(protocol.beat_key(self.worker), Beat(self._num_beats, self.num_steps, self.num_made).encode())
-        call, broken, latest, over = self._store.multi_get(
-            list(map(_key, (protocol.CALL, protocol.BROKEN, protocol.LATEST, protocol.END)))
-        )
+            beat = Beat(self._num_beats, self.num_steps, self.num_made, is_last=self._is_closed)
+            self._set(protocol.beat_key(self.number), beat.encode())
+        keys = [protocol.CALL, protocol.BROKEN, protocol.LATEST, protocol.END]
+        call, broken, latest, over = self._store.multi_get(keys)
         self._answered_at = time.monotonic()
-        newest = int(latest)
-        plan = self._plan
-        if newest > (plan.generation if plan is not None else 0):
-            plan = Plan.decode(self._store.get(_key(protocol.plan_key(newest))))
-            if self.worker not in plan.workers:
-                plan = self._plan
+        newest = self._newest
+        if int(latest) > (newest.number if newest is not None else 0):
+            published = Generation.decode(self._store.get(protocol.generation_key(int(latest))))
+            newest = published if self.number in published.workers else newest
         with self._changed:
-            self._plan, self._call, self._broken = plan, int(call), Broken.decode(broken)
+            self._newest, self._call, self._broken = newest, int(call), Broken.decode(broken)
             self._over = self._over or over.decode()
             self._has_looked = True
             self._pass_on()
             self._changed.notify_all()
 
     def _set(self, key: str, value: bytes) -> None:
-        self._store.set(_key(key), value)  # type: ignore[arg-type]  # takes bytes, too
+        self._store.set(key, value)  # type: ignore[arg-type]  # takes bytes, too
 
     def _end(self, reason: str) -> None:
         with self._changed:
@@ -267,33 +267,28 @@ class Member:
             world.fail(PeerLostError(broken.reason, rank=world.rank, peers=ranks))
 
 
-_the_member: Member | None = None  # of this process
+_the_worker: Worker | None = None  # of this process
 
 
-def member_of_process() -> Member | None:
-    """This process as a worker, the same at each call. None if no driver has started it.
+def worker_of_process() -> Worker | None:
+    """This process as a worker, the same object at each call. None if no driver has started this process.
 
     Raises:
         TopologyError: the driver's store does not answer.
     """
-    global _the_member
-    invited = None if CHOICE in os.environ else invitation(os.environ)
-    if invited is None:
+    global _the_worker
+    if CHOICE in os.environ or INVITATION not in os.environ:
         return None
-    if _the_member is None or not _the_member.is_own:
-        _the_member = Member(invited)
-    return _the_member
-
-
-def _key(name: str) -> str:
-    return f"{protocol.PREFIX}{name}"
+    if _the_worker is None or not _the_worker.is_own:
+        _the_worker = Worker(Invitation.decode(os.environ[INVITATION]))
+    return _the_worker
 
 
 def _connect(invitation: Invitation) -> TCPStore:
     """Raises TopologyError, with what was tried, if the driver's store does not answer at any of its addresses."""
     end = time.monotonic() + _CONNECT_SECONDS
     while True:
-        store, tried = try_all(invitation.addresses, invitation.port, invitation.token, _key(protocol.TOKEN))
+        store, tried = try_all(invitation.addresses, invitation.port, invitation.token, protocol.TOKEN)
         if store is not None:
             store.set_timeout(timedelta(seconds=_SILENT_SECONDS))  # a driver may be stopped for a while
             return store

@@ -1,0 +1,165 @@
+"""The messages between the driver of an elastic job and its workers. They go through the store that the driver hosts.
+
+    worker                                   store, below torchring/elastic   driver
+
+    meets: "I have left generation 3"        worker/7                         reads all cards every 50 ms, or 10
+                                             generation/4, then latest        "generation 4 is 7, 2, 9"
+    opens the world of generation 4          world/4/...
+    runs, says now and then that it lives    worker/7, beat/7                 kills a worker that has been silent
+                                             broken                           "a worker of generation 4 is lost"
+    leaves at the end of a step              call                             "generation 4 is to meet: 12 has come"
+    saves, and ends                          end                              "the job is over, because ..."
+
+The driver alone decides which workers belong to a generation, so the workers need not agree on that. The driver sees
+when the processes end that it has started, and kills a worker that has been silent for a while. A worker learns through
+the world of its generation what the other workers of this generation do.
+
+Reading never waits: the driver sets `call`, `broken`, `latest` and `end` before it starts a worker, and `worker/N` and
+`beat/N` before it starts worker N. Nothing here imports torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_ROOT: Final = "torchring/elastic"  # all keys begin so
+TOKEN: Final = f"{_ROOT}/token"  # the driver's, by which a worker knows that the store is the right one
+CALL: Final = f"{_ROOT}/call"  # number of the generation that is to meet at the end of its step; 0 for none
+BROKEN: Final = f"{_ROOT}/broken"  # a `Broken`
+LATEST: Final = f"{_ROOT}/latest"  # number of the newest generation; 0 for none
+END: Final = f"{_ROOT}/end"  # why the job is over, for people; empty as long as it is not
+LAYOUT: Final = f"{_ROOT}/layout"  # lines that describe the workers' states, a JSON list; from rank 0
+
+BEAT_SECONDS: Final = 0.5  # between two signs of life of a worker
+LOOK_SECONDS: Final = 0.1  # between two looks of a worker at `call`, `broken` and `end`
+
+WorkerState = Literal["starting", "meeting", "running", "leaving", "finished"]
+
+
+def card_key(worker: int) -> str:
+    """The key of worker N's `Card`."""
+    return f"{_ROOT}/worker/{worker}"
+
+
+def beat_key(worker: int) -> str:
+    """The key of worker N's `Beat`."""
+    return f"{_ROOT}/beat/{worker}"
+
+
+def generation_key(number: int) -> str:
+    """The key of a `Generation`. Written once, before `LATEST` says so."""
+    return f"{_ROOT}/generation/{number}"
+
+
+def world_prefix(generation: int) -> str:
+    """The prefix of the keys of a generation's world. A driver that breaks the generation writes `gave_up` there."""
+    return f"{_ROOT}/world/{generation}"
+
+
+class _Message:
+    """A dataclass that travels as JSON. Its sequences are tuples."""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()  # type: ignore[call-overload]
+
+    @classmethod
+    def decode(cls, data: bytes | str) -> Self:
+        read = json.loads(data)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
+
+
+@dataclass(frozen=True)
+class Invitation(_Message):
+    """The driver's message to a worker in its environment, under `rendezvous.environment.INVITATION`.
+
+    Attributes:
+        worker: the worker's number.
+        slot: number of the slot on its host, and so of its GPU. A replacement has the slot of the lost worker.
+        size: number of workers with which the job starts.
+        addresses: where the store listens, the likeliest address first.
+        port: of the store.
+        token: the value that the store has under `TOKEN`.
+        host: the name of the worker's host, as the driver knows it.
+    """
+
+    worker: int
+    slot: int
+    size: int
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+    host: str
+
+
+@dataclass(frozen=True)
+class Card(_Message):
+    """A worker's message about itself. Each card replaces the one before.
+
+    Attributes:
+        state: "starting": its script has not come to `torchring.elastic.run` yet.
+            "meeting": waits for a generation that is newer than `generation`.
+            "running": belongs to `generation`.
+            "leaving": was told to end (SIGTERM), has finished its step, and is about to exit.
+            "finished": its training function has returned, as those of all workers of `generation`.
+        generation: number of the newest generation that the worker has belonged to, or tried to open; 0 for none.
+        checkpoint: path of the newest checkpoint that the worker knows of; "" for none.
+        reason: why the worker has left its generation, for people; "" if there is nothing to say.
+    """
+
+    state: WorkerState
+    generation: int = 0
+    checkpoint: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Beat(_Message):
+    """A worker's sign of life, every BEAT_SECONDS.
+
+    Attributes:
+        count: grows with each sign.
+        steps: number of optimizer steps that the worker's state has behind it; -1 for none that it knows of.
+        made: how many of them this process has made; -1 if it does not know.
+        is_last: the script has ended, and the process is about to: no more beats come.
+    """
+
+    count: int
+    steps: int = -1
+    made: int = -1
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Generation(_Message):
+    """The workers that train together, until the next generation.
+
+    Attributes:
+        number: from 1.
+        workers: numbers of its workers: the worker of rank 0 first. Workers that have trained before come before new
+            ones, in the order of their earlier ranks.
+        reason: why there is a new generation, for people: "worker 3 on b was killed by SIGKILL".
+    """
+
+    number: int
+    workers: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Broken(_Message):
+    """Generations up to `generation` are broken: some of their workers are lost.
+
+    Attributes:
+        generation: number of the newest one; 0 for none.
+        ranks: the lost ranks of that generation.
+        reason: what happened to them, for people.
+    """
+
+    generation: int = 0
+    ranks: tuple[int, ...] = ()
+    reason: str = ""

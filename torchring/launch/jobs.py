@@ -1,0 +1,137 @@
+"""Jobs: a command on one host, under a reaper that ends the command's processes. See launcher.py for the picture."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from torchring.launch.hosts import LaunchError
+from torchring.launch.output import STDERR, STDOUT, Output, OutputOptions
+
+HEARTBEAT_SECONDS: Final = 10.0  # between two heartbeats to the reapers of other hosts
+KILL_SECONDS: Final = 5.0  # for the reapers to kill the processes that are left
+_REAPER: Final = Path(__file__).with_name("reaper.py")
+
+
+@dataclass
+class Job:
+    """One reaper, on this machine or behind ssh, and the command that it runs."""
+
+    name: str
+    command: list[str]
+    environ: Mapping[str, str]
+    is_remote: bool = False
+    patience: float | None = None  # seconds that a command on this machine gets to end after a signal
+    title: str = ""  # of a command on this machine, for a message if a signal ends the command
+    is_mpirun: bool = False
+    variables: bytes = b""  # for the command, in JSON, from a reaper that was told their length
+    process: subprocess.Popen[bytes] = field(init=False)
+    lifeline: int = field(init=False, default=-1)
+
+    def start(self, output: Output | None, rank: int | None = None) -> None:
+        """Start the reaper. Its output goes to `output`, or to this process's stdout and stderr if that is None.
+
+        A job that is one rank, or one worker, gives its number, and reads nothing.
+        """
+        theirs, self.lifeline = os.pipe()
+        os.set_blocking(self.lifeline, False)  # a connection that is cut has no reader
+        streams = [output.pipe(stream, rank, is_mpirun=self.is_mpirun) for stream in (STDOUT, STDERR)] if output else []
+        out, err = streams or (None, None)
+        how: dict[str, Any] = {"stdout": out, "stderr": err, "env": self.environ, "start_new_session": True}
+        try:
+            if self.variables and os.write(self.lifeline, self.variables) < len(self.variables):
+                raise OSError(errno.E2BIG, f"{len(self.variables)} bytes of variables are too many for {self.name}")
+            if self.is_remote:
+                self.process = subprocess.Popen(self.command, stdin=theirs, **how)
+            else:
+                reaper = [*_reaper(str(theirs), patience=self.patience, title=self.title), *self.command]
+                stdin = None if rank is None else subprocess.DEVNULL
+                self.process = subprocess.Popen(reaper, stdin=stdin, pass_fds=[theirs], **how)
+        except OSError:
+            os.close(self.lifeline)
+            raise
+        finally:
+            for descriptor in [theirs, *streams]:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        """Kill the reaper if it runs. Call this once, after `start`."""
+        os.close(self.lifeline)
+        self.process.kill()
+        self.process.wait()
+
+    def tell(self, number: int) -> None:
+        """Have the reaper pass a signal on. 0 is a heartbeat."""
+        with contextlib.suppress(OSError):  # the reaper has ended
+            os.write(self.lifeline, bytes([number]))
+
+
+def host_job(
+    name: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    is_here: bool,
+    environ: Mapping[str, str],
+    silence: float,
+    ssh_options: Sequence[str] = (),
+    patience: float | None = None,
+    title: str = "",
+) -> Job:
+    """A job on this machine, or on another one through ssh.
+
+    Args:
+        env: variables to set for the command.
+        environ: the other variables of a command on this machine. On other machines, see `forwarded`.
+        silence: seconds without a heartbeat, after which a reaper of another host ends the command.
+        ssh_options: arguments for ssh, such as -p and a port.
+        patience: seconds that the command gets to end after a signal. By default those of reaper.py.
+        title: what to call the command in a message, if a signal ends it. By default there is no message.
+    """
+    if is_here:
+        return Job(name, list(command), {**environ, **env}, patience=patience, title=title)
+    settings = forwarded(env)
+    variables = json.dumps(settings).encode()  # may be secrets, which every user could read on a command line
+    reaper = _reaper("0", silence=silence, patience=patience, title=title, environ=len(variables))
+    # Python may not start without these.
+    early = [f"{key}={value}" for key, value in settings.items() if key.startswith("LD_")]
+    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *early, *reaper, *command])}"
+    # BatchMode, because ssh must not ask for a password: the reaper uses the standard input.
+    ssh = ["ssh", "-o", "BatchMode=yes", *ssh_options, name, there]
+    return Job(name, ssh, os.environ, is_remote=True, variables=variables)
+
+
+def sharing_cores(command: Sequence[str], num_sharing: str) -> list[str]:
+    """The command, with OMP_NUM_THREADS set to an equal share of the cores of its host, if it is not set there."""
+    share = f"n=$(( $(nproc) / {num_sharing} )); export OMP_NUM_THREADS=$(( n > 0 ? n : 1 ))"
+    return ["sh", "-c", f'if [ -z "$OMP_NUM_THREADS" ]; then {share}; fi; exec "$@"', "sh", *command]
+
+
+def forwarded(env: Mapping[str, str]) -> dict[str, str]:
+    """`env`, and what other hosts get of this process's variables."""
+    names = ("PYTHONPATH", "OMP_NUM_THREADS")
+    own = {key: value for key, value in os.environ.items() if key in names or key.startswith("HOROVOD_")}
+    return {**own, **env}
+
+
+def _reaper(lifeline: str, **options: float | str | None) -> list[str]:
+    """The command that starts a reaper, up to the command that the reaper runs. Leaves out options without a value."""
+    given = [word for name, value in options.items() if value not in (None, "") for word in (f"--{name}", str(value))]
+    return [sys.executable, "-I", str(_REAPER), lifeline, *given]
+
+
+def open_output(options: OutputOptions, log_name: str = "rank{}.log") -> Output:
+    """An `Output`. Raises LaunchError if log files cannot be written."""
+    try:
+        return Output(options, log_name=log_name)
+    except OSError as error:
+        raise LaunchError(f"cannot write log files to {options.log_dir!r}: {error.strerror}") from error
