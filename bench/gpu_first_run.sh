@@ -1,13 +1,26 @@
 #!/usr/bin/env bash
-# The first run of torchring on a machine with GPUs: facts, tests of the kernels, all tests that need a GPU, benchmarks.
+# The first run of torchring on a machine with GPUs, the most telling parts first. Takes about 40 minutes:
 #
-#     bash bench/gpu_first_run.sh FOLDER            everything
-#     bash bench/gpu_first_run.sh FOLDER tests bench  some parts: machine links versions doctor kernels tests bench overlap
+#     bash bench/gpu_first_run.sh FOLDER                every part
+#     bash bench/gpu_first_run.sh FOLDER facts smoke    some parts
 #
-# FOLDER gets the output of each part, the benchmarks' rows as JSON, and a summary. Each part has a time limit, and the
-# next part starts even if a part failed. Takes at most 40 minutes. The exit code is the number of parts that failed.
-# Needs a checkout, with PyTorch, Triton, numpy and pytest; torchring need not be installed. PYTHON says which Python to
-# use (default: python3).
+# Parts, with the minute at which each begins at the latest:
+#      0 facts       the machine, its links, versions, and what torchring makes of it
+#      2 smoke       one test of each way through the GPU path; ends at the first failure
+#      4 tests       tests of training
+#      9 streams     ranks as streams of one GPU: is the order of memory right, and what do meetings take
+#     11 steps       overhead, peak memory and host time: what decides what to build next
+#     17 kernels     tests of the kernels
+#     24 rates       kernels against a copy
+#     27 overlap     one profiled step, with ring and with direct
+#     29 sanitizer   tests of the kernels in which no kernel waits, under compute-sanitizer
+#     35 ncu, ncu_direct    profiles of pack and unpack, and of direct with one rank
+#     37 allreduce   between processes
+#
+# FOLDER gets the output of each part, the benchmarks' rows in rows.jsonl, and summary.txt. Each part has a time limit
+# below ten minutes, needs no other part, and the next part starts even if a part failed. The exit code is the number of
+# parts that failed. Needs a checkout, with PyTorch, Triton, numpy and pytest; torchring need not be installed. PYTHON
+# says which Python to use (default: python3).
 set -u
 out=$(realpath -m "${1:?usage: bash bench/gpu_first_run.sh FOLDER [PART...]}")
 wanted=" ${*:2} "
@@ -42,17 +55,32 @@ memory, kind = torch._C._distributed_c10d._SymmetricMemory, torch._C._autograd.D
 print("multicast", memory.has_multicast_support(kind, 0))
 print(inspect.getsource(symmetric.empty)[-700:])
 '
+machine="nvidia-smi; nvidia-smi topo -m; nvidia-smi -q -d CLOCK,POWER; cc --version; python3-config --includes
+df -h /dev/shm; ulimit -l; $python -m pip list; $python -m torchring doctor"
+mapfile -t files < <(grep -rlE 'mark\.gpu|TRITON_DEVICES' tests --include='test_*.py')
+tests=("$python" -m pytest -m gpu -p no:cacheprovider --durations 10 "${files[@]}")
+smoke='(sums_are_exact and direct and 2) or no_step_waits or ring_of_one or nccl_engine_alone or (between_streams and 2)'
+bench=("$python" -m torchring.bench.gpu --json "$out/rows.jsonl" --sections)
+overlap=("$python" bench/overlap.py --json "$out/rows.jsonl" --trace)
+unwaiting='kernels and (worked_example or spoils_nothing or pack or unpack or accumulate)'
+profiled=(ncu --set full --clock-control none --launch-count 6 --kernel-name)
+worker=("$python" -m torchring.bench.gpu --worker)
 
 [ -n "${wanted// /}" ] || : >"$out/summary.txt"
-part machine 30 nvidia-smi
-part links 30 nvidia-smi topo -m
-part versions 60 "$python" -c "$facts"
-part doctor 120 "$python" -m torchring doctor
-tests=("$python" -m pytest -m gpu -p no:cacheprovider --durations 10)
-part kernels 420 "${tests[@]}" tests/kernels
-part tests 600 "${tests[@]}" --ignore tests/kernels tests
-part bench 960 "$python" -m torchring.bench.gpu --json "$out/bench.json"
-part overlap 120 "$python" bench/overlap.py --trace "$out/step.json" --json "$out/overlap.json"
+part facts 120 bash -c "$machine; exec $python -c '$facts'"
+part smoke 120 "${tests[@]}" -x -k "$smoke"
+part tests 300 "${tests[@]}" --maxfail=4 -o timeout=150 -v -k 'not kernels'
+part streams 130 "${bench[@]}" streams
+part steps 290 "${bench[@]}" step bucket copy
+part kernels 420 "${tests[@]}" --maxfail=6 -k kernels
+part rates 160 "${bench[@]}" kernels
+part overlap 120 bash -c '"$@" "$0/ring.json" --algorithm ring && "$@" "$0/direct.json" --algorithm direct' \
+    "$out" "${overlap[@]}"
+part sanitizer 360 bash -c 'for tool in memcheck racecheck synccheck; do compute-sanitizer --tool $tool \
+    --target-processes all --error-exitcode 9 "$@" || exit; done' sanitizer "${tests[@]}" -k "$unwaiting"
+part ncu 75 "${profiled[@]}" 'regex:_(un)?pack_kernel' "${worker[@]}" "kernels,none,$out/ncu.jsonl"
+part ncu_direct 75 "${profiled[@]}" _direct_kernel "${worker[@]}" "bucket,none,$out/ncu.jsonl"
+part allreduce 290 "${bench[@]}" allreduce
 echo "Results are in $out:"
 cat "$out/summary.txt"
 exit "$failed"

@@ -6,9 +6,9 @@ import functools
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -20,20 +20,20 @@ from torchring.accelerators import Accelerator, accelerator_of
 from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.bench import measure
-from torchring.bench.gpu import models
-from torchring.bench.gpu.models import Shapes
-from torchring.bench.gpu.timing import NO_TIME, spreads
+from torchring.bench.gpu.models import LISTS, Shapes
+from torchring.bench.gpu.timing import Case, Row, microseconds
 from torchring.default_world import default_world
 from torchring.gradients.bucket import Bucket
 from torchring.gradients.packing import DevicePacking
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.gradients.unread import UnreadGradients
-from torchring.world import World
 
-Row = dict[str, Any]
-BUCKET_BYTES: Final = 25 << 20
-SMALL_BYTES: Final = 1 << 20
-CALLS_IF_SMALL: Final = 10
+_SIZES: Final = [1 << 10, 64 << 10, *(mib << 20 for mib in (1, 4, 8, 12, 16, 25, 32, 64, 128, 256))]
+_BUCKET_BYTES: Final = 25 << 20
+_SMALL_BYTES: Final = 1 << 20
+_CALLS_IF_SMALL: Final = 10
+_NUM_ROUNDS: Final = 200
+_NUM_WARMUPS: Final = 8
 _ROUNDS_BETWEEN_WAITS: Final = 8  # a round queues about ten operations, and the queue of a stream takes a thousand
 _SCALE: Final = 0.5
 _PHASES: Final = ("arrive", "pack", "reduce", "land")
@@ -44,48 +44,38 @@ _LAUNCH: Final = re.compile(r"cu(da)?LaunchKernel\w*")
 # Host time of a bucket
 
 
-def bucket_loads(*, is_dry: bool) -> dict[str, Shapes]:
+def bucket_shapes() -> dict[str, Shapes]:
     """The shapes in each bucket: 25 MiB from the middle of GPT-2, and 20 small tensors."""
-    small = [torch.Size([1000])] * 20
-    if is_dry:
-        return {"20 small": [torch.Size([8])] * 2}
-    shapes = models.LISTS["gpt2"]()
-    begin, num_bytes = len(shapes) // 2, 0
+    shapes = LISTS["gpt2"]()
     chosen: Shapes = []
-    for shape in shapes[begin:]:
-        if num_bytes >= BUCKET_BYTES:
+    for shape in shapes[len(shapes) // 2 :]:
+        if 4 * sum(each.numel() for each in chosen) >= _BUCKET_BYTES:
             break
         chosen.append(shape)
-        num_bytes += 4 * shape.numel()
-    return {"gpt2 25 MiB": chosen, "20 small": small}
+    return {"gpt2 25 MiB": chosen, "20 small": [torch.Size([1000])] * 20}
 
 
-def host_times(device: torch.device, *, is_dry: bool, until: float, most: int) -> Iterator[Row]:
-    """A row for each bucket, algorithm and wire dtype: host time by phase, and the number of launches and CUDA calls.
+def host_times() -> Iterator[Case]:
+    """Host time of a bucket by phase, and the number of launches and CUDA calls.
 
     The world has one rank, so kernels do everything except wait for other ranks. Phases: "arrive" is the hooks of all
     parameters except the last, "pack" is the hook of the last parameter, "reduce" is the launch of the reduction, and
     "land" is the wait for the reduction and unpacking.
     """
     torchring.init()
-    world, accelerator = default_world(), _accelerator(device)
-    configurations = [
-        (load, algorithm, compression, moves)
-        for load in bucket_loads(is_dry=is_dry)
-        for algorithm in ("direct", "ring")
-        for compression, moves in ((None, False), ("bf16", False), (None, True))
-    ]
-    for i, (load, algorithm, compression, moves) in enumerate(configurations):
-        row: Row = {"section": "bucket", "load": load, "algorithm": algorithm, "compression": compression}
-        row["addresses_change"] = moves
-        now = time.monotonic()
-        try:
-            one = OneBucket.open(world, accelerator, bucket_loads(is_dry=is_dry)[load], algorithm, compression)
-            limit = now + (until - now) / (len(configurations) - i)
-            yield row | one.measure(moves=moves, until=limit, most=most)
-            one.mover.close()
-        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-            yield row | {"problem": f"{type(error).__name__}: {error}"}
+    for load, shapes in bucket_shapes().items():
+        for algorithm in ("direct", "ring"):
+            for compression, moves in ((None, False), ("bf16", False), (None, True)):
+                about = {"load": load, "algorithm": algorithm, "compression": compression, "addresses_change": moves}
+                yield about, functools.partial(_time_bucket, shapes, algorithm, compression, moves=moves)
+
+
+def _time_bucket(shapes: Shapes, algorithm: str, compression: str | None, *, moves: bool) -> Row:
+    one = OneBucket.open(shapes, algorithm, compression)
+    try:
+        return one.measure(moves=moves)
+    finally:
+        one.mover.close()
 
 
 @dataclass
@@ -104,9 +94,8 @@ class OneBucket:
     originals: list[list[Tensor]]
 
     @staticmethod
-    def open(
-        world: World, accelerator: Accelerator, shapes: Shapes, algorithm: str, compression: str | None
-    ) -> OneBucket:
+    def open(shapes: Shapes, algorithm: str, compression: str | None) -> OneBucket:
+        accelerator = _accelerator()
         device = accelerator.device
         parameters = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
         specs = [
@@ -114,7 +103,7 @@ class OneBucket:
             for i, p in enumerate(parameters)
         ]
         plan = build_plan(specs, bucket_bytes=1 << 40, first_bucket_bytes=1 << 40, compression=compression).buckets[0]
-        mover, _ = open_on_device(world, algorithm, "auto", [(plan.numel, plan.wire_dtype)], accelerator)
+        mover, _ = open_on_device(default_world(), algorithm, "auto", [(plan.numel, plan.wire_dtype)], accelerator)
         wire = mover.open_wires([(plan.numel, plan.wire_dtype)])[0]
 
         stream, unread = accelerator.open_stream(), UnreadGradients(accelerator)
@@ -127,34 +116,31 @@ class OneBucket:
         grads = [[torch.randint(-99, 100, p.shape, device=device).float() for p in bucket.parameters] for _ in "ab"]
         return OneBucket(accelerator, mover, bucket, grads, [[grad.clone() for grad in one] for one in grads])
 
-    def measure(self, *, moves: bool, until: float, most: int) -> Row:
-        """Run and time many rounds. Returns the part of a row that holds the measurements.
+    def measure(self, *, moves: bool) -> Row:
+        """Run and time many rounds.
 
         moves: whether each round has gradients at other addresses than the round before, as zero_grad() may cause.
         """
         times: dict[str, list[float]] = {phase: [] for phase in _PHASES}
         self.check()
-        for repetition in range(-1, most):
-            for turn in range(min(most, _ROUNDS_BETWEEN_WAITS)):
-                taken = self.round(turn % 2 if moves else 0)
-                if repetition >= 0:
-                    for phase, seconds in zip(_PHASES, taken, strict=True):
-                        times[phase].append(seconds)
-            self.accelerator.synchronize()
-            if repetition >= 2 and time.monotonic() > until:
-                break
+        for number in range(_NUM_ROUNDS):
+            taken = self.round(number % 2 if moves else 0)
+            if number >= _NUM_WARMUPS:
+                for phase, seconds in zip(_PHASES, taken, strict=True):
+                    times[phase].append(seconds)
+            if number % _ROUNDS_BETWEEN_WAITS == 0:
+                self.accelerator.synchronize()
         self.check()
-        totals = [sum(parts) for parts in zip(*(times[phase] for phase in _PHASES[1:]), strict=True)]
-        calls, on_device = count_calls(lambda: self.round(0), self.accelerator)
+        times["total"] = [sum(parts) for parts in zip(*(times[phase] for phase in _PHASES[1:]), strict=True)]
+        calls, on_device = count_calls(lambda: self.round(0))
         plan = self.bucket.plan
         return {
             "tensors": len(plan.slots),
             "bytes": plan.num_bytes,
-            "ms": spreads(times | {"total": totals}),
+            "us": {phase: microseconds(seconds) for phase, seconds in times.items()},
             "launches": sum(count for name, count in calls.items() if _LAUNCH.fullmatch(name)),
             "api_calls": calls,
             "on_device": on_device,
-            "is_checked": True,
         }
 
     def round(self, chosen: int) -> tuple[float, float, float, float]:
@@ -193,15 +179,12 @@ class OneBucket:
                     raise RuntimeError("a bucket returned wrong gradients")
 
 
-def count_calls(work: Callable[[], object], accelerator: Accelerator) -> tuple[dict[str, int], dict[str, int]]:
+def count_calls(work: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
     """Profile `work`. Returns two counts by name: the host's calls of CUDA functions, and what ran on the device."""
-    activities = [ProfilerActivity.CPU]
-    if accelerator.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    accelerator.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler:
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         work()
-        accelerator.synchronize()
+        torch.cuda.synchronize()
     events = profiler.events() or []
     calls = Counter(event.name for event in events if _API_CALL.fullmatch(event.name))
     on_device = Counter(
@@ -215,70 +198,54 @@ def count_calls(work: Callable[[], object], accelerator: Accelerator) -> tuple[d
 # All-reduce by size
 
 
-def all_reduces(
-    device: torch.device, algorithm: str, sizes: Sequence[int], *, until: float, most: int
-) -> Iterator[Row]:
-    """Collective. Yields a row for each size in bytes.
-
-    Times are measured on the host, from a barrier until the device is done. For each size one result is checked bit for
-    bit, with whole numbers.
-    """
-    world, accelerator = default_world(), _accelerator(device)
-    mover, choice = open_on_device(world, algorithm, "auto", [(max(sizes) // 4, torch.float32)], accelerator)
-    for i, size in enumerate(sizes):
-        row: Row = {"section": "allreduce", "algorithm": mover.algorithm, "ranks": world.size, "size": size}
-        row |= {"shares_one_gpu": shares_one_gpu(world, device), "reason": choice.reason}
-        now = time.monotonic()
-        if torchring.broadcast_object(now > until):
-            yield row | {"problem": NO_TIME}
-            continue
-        seconds = (until - now) / (len(sizes) - i)
-        yield row | _time_all_reduce(world, accelerator, mover, size // 4, seconds, most)
+def all_reduces(algorithm: str) -> Iterator[Case]:
+    """Collective: a case for each size in bytes."""
+    world = default_world()
+    wires = [(max(_SIZES) // 4, torch.float32)]
+    mover, choice = open_on_device(world, algorithm, "auto", wires, _accelerator())
+    for size in _SIZES:
+        about = {"algorithm": mover.algorithm, "ranks": world.size, "size": size, "reason": choice.reason}
+        about["shares_one_gpu"] = world.size > torch.cuda.device_count()
+        yield about, functools.partial(_time_all_reduce, mover, size // 4)
     torchring.barrier()
     mover.close()
 
 
-def _time_all_reduce(
-    world: World, accelerator: Accelerator, mover: OnStream, numel: int, seconds: float, most: int
-) -> Row:
+def _time_all_reduce(mover: OnStream, numel: int) -> Row:
+    """Time on the host, from a barrier until the device is done. One result is checked bit for bit."""
+    world = default_world()
     wire: DeviceWire = mover.open_wires([(numel, torch.float32)])[0]
-    pattern = torch.arange(numel, dtype=torch.float32, device=accelerator.device).remainder_(251)
+    pattern = torch.arange(numel, dtype=torch.float32, device=torchring.device()).remainder_(251)
     source = pattern + world.rank
-    expected = pattern * world.size + sum(range(world.size))
-    wire.buffer.copy_(source)
-    mover.stream.follow()
-    mover.start(wire).wait()
-    accelerator.synchronize()
-    is_right = torch.equal(wire.buffer, expected)
-    wrong = [rank for rank, right in enumerate(torchring.all_gather_object(is_right)) if not right]
-    if wrong:
-        return {"problem": f"the result is wrong on ranks {wrong}"}
-    calls = min(CALLS_IF_SMALL, most) if 4 * numel <= SMALL_BYTES else 1
+    calls = _CALLS_IF_SMALL if 4 * numel <= _SMALL_BYTES else 1
+
+    def reduce(scale: float) -> None:
+        mover.stream.follow()
+        mover.start(wire, scale=scale).wait()
 
     def turn() -> None:
         for _ in range(calls):
-            mover.stream.follow()
-            mover.start(wire, scale=1 / world.size).wait()
-        accelerator.synchronize()
+            reduce(1 / world.size)
+        torch.cuda.synchronize()
         mover.take_started()
 
-    def prepare(name: str) -> None:
+    def prepare(name: str = "") -> None:
         wire.buffer.copy_(source)
-        accelerator.synchronize()
+        torch.cuda.synchronize()
 
-    spread = measure.take_turns({"all": turn}, prepare=prepare, warmups=1, seconds=seconds, most=most)["all"]
-    times = {key: value / calls for key, value in vars(spread).items() if key != "repetitions"}
-    bus = 4 * numel / (times["p50"] / 1e3) / 1e9 * 2 * (world.size - 1) / world.size
-    return {"ms": times | {"repetitions": spread.repetitions}, "bus_gb_per_s": bus, "is_checked": True}
+    prepare()
+    reduce(1.0)
+    torch.cuda.synchronize()
+    is_right = torch.equal(wire.buffer, pattern * world.size + sum(range(world.size)))
+    if wrong := [rank for rank, right in enumerate(torchring.all_gather_object(is_right)) if not right]:
+        raise RuntimeError(f"the result is wrong on ranks {wrong}")
+    spread = measure.take_turns({"all": turn}, prepare=prepare, warmups=1, seconds=1.0, most=30)["all"]
+    us = {key: 1e3 * getattr(spread, key) / calls for key in ("p20", "p50", "p80")}
+    bus = 4 * numel / us["p50"] / 1e3 * 2 * (world.size - 1) / world.size
+    return {"us": us | {"repetitions": spread.repetitions}, "bus_gb_per_s": bus}
 
 
-def shares_one_gpu(world: World, device: torch.device) -> bool:
-    """Whether there are fewer GPUs than ranks, so that ranks take turns on a GPU."""
-    return world.size > 1 and (device.type != "cuda" or torch.cuda.device_count() < world.size)
-
-
-@functools.cache
-def _accelerator(device: torch.device) -> Accelerator:
-    accelerator = accelerator_of(device)
-    assert accelerator is not None, f"there is no accelerator for {device}"
+def _accelerator() -> Accelerator:
+    accelerator = accelerator_of(torchring.device())
+    assert accelerator is not None
     return accelerator

@@ -31,22 +31,13 @@ class Gpt(nn.Module):
 
 def gpt2(batch: int = 8) -> Workload:
     """GPT-2 small: 12 layers of width 768, 50,257 tokens; sequences of 1024 tokens."""
-    return _gpt(12, 768, 12, 50257, 1024, batch)
-
-
-def gpt_small(batch: int = 2) -> Workload:
-    """6 layers of width 384, 8192 tokens, 17.8 M parameters: small, because ranks that share a GPU take turns."""
-    return _gpt(6, 384, 6, 8192, 256, batch)
-
-
-def linear() -> Workload:
-    """A linear layer, which has two parameters, for dry runs."""
 
     def batch_of(seed: int) -> Batch:
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(4, 8, generator=generator), torch.randint(0, 8, (4,), generator=generator)
+        tokens = torch.randint(0, 50257, (batch, 1025), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
 
-    return Workload(nn.Linear(8, 8), batch_of)
+    return Workload(Gpt(12, 768, 12, 50257, 1024), batch_of)
 
 
 def resnet50(batch: int = 64) -> Workload:
@@ -88,15 +79,6 @@ LISTS: dict[str, Callable[[], Shapes]] = {
     "tiny": lambda: [torch.Size([1000])] * 2000,
     "tiny32": lambda: [torch.Size([32])] * 2000,
 }
-
-
-def _gpt(layers: int, width: int, heads: int, vocabulary: int, length: int, batch: int) -> Workload:
-    def batch_of(seed: int) -> Batch:
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, vocabulary, (batch, length + 1), generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
-
-    return Workload(Gpt(layers, width, heads, vocabulary, length), batch_of)
 
 
 def _images(seed: int, batch: int) -> Batch:

@@ -10,38 +10,34 @@ A kernel that hangs would hang the process. So the abort word is set after 20 s,
 Rows, by "kind":
 
     order        results of ranks that come late by random times: do signals carry the data with them?
-    meeting      microseconds until all ranks have met, in two meetings of `direct` or in the steps of `ring`
+    meeting      until all ranks have met, in two meetings of `direct` or in the steps of `ring`
     sum          a reduction at the latency of local memory, by wire and number of blocks
     alone        `direct` of one rank, the pass that scales and checks after NCCL, as a share of a copy
     gemm         how much longer a matrix multiplication takes beside blocks that wait for a late rank
     under gemm   a reduction that is launched while matrices are multiplied: how soon high priority helps
     abort        from the host's store to the abort word until the kernel has ended
-    host         the host's time for each part of a bucket
 """
 
 from __future__ import annotations
 
-import functools
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Final
 
 import torch
-from torch import Tensor
 
-from torchring.accelerators import accelerator_of
-from torchring.bench.gpu.stream_ranks import StreamRanks, fitting_blocks, num_processors
-from torchring.bench.gpu.timing import NO_TIME, Stopwatch, Timer, quantiles, take_turns
-from torchring.kernels import ChunkTable, direct, reference
-from torchring.kernels.pack import prepare_pack
+from torchring.allreduce.slices import slice_bounds
+from torchring.bench.gpu.timing import Case, Row, gpu_seconds, microseconds, shares
+from torchring.kernels import direct, prepare_direct, prepare_ring, reference
 from torchring.kernels.signals import MAX_BLOCKS, signal_bytes
 
-Row = dict[str, Any]
 ENVIRONMENT: Final = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # a hardware queue for each stream, so that none waits
 _BUCKET_NUMEL: Final = 6_553_600  # fp32, 25 MiB
-_SECONDS: Final = 0.3  # for a row
-_ROUNDS: Final = 8  # in a timed section
+_RANKS: Final = (2, 4, 8)
 _NUM_CHECKS: Final = 10
 _SCALE: Final = 0.5
 _MEETING_BLOCKS: Final = (1, 8)
@@ -50,270 +46,292 @@ _WAITING_BLOCKS: Final = (8, 16, 24, 32)
 _GEMM_SIZE: Final = 8192
 _NUM_GEMMS: Final = 30
 _SETTLE_SECONDS: Final = 0.005  # until a kernel that was launched waits
+_PATIENCE_SECONDS: Final = 20.0
+_LONGEST_DELAY_CYCLES: Final = 60_000
 
 
-def ranks_as_streams(timer: Timer, *, is_dry: bool, until: float, most: int) -> Iterator[Row]:
-    """All rows of the section. A row that fails, or has no time left, has a "problem"."""
-    for row, measure in _measurements(timer, most, is_dry=is_dry):
-        row = {"section": "streams", **row}
-        if time.monotonic() > until and not is_dry:
-            yield row | {"problem": NO_TIME}
-            continue
-        try:
-            yield row | measure()
-        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-            yield row | {"problem": f"{type(error).__name__}: {error}"}
-
-
-def _measurements(timer: Timer, most: int, *, is_dry: bool) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """(what a row is about, how to measure the rest of the row), in order."""
-    device = timer.device
-    # An interpreted kernel has ended when its launch returns, so that in a dry run it can meet nobody.
-    sizes = (1,) if is_dry else (2, 4, 8)
-    bucket = 70 if is_dry else _BUCKET_NUMEL
-    for size in sizes:
+def ranks_as_streams() -> Iterator[Case]:
+    """All cases of the section."""
+    for size in _RANKS:
         for op in ("direct", "ring"):
             for dtype in (torch.float32, torch.bfloat16):
-                for numel in (70,) if is_dry else (70, 70_001, _BUCKET_NUMEL):
+                for numel in (70, 70_001, _BUCKET_NUMEL):
                     about = {"kind": "order", "op": op, "ranks": size, "dtype": str(dtype)[6:], "size": numel}
-                    yield about, functools.partial(_check_order, device, op, size, numel, dtype)
-    for size in sizes:
+                    yield about, partial(_check_order, op, size, numel, dtype)
+    for size in _RANKS:
         for op in ("direct", "ring"):
             for blocks in _MEETING_BLOCKS:
-                about = {"kind": "meeting", "op": op, "ranks": size, "blocks": blocks}
-                yield about, functools.partial(_time_meeting, timer, op, size, blocks, most)
-            shapes = [(bucket // 25, MAX_BLOCKS), (bucket, MAX_BLOCKS)]
+                yield {"kind": "meeting", "op": op, "ranks": size}, partial(_time_meeting, op, size, blocks)
+            wires = [(_BUCKET_NUMEL // 25, MAX_BLOCKS), (_BUCKET_NUMEL, MAX_BLOCKS)]
             if op == "direct":
-                shapes += [(bucket, blocks) for blocks in (8, 16, 48)]
-            for numel, blocks in shapes:
-                about = {"kind": "sum", "op": op, "ranks": size, "blocks": blocks, "size": 4 * numel}
-                yield about, functools.partial(_time_sum, timer, op, size, numel, blocks, most)
-    processors = num_processors(device)
+                wires += [(_BUCKET_NUMEL, blocks) for blocks in (8, 16, 48)]
+            for numel, blocks in wires:
+                about = {"kind": "sum", "op": op, "ranks": size, "size": 4 * numel}
+                yield about, partial(_time_sum, op, size, numel, blocks)
+    processors = num_processors()
     for blocks in dict.fromkeys((MAX_BLOCKS, processors, 2 * processors, 4 * processors)):
-        yield (
-            {"kind": "alone", "blocks": blocks, "size": 4 * bucket},
-            functools.partial(_time_alone, timer, bucket, blocks, most),
-        )
+        yield {"kind": "alone", "blocks": blocks, "size": 4 * _BUCKET_NUMEL}, partial(_time_alone, blocks)
     for blocks in _WAITING_BLOCKS:
-        about = {"kind": "gemm", "blocks": blocks, "ranks": 2}
-        yield about, functools.partial(_time_gemm, device, blocks, bucket, is_dry=is_dry)
-        about = {"kind": "under gemm", "blocks": blocks, "ranks": sizes[0], "size": 4 * bucket}
-        yield about, functools.partial(_time_under_gemm, device, sizes[0], blocks, bucket, is_dry=is_dry)
-    yield {"kind": "abort", "ranks": 2, "blocks": MAX_BLOCKS}, functools.partial(_time_abort, device, is_dry=is_dry)
-    for what, call in _host_calls(device, is_dry=is_dry).items():
-        yield {"kind": "host", "op": what}, functools.partial(_time_host, device, call, most)
+        yield {"kind": "gemm", "ranks": 2}, partial(_time_gemm, blocks)
+        yield {"kind": "under gemm", "ranks": 2, "size": 4 * _BUCKET_NUMEL}, partial(_time_under_gemm, blocks)
+    yield {"kind": "abort", "ranks": 2, "blocks": MAX_BLOCKS}, _time_abort
 
 
-def _check_order(device: torch.device, op: str, size: int, numel: int, dtype: torch.dtype) -> Row:
+class StreamRanks:
+    """Ranks that share a device and a process. Rank r has stream r, with high priority.
+
+    Attributes:
+        wires: [numel] of each rank.
+        streams: of each rank.
+        abort: int32 [1] on the host, which all kernels look at.
+        max_blocks: of a rank: at most a share of the processors, so that all blocks fit on the device.
+    """
+
+    def __init__(self, size: int, numel: int, dtype: torch.dtype, max_blocks: int) -> None:
+        self.size = size
+        self.max_blocks = fitting_blocks(size, max_blocks)
+        self.wires = [torch.zeros(numel, dtype=dtype, device="cuda") for _ in range(size)]
+        words = signal_bytes(size, self.max_blocks) // 4
+        self._pads = [torch.zeros(words, dtype=torch.int32, device="cuda") for _ in range(size)]
+        self._wire_addresses = torch.tensor([wire.data_ptr() for wire in self.wires], device="cuda")
+        self._pad_addresses = torch.tensor([pad.data_ptr() for pad in self._pads], device="cuda")
+        self._bounds = slice_bounds(numel, size, dtype.itemsize)
+        self.abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._launches: dict[tuple[int, str, float], Callable[[], None]] = {}
+        self.streams = [torch.cuda.Stream(priority=-1) for _ in range(size)]  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+    def launch(self, rank: int, op: str = "direct", scale: float = 1.0) -> None:
+        """Launch a rank's kernel in the current stream. It is prepared at the first launch, as for a bucket."""
+        key = rank, op, scale
+        if key not in self._launches:
+            self._launches[key] = self._prepared(rank, op, scale)
+        self._launches[key]()
+
+    def _prepared(self, rank: int, op: str, scale: float) -> Callable[[], None]:
+        addresses = (self._wire_addresses, self._pad_addresses)
+        if op == "ring":
+            return prepare_ring(
+                *addresses, self.wires[rank], rank=rank, num_ranks=self.size,
+                scale=scale, abort=self.abort, max_blocks=self.max_blocks,
+            )  # fmt: skip
+        begin, end = self._bounds[rank]
+        return prepare_direct(
+            *addresses, self.wires[rank], rank=rank, num_ranks=self.size, begin=begin, end=end,
+            scale=scale, abort=self.abort, max_blocks=self.max_blocks,
+        )  # fmt: skip
+
+    def prepare(self, op: str = "direct") -> None:
+        """Compile and load all kernels. A kernel that was loaded while others wait for it might never be loaded."""
+        self.abort.fill_(1)
+        for rank in range(self.size):
+            self.launch(rank, op)
+        torch.cuda.synchronize()
+        self.reset()
+
+    def reset(self) -> None:
+        """Make ready for another round after an abort. No kernel may run."""
+        self.abort.zero_()
+        for tensor in (*self._pads, *self.wires):
+            tensor.zero_()
+        torch.cuda.synchronize()
+
+    def round(self, op: str = "direct", scale: float = 1.0, *, delays: bool = False) -> None:
+        """Launch a round of all ranks, between what the current stream did before and what it does next.
+
+        delays: whether each kernel comes late by a random time.
+        """
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                if delays:
+                    torch.cuda._sleep(int(torch.randint(1, _LONGEST_DELAY_CYCLES, (1,))))  # type: ignore[no-untyped-call]
+                self.launch(rank, op, scale)
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    @contextmanager
+    def ended_in_time(self) -> Iterator[None]:
+        """Inside, kernels are aborted if they have not ended after a while."""
+        guard = threading.Timer(_PATIENCE_SECONDS, self.abort.fill_, (1,))
+        guard.daemon = True
+        guard.start()
+        try:
+            yield
+            torch.cuda.synchronize()
+        finally:
+            guard.cancel()
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Raises RuntimeError at the end if kernels had to be aborted, because they did not end by themselves."""
+        with self.ended_in_time():
+            yield
+        if int(self.abort):
+            raise RuntimeError(f"kernels were still waiting after {_PATIENCE_SECONDS:.0f} s")
+
+
+def fitting_blocks(size: int, most: int) -> int:
+    """How many blocks of each rank fit on the GPU, at one block a processor, if all ranks run at once."""
+    return max(1, min(most, num_processors() // size))
+
+
+def num_processors() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
+def _check_order(op: str, size: int, numel: int, dtype: torch.dtype) -> Row:
     """Rounds with random delays. `direct` has to give the bits of the reference, and `ring` equal bits."""
-    ranks = StreamRanks(device, size, numel, dtype, MAX_BLOCKS)
+    ranks = StreamRanks(size, numel, dtype, MAX_BLOCKS)
     ranks.prepare(op)
-    for _ in range(_NUM_CHECKS if device.type == "cuda" else 1):
-        sources = [torch.randn(numel, device=device).to(dtype) for _ in range(size)]
+    for _ in range(_NUM_CHECKS):
+        sources = [torch.randn(numel, device="cuda").to(dtype) for _ in range(size)]
         for wire, source in zip(ranks.wires, sources, strict=True):
             wire.copy_(source)
         with ranks.limited():
-            ranks.rounds(1, op, _SCALE, delays=True)
+            ranks.round(op, _SCALE, delays=True)
         expected = torch.empty_like(sources[0])
         reference.accumulate(sources, expected, scale=_SCALE)
         far = 0.25 if dtype.itemsize == 2 else 1e-4  # a ring rounds each sum, and adds in another order
         is_near = torch.allclose(ranks.wires[0].float(), expected.float(), rtol=0.0, atol=far)
         if not is_near or any(not torch.equal(wire, ranks.wires[0]) for wire in ranks.wires):
             raise RuntimeError("the result is wrong")
-        if op == "direct" and device.type == "cuda" and not torch.equal(ranks.wires[0], expected):
+        if op == "direct" and not torch.equal(ranks.wires[0], expected):
             raise RuntimeError("the result has other bits than the reference")
-    return {"is_checked": True}
+    return {"is_right": True}
 
 
-def _time_meeting(timer: Timer, op: str, size: int, blocks: int, most: int) -> Row:
+def _time_meeting(op: str, size: int, blocks: int) -> Row:
     """Little to sum for each block, so that time goes into meetings; and the same for one rank, which meets nobody."""
-    blocks = fitting_blocks(timer.device, size, blocks)
-    numel = blocks * (64 if timer.device.type == "cpu" else size * _TILE_NUMEL)
-    sizes = {"together": size, "alone": 1}
-    ranks = {name: StreamRanks(timer.device, each, numel, torch.float32, blocks) for name, each in sizes.items()}
-    seconds, late = _time_rounds(timer, ranks, op, most)
+    blocks = fitting_blocks(size, blocks)
+    numel = blocks * size * _TILE_NUMEL
+    ranks = {name: StreamRanks(n, numel, torch.float32, blocks) for name, n in (("together", size), ("alone", 1))}
+    seconds = _time_rounds(ranks, op)
     num_meetings = 2 if op == "direct" else 2 * size - 1  # a ring waits once a step, and once at the end
     each = [(a - b) / num_meetings for a, b in zip(seconds["together"], seconds["alone"], strict=True)]
-    return {
-        "blocks": blocks,
-        "us": _in_us(seconds["together"]),
-        "us_alone": _in_us(seconds["alone"]),
-        "us_of_a_meeting": _in_us(each),
-        "host_fell_behind": late,
-    }
+    of_round = {name: microseconds(own) for name, own in seconds.items()}
+    return {"blocks": blocks, "us": microseconds(each), "us_of_a_round": of_round}
 
 
-def _time_sum(timer: Timer, op: str, size: int, numel: int, blocks: int, most: int) -> Row:
-    ranks = StreamRanks(timer.device, size, numel, torch.float32, blocks)
-    seconds, late = _time_rounds(timer, {"together": ranks}, op, most)
-    us = _in_us(seconds["together"])
+def _time_sum(op: str, size: int, numel: int, blocks: int) -> Row:
+    ranks = StreamRanks(size, numel, torch.float32, blocks)
+    us = microseconds(_time_rounds({"together": ranks}, op)["together"])
     # Each rank reads the slices of all ranks, and writes a slice to all ranks. A ring moves as much.
-    rate = 2 * 4 * numel * size / max(us["p50"], 1e-9) / 1e3
-    return {"blocks": ranks.max_blocks, "us": us, "gb_per_s": rate, "host_fell_behind": late}
+    return {"blocks": ranks.max_blocks, "us": us, "gb_per_s": 2 * 4 * numel * size / us["p50"] / 1e3}
 
 
-def _time_rounds(
-    timer: Timer, ranks: dict[str, StreamRanks], op: str, most: int
-) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of a round, and how often the host was late."""
-    timer.reset()
+def _time_rounds(ranks: dict[str, StreamRanks], op: str) -> dict[str, list[float]]:
+    """Seconds of a round."""
     for each in ranks.values():
         each.prepare(op)
 
-    count = _ROUNDS if timer.device.type == "cuda" else 1
-
-    def turn(name: str) -> float:
-        with ranks[name].limited():
-            return timer.seconds(name, lambda: ranks[name].rounds(count, op)) / count
-
-    turns = {name: functools.partial(turn, name) for name in ranks}
-    times = take_turns(turns, until=time.monotonic() + _SECONDS, most=most)
-    return times, {name: late for name, late in timer.late.items() if late}
+    with ExitStack() as stack:
+        for each in ranks.values():
+            stack.enter_context(each.limited())
+        return gpu_seconds({name: partial(each.round, op) for name, each in ranks.items()})
 
 
-def _time_alone(timer: Timer, numel: int, blocks: int, most: int) -> Row:
+def _time_alone(blocks: int) -> Row:
     """`direct` of one rank, as it scales and checks what the backend's own all-reduce has summed."""
-    timer.reset()
-    wire = torch.ones(numel, device=timer.device)
-    pad = torch.zeros(signal_bytes(1, blocks) // 4, dtype=torch.int32, device=timer.device)
-    wires, pads = (torch.tensor([tensor.data_ptr()], device=timer.device) for tensor in (wire, pad))
-    abort = torch.zeros(1, dtype=torch.int32, pin_memory=timer.device.type == "cuda")
-    found = torch.full((1,), 2**31 - 1, dtype=torch.int32, device=timer.device)
+    wire = torch.ones(_BUCKET_NUMEL, device="cuda")
+    pad = torch.zeros(signal_bytes(1, blocks) // 4, dtype=torch.int32, device="cuda")
+    wires, pads = (torch.tensor([tensor.data_ptr()], device="cuda") for tensor in (wire, pad))
+    abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    found = torch.full((1,), 2**31 - 1, dtype=torch.int32, device="cuda")
     target = torch.empty_like(wire)
 
     def scale() -> None:
         direct(
-            wires, pads, wire, rank=0, num_ranks=1, begin=0, end=numel, scale=-1.0,
+            wires, pads, wire, rank=0, num_ranks=1, begin=0, end=_BUCKET_NUMEL, scale=-1.0,
             abort=abort, found=found, spread=False, max_blocks=blocks,
         )  # fmt: skip
 
-    def turn(name: str, work: Callable[[], object]) -> float:
-        timer.evict()
-        return timer.seconds(name, work)
-
-    works: dict[str, Callable[[], object]] = {"direct": scale, "copy": lambda: target.copy_(wire)}
-    turns = {name: functools.partial(turn, name, work) for name, work in works.items()}
-    times = take_turns(turns, until=time.monotonic() + _SECONDS, most=most)
+    times = gpu_seconds({"direct": scale, "copy": lambda: target.copy_(wire)})
     if not bool((wire.abs() == 1).all()):
         raise RuntimeError("the result is wrong")
-    shares = [copy / own for copy, own in zip(times["copy"], times["direct"], strict=True)]
-    return {"us": _in_us(times["direct"]), "of_copy": quantiles(shares)}
+    return {"us": microseconds(times["direct"]), "of_copy": shares(times, "copy")["direct"]}
 
 
-def _time_gemm(device: torch.device, blocks: int, numel: int, *, is_dry: bool) -> Row:
+def _time_gemm(blocks: int) -> Row:
     """How much longer a matrix multiplication takes beside blocks that wait for a rank that does not come."""
-    multiply = _gemms(device, is_dry=is_dry)
-    ranks = StreamRanks(device, 2, numel, torch.float32, blocks)
+    multiply = _gemms()
+    ranks = StreamRanks(2, _BUCKET_NUMEL, torch.float32, blocks)
     ranks.prepare()
-    multiply().seconds()
+    _stream_seconds(multiply)
     alone, beside = [], []
     for _ in range(3):
-        alone.append(multiply().seconds())
-        if is_dry:
-            ranks.abort.fill_(1)  # else the interpreter would wait forever
+        alone.append(_stream_seconds(multiply))
         with ranks.ended_in_time():
-            with ranks.stream(0):
+            with torch.cuda.stream(ranks.streams[0]):
                 ranks.launch(0)
             time.sleep(_SETTLE_SECONDS)
-            beside.append(multiply().seconds())
+            beside.append(_stream_seconds(multiply))
             ranks.abort.fill_(1)
-            ranks.wait_for(0)
+            torch.cuda.synchronize()
         ranks.reset()
     return {
         "blocks": ranks.max_blocks,
-        "share_of_processors": ranks.max_blocks / num_processors(device),
+        "share_of_processors": ranks.max_blocks / num_processors(),
         "ms_alone": 1e3 * statistics.median(alone) / _NUM_GEMMS,
         "slower_by": statistics.median(beside) / statistics.median(alone) - 1,
     }
 
 
-def _time_under_gemm(device: torch.device, size: int, blocks: int, numel: int, *, is_dry: bool) -> Row:
+def _time_under_gemm(blocks: int) -> Row:
     """From the launch of a reduction to its end, while matrices are multiplied: how soon high priority gets its way."""
-    multiply = _gemms(device, is_dry=is_dry)
-    ranks = StreamRanks(device, size, numel, torch.float32, blocks)
+    multiply = _gemms()
+    ranks = StreamRanks(2, _BUCKET_NUMEL, torch.float32, blocks)
     ranks.prepare()
     times = []
     for _ in range(3):
-        busy = multiply()
+        multiply()
         time.sleep(_SETTLE_SECONDS)
         with ranks.limited():
-            begin = time.perf_counter()
-            for rank in range(size):
-                with ranks.stream(rank):
+            began = time.perf_counter()
+            for rank, stream in enumerate(ranks.streams):
+                with torch.cuda.stream(stream):
                     ranks.launch(rank)
-            for rank in range(size):
-                ranks.wait_for(rank)
-            times.append(time.perf_counter() - begin)
-        busy.seconds()
-    return {"blocks": ranks.max_blocks, "us": _in_us(times)}
+            for stream in ranks.streams:
+                stream.synchronize()
+            times.append(time.perf_counter() - began)
+    return {"blocks": ranks.max_blocks, "us": microseconds(times)}
 
 
-def _time_abort(device: torch.device, *, is_dry: bool) -> Row:
+def _time_abort() -> Row:
     """From the host's store to the abort word until a kernel that waits has ended, with NaN in its wire."""
-    ranks = StreamRanks(device, 2, 70_001 if not is_dry else 70, torch.float32, MAX_BLOCKS)
+    ranks = StreamRanks(2, 70_001, torch.float32, MAX_BLOCKS)
     ranks.prepare()
-    if is_dry:
-        ranks.abort.fill_(1)
     with ranks.ended_in_time():
-        with ranks.stream(0):
+        with torch.cuda.stream(ranks.streams[0]):
             ranks.launch(0)
         time.sleep(_SETTLE_SECONDS)
-        begin = time.perf_counter()
+        began = time.perf_counter()
         ranks.abort.fill_(1)
-        ranks.wait_for(0)
-        seconds = time.perf_counter() - begin
+        ranks.streams[0].synchronize()
+        seconds = time.perf_counter() - began
     if not bool(ranks.wires[0].isnan().all()):
         raise RuntimeError("the wire of an aborted kernel holds numbers")
-    return {"us": _in_us([seconds])}
+    return {"us": microseconds([seconds])}
 
 
-def _host_calls(device: torch.device, *, is_dry: bool) -> dict[str, Callable[[], object]]:
-    """What the host does for each bucket."""
-    numel = 24 if is_dry else 546_133
-    accelerator = accelerator_of(device)
-    assert accelerator is not None
-    stream = accelerator.open_stream()
-    ranks = StreamRanks(device, 1, 12 * (numel + 16), torch.float32, MAX_BLOCKS)
-    grads = [torch.randn(numel, device=device) for _ in range(12)]
-    line = -(-numel // 16) * 16
-    table = ChunkTable([numel] * 12, [i * line for i in range(12)], wire_dtype=torch.float32, device=device)
-    pack_all = prepare_pack(ranks.wires[0], table, torch.float32)
-    return {
-        "launch direct": lambda: ranks.launch(0),
-        "pack 12 gradients": lambda: pack_all(grads),
-        "mark": stream.mark,
-        "follow": stream.follow,
-        "run nothing": lambda: stream.run(lambda: None),
-    }
-
-
-def _time_host(device: torch.device, call: Callable[[], object], most: int) -> Row:
-    """The host's time for a call. A device that lags behind is waited for between turns, untimed."""
-    times = []
-    for _ in range(most + 1):
-        begin = time.perf_counter()
-        for _ in range(10):
-            call()
-        times.append((time.perf_counter() - begin) / 10)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return {"us": _in_us(times[1:])}
-
-
-def _gemms(device: torch.device, *, is_dry: bool) -> Callable[[], Stopwatch]:
-    """A function that launches matrix multiplications, and measures them."""
-    size = 8 if is_dry else _GEMM_SIZE
-    factor: Tensor = torch.randn(size, size, device=device).to(torch.bfloat16)
+def _gemms() -> Callable[[], None]:
+    """A function that launches matrix multiplications."""
+    factor = torch.randn(_GEMM_SIZE, _GEMM_SIZE, device="cuda").to(torch.bfloat16)
     product = torch.empty_like(factor)
 
-    def multiply() -> Stopwatch:
-        watch = Stopwatch(device)
+    def multiply() -> None:
         for _ in range(_NUM_GEMMS):
             torch.mm(factor, factor, out=product)
-        return watch.stop()
 
     return multiply
 
 
-def _in_us(seconds: Sequence[float]) -> dict[str, float]:
-    return quantiles([1e6 * each for each in seconds])
+def _stream_seconds(work: Callable[[], None]) -> float:
+    """Seconds of work on the current stream. Waits for no other stream."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import re
 import sys
 import time
@@ -32,8 +33,10 @@ from torchring.bench import (
     network,
     step,
 )
+from torchring.bench.gpu.kernels import Rival
 from torchring.bench.measure import Command, Spread
 from torchring.bench.models import MODELS
+from torchring.bench.overlap import Kernel, overlap_of
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 RESULTS = sorted((BENCH / "results").glob("*.jsonl"))
@@ -212,6 +215,26 @@ def test_weights_that_differ_end_the_run() -> None:
     for rival, by in (("ddp", 0.01), ("torchring_bf16", 0.03), ("ddp_fp16", -0.03), ("ddp", float("nan"))):
         with pytest.raises(SystemExit, match=f"the weights of {rival.replace('_', ' ')} differ"):
             network.check_weights(trainers(**near | {rival: by}), start)
+
+
+def test_a_rival_on_the_gpu_that_does_nothing_is_wrong() -> None:
+    output, expected = torch.ones(3), torch.ones(3)
+    assert Rival(lambda: output.fill_(1.0), output, expected).is_right()
+    assert not Rival(lambda: None, output, expected).is_right()
+
+
+def test_overlap_is_what_runs_in_streams_without_communication() -> None:
+    kernels: list[Kernel] = [
+        ("gemm", 7, (0.0, 4000.0)),
+        ("gemm", 7, (5000.0, 6000.0)),
+        ("_pack_kernel", 20, (1000.0, 2000.0)),
+        ("ncclDevKernel", 20, (3000.0, 8000.0)),
+        ("memset", 20, (4000.0, 5000.0)),  # beside communication
+    ]
+    found = overlap_of(kernels)
+    assert (found["num_kernels"], found["communication_ms"]) == (2, 6.0)
+    assert (found["hidden_ms"], found["compute_ms"], found["share"]) == (3.0, 5.0, 0.5)
+    assert math.isnan(overlap_of(kernels[:2])["share"])
 
 
 # Microbenchmarks

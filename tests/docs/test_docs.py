@@ -19,6 +19,7 @@ from tests.support.checks import assert_same_on_all_ranks, digest
 from tests.support.documents import PAGES, ROOT, anchors, blocks, code_spans, included, links, programs, rows, section
 from tests.support.harness import run_ranks
 from torchring import cli
+from torchring.bench import measure
 from torchring.default_world import default_world
 
 DOCS = ROOT / "docs"
@@ -172,6 +173,7 @@ class Commands:
         elif arguments[0] == "bench":
             source = cli._benchmarks().get(arguments[1], "")
             assert source, f"there is no benchmark {arguments[1]}"
+            source += Path(measure.__file__).read_text()  # options of all benchmarks
             assert all(f'"{word}"' in source for word in arguments[2:] if word.startswith("-")), arguments
         else:
             count = len(self.started)
