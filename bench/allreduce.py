@@ -23,8 +23,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,8 +59,14 @@ def main() -> int:
     if options.worker:
         compare(options)
         return 0
-    mpi = measure.has_mpi() and not options.no_mpi
-    return measure.run_worlds(__file__, options.ranks, mpi=mpi, file=options.json)
+    rows: list[dict[str, Any]] = []
+    for ranks in options.ranks:
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            arguments = [*sys.argv[1:], "--worker", file.name]
+            measure.run_here(__file__, ranks, arguments, mpi=measure.has_mpi() and not options.no_mpi)
+            rows += json.loads(Path(file.name).read_text())
+    measure.write_rows(options.json, rows, measure.provenance() | {"script": Path(__file__).name})
+    return 0
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -66,7 +75,7 @@ def compare(options: argparse.Namespace) -> None:
     measure.open_gloo()
     rows = [row_for(num_bytes // 4, options) for num_bytes in options.sizes]
     if torchring.rank() == 0:
-        measure.hand_over(rows, options.worker)
+        Path(options.worker).write_text(json.dumps(rows))
         report(rows, measure.provenance() | {"ranks": torchring.size()})
     torchring.barrier()
 

@@ -2,7 +2,6 @@
 
     torchring bench buckets                              all models; one host, and 2 hosts at 1 and 10 Gbit/s
     torchring bench buckets --rates none --overlap thread --models resnet small
-    torchring bench buckets --rates 10gbit --asleep      backward sleeps instead of computing, see asleep.py
     torchring bench buckets --tune compression           compression="auto" instead of bucket_mb="auto"
 
 Two copies of a model train in the same processes and take turns, each from the same weights and on the same batches.
@@ -21,7 +20,6 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +27,6 @@ import torch
 
 import torchring
 from torchring.bench import measure, step
-from torchring.bench.asleep import asleep
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS
 from torchring.bench.netns import Network
@@ -56,7 +53,6 @@ def main() -> int:
     parser.add_argument("--ranks", type=measure.several, default=2, help="each on a host of its own if there is a rate")
     parser.add_argument("--overlap", choices=["auto", "inline", "thread"], default="auto")
     parser.add_argument("--tune", choices=sorted(_TUNED), default="buckets", help='what "auto" may change')
-    parser.add_argument("--asleep", action="store_true", help="leave the cores to communication")
     parser.add_argument("--seconds", type=duration, default=10.0, help="time for each model and rate")
     options = parser.parse_args()
     if options.worker is not None:
@@ -76,17 +72,13 @@ def compare(name: str, rate: str, options: argparse.Namespace) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "row.json")
         arguments = ["--models", name, "--worker", str(file), "--seconds", str(options.seconds)]
-        arguments += ["--overlap", options.overlap, "--tune", options.tune, *(["--asleep"] if options.asleep else [])]
+        arguments += ["--overlap", options.overlap, "--tune", options.tune]
         cache = {"TORCHRING_CACHE": folder}
         if rate == "none":
-            port = measure.free_port()
-            commands = measure.rank_commands(__file__, options.ranks, arguments, mpi=False, rendezvous=port)
-            code = measure.run_together([replace(each, environment={**each.environment, **cache}) for each in commands])
-            if code:
-                raise SystemExit(code)
+            measure.run_here(__file__, options.ranks, arguments, environment=cache)
         else:
             with Network(options.ranks, rate=rate) as network:
-                measure.run_on_hosts(network, 1, __file__, arguments, **cache)
+                measure.run_on_hosts(network, 1, __file__, arguments, environment=cache)
         return {"rate": rate, **json.loads(file.read_text())}
 
 
@@ -96,7 +88,7 @@ def work(options: argparse.Namespace) -> int:
     torchring.init()
     name = options.models[0]
     torch.manual_seed(0)
-    workload = asleep(MODELS[name]()) if options.asleep else MODELS[name]()
+    workload = MODELS[name]()
     batches = [workload.batch(seed=1000 * torchring.rank() + i) for i in range(8)]
     trainers: dict[str, Trainer] = {}
     world = default_world()

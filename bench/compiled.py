@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ import torch
 
 import torchring
 from torchring.bench import measure, step, turns
-from torchring.bench.measure import Spread
+from torchring.bench.measure import Spread, stopped_by_signals
 from torchring.bench.models import MODELS
 from torchring.bench.step import Trainer
 from torchring.launch.arguments import duration
 
 _BUCKET_MB = 4.0
-_LARGEST_DISTANCE = 1e-2  # between the weights, of the distance that training moved them
+_MOST_DISTANCE = 1e-2  # between the weights, of the distance that training moved them
 
 
 def main() -> int:
@@ -56,10 +57,12 @@ def main() -> int:
 
 def compare(model: str, ranks: int, seconds: float) -> list[dict[str, Any]]:
     """A row for each rival."""
-    with turns.coordinate(__file__, list(RIVALS), ranks, ["--model", model]) as coordinator:
+    worker = ["--model", model]
+    with stopped_by_signals(), closing(turns.Coordinator(__file__, list(RIVALS), ranks, worker)) as coordinator:
         coordinator.take_turns(warmups=2, seconds=seconds, most=40)
         results = coordinator.finish()
-        check_weights(coordinator.folder)
+        for rival in RIVALS:
+            step.check_weights(rival, coordinator.folder, reference="eager", most=_MOST_DISTANCE)
     return [
         {
             "rival": name,
@@ -128,18 +131,6 @@ RIVALS: dict[str, Callable[[torch.nn.Module], Trainer]] = {
     "layers": _layers,
     "ddp": _ddp,
 }
-
-
-def check_weights(folder: Path) -> None:
-    """Stop the run unless all rivals have trained alike. They have made the same number of steps."""
-    start, eager = torch.load(folder / "eager.pt")
-    moved = float((eager - start).norm())
-    for rival in RIVALS:
-        _, theirs = torch.load(folder / f"{rival}.pt")
-        if (distance := float((theirs - eager).norm()) / moved) > _LARGEST_DISTANCE:
-            raise SystemExit(
-                f"the weights of {rival} differ by {distance:.1e} of the distance that training moved them"
-            )
 
 
 def report(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:

@@ -34,12 +34,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from torchring.bench import measure
-from torchring.bench.elastic_job import LIGHTHOUSES, SIZE, TORCHRUN, Fault, StuckError, check, make_fault, started
+from torchring.bench.elastic_job import LIGHTHOUSES, SIZE, TORCHRUN, Fault, Job, StuckError, check, make_fault
 from torchring.bench.elastic_worker import work
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS
@@ -134,7 +135,7 @@ def take_turn(
     pending = list(zip(numbers, _ranks(rng), strict=False))
     is_first = True
     while pending or is_first:
-        with started(__file__, record.name, options.model) as job:
+        with closing(Job(__file__, record.name, options.model)) as job:
             number = None
             try:
                 job.wait(job.is_settled, _START_SECONDS, "the start")
@@ -157,7 +158,7 @@ def take_turn(
             record.comparisons += check(job)
 
 
-def undisturbed(job: Any, seconds: float) -> list[float]:
+def undisturbed(job: Job, seconds: float) -> list[float]:
     """Seconds of the steps of one worker, during `seconds`."""
     begin = time.monotonic_ns()
     end = time.monotonic() + seconds
@@ -174,7 +175,7 @@ def _ranks(rng: random.Random) -> Iterator[int]:
 
 def compare_cost(seconds: float, model: str) -> dict[str, Any]:
     """The time of a step with State and commit() in relation to a step without, from blocks of some pairs of steps."""
-    with started(__file__, f"cost:{seconds:g}", model) as job:
+    with closing(Job(__file__, f"cost:{seconds:g}", model)) as job:
         try:
             job.wait_for_end(seconds + 2 * _START_SECONDS)
         except StuckError as error:

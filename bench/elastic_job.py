@@ -18,8 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -222,16 +221,6 @@ LIGHTHOUSES: Final = {
 """Time-outs of torchft's lighthouse: short ones for this benchmark, and those of torchft's README and its defaults."""
 
 TORCHRUN: Final = ["--max-restarts=1000", "--monitor-interval=0.1"]
-
-
-@contextmanager
-def started(script: str, name: str, model: str) -> Iterator[Job]:
-    """A `Job`, whose processes are killed on leaving the context."""
-    job = Job(script, name, model)
-    try:
-        yield job
-    finally:
-        job.close()
 
 
 @dataclass(frozen=True)

@@ -57,27 +57,27 @@ print(inspect.getsource(symmetric.empty)[-700:])
 '
 machine="nvidia-smi; nvidia-smi topo -m; nvidia-smi -q -d CLOCK,POWER; cc --version; python3-config --includes
 df -h /dev/shm; ulimit -l; $python -m pip list; $python -m torchring doctor"
-mapfile -t files < <(grep -rlE 'mark\.gpu|TRITON_DEVICES' tests --include='test_*.py')
-tests=("$python" -m pytest -m gpu -p no:cacheprovider --durations 10 "${files[@]}")
+mapfile -t training < <(grep -rl 'mark\.gpu' tests --include='test_*.py' --exclude-dir=kernels)
+tests=("$python" -m pytest -m gpu -p no:cacheprovider --durations 10)
 smoke='(sums_are_exact and direct and 2) or no_step_waits or ring_of_one or nccl_engine_alone or (between_streams and 2)'
 bench=("$python" -m torchring.bench.gpu --json "$out/rows.jsonl" --sections)
 overlap=("$python" bench/overlap.py --json "$out/rows.jsonl" --trace)
-unwaiting='kernels and (worked_example or spoils_nothing or pack or unpack or accumulate)'
+unwaiting='worked_example or spoils_nothing or pack or unpack or accumulate'
 profiled=(ncu --set full --clock-control none --launch-count 6 --kernel-name)
 worker=("$python" -m torchring.bench.gpu --worker)
 
 [ -n "${wanted// /}" ] || : >"$out/summary.txt"
 part facts 120 bash -c "$machine; exec $python -c '$facts'"
-part smoke 120 "${tests[@]}" -x -k "$smoke"
-part tests 300 "${tests[@]}" --maxfail=4 -o timeout=150 -v -k 'not kernels'
+part smoke 120 "${tests[@]}" -x "${training[@]}" tests/kernels/test_direct.py -k "$smoke"
+part tests 300 "${tests[@]}" --maxfail=4 -o timeout=150 -v "${training[@]}"
 part streams 130 "${bench[@]}" streams
 part steps 290 "${bench[@]}" step bucket copy
-part kernels 420 "${tests[@]}" --maxfail=6 -k kernels
+part kernels 420 "${tests[@]}" --maxfail=6 tests/kernels
 part rates 160 "${bench[@]}" kernels
 part overlap 120 bash -c '"$@" "$0/ring.json" --algorithm ring && "$@" "$0/direct.json" --algorithm direct' \
     "$out" "${overlap[@]}"
 part sanitizer 360 bash -c 'for tool in memcheck racecheck synccheck; do compute-sanitizer --tool $tool \
-    --target-processes all --error-exitcode 9 "$@" || exit; done' sanitizer "${tests[@]}" -k "$unwaiting"
+    --target-processes all --error-exitcode 9 "$@" || exit; done' sanitizer "${tests[@]}" tests/kernels -k "$unwaiting"
 part ncu 75 "${profiled[@]}" 'regex:_(un)?pack_kernel' "${worker[@]}" "kernels,none,$out/ncu.jsonl"
 part ncu_direct 75 "${profiled[@]}" _direct_kernel "${worker[@]}" "bucket,none,$out/ncu.jsonl"
 part allreduce 290 "${bench[@]}" allreduce

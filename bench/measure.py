@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -212,19 +211,27 @@ def stopped_by_signals() -> Iterator[Callable[[], AbstractContextManager[None]]]
         raise SystemExit(128 + stop.number) from None
 
 
-def start_ranks(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool, rendezvous: int) -> int:
-    """Run `script` in `ranks` processes on this machine, with one thread each. Returns what `run_together` returns.
+def run_here(
+    script: str, ranks: int, arguments: Sequence[str], *, mpi: bool = False, environment: Mapping[str, str] = {}
+) -> None:
+    """Run `script` in `ranks` processes on this machine, with one thread each. Raises SystemExit if a rank fails.
 
     Args:
         mpi: whether to start the ranks with mpirun, so that MPI can take part. Otherwise each rank is started as a
             plain process with torchrun's environment.
-        rendezvous: a free TCP port, at which the ranks meet.
+        environment: more variables for all ranks.
     """
-    return run_together(rank_commands(script, ranks, arguments, mpi=mpi, rendezvous=rendezvous))
+    if code := run_together(rank_commands(script, ranks, arguments, mpi=mpi, environment=environment)):
+        raise SystemExit(code)
 
 
 def run_on_hosts(
-    network: Network, ranks_per_host: int, script: str, arguments: Sequence[str], **environment: str
+    network: Network,
+    ranks_per_host: int,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    environment: Mapping[str, str] = {},
 ) -> None:
     """Run `script` on all hosts of a network, with one thread in each rank. Raises SystemExit if a rank fails.
 
@@ -241,14 +248,17 @@ def run_on_hosts(
         host, local_rank = divmod(rank, ranks_per_host)
         own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host)}
         command = network.command(host, [sys.executable, script, *arguments])
-        commands.append(Command(f"rank {rank}", command, shared | own | environment))
+        commands.append(Command(f"rank {rank}", command, {**shared, **own, **environment}))
     if code := run_together(commands):
         raise SystemExit(code)
 
 
-def rank_commands(script: str, ranks: int, arguments: Sequence[str], *, mpi: bool, rendezvous: int) -> list[Command]:
-    """The commands that `start_ranks` runs: one mpirun, or one command for each rank."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous), "OMP_NUM_THREADS": "1", **search_path()}
+def rank_commands(
+    script: str, ranks: int, arguments: Sequence[str], *, mpi: bool = False, environment: Mapping[str, str] = {}
+) -> list[Command]:
+    """The commands that `run_here` runs: one mpirun, or one command for each rank."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    shared |= {**search_path(), **environment}
     command = [sys.executable, script, *arguments]
     if mpi:
         options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
@@ -267,28 +277,6 @@ def search_path() -> dict[str, str]:
     if root in map(sysconfig.get_path, ("purelib", "platlib")):
         return {}
     return {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-def run_worlds(script: str, worlds: Sequence[int], *, mpi: bool, file: str | None) -> int:
-    """Run `script --worker` with the arguments of this command, once per world size, and append all rows to `file`.
-
-    Rank 0 of each world passes its rows to `hand_over`. Returns 0, or the exit code of the first world that failed.
-    """
-    rows: list[dict[str, Any]] = []
-    for ranks in worlds:
-        with tempfile.NamedTemporaryFile(suffix=".json") as handed_over:
-            arguments = [*sys.argv[1:], "--worker", handed_over.name]
-            code = start_ranks(script, ranks, arguments, mpi=mpi, rendezvous=free_port())
-            if code:
-                return code
-            rows += json.loads(Path(handed_over.name).read_text())
-    write_rows(file, rows, provenance() | {"script": Path(script).name})
-    return 0
-
-
-def hand_over(rows: Sequence[dict[str, Any]], file: str) -> None:
-    """Pass the rows of rank 0 to `run_worlds`, by way of `file`."""
-    Path(file).write_text(json.dumps(list(rows)))
 
 
 def find_mpirun() -> str | None:

@@ -100,8 +100,7 @@ def measure_rival(model: str, rival: str, options: argparse.Namespace) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "row.json")
         arguments = ["--models", model, "--rivals", rival, "--steps", str(options.steps), "--worker", str(file)]
-        if code := measure.start_ranks(__file__, options.ranks, arguments, mpi=False, rendezvous=measure.free_port()):
-            raise SystemExit(code)
+        measure.run_here(__file__, options.ranks, arguments)
         row: dict[str, Any] = json.loads(file.read_text())
         return row
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -261,12 +260,12 @@ def check_weights(trainers: dict[str, Trainer], start: torch.nn.Module) -> dict[
     Stops the run if a distance is above the rival's bound.
     """
 
-    def distance(model: torch.nn.Module) -> float:
-        pairs = zip(model.parameters(), trainers["torchring"].model.parameters(), strict=True)
-        return math.sqrt(sum(float((a.detach() - b.detach()).double().square().sum()) for a, b in pairs))
-
-    moved = distance(start)
-    found = {rival: distance(trainers[rival].model) / moved for rival in LARGEST_WEIGHT_DIFFERENCE}
+    ours = step.flat_weights(trainers["torchring"].model)
+    moved = float((ours - step.flat_weights(start)).norm())
+    found = {
+        rival: float((step.flat_weights(trainers[rival].model) - ours).norm()) / moved
+        for rival in LARGEST_WEIGHT_DIFFERENCE
+    }
     for rival, difference in found.items():
         if not difference <= LARGEST_WEIGHT_DIFFERENCE[rival]:
             raise SystemExit(

@@ -64,7 +64,7 @@ def measured(hosts: int, options: argparse.Namespace) -> Analysis:
     """Train on so many hosts, and analyse the trace."""
     with tempfile.TemporaryDirectory() as folder, netns.Network(hosts, rate=options.rate) as network:
         arguments = ["--model", options.model, "--steps", str(options.steps), "--worker", "train"]
-        measure.run_on_hosts(network, 1, __file__, arguments, **{TRACE: folder})
+        measure.run_on_hosts(network, 1, __file__, arguments, environment={TRACE: folder})
         given = network_of(netns.bits_per_second(options.rate) / 1e9) if hosts == 1 else None
         return analyse(load(Path(folder)), given, sizes=options.hosts)
 

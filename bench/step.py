@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import torch
 import torchring
 import torchring.horovod as api
 from torchring.bench import measure, turns
-from torchring.bench.measure import Spread
+from torchring.bench.measure import Spread, stopped_by_signals
 from torchring.bench.models import MODELS, Batch, Workload
 from torchring.default_world import default_world
 from torchring.launch.arguments import duration
@@ -56,6 +57,7 @@ class Trainer:
         self.losses.append(loss.item())
 
 
+MOST_DISTANCE = 1e-3
 Wrap = Callable[[torch.nn.Module], Trainer]
 
 
@@ -90,7 +92,11 @@ def compare(name: str, ranks: int, seconds: float, most: int, chosen: Sequence[s
             *(["horovod"] if measure.has_horovod() else []),
         ]
     rivals = list(dict.fromkeys(["torchring", "alone", *chosen]))
-    with turns.coordinate(__file__, rivals, ranks, ["--models", name], mpi=["horovod"]) as coordinator:
+    worker = ["--models", name]
+    with (
+        stopped_by_signals(),
+        closing(turns.Coordinator(__file__, rivals, ranks, worker, mpi=["horovod"])) as coordinator,
+    ):
         coordinator.take_turns(warmups=1, seconds=seconds, most=-(-most // (turns.STEPS_PER_TURN - 1)))
         results = coordinator.finish()
         distances = {rival: check_weights(rival, coordinator.folder) for rival in rivals if rival != "torchring"}
@@ -142,23 +148,20 @@ def flat_weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def check_weights(rival: str, folder: Path) -> float:
-    """The distance of a rival's weights from torchring's, divided by the distance that training moved torchring's.
+def check_weights(rival: str, folder: Path, *, reference: str = "torchring", most: float = MOST_DISTANCE) -> float:
+    """The distance of a rival's weights from the reference's, divided by the distance that training moved these.
 
     Stops the run if a rival's weights are too far away. All rivals have trained for the same number of steps. "alone"
     saw only its own rank's data, so its weights must be far away: otherwise the check could not tell right from wrong.
     """
-    start, ours = torch.load(folder / "torchring.pt")
+    start, ours = torch.load(folder / f"{reference}.pt")
     _, theirs = torch.load(folder / f"{rival}.pt")
     distance = float((theirs - ours).norm() / (ours - start).norm())
-    if (distance < MOST_DISTANCE) == (rival == "alone"):
+    if (distance < most) == (rival == "alone"):
         raise SystemExit(
-            f"the weights of {rival} differ from torchring's by {distance:.1e} of the distance that training moved them"
+            f"the weights of {rival} differ from {reference}'s by {distance:.1e} of the way that training moved them"
         )
     return distance
-
-
-MOST_DISTANCE = 1e-3
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:

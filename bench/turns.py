@@ -19,8 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -61,7 +60,7 @@ class Rival:
 
 
 class Coordinator:
-    """Starts the ranks of all rivals, and lets one rival train at a time. See `coordinate`.
+    """Starts the ranks of all rivals, and lets one rival train at a time. Close it, also after a signal.
 
     Args:
         script: run by each rank, with `arguments` and `--worker RIVAL,PORT,FOLDER`; has to call `serve`.
@@ -87,7 +86,6 @@ class Coordinator:
                     ranks,
                     [*arguments, "--worker", f"{name},{self._store.port},{self.folder}"],
                     mpi=name in mpi,
-                    rendezvous=measure.free_port(),
                 ):
                     rival.processes.append(command.start())
                 pids = self._answers(rival, "pid")
@@ -164,19 +162,6 @@ class Coordinator:
         for pid in rival.pids_to_stop:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-
-
-@contextmanager
-def coordinate(
-    script: str, rivals: Sequence[str], ranks: int, arguments: Sequence[str], *, mpi: Sequence[str] = ()
-) -> Iterator[Coordinator]:
-    """A `Coordinator`, whose processes are terminated on leaving the context."""
-    with measure.stopped_by_signals():
-        coordinator = Coordinator(script, rivals, ranks, arguments, mpi=mpi)
-        try:
-            yield coordinator
-        finally:
-            coordinator.close()
 
 
 def serve(worker: str, prepare: Callable[[str, Path], tuple[Callable[[], None], Callable[[], Any]]]) -> None:

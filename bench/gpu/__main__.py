@@ -31,11 +31,9 @@ Rates count bytes that are read and bytes that are written. The row of a measure
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -98,11 +96,7 @@ def run(section: str, ranks: int, algorithm: str) -> list[Row]:
             environment = measure.search_path() | streams.ENVIRONMENT
             commands = [Command(section, [sys.executable, __file__, *arguments], environment)]
         else:
-            port = measure.free_port()
-            commands = [
-                dataclasses.replace(each, environment={**each.environment, OVERLAPPING_DEVICES: "1"})
-                for each in measure.rank_commands(__file__, ranks, arguments, mpi=False, rendezvous=port)
-            ]
+            commands = measure.rank_commands(__file__, ranks, arguments, environment={OVERLAPPING_DEVICES: "1"})
         code = measure.run_together(commands)
         rows: list[Row] = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
     if code:
@@ -147,7 +141,7 @@ def text_of(row: Row) -> str:
 
 
 def facts() -> dict[str, Any]:
-    """The GPU, its driver, and the versions of CUDA and NCCL."""
+    """The GPU, and the versions of CUDA and NCCL."""
     properties = torch.cuda.get_device_properties(0)
     found = {
         "name": properties.name,
@@ -156,13 +150,9 @@ def facts() -> dict[str, Any]:
         "memory_bytes": properties.total_memory,
         "cache_bytes": properties.L2_cache_size,
         "cuda": torch.version.cuda,
-        "driver": None,
         "nccl": None,
         "multicast": False,
     }
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-        found["driver"] = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.split()[0]
     with contextlib.suppress(RuntimeError, AttributeError, ImportError):
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     with contextlib.suppress(RuntimeError, AttributeError):

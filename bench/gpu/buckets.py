@@ -20,7 +20,7 @@ from torchring.accelerators import Accelerator, accelerator_of
 from torchring.allreduce.device.select import open_on_device
 from torchring.allreduce.device.stream import DeviceWire, OnStream
 from torchring.bench import measure
-from torchring.bench.gpu.models import LISTS, Shapes
+from torchring.bench.gpu.kernels import LISTS, Shapes
 from torchring.bench.gpu.timing import Case, Row, microseconds
 from torchring.default_world import default_world
 from torchring.gradients.bucket import Bucket

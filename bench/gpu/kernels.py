@@ -15,16 +15,37 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from torchring.bench.gpu.models import LISTS, Shapes
 from torchring.bench.gpu.timing import Case, Row, gpu_seconds, shares, spreads
+from torchring.bench.models import Workload, gpt2, resnet, vgg
 from torchring.kernels import ChunkTable, accumulate, pack, reference, unpack
 from torchring.kernels.finite import NOT_FOUND
+
+Shapes = list[torch.Size]
 
 COPY_BYTES: Final = [1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]
 POISON: Final = 12288.0  # exact in every dtype here, and rare in random data
 SCALE: Final = 1 / 3
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PART_NUMEL: Final = 1 << 24
+_WAYS: Final = (
+    ("pack", "fp32", "fp32"), ("pack", "fp32", "bf16"), ("unpack", "fp32", "fp32"), ("unpack", "bf16", "fp32"),
+    ("pack", "bf16", "bf16"), ("pack", "fp32", "fp16"),
+)  # fmt: skip
+
+
+def shapes_of(build: Callable[[], Workload]) -> Shapes:
+    """The shapes of a model's parameters, in registration order. Allocates no memory for the parameters."""
+    with torch.device("meta"):
+        return [parameter.shape for parameter in build().model.parameters()]
+
+
+LISTS: Final[dict[str, Callable[[], Shapes]]] = {
+    "resnet50": lambda: shapes_of(lambda: resnet(side=224)),
+    "gpt2": lambda: shapes_of(gpt2),
+    "vgg16": lambda: shapes_of(lambda: vgg(side=224)),
+    "tiny": lambda: [torch.Size([1000])] * 2000,
+    "tiny32": lambda: [torch.Size([32])] * 2000,
+}
 
 
 @dataclass(frozen=True)
@@ -79,18 +100,13 @@ def copies() -> Iterator[Case]:
 
 def kernels() -> Iterator[Case]:
     """Packing, unpacking and sums; the most important ones come first, in case time runs out."""
-    ways = [("pack", "fp32", "fp32"), ("pack", "fp32", "bf16"), ("unpack", "fp32", "fp32"), ("unpack", "bf16", "fp32")]
-    for op, source, target in ways:
+    for op, source, target in _WAYS:
         for load, shapes in LISTS.items():
             about = {"op": op, "load": load, "source": source, "target": target}
             yield about, partial(_time_list, op, shapes(), DTYPES[source], DTYPES[target])
     for dtype in ("fp32", "bf16"):
         for count in (2, 4, 8):
             yield {"op": "accumulate", "load": f"{count} parts", "source": dtype}, partial(_time_sum, count, dtype)
-    for source, target in (("bf16", "bf16"), ("fp32", "fp16")):
-        for load in ("resnet50", "gpt2"):
-            about = {"op": "pack", "load": load, "source": source, "target": target}
-            yield about, partial(_time_list, "pack", LISTS[load](), DTYPES[source], DTYPES[target])
 
 
 def _time_list(op: str, shapes: Shapes, source: torch.dtype, target: torch.dtype) -> Row:

@@ -14,7 +14,6 @@ Rows, by "kind":
     sum          a reduction at the latency of local memory, by wire and number of blocks
     alone        `direct` of one rank, the pass that scales and checks after NCCL, as a share of a copy
     gemm         how much longer a matrix multiplication takes beside blocks that wait for a late rank
-    under gemm   a reduction that is launched while matrices are multiplied: how soon high priority helps
     abort        from the host's store to the abort word until the kernel has ended
 """
 
@@ -73,7 +72,6 @@ def ranks_as_streams() -> Iterator[Case]:
         yield {"kind": "alone", "blocks": blocks, "size": 4 * _BUCKET_NUMEL}, partial(_time_alone, blocks)
     for blocks in _WAITING_BLOCKS:
         yield {"kind": "gemm", "ranks": 2}, partial(_time_gemm, blocks)
-        yield {"kind": "under gemm", "ranks": 2, "size": 4 * _BUCKET_NUMEL}, partial(_time_under_gemm, blocks)
     yield {"kind": "abort", "ranks": 2, "blocks": MAX_BLOCKS}, _time_abort
 
 
@@ -276,26 +274,6 @@ def _time_gemm(blocks: int) -> Row:
         "ms_alone": 1e3 * statistics.median(alone) / _NUM_GEMMS,
         "slower_by": statistics.median(beside) / statistics.median(alone) - 1,
     }
-
-
-def _time_under_gemm(blocks: int) -> Row:
-    """From the launch of a reduction to its end, while matrices are multiplied: how soon high priority gets its way."""
-    multiply = _gemms()
-    ranks = StreamRanks(2, _BUCKET_NUMEL, torch.float32, blocks)
-    ranks.prepare()
-    times = []
-    for _ in range(3):
-        multiply()
-        time.sleep(_SETTLE_SECONDS)
-        with ranks.limited():
-            began = time.perf_counter()
-            for rank, stream in enumerate(ranks.streams):
-                with torch.cuda.stream(stream):
-                    ranks.launch(rank)
-            for stream in ranks.streams:
-                stream.synchronize()
-            times.append(time.perf_counter() - began)
-    return {"blocks": ranks.max_blocks, "us": microseconds(times)}
 
 
 def _time_abort() -> Row:

@@ -14,9 +14,8 @@ import torch.distributed as dist
 import torchring
 from torchring.allreduce.select import Algorithm
 from torchring.bench import measure
-from torchring.bench.gpu import models
 from torchring.bench.gpu.timing import Case, Row, host_seconds, shares, spreads
-from torchring.bench.models import Batch, Workload
+from torchring.bench.models import Batch, Workload, gpt2, resnet
 from torchring.bench.step import flat_weights, sgd
 from torchring.default_world import default_world
 from torchring.optimizer import DistributedOptimizer
@@ -46,9 +45,9 @@ class TrainingConfig:
 
 
 CONFIGS: Final = {
-    "gpt2-bf16": TrainingConfig(models.gpt2, torch.bfloat16),
-    "resnet50-bf16": TrainingConfig(models.resnet50, torch.bfloat16, torch.channels_last),
-    "gpt2-tf32": TrainingConfig(models.gpt2),
+    "gpt2-bf16": TrainingConfig(gpt2, torch.bfloat16),
+    "resnet50-bf16": TrainingConfig(lambda: resnet(64, 224), torch.bfloat16, torch.channels_last),
+    "gpt2-tf32": TrainingConfig(gpt2),
 }
 
 

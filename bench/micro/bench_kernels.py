@@ -102,12 +102,6 @@ def pack_foreach(load: Load) -> Tensor:
     return load.wire
 
 
-def pack_loop(load: Load) -> Tensor:
-    for view, grad in zip(load.views, load.grads, strict=True):
-        view.copy_(grad if load.scale == 1 else grad * load.scale)
-    return load.wire
-
-
 def pack_cat(load: Load) -> Tensor:
     flat = [grad.view(-1) for grad in load.grads]
     if load.scale == 1:
@@ -120,7 +114,7 @@ def pack_flatten(load: Load) -> Tensor:
     return flat if load.scale == 1 else load.wire.copy_(flat.mul_(load.scale))
 
 
-@rivals(pack_torchring, pack_foreach, pack_loop, pack_cat, pack_flatten)
+@rivals(pack_torchring, pack_foreach, pack_cat, pack_flatten)
 def bench_pack(benchmark: BenchmarkFixture, load: Load, rival: Callable[[Load], Tensor]) -> None:
     benchmark.group = f"pack: {load.name}"
     load.wire.fill_(-1)
@@ -140,11 +134,6 @@ def unpack_foreach(load: Load) -> None:
     torch._foreach_copy_(load.grads, load.views)
 
 
-def unpack_loop(load: Load) -> None:
-    for grad, view in zip(load.grads, load.views, strict=True):
-        grad.copy_(view)
-
-
 def unpack_split(load: Load) -> None:
     sizes = [grad.numel() for grad in load.grads]
     torch.split_with_sizes_copy(load.wire, sizes, out=[grad.view(-1) for grad in load.grads])
@@ -156,7 +145,7 @@ def unpack_unflatten(load: Load) -> None:
         grad.copy_(piece)
 
 
-@rivals(unpack_torchring, unpack_foreach, unpack_loop, unpack_split, unpack_unflatten)
+@rivals(unpack_torchring, unpack_foreach, unpack_split, unpack_unflatten)
 def bench_unpack(benchmark: BenchmarkFixture, load: Load, rival: Callable[[Load], None]) -> None:
     if rival is unpack_split and load.wire.dtype != torch.float32:
         pytest.skip("split_with_sizes_copy does not cast")
@@ -207,11 +196,6 @@ def accumulate_foreach(parts: Parts) -> None:
         torch._foreach_copy_(outs, torch._foreach_mul(sums, SCALE))
 
 
-def accumulate_loop(parts: Parts) -> None:
-    for first, second, out in parts.gradients:
-        _add(first, second, out)
-
-
 def _add(first: Tensor, second: Tensor, out: Tensor) -> None:
     if out.dtype == torch.float32:
         torch.add(first, second, out=out).mul_(SCALE)
@@ -219,7 +203,7 @@ def _add(first: Tensor, second: Tensor, out: Tensor) -> None:
         out.copy_(first.float().add_(second).mul_(SCALE))
 
 
-@rivals(accumulate_torchring, accumulate_whole, accumulate_add, accumulate_foreach, accumulate_loop)
+@rivals(accumulate_torchring, accumulate_whole, accumulate_add, accumulate_foreach)
 def bench_accumulate(benchmark: BenchmarkFixture, load: Load, rival: Callable[[Parts], None]) -> None:
     benchmark.group = f"accumulate: {load.name}"
     others = load.values.flip(0)
