@@ -20,6 +20,7 @@ from tests.support.harness import run_ranks
 from torchring.default_world import default_world
 from torchring.gradients import bursts
 from torchring.gradients.bursts import BurstWatch
+from torchring.observe.services import recorder_of
 
 
 def _train(rank: int, compile: Callable[[Any], Any] | None) -> tuple[list[torch.Tensor], list[float]]:
@@ -194,7 +195,7 @@ def _train_whole(rank: int, size: int) -> tuple[str, str, list[str]]:
         patch.setattr(BurstWatch, "note", note_burst)
         torch._dynamo.reset()  # type: ignore[no-untyped-call]
         reason = train(model, torch.compile(model, backend="aot_eager"))
-        about = default_world().recorder.about
+        about = recorder_of(default_world()).about
     train(plain, plain)
     for parameter, same in zip(model.parameters(), plain.parameters(), strict=True):
         assert_bitwise(parameter.detach(), same.detach())
