@@ -29,8 +29,8 @@ from torchring.allreduce.slices import ALIGNMENT_BYTES, BLOCK_BYTES, slice_bound
 from torchring.allreduce.threaded import ThreadedMover
 from torchring.errors import PeerLostError, PeerTimeoutError, PlanMismatchError
 from torchring.memory import host as host_module
-from torchring.transport import culprit as culprit_module
 from torchring.transport.c10d import C10dTransport
+from torchring.transport.diagnosis import culprit as culprit_module
 from torchring.world import World
 
 KINDS = ("direct", "ring-fake", "ring-lanes", "hierarchical", "native-lanes")

@@ -1,1 +1,1 @@
-"""Point-to-point transfers between hosts, through an engine that exists."""
+"""Point-to-point transfers between hosts, by an existing engine: Gloo or MPI."""

@@ -22,11 +22,11 @@ from torchring.errors import FirstFailure, PeerTimeoutError, RingError, Topology
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.threads import SerialThread, at_last, is_done_within
-from torchring.transport import gloo_links
 from torchring.transport.contract import closed, contiguous_bytes
-from torchring.transport.culprit import Culprits
-from torchring.transport.places import Place, cannot_connect, check_places, own_place
-from torchring.transport.sockets import Links, open_sockets
+from torchring.transport.diagnosis import gloo_links
+from torchring.transport.diagnosis.culprit import Culprits
+from torchring.transport.diagnosis.endpoints import Endpoint, cannot_connect, check_endpoints, own_endpoint
+from torchring.transport.diagnosis.sockets import Links, open_sockets
 
 _T = TypeVar("_T")
 _INTERRUPTIBLE_SECONDS: Final = 0.1
@@ -72,20 +72,22 @@ class C10dTransport:
         self._seconds_still = 0.0  # for so long this process did not run during the last wait
         weakref.finalize(self, self._waiter.close).atexit = False
         # All ranks are known to be here before Gloo connects, so that an absent rank is reported by name.
-        places = [Place.decode(text) for text in rendezvous.all_gather(f"transport/{name}", own_place().encode())]
+        endpoints = [
+            Endpoint.decode(text) for text in rendezvous.all_gather(f"transport/{name}", own_endpoint().encode())
+        ]
         try:
-            check_places(self.rank, places)
+            check_endpoints(self.rank, endpoints)
         except TopologyError as error:
             self.fail(error)
             raise
         before = open_sockets()
-        self._group = self.guard(lambda: self._connect(rendezvous, places), None)
+        self._group = self.guard(lambda: self._connect(rendezvous, endpoints), None)
         self._links = Links(before)
         # No rank closes its links while others are still connecting: Gloo takes that for a failure.
         self._links.match(self.rank, rendezvous.all_gather(f"transport/{name}/connected", self._links.own_ends()))
         _transports.add(self)
 
-    def _connect(self, rendezvous: Rendezvous, places: Sequence[Place]) -> Backend:
+    def _connect(self, rendezvous: Rendezvous, endpoints: Sequence[Endpoint]) -> Backend:
         """Gloo connects all ranks with each other, or none. A rank that fails tells the others, which would wait."""
         store = PrefixStore(f"transport/{self._name}/gloo", rendezvous.store)
         timeout = timedelta(seconds=rendezvous.timeout_seconds)
@@ -101,7 +103,7 @@ class C10dTransport:
             except RuntimeError as failure:
                 error = self._culprits.seen_by_the_host(others)
                 if error is None:
-                    error = cannot_connect(self.rank, places, failure)
+                    error = cannot_connect(self.rank, endpoints, failure)
                     with contextlib.suppress(RingError):
                         rendezvous.give_up(error)
                 raise self.fail(error) from failure
@@ -157,7 +159,7 @@ class C10dTransport:
         self._waiter.close()
 
     def let_go_if_idle(self) -> None:
-        """The process ends: end Gloo's threads, unless they wait for peers. Links close as they would anyway."""
+        """End Gloo's threads, unless they wait for peers. The process ends, so links close as they would anyway."""
         if self._pid == os.getpid() and self._group is not None and not self._under_way:
             last, self._group = [self._group], None
             gloo_links.drop(last)
@@ -239,7 +241,7 @@ class C10dTransport:
                 probe_at = time.monotonic() + pause
 
     def _broken_link(self, peer: int | None, *, probes: bool) -> RuntimeError | None:
-        """Why nothing more will come from `peer`, or from any rank in a collective (None): a connection is closed.
+        """An error if a connection is closed, so that nothing more will come from `peer` (None: a collective's ranks).
 
         In a collective, a peer that has done its part may have left while others still send.
         """
@@ -280,7 +282,7 @@ def _let_go_at_exit() -> None:
 
 
 def all_reduce_options(operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.AllreduceOptions:
-    """Of a backend's `allreduce`, which sums unless told otherwise."""
+    """Options of a backend's `allreduce`."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(operation)
     return options

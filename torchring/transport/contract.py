@@ -41,7 +41,7 @@ class Transport(Protocol):
         """Start receiving into a contiguous tensor with as many bytes as the peer sends."""
 
     def sums(self, dtype: torch.dtype) -> bool:
-        """Whether `all_reduce` takes this dtype."""
+        """True if `all_reduce` takes this dtype."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Collective: the contiguous `tensor` becomes the sum over ranks, added in its dtype by the engine.

@@ -1,8 +1,8 @@
 """Transport over MPI (mpi4py): non-blocking calls straight on the tensors' memory, in a communicator of its own.
 
-A wait polls, because MPI has no deadlines and does not report a peer that is gone. Between two looks at the request the
-wait gives its core away. Now and then it looks whether a peer on this host is alive, and in the store whether a peer
-has said that it stops.
+A wait polls, because MPI has no deadlines and does not report a peer that is gone. Between two polls the wait gives its
+core away. Now and then the wait checks that the peers on this host are alive, and asks the store whether a peer has
+announced its end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchring.errors import FirstFailure, RingError, TopologyError
 from torchring.memory.host import HostGroup
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport.contract import closed, contiguous_bytes
-from torchring.transport.culprit import Culprits
+from torchring.transport.diagnosis.culprit import Culprits
 
 _T = TypeVar("_T")
 
@@ -183,7 +183,7 @@ class MpiTransport:
             time.sleep(min(max(waited / 20, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
 
     def _trouble(self, peer: int | None, *, asks_the_store: bool) -> RingError | None:
-        """Why the wait for `peer`, or for all ranks (None), may never end, as far as is known without waiting."""
+        """The reason why the wait for `peer`, or for all ranks (None), may never end. None if no reason is known."""
         suspects = [rank for rank in range(self.size) if rank != self.rank] if peer is None else [peer]
         error = self._culprits.seen_by_the_host(suspects)
         return self._culprits.heard_from(suspects) if error is None and asks_the_store else error
@@ -243,7 +243,7 @@ class MpiTransfer:
         self._transport.wait_for(self)
 
     def cancel(self) -> bool:
-        """Give the transfer up without waiting. Returns whether MPI has finished with its memory."""
+        """Give the transfer up without waiting. Returns True if MPI has finished with its memory."""
         try:
             if self._is_receive:  # sends and collectives cannot be cancelled
                 self.request.Cancel()
@@ -260,7 +260,7 @@ def _say_goodbye() -> None:
 
 
 def _load(communicator: Any) -> tuple[Any, Any, str]:
-    """mpi4py.MPI, the communicator, and why they cannot be used ("" if they can)."""
+    """mpi4py.MPI, the communicator, and a reason why they cannot be used ("" if they can)."""
     try:
         from mpi4py import MPI as mpi  # noqa: N811  # as a value, not a constant
     except (ImportError, RuntimeError, OSError) as error:  # mpi4py is missing, or finds no MPI library
@@ -272,15 +272,15 @@ def _load(communicator: Any) -> tuple[Any, Any, str]:
     return mpi, mpi.COMM_WORLD if communicator is None else communicator, ""
 
 
-def _check_ranks(rank: int, places: list[dict[str, Any]]) -> None:
-    """Raise TopologyError, on every rank the same, if a rank has no MPI or another place in it than in the world."""
-    for other, place in enumerate(places):
-        if place["problem"]:
-            raise TopologyError(f"rank {other}: {place['problem']}", rank=rank, peers=(other,))
-    for other, place in enumerate(places):
-        if (place["rank"], place["size"]) != (other, len(places)):
+def _check_ranks(rank: int, found: list[dict[str, Any]]) -> None:
+    """Raise TopologyError, the same on every rank, if a rank has no MPI, or another number in MPI than in the world."""
+    for other, each in enumerate(found):
+        if each["problem"]:
+            raise TopologyError(f"rank {other}: {each['problem']}", rank=rank, peers=(other,))
+    for other, each in enumerate(found):
+        if (each["rank"], each["size"]) != (other, len(found)):
             raise TopologyError(
-                f"rank {other} of this world of {len(places)} is rank {place['rank']} of {place['size']} in MPI; start "
+                f"rank {other} of this world of {len(found)} is rank {each['rank']} of {each['size']} in MPI; start "
                 "all ranks with one mpirun, and let nothing else set RANK and WORLD_SIZE",
                 rank=rank,
                 peers=(other,),

@@ -1,4 +1,4 @@
-"""The address at which Gloo listens on each rank. Ranks compare addresses before Gloo connects, to report mistakes."""
+"""Checks the addresses at which Gloo listens on the ranks, before Gloo connects."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MOST_NAMED: Final = 8
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where Gloo listens on one rank.
+class Endpoint:
+    """The address at which Gloo listens on one rank.
 
     Attributes:
         host: name of the host.
         network: equal on ranks that share a loopback interface; "" if unknown.
-        address: where Gloo listens; "" if Gloo cannot listen.
+        address: "" if Gloo cannot listen.
         interface: GLOO_SOCKET_IFNAME, "" if not set.
         usable: interfaces with addresses that other hosts may reach, as text.
         problem: why Gloo cannot listen, in Gloo's words; "" if Gloo can.
@@ -45,8 +45,8 @@ class Place:
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def decode(text: bytes) -> Place:
-        return Place(**json.loads(text))
+    def decode(text: bytes) -> Endpoint:
+        return Endpoint(**json.loads(text))
 
     @property
     def choice(self) -> str:
@@ -56,13 +56,13 @@ class Place:
         return f"{_VARIABLE} is not set, and the name {self.host} leads there or nowhere"
 
 
-def own_place() -> Place:
-    """Where Gloo listens on this rank."""
-    return _place(network_id(), os.environ.get(_VARIABLE, ""))
+def own_endpoint() -> Endpoint:
+    """The endpoint of this rank."""
+    return _endpoint(network_id(), os.environ.get(_VARIABLE, ""))
 
 
 @functools.cache  # a name service may take its time
-def _place(network: str, interface: str) -> Place:
+def _endpoint(network: str, interface: str) -> Endpoint:
     host, interfaces, problem = host_name(), list_interfaces(), ""
     for name in interface.split(",") if interface else []:
         try:
@@ -71,36 +71,39 @@ def _place(network: str, interface: str) -> Place:
             problem = problem or gloo_words(error)
     address = gloo_address(os.environ, interfaces, [] if interface else resolve(host))
     usable = [f"{name} ({address})" for name, address in interfaces if is_for_other_hosts(address)]
-    return Place(host, network, address, interface, ", ".join(usable) or "none but loopback", problem)
+    return Endpoint(host, network, address, interface, ", ".join(usable) or "none but loopback", problem)
 
 
-def check_places(rank: int, places: Sequence[Place]) -> None:
+def check_endpoints(rank: int, endpoints: Sequence[Endpoint]) -> None:
     """Raise TopologyError, the same on every rank, if Gloo cannot listen on a rank, or others cannot reach it there."""
-    for other, place in enumerate(places):
-        if place.problem:
+    for other, endpoint in enumerate(endpoints):
+        if endpoint.problem:
             raise TopologyError(
-                f"Gloo cannot listen on rank {other} ({place.host}), where {_VARIABLE}={place.interface}: "
-                f"{place.problem}; the interfaces there are {place.usable}",
+                f"Gloo cannot listen on rank {other} ({endpoint.host}), where {_VARIABLE}={endpoint.interface}: "
+                f"{endpoint.problem}; the interfaces there are {endpoint.usable}",
                 rank=rank,
                 peers=(other,),
             )
-    if len({place.network for place in places if place.network}) < 2:
+    if len({endpoint.network for endpoint in endpoints if endpoint.network}) < 2:
         return
-    for other, place in enumerate(places):
-        if place.network and place.address.startswith(("127.", "::1")):
+    for other, endpoint in enumerate(endpoints):
+        if endpoint.network and endpoint.address.startswith(("127.", "::1")):
             raise TopologyError(
-                f"Gloo on rank {other} ({place.host}) would listen at {place.address}, which other hosts cannot reach: "
-                f"{place.choice}; set {_VARIABLE} to the interface that leads to the other hosts, there one of: "
-                f"{place.usable}",
+                f"Gloo on rank {other} ({endpoint.host}) would listen at {endpoint.address}, which other hosts cannot "
+                f"reach: {endpoint.choice}; set {_VARIABLE} to the interface that leads to the other hosts, there one "
+                f"of: {endpoint.usable}",
                 rank=rank,
                 peers=(other,),
             )
 
 
-def cannot_connect(rank: int, places: Sequence[Place], failure: BaseException) -> TopologyError:
+def cannot_connect(rank: int, endpoints: Sequence[Endpoint], failure: BaseException) -> TopologyError:
     """The error if Gloo on this rank could not reach Gloo on another rank, or could not be reached."""
-    listing = [f"rank {other} ({place.host}) at {place.address}" for other, place in enumerate(places[:_MOST_NAMED])]
-    more = ["..."] if len(places) > _MOST_NAMED else []
+    listing = [
+        f"rank {other} ({endpoint.host}) at {endpoint.address}"
+        for other, endpoint in enumerate(endpoints[:_MOST_NAMED])
+    ]
+    more = ["..."] if len(endpoints) > _MOST_NAMED else []
     return TopologyError(
         f"Gloo on rank {rank} cannot connect to the other ranks: {gloo_words(failure)}. It listens on "
         f"{', '.join([*listing, *more])}. If those are not addresses of one network, set {_VARIABLE} on each host to "
@@ -110,6 +113,6 @@ def cannot_connect(rank: int, places: Sequence[Place], failure: BaseException) -
 
 
 def gloo_words(failure: BaseException) -> str:
-    """The message of Gloo's error, without file names and lines of Gloo's source."""
+    """The message of Gloo's error, without the file names and line numbers of Gloo's source."""
     first = str(failure).partition("\n")[0]
     return _SOURCE.sub("", first.replace("[enforce fail at ", "[")).strip()

@@ -18,7 +18,7 @@ from torchring.errors import PeerTimeoutError
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.transport import c10d as c10d_module
 from torchring.transport.c10d import C10dTransport
-from torchring.transport.culprit import Culprits
+from torchring.transport.diagnosis.culprit import Culprits
 
 
 def culprits_of(size: int) -> list[Culprits]:

@@ -1,4 +1,4 @@
-"""Which rank is at fault when a transfer fails. Ranks leave words for each other in the store.
+"""Finds the rank that is at fault when a transfer fails. Ranks leave messages for each other in the store.
 
 A rank whose wait fails first writes down the peer that it waited for (its "suspect"). When the rank has found out the
 cause, it writes down its error ("last words"). So other ranks name the rank that failed first, and not the ranks that
@@ -33,7 +33,7 @@ _NETWORK: Final = (
 
 
 class Culprits:
-    """What one rank knows, and tells, of failures of one channel.
+    """Tells the other ranks of a failure of one channel, and finds out what they tell.
 
     Args:
         rendezvous: the world's store.
@@ -77,10 +77,10 @@ class Culprits:
         self._leave("left", b"")
 
     def explain(self, peer: int | None, seconds: float, *, timed_out: bool) -> RingError:
-        """The cause of a failed wait, as far as this rank can find out.
+        """Find the cause of a failed wait.
 
         Args:
-            peer: whose transfer failed; None after a collective, which does not say whose.
+            peer: the rank whose transfer failed. None after a collective, which does not say whose transfer failed.
             seconds: how long this rank has waited.
             timed_out: the wait was too long; else a link broke.
         """
@@ -115,12 +115,12 @@ class Culprits:
         return PeerLostError(f"{names} died or exited", peers=culprits)
 
     def _said_at_its_end(self, rank: int) -> RingError | None:
-        """Why the script of `rank` ended; None if it did not end or did not say why."""
+        """The reason that the script of `rank` gave for its end. None if it did not end, or gave no reason."""
         key = ended_key(rank)
         return decode_error(self._rendezvous.fetch(key, rank), rank) if self._rendezvous.is_published(key) else None
 
     def stood_still(self, seconds: float) -> RingError:
-        """This rank's wait was too long because this process did not run."""
+        """The error if this rank's wait was too long because this process did not run."""
         return PeerTimeoutError(
             f"this process did not run for {seconds:.0f} s: it was stopped (SIGSTOP, a suspended machine) or given no "
             f"processor; a rank that keeps the others waiting for {self._timeout_seconds:g} s is given up",
@@ -128,7 +128,7 @@ class Culprits:
         )
 
     def _was_late(self, waiting: Sequence[int]) -> RingError:
-        """The ranks `waiting` waited too long for this rank."""
+        """The error if the ranks `waiting` waited too long for this rank."""
         return PeerTimeoutError(
             f"{ranks_in_words(waiting)} waited for this rank for {self._timeout_seconds:g} s and "
             "gave up; it computed for longer, or was stopped (SIGSTOP, a suspended machine)",
@@ -141,9 +141,9 @@ class Culprits:
         return error
 
     def seen_by_the_host(self, suspects: Sequence[int]) -> RingError | None:
-        """The failure of one of `suspects` that is on this host, if there is one.
+        """The failure of a rank of `suspects` on this host, or None.
 
-        Needs no link: a child of a dead rank may keep the links open.
+        Does not depend on links: a child of a dead rank may keep the links open.
         """
         if self._host is None:
             return None
@@ -154,7 +154,7 @@ class Culprits:
         return None
 
     def heard_from(self, suspects: Sequence[int]) -> RingError | None:
-        """The error of one of `suspects` that has said that it stops, if there is one.
+        """The error of a rank of `suspects` that has announced its end, or None.
 
         Asks the store once or twice per rank, and does not wait. For MPI, where no link closes when a rank stops.
         """

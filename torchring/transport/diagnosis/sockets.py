@@ -1,4 +1,4 @@
-"""Whether Gloo's TCP connection to a peer is still open. Nothing is sent to find out.
+"""Finds out whether Gloo's TCP connection to a peer is still open, without sending anything.
 
 Sending would do harm: if the peer has exited after its last message, the peer's kernel answers with a reset, and bytes
 that are still on their way here are thrown away. Gloo closes its socket when it has read everything, the end included
@@ -99,7 +99,7 @@ class Links:
         self._of_peer = {peer: links[0] for peer, links in found.items() if len(links) == 1}
 
     def is_open(self, peer: int) -> bool | None:
-        """Whether the connection to `peer` is open; None if its socket is not known."""
+        """True if the connection to `peer` is open. None if its socket is not known."""
         link = self._of_peer.get(peer)
         return None if link is None else link.is_open()
 

@@ -1,8 +1,8 @@
-"""What torchring needs of Gloo's links and Gloo has no call for: close all, find out whether one is open, let go.
+"""Closes Gloo's links, finds out whether a link is open, and drops a group: Gloo has no calls for these.
 
-Each function uses a side effect of a call that Gloo does have. The comment in the function names the source file that
-the side effect is in, of https://github.com/pytorch/gloo or of torch. tests/transport/test_gloo_links.py fails if a
-release of torch changes one.
+Each function uses a side effect of a call that Gloo does have. The comment in the function names the source file of the
+side effect, of https://github.com/pytorch/gloo or of torch. A test fails if a release of torch changes one:
+tests/transport/diagnosis/test_gloo_links.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CLOSING_SECONDS: Final = 0.5
 
 
 def has_timed_out(failure: RuntimeError) -> bool:
-    """Whether a wait was too long, in this thread or in another thread."""
+    """True if a wait was too long, in this thread or in another thread."""
     # gloo/transport/tcp/unbound_buffer.cc: "Timed out waiting 1ms for recv operation to complete".
     # gloo/transport/tcp/pair.cc, and where Gloo connects: "timeout" in several texts.
     text = str(failure).lower()
@@ -32,7 +32,7 @@ def has_timed_out(failure: RuntimeError) -> bool:
 
 
 def is_consequence(failure: RuntimeError) -> bool:
-    """Whether another wait of this process has failed and so closed all links."""
+    """True if another wait of this process has failed, and so closed all links."""
     # gloo/transport/tcp/unbound_buffer.cc: "Application timeout caused pair closure".
     return "caused pair closure" in str(failure).lower()
 
@@ -51,7 +51,7 @@ def close_links(group: Backend, rank: int, size: int) -> None:
 
 
 def find_failure(group: Backend, peer: int) -> RuntimeError | None:
-    """Why nothing more can come from `peer`; None if the link is open.
+    """The error if the link to `peer` is closed, so that nothing more can come. None if it is open.
 
     Tells the peer that this rank is ready to receive, which may cost the last bytes of a peer that has exited: its
     kernel answers with a reset. So ask only where the socket is not known (see `sockets.py`).
