@@ -16,9 +16,9 @@ PACKAGE = ROOT / "torchring"
 # fmt: off
 ORDER = [
     "kernels", "errors", "linux", "threads", "dynamo", "releases", "rendezvous", "alone", "memory",
-    "world", "accelerators", "observe", "generation", "default_world", "transport", "collectives", "allreduce",
-    "gradients", "norms", "optimizer", "joining", "monitoring", "launch", "elastic", "horovod", "doctor", "report",
-    "cli", "__main__", "__init__", "bench",
+    "world", "accelerators", "observe", "interruption", "generation", "default_world", "transport", "collectives",
+    "allreduce", "gradients", "norms", "optimizer", "joining", "monitoring", "launch", "elastic", "horovod", "doctor",
+    "report", "cli", "__main__", "__init__", "bench",
 ]
 # fmt: on
 

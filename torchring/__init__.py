@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchring import elastic as elastic
-    from torchring.collectives import (
+    from torchring.collectives.functions import (
         Work,
         all_gather,
         all_gather_object,
@@ -132,8 +132,8 @@ if not TYPE_CHECKING:  # else any misspelt name would be of type Any
 
     # Imported when first used: they import torch, which takes seconds that `torchring --version` need not wait for.
     _HOMES = {
-        "collectives": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast broadcast_object "
-        "reduce_scatter",
+        "collectives.functions": "Work all_gather all_gather_object all_reduce all_to_all barrier broadcast "
+        "broadcast_object reduce_scatter",
         "default_world": "device init is_initialized local_rank local_size node_rank num_nodes rank shutdown size",
         "errors": "GradientError PeerLostError PeerTimeoutError PlanMismatchError RingError TopologyError",
         "gradients.stats": "Stats",

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import Collectives
 from torchring.collectives.signature import Signature
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
 from torchring.errors import PlanMismatchError
 from torchring.gradients.group import OptimizerGroup
+from torchring.interruption import InterruptionGuard
 from torchring.world import World
 
 _T = TypeVar("_T")

@@ -12,7 +12,6 @@ import torch
 
 from torchring.collectives import operations
 from torchring.collectives.gloo import GlooCollectives
-from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.join import Join
 from torchring.collectives.operations import Backend, SingleRank
 from torchring.collectives.shared_memory import SharedMemoryCollectives
@@ -20,6 +19,7 @@ from torchring.collectives.signature import Signature, fingerprint, first_differ
 from torchring.dynamo import run_eagerly
 from torchring.errors import PlanMismatchError, in_step
 from torchring.generation import refuse_before_generation
+from torchring.interruption import InterruptionGuard
 from torchring.memory.host import bytes_of, tensor_of
 from torchring.observe.services import flight_recorder_of
 from torchring.threads import SerialThread

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
-from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.errors import GradientError, in_step
 from torchring.gradients.backward import BackwardWatch
 from torchring.gradients.module_wrappers import ModuleWrappers
 from torchring.gradients.participants.buffers import Place
+from torchring.interruption import InterruptionGuard
 from torchring.observe.phases import EXPOSED
 from torchring.observe.services import recorder_of
 from torchring.world import World

@@ -1,4 +1,4 @@
-"""An operation between ranks that is interrupted half way breaks the world on all ranks.
+"""Breaks the world, on all ranks, if an operation between ranks is interrupted half way.
 
 Ctrl-C, a time limit or another signal handler that raises can interrupt an operation between any two bytecodes. Then
 nobody knows which signals this rank has sent and taken. If the script caught the exception and went on, its next

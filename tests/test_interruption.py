@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 import torchring
 from tests.support.harness import run_ranks, run_threads, wait_until
-from torchring.collectives.interruption import InterruptionGuard
 from torchring.collectives.service import collectives_of
 from torchring.errors import RingError
 from torchring.gradients.participants import replicas
+from torchring.interruption import InterruptionGuard
 from torchring.memory import host as host_module
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.world import World

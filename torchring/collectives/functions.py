@@ -1,0 +1,274 @@
+"""Collectives for scripts: metrics, batch counts, early stopping, objects.
+
+They act on the default world. All ranks call them in the same order. A tensor on a GPU travels through the host's
+memory, and the host waits for it. (Gradients do not: see `gradients/`.)
+
+A blocking call returns when this rank's result is there. With `async_op=True` a background thread runs the collective,
+and the tensor belongs to torchring until `Work.wait()` returns. Collectives, blocking or not, run in the order of the
+calls. Threads of one rank take turns, in an order that should be the same on all ranks.
+
+Ranks of one host exchange bytes through shared memory. Between hosts Gloo moves the bytes, in a process group of
+torchring's own.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, Literal, TypeVar, cast, overload
+
+import torch
+
+from torchring.collectives import operations
+from torchring.collectives.operations import Backend
+from torchring.collectives.service import collectives_of
+from torchring.collectives.signature import Op, signature_of
+from torchring.default_world import default_world
+from torchring.errors import PeerLostError
+
+_T = TypeVar("_T")
+
+
+class Work:
+    """A collective that has been started with `async_op=True`."""
+
+    def __init__(self, future: Future[torch.Tensor]) -> None:
+        self._future = future
+
+    def wait(self) -> torch.Tensor:
+        """Block until the collective is done. Returns its result, or raises its error."""
+        try:
+            return self._future.result()
+        except CancelledError:
+            raise PeerLostError("torchring.shutdown() was called before this collective began") from None
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._future.done()
+
+
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", *, async_op: Literal[True]) -> Work: ...
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op, async_op: Literal[True]) -> Work: ...
+@overload
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def all_reduce(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work:
+    """Combine `tensor` over all ranks, in place.
+
+    Args:
+        tensor: on the CPU or CUDA, of any shape and strides; shape and dtype are equal on every rank. The dtype is
+            fp16, bf16, fp32, fp64 or an integer dtype. 16-bit values are combined in fp32 and rounded once.
+        op: "mean", "sum", "min", "max" or "product". "mean" takes floating point only, as torch.mean does.
+        async_op: return a `Work` at once.
+
+    Returns:
+        `tensor`, with the same bits on every rank, or a `Work` whose `wait()` returns it.
+
+    Raises:
+        ValueError: the op is unknown, or the tensor is sparse, expanded or on another device.
+        TypeError: the dtype cannot be combined.
+        PlanMismatchError: another rank calls another collective, or with another shape, dtype or op.
+        PeerLostError: another rank died or left.
+        PeerTimeoutError: another rank did not call the collective within the timeout.
+    """
+    operations.check_dense(tensor)
+    operations.check_writable(tensor)
+    operations.check_reducible(tensor, op)
+    return _dispatch("all_reduce", tensor, async_op, operations.all_reduce, tensor, op)
+
+
+@overload
+def broadcast(tensor: torch.Tensor, src: int = 0, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def broadcast(tensor: torch.Tensor, src: int = 0, *, async_op: Literal[True]) -> Work: ...
+@overload
+def broadcast(tensor: torch.Tensor, src: int, async_op: Literal[True]) -> Work: ...
+@overload
+def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> torch.Tensor | Work:
+    """Overwrite `tensor` with that of rank `src`, in place.
+
+    Args:
+        tensor: on the CPU or CUDA, of any dtype; the shape is equal on every rank.
+        src: the rank whose values all ranks get. ValueError if there is no such rank.
+        async_op: return a `Work` at once.
+
+    Returns:
+        `tensor`, or a `Work` whose `wait()` returns it. Raises what `all_reduce` raises.
+    """
+    operations.check_dense(tensor)
+    operations.check_writable(tensor)
+    _check_rank(src)
+    return _dispatch("broadcast", tensor, async_op, operations.broadcast, tensor, src)
+
+
+@overload
+def all_gather(tensor: torch.Tensor, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def all_gather(tensor: torch.Tensor, async_op: Literal[True]) -> Work: ...
+@overload
+def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def all_gather(tensor: torch.Tensor, async_op: bool = False) -> torch.Tensor | Work:
+    """Concatenate the tensors of all ranks along dimension 0, in rank order.
+
+    Args:
+        tensor: on the CPU or CUDA, of any dtype. Only the size of dimension 0 may differ between ranks. 0-dim tensors
+            become a vector of size().
+        async_op: return a `Work` at once.
+
+    Returns:
+        A new tensor, or a `Work` whose `wait()` returns it. Has no gradient. Raises what `all_reduce` raises.
+    """
+    operations.check_dense(tensor)
+    return _dispatch("all_gather", tensor, async_op, lambda backend: torch.cat(operations.all_gather(backend, tensor)))
+
+
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", *, async_op: Literal[True]) -> Work: ...
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op, async_op: Literal[True]) -> Work: ...
+@overload
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work: ...
+
+
+def reduce_scatter(tensor: torch.Tensor, op: Op = "mean", async_op: bool = False) -> torch.Tensor | Work:
+    """Combine `tensor` over all ranks, and return this rank's share of dimension 0.
+
+    If dimension 0 is not a multiple of size(), the first ranks get one row more, as in Horovod. Values are combined in
+    rank order, 16-bit values in fp32.
+
+    Args:
+        tensor: as for `all_reduce`, but at least 1-dim. It does not change.
+        op: as for `all_reduce`.
+        async_op: return a `Work` at once.
+
+    Returns:
+        A new tensor, or a `Work` whose `wait()` returns it. Raises what `all_reduce` raises.
+    """
+    operations.check_dense(tensor)
+    operations.check_reducible(tensor, op)
+    if tensor.dim() == 0 or not tensor.shape[1:].numel():
+        raise ValueError(f"reduce_scatter deals out rows of at least one element, got {tuple(tensor.shape)}")
+    world = default_world()
+
+    def operation(backend: Backend) -> torch.Tensor:
+        splits = operations.even_shares(tensor.shape[0], world.size)
+        signature = signature_of("reduce_scatter", [tensor], f"op={op!r}")
+        parts = operations.all_to_all(backend, tensor, splits, signature)[0]
+        return operations.reduce_parts(parts, op)
+
+    return _dispatch("reduce_scatter", tensor, async_op, operation)
+
+
+@overload
+def all_to_all(tensor: torch.Tensor, splits: None = None, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    tensor: torch.Tensor, splits: Sequence[int], async_op: Literal[False] = False
+) -> tuple[torch.Tensor, list[int]]: ...
+@overload
+def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, *, async_op: Literal[True]) -> Work: ...
+@overload
+def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None, async_op: Literal[True]) -> Work: ...
+@overload
+def all_to_all(
+    tensor: torch.Tensor, splits: Sequence[int] | None = None, async_op: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, list[int]] | Work: ...
+
+
+def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None, async_op: bool = False) -> Any:
+    """Send a slice of dimension 0 to every rank, and concatenate the received slices in rank order. Any dtype.
+
+    Args:
+        tensor: on the CPU or CUDA, at least 1-dim; only dimension 0 may differ between ranks.
+        splits: number of rows for each rank, which add up to all rows; by default equal shares.
+        async_op: return a `Work` at once.
+
+    Returns:
+        The received rows; with `splits`, a tuple of these and of the number of rows from each rank, as in Horovod.
+
+    Raises:
+        ValueError: `splits` does not fit. Otherwise what `all_reduce` raises.
+    """
+    operations.check_dense(tensor)
+    world = default_world()
+    if tensor.dim() == 0 or not tensor.shape[1:].numel():
+        raise ValueError(f"all_to_all splits dimension 0 into rows of at least one element, got {tuple(tensor.shape)}")
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % world.size:
+            raise ValueError(f"dimension 0 has {rows} rows, not a multiple of {world.size} ranks; pass splits")
+        shares = [rows // world.size] * world.size
+    else:
+        shares = [operator.index(share) for share in splits]  # TypeError for 3.5
+        if len(shares) != world.size or sum(shares) != rows or min(shares) < 0:
+            raise ValueError(f"splits need {world.size} counts that add up to {rows} rows, got {shares}")
+
+    def operation(backend: Backend) -> Any:
+        signature = signature_of("all_to_all", [tensor], any_rows=True)
+        parts, counts = operations.all_to_all(backend, tensor, shares, signature)
+        return torch.cat(parts) if splits is None else (torch.cat(parts), counts)
+
+    return _dispatch("all_to_all", tensor, async_op, operation)
+
+
+def barrier() -> None:
+    """Wait until all ranks have called `barrier`. Raises PlanMismatchError, PeerLostError and PeerTimeoutError."""
+    collectives_of(default_world()).barrier()
+
+
+def broadcast_object(obj: _T | None, src: int = 0) -> _T:
+    """The picklable `obj` of rank `src`, on every rank. The argument of other ranks is ignored.
+
+    The bytes of rank `src` are unpickled, which can run code of its choosing: ranks trust each other.
+    """
+    _check_rank(src)
+    world = default_world()
+    data = collectives_of(world).broadcast_bytes(pickle.dumps(obj) if world.rank == src else None, src)
+    return cast(_T, obj if world.rank == src else pickle.loads(data))
+
+
+def all_gather_object(obj: _T) -> list[_T]:
+    """The picklable `obj` of every rank, in rank order.
+
+    Their bytes are unpickled, which can run code that the sender chooses: ranks trust each other.
+    """
+    world = default_world()
+    parts = collectives_of(world).all_gather_bytes(pickle.dumps(obj))
+    return [obj if rank == world.rank else pickle.loads(part) for rank, part in enumerate(parts)]
+
+
+def _dispatch(
+    what: str, tensor: torch.Tensor, async_op: bool, operation: Callable[..., torch.Tensor], *arguments: Any
+) -> torch.Tensor | Work:
+    """Run `operation(backend, *arguments)` on `tensor`, now or on the background thread."""
+    collectives = collectives_of(default_world())
+    if tensor.is_cuda:  # run in the stream that computes the tensor, also on the background thread
+        stream, of_caller = torch.cuda.current_stream(tensor.device), operation
+
+        def operation(backend: Backend, *arguments: Any) -> torch.Tensor:
+            with torch.cuda.stream(stream):
+                return of_caller(backend, *arguments)
+
+    if async_op:
+        return Work(collectives.start(what, operation, *arguments))
+    return collectives.run(what, operation, *arguments)
+
+
+def _check_rank(src: int) -> None:
+    size = default_world().size
+    if not isinstance(src, int) or not 0 <= src < size:
+        raise ValueError(f"src must be a rank, 0 .. {size - 1}, got {src!r}")
