@@ -1,4 +1,4 @@
-"""How a full bucket is reduced: schedules (pure functions) and the movers that follow them."""
+"""Reduces full buckets: schedules (pure functions), and the movers that follow them."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from torchring.world import World
 
 @dataclass(frozen=True)
 class Choice:
-    """What "auto" stands for in a world, for certain wires.
+    """The algorithm that "auto" has chosen for certain wires.
 
     Attributes:
         algorithm: "direct", "ring", "hierarchical", "native" or "nvls".
-        reason: why, in a sentence.
-        seconds: what each candidate took for the sample; empty if there was one candidate.
+        reason: a sentence.
+        seconds: time of each candidate for the sample. Empty if there was one candidate.
     """
 
     algorithm: str

@@ -16,7 +16,7 @@ TAGS_PER_ROUND: Final = 1 << 20  # tag = round number * TAGS_PER_ROUND + bucket 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Where the first NaN or infinity of a reduction came from.
+    """The origin of the first NaN or infinity of a reduction.
 
     rank: world rank whose input held the value; None if all inputs were finite and their sum overflowed.
     element: index of the value in the wire buffer.
@@ -46,13 +46,13 @@ class PendingReduction(Protocol):
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """When the reduction began and ended, in seconds of time.perf_counter. Known after `wait`.
+        """Begin and end of the reduction, in seconds of time.perf_counter. Known after `wait`.
 
         None if the reduction proceeds only inside calls of these methods.
         """
 
     def advance(self) -> bool:
-        """`contribute` if that takes no waiting. Returns whether this rank's part is done, or proceeds by itself."""
+        """`contribute`, if no wait is needed. Returns True if this rank's part is done, or proceeds by itself."""
 
     def contribute(self) -> None:
         """Wait until every rank has started this reduction, and do this rank's part.
@@ -63,7 +63,7 @@ class PendingReduction(Protocol):
     def wait(self) -> NonFinite | None:
         """Contribute, and wait for the parts of all ranks: `Wire.tensor` holds the result. May be called repeatedly.
 
-        Returns where a non-finite value came from, the same on all ranks, or None. Raises PeerLostError or
+        Returns the origin of a non-finite value, the same on all ranks, or None. Raises PeerLostError or
         PeerTimeoutError naming the peer; PlanMismatchError where ranks reduce different things.
         """
 
@@ -77,11 +77,11 @@ class Mover(Protocol[W]):
 
     @property
     def algorithm(self) -> str:
-        """What `stats()` reports: "direct", "ring", "hierarchical", "native" or "nvls"."""
+        """The name in `stats()`: "direct", "ring", "hierarchical", "native" or "nvls"."""
 
     @property
     def in_background(self) -> bool:
-        """Whether reductions proceed while the caller computes, on threads or streams of the mover's own."""
+        """True if reductions proceed while the caller computes, on threads or streams of the mover."""
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]:
         """Collective: one buffer per (elements, dtype), zeroed. The same on every rank."""
@@ -90,8 +90,8 @@ class Mover(Protocol[W]):
         """Collective: begin to replace `wire.tensor` by scale * sum over ranks, bit-identical on all ranks.
 
         16-bit wires are summed in fp32 and rounded once per hop. Where partial sums travel in 16 bits, inputs are
-        scaled first, so that no partial sum overflows if the result fits. `tag` says what is being reduced: ranks whose
-        tags differ raise PlanMismatchError instead of adding up different things. If several hundred reductions are
+        scaled first, so that no partial sum overflows if the result fits. `tag` identifies the reduction: ranks whose
+        tags differ raise PlanMismatchError instead of adding up different buckets. If several hundred reductions are
         pending, `start` first waits for the oldest.
 
         Raises what `PendingReduction.wait` raises, if the mover is known to have failed.
@@ -115,7 +115,7 @@ class BlockingMover(Protocol[W]):
 
     @property
     def num_lanes(self) -> int:
-        """How many wires can be reduced at a time."""
+        """Number of wires that can be reduced at a time."""
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> Sequence[W]: ...
 
@@ -128,7 +128,7 @@ class BlockingMover(Protocol[W]):
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite. Takes one pass if they are, a second pass only if their sum overflows."""
+    """True if all values are finite. Takes one pass, and a second pass only if the sum of finite values overflows."""
     if tensor.dtype.itemsize > 2:
         return math.isfinite(tensor.sum()) or bool(torch.isfinite(tensor).all())
     # A sum of 16-bit values in fp32 takes 28 ms for 25 MiB, their extremes 1.5; of fp32 values, 0.7 and 1.0.
@@ -141,10 +141,10 @@ def first_non_finite(tensor: torch.Tensor) -> int | None:
 
 
 def blame(reduced: torch.Tensor, ranks: Sequence[int], suspects: Sequence[int]) -> NonFinite:
-    """Where the non-finite values of `reduced` came from. All arguments are equal on all ranks.
+    """The origin of the non-finite values of `reduced`. All arguments are equal on all ranks.
 
     Args:
-        ranks: those that contributed.
+        ranks: the ranks that contributed.
         suspects: for each of `ranks` the `first_non_finite` of its input, -1 for none.
     """
     for rank, element in zip(ranks, suspects, strict=True):
@@ -154,7 +154,7 @@ def blame(reduced: torch.Tensor, ranks: Sequence[int], suspects: Sequence[int]) 
 
 
 def tag_mismatch(rank: int, tag: int, other: int, other_tag: int) -> PlanMismatchError:
-    """Rank `rank` is about to reduce something else than rank `other`. The rank that is ahead has skipped something."""
+    """The error if ranks are about to reduce different buckets. The rank that is ahead has skipped a bucket."""
     ahead, its_tag, behind, expected = (
         (rank, tag, other, other_tag) if tag > other_tag else (other, other_tag, rank, tag)
     )

@@ -1,4 +1,4 @@
-"""What a reduction takes by its size, measured with the mover that reduces gradients."""
+"""Measures the time of a reduction by its size, with the mover that reduces gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchring.collectives.service import internal_collectives_of
 from torchring.world import World
 
 SIZES_BYTES: Final = (64 << 10, 512 << 10, 2 << 20, 8 << 20)
-_NUM_WIRES: Final = 2  # at a time, as in a backward: what two share, such as the wait for a message, counts half
+_NUM_WIRES: Final = 2  # at a time, as in a backward: a cost that both share, such as a wait for a message, counts half
 _NUM_TURNS: Final = 3
 _PATIENCE_SECONDS: Final = 0.25  # for a turn; after a longer one, larger sizes are not measured
 
@@ -22,7 +22,7 @@ _PATIENCE_SECONDS: Final = 0.25  # for a turn; after a longer one, larger sizes 
 def seconds_together(
     world: World, mover: Mover[Any], wires: Sequence[Any], synchronize: Callable[[], None] = lambda: None
 ) -> float:
-    """Collective: how long it takes to reduce all these wires, started at once, on the slowest rank.
+    """Collective: seconds to reduce all these wires, started at once, on the slowest rank.
 
     Args:
         synchronize: waits until results are there.

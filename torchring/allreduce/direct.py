@@ -39,7 +39,7 @@ class PendingDirect:
     """One reduction, from this rank's "packed" to the "done" of all ranks. See `PendingReduction`.
 
     Args:
-        number: how many reductions of `mover` were started before this reduction.
+        number: number of reductions of `mover` that were started before this reduction.
     """
 
     span = None
@@ -95,7 +95,7 @@ class PendingDirect:
 
 
 class DirectAllReduce:
-    """Mover over shared memory; all ranks of `group` open it together. See `Mover`, and `BlockingMover`: of one lane.
+    """Mover over shared memory; all ranks of `group` open it together. See `Mover` and, for one lane, `BlockingMover`.
 
     Args:
         group: the ranks of this host.
@@ -103,8 +103,8 @@ class DirectAllReduce:
 
     Attributes (for `PendingDirect`):
         packed, done: the two signals.
-        records, slices: what the ranks of the host share.
-        pending: started and not yet over, the oldest first.
+        records, slices: memory that the ranks of the host share.
+        pending: reductions that were started and are not over, the oldest first.
         num_gathered: number of reductions that all ranks have packed.
     """
 

@@ -37,12 +37,12 @@ from torchring.memory.host import HostGroup
 # A rank of another host that keeps a column waiting is named by the ring of that column. Ranks of this host that wait
 # for the column wait for so much longer, to hear of that name.
 _GRACE_SECONDS: Final = 5.0
-_LOOK_SECONDS: Final = 0.1  # how often a lane that waits for its turn looks whether another lane has failed
+_LOOK_SECONDS: Final = 0.1  # a lane that waits for its turn checks so often that no other lane has failed
 _AT_ONCE_SECONDS: Final = 100e-6
 
 
 def num_columns(hosts: Sequence[Sequence[int]]) -> int:
-    """As many as the smallest host has ranks."""
+    """Number of columns: the number of ranks of the smallest host."""
     return min(map(len, hosts))
 
 
@@ -79,7 +79,7 @@ class PendingHierarchical:
     """One reduction: this rank's part runs in a lane, the parts of peers are waited for. See `PendingReduction`.
 
     Args:
-        number: how many reductions of `mover` were started before this reduction.
+        number: number of reductions of `mover` that were started before this reduction.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PendingHierarchical:
         return True
 
     def contribute(self) -> None:
-        """Nothing to do: this rank's part is done, or a lane does it."""
+        """Do nothing: this rank's part is done, or a lane does it."""
 
     def wait(self) -> NonFinite | None:
         if not self._is_over:
@@ -162,14 +162,14 @@ class HierarchicalAllReduce:
     Args:
         group: the ranks of this host.
         columns: number of columns. The ranks whose position in the group is less have a column each.
-        ring: of this rank's column, None if it has none.
-        in_background: whether reductions go on after `start` has returned. If not, `start` does this rank's part.
+        ring: the ring of this rank's column. None if this rank has no column.
+        in_background: reductions go on after `start` has returned. If False, `start` does this rank's part.
 
     Attributes (for `PendingHierarchical`):
         lanes: run this rank's parts.
         packed, done: the two signals.
-        records, slices: what the ranks of the host share.
-        pending: started and not yet over, the oldest first.
+        records, slices: memory that the ranks of the host share.
+        pending: reductions that were started and are not over, the oldest first.
         turns: held while a column is summed over the host.
         num_summed: number of columns that have been summed over the host.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of one host write down about each reduction, for the others to read: its tag, and what was found."""
+"""Records of reductions in memory that the ranks of one host share: the tag, and the first non-finite value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ReductionRecords:
         self._own = self._records[group.index]
 
     def write_tag(self, number: int, tag: int) -> None:
-        """Say what this rank's n-th reduction reduces. Call before "packed" is announced."""
+        """Write the tag of this rank's n-th reduction. Call before "packed" is announced."""
         self._own[number % MAX_PENDING * 3] = tag
 
     def check_tags(self, number: int, tag: int) -> None:
@@ -39,13 +39,13 @@ class ReductionRecords:
                 raise error
 
     def write(self, number: int, found: NonFinite | None) -> None:
-        """Say what was found in this rank's slice. Call before "done" is announced."""
+        """Write the first non-finite value of this rank's slice. Call before "done" is announced."""
         at = number % MAX_PENDING * 3
         self._own[at + 1] = 0 if found is None else _NOBODY if found.rank is None else found.rank + 1
         self._own[at + 2] = 0 if found is None else found.element
 
     def read(self, number: int) -> NonFinite | None:
-        """What was found in the slice of any rank. Call when all ranks have announced "done"."""
+        """The first non-finite value of any rank's slice. Call when all ranks have announced "done"."""
         at = number % MAX_PENDING * 3
         for record in self._records:
             if record[at + 1]:

@@ -71,17 +71,16 @@ class RingWire:
 
 
 class _Lane:
-    """What one reduction works with: a transport, and room for blocks that have arrived and are not yet added."""
+    """A transport, and room for the blocks of one reduction that have arrived and are not yet added."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._room = torch.empty(NUM_AHEAD, BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-        self.scratch = torch.empty(
-            BLOCK_BYTES // 2, dtype=torch.float32, device="cpu"
-        )  # for a block of 16-bit elements
+        # for a block of 16-bit elements
+        self.scratch = torch.empty(BLOCK_BYTES // 2, dtype=torch.float32, device="cpu")
 
     def place(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Where the n-th block that is received goes, if it is to be added."""
+        """Memory for the n-th received block, if the block is to be added."""
         return self._room[number % NUM_AHEAD, : like.numel() * like.element_size()].view(like.dtype)
 
 
@@ -125,7 +124,7 @@ class RingAllReduce:
     def reduce_checked(
         self, wire: RingWire, culprit: NonFinite | None, *, scale: float, tag: int, lane: int
     ) -> NonFinite | None:
-        """As `all_reduce`, when the caller has looked for NaN and infinities in this rank's input.
+        """Does what `all_reduce` does, after the caller has looked for NaN and infinities in this rank's input.
 
         Args:
             culprit: the rank that the first non-finite value came from, which may be another rank of this host; None if

@@ -1,4 +1,4 @@
-"""Opens movers for gradients on the CPU, and decides what algorithm="auto" and overlap="auto" mean there.
+"""Opens movers for gradients on the CPU, and resolves algorithm="auto" and overlap="auto" for them.
 
 See `device/select.py` for gradients on GPUs.
 """
@@ -40,7 +40,7 @@ _LEAST_ADVANTAGE: Final = 1.3
 
 
 def choose(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> Choice:
-    """Collective: what "auto" means for wires of these (elements, dtype), the same on all ranks.
+    """Collective: the algorithm that "auto" chooses for wires of these (elements, dtype), the same on all ranks.
 
     "auto" is "direct" where all ranks share memory. Elsewhere torchring measures "native" against "hierarchical", or
     against "ring" where every host has one rank, for wires of this size. "native" is not considered for 16-bit wires.
@@ -54,7 +54,7 @@ def choose(world: World, specs: Sequence[tuple[int, torch.dtype]]) -> Choice:
 def open_chosen(
     world: World, overlap: str, specs: Sequence[tuple[int, torch.dtype]], narrow: torch.dtype | None = None
 ) -> tuple[Mover[Any], Choice]:
-    """Collective: the mover for algorithm="auto", and why this mover was chosen.
+    """Collective: the mover for algorithm="auto", and the choice with its reason.
 
     Args:
         narrow: the 16-bit dtype in which wider wires may travel later.

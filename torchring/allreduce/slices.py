@@ -97,7 +97,7 @@ class Slices:
     def sum(self, wire: SharedWire, scale: float, *, spread: bool) -> NonFinite | None:
         """Replace this rank's slice by scale * sum over the host; with `spread`, in the peers' buffers, too.
 
-        Only one call at a time: calls share scratch memory. Returns the first NaN or infinity, and whose input held it.
+        Only one call at a time: calls share scratch memory. Returns the first NaN or infinity, with its origin.
         """
         found: NonFinite | None = None
         for block in wire.blocks:
@@ -112,7 +112,10 @@ class Slices:
         return found
 
     def _blame(self, block: Block, scale: float) -> NonFinite:
-        """Whose input made the block non-finite. The sum has overwritten this rank's: it is found by exclusion."""
+        """Find the rank whose input made the block non-finite.
+
+        The sum has overwritten this rank's input. So this rank is found by exclusion.
+        """
         element = first_non_finite(block.own)
         assert element is not None
         others = 0.0

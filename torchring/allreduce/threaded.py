@@ -27,7 +27,7 @@ class PendingInLane:
 
     Args:
         thread: calls `reduce`, unless an earlier reduction has failed. None: the constructor calls `reduce`.
-        failure: of any reduction of the same mover.
+        failure: the first failure of any reduction of the same mover.
     """
 
     __slots__ = ("_failure", "_future", "span")
@@ -48,7 +48,7 @@ class PendingInLane:
         return True
 
     def contribute(self) -> None:
-        """Nothing to do: this rank's part is done, or the thread does it."""
+        """Do nothing: this rank's part is done, or the thread does it."""
 
     def wait(self) -> NonFinite | None:
         try:
@@ -75,7 +75,7 @@ class Lanes:
 
     Args:
         count: number of lanes.
-        in_background: whether the lanes have threads. If not, `start` runs the reduction and raises what went wrong.
+        in_background: lanes have threads. If False, `start` runs the reduction, and raises its error.
 
     Attributes:
         failure: the first failure in any lane. Later reductions raise it.
@@ -101,7 +101,7 @@ class ThreadedMover(Generic[W]):
     """Runs a blocking mover in lanes. See `Mover`.
 
     Args:
-        in_background: whether reductions go on after `start` has returned. If not, `start` runs the reduction itself.
+        in_background: reductions go on after `start` has returned. If False, `start` runs the reduction itself.
     """
 
     def __init__(self, mover: BlockingMover[W], *, in_background: bool = True) -> None:

@@ -26,14 +26,14 @@ def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _digest(parameter: torch.Tensor) -> tuple[int, int]:
-    """The order is told by Adler-32; at memory speed."""
+    """A sum, and Adler-32, which depends on the order. Runs at memory speed."""
     data = _aligned_bytes(parameter)
     words = data[: data.numel() // 8 * 8].view(torch.int64)
     return int(words.sum()), zlib.adler32(memoryview(data.numpy()))  # type: ignore[arg-type]
 
 
 def _digest_on_device(parameter: torch.Tensor) -> torch.Tensor:
-    """[2] int64 there: the order is told by every word times its place. Nobody waits for it."""
+    """[2] int64 on the device: a sum, and a sum of words times their positions. The host does not wait."""
     data = _aligned_bytes(parameter)
     words = data[: data.numel() // 8 * 8].view(torch.int64)
     rest = data[words.numel() * 8 :].to(torch.int64)  # 0 to 7 bytes

@@ -45,7 +45,7 @@ class Work:
             raise PeerLostError("torchring.shutdown() was called before this collective began") from None
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return at once."""
         return self._future.done()
 
 

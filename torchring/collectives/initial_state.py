@@ -77,7 +77,7 @@ def _check_broadcastable(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 class Stateful(Protocol):
-    """What a checkpoint can hold."""
+    """An object that a checkpoint can hold."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -108,7 +108,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0) -> None:
 
 
 def is_sharded(optimizer: object) -> bool:
-    """Whether each rank has a part of the optimizer's state."""
+    """True if each rank has a part of the optimizer's state."""
     module = sys.modules.get("torch.distributed.optim")  # which has been imported if there is such an optimizer
     kind = getattr(module, "ZeroRedundancyOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
@@ -125,7 +125,7 @@ def check_sendable(stateful: Stateful) -> None:
 
 
 def broadcast_state(stateful: Stateful, src: int = 0) -> None:
-    """`broadcast_optimizer_state`, for whatever has a state_dict: a scheduler, a GradScaler. Collective."""
+    """Like `broadcast_optimizer_state`, for any object with a state_dict, such as a scheduler. Collective."""
     world = default_world()
     if world.size == 1:
         return
@@ -205,7 +205,7 @@ def _fill(outline: Any, place: str, mine: Mapping[str, torch.Tensor], wanted: di
 
 
 def _inside(place: str, key: object) -> str:
-    """As in Python: param_groups[0]['lr']."""
+    """The place of an item, as Python writes it: param_groups[0]['lr']."""
     return f"{place}[{key!r}]" if place else str(key)
 
 
@@ -226,7 +226,7 @@ def _send_and_load(value: Any) -> Any:
 def _cannot_be_sent(
     owner: str, outline: Any, send: Callable[[Any], object], error: Exception, advice: str = _ADVICE_AT_START
 ) -> TypeError:
-    """The error that says which value `send` fails with; `error` is what it raised for all of them together."""
+    """The error that names the value with which `send` fails. `error`: raised by `send` for the whole outline."""
     what = f"the {owner}'s state"
     for place, value in _leaves(outline, ""):
         try:

@@ -1,4 +1,4 @@
-"""Inside `torchring.join`, some ranks may have ended. They take part in reductions of gradients only."""
+"""Refuses collectives inside `torchring.join`, where ranks that have ended only reduce gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torchring.world import World
 
 
 class Join:
-    """Whether the script is inside `torchring.join`. `world.shared(Join)` is that of a world."""
+    """Knows if the script is inside `torchring.join`. A world has one: `world.shared(Join)`."""
 
     def __init__(self, world: World) -> None:
         self.is_open = False

@@ -71,7 +71,7 @@ def all_reduce(backend: Backend, tensor: torch.Tensor, op: str) -> torch.Tensor:
 def all_reduce_together(backend: Backend, tensors: Sequence[torch.Tensor], op: str) -> None:
     """Combine tensors over all ranks, in place, as if they were one tensor. This takes one exchange, not one for each.
 
-    tensors: of one dtype, and of any shapes, strides and devices. `check_dense`, `check_writable`, `check_reducible`
+    tensors: have one dtype, and any shapes, strides and devices. `check_dense`, `check_writable`, `check_reducible`
         and `check_apart` accept them. May be empty.
     Raises PlanMismatchError if another rank passes other shapes, another dtype or another op.
     """
@@ -150,7 +150,7 @@ def barrier(backend: Backend) -> None:
 
 
 def even_shares(num_rows: int, size: int) -> list[int]:
-    """How many rows each rank gets. If these are not a multiple of `size`, the first ranks get one row more.
+    """Number of rows for each rank. If `num_rows` is not a multiple of `size`, the first ranks get one row more.
 
     Example: 5 rows, 3 ranks -> [2, 2, 1].
     """
@@ -188,7 +188,7 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_movable(device: torch.device) -> bool:
-    """Whether collectives take tensors on this device."""
+    """True if collectives take tensors on this device."""
     return device.type in ("cpu", *ACCELERATORS)
 
 
@@ -209,7 +209,7 @@ def check_writable(tensor: torch.Tensor) -> None:
 
 
 def is_reducible(dtype: torch.dtype) -> bool:
-    """Whether values of this dtype can be combined over ranks."""
+    """True if values of this dtype can be combined over ranks."""
     return dtype in _REDUCIBLE
 
 

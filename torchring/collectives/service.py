@@ -34,7 +34,7 @@ class Collectives:
 
     Args:
         name: name of the sequence; unique in this world, equal on every rank.
-        is_scripts: whether the script decides when to call them. Ranks that have ended would not call these.
+        is_scripts: the script decides when to call them. Ranks that have ended would not call them.
     """
 
     def __init__(self, world: World, name: str = "collectives", *, is_scripts: bool = True) -> None:
@@ -149,7 +149,7 @@ class Collectives:
         """The tensors of all ranks, in rank order. Sizes of dimension 0 may differ.
 
         Args:
-            signature: what to call the collective in errors, where it is part of another operation.
+            signature: names the operation in errors, if the collective is a part of another operation.
         """
         what = "all_gather" if signature is None else signature.operation
         return self.run(what, operations.all_gather, tensor, signature)
@@ -181,7 +181,7 @@ class Collectives:
         self.run("barrier", operations.barrier)
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank."""
+        """True if `flag` is true on any rank."""
         return bool(self.all_reduce(torch.tensor([int(flag)], device="cpu"), "max"))
 
 

@@ -66,11 +66,11 @@ class _Views(NamedTuple):
     """Views of one half of the staging buffers, for chunks of a certain dtype and size.
 
     Attributes:
-        own: of this rank's half: its input if every rank adds up everything, or its result if each adds up a slice.
+        own: in this rank's half: the input if every rank adds up everything, the result if each adds up a slice.
         inputs: the inputs of all ranks to what this rank adds up, in rank order.
-        sizes: of the slices, in elements.
-        to_others: of this rank's half: its input to the slices of the others.
-        results: of the halves of the others: their results.
+        sizes: elements of each slice.
+        to_others: in this rank's half: the input to the slices of the others.
+        results: in the halves of the others: their results.
     """
 
     own: torch.Tensor
@@ -81,12 +81,12 @@ class _Views(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """What travels in one round.
+    """The elements that travel in one round.
 
     Attributes:
-        pieces: of the caller's tensors.
+        pieces: parts of the caller's tensors.
         flat: the only piece, or a copy of all pieces.
-        own: what this rank adds up, of `flat`: its slice, or everything.
+        own: the part of `flat` that this rank adds up: its slice, or everything.
         others: the slices of the others.
     """
 

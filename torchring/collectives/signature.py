@@ -1,4 +1,4 @@
-"""What ranks compare before they exchange bytes: signatures of collectives, and descriptions of plans."""
+"""Signatures of collectives, and descriptions of plans, which ranks compare before they exchange bytes."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class BurstWatch:
         Args:
             ready_ns: when each gradient came, after the end of forward or, if that is unknown, after the first
                 gradient; -1 for none. Without the time of communication and copies.
-            before_ns: how long before that the script began to wait for data.
-            is_forward_known: whether the end of forward is known.
-            hides: whether backward is known to have hidden some communication.
+            before_ns: time from when the script began to wait for data until then.
+            is_forward_known: the end of forward is known.
+            hides: backward is known to have hidden some communication.
         """
         if self.finding:
             return

@@ -16,7 +16,7 @@ from torchring.memory import semaphore
 from torchring.memory.host import HostGroup
 
 POLL_SECONDS: Final = 5e-3
-"""How long a rank polls for its peers by default before it goes to sleep; see `Channel`."""
+"""Default time for which a rank polls for its peers before it goes to sleep; see `Channel`."""
 
 # If giving way takes longer than a switch to a peer and back, another program computes on this core.
 _CROWDED_SECONDS: Final = 300e-6
@@ -31,7 +31,7 @@ class Channel:
 
     Args:
         group: the ranks that share memory.
-        poll_seconds: how long to poll before going to sleep. Waking a sleeper costs about 15 us, and 150 us or more if
+        poll_seconds: time to poll before going to sleep. Waking a sleeper costs about 15 us, and 150 us or more if
             the processor has gone idle. A polling rank gives way to other processes between two looks, so polling does
             no harm where ranks outnumber cores (all-reduce of 1 KiB, 4 ranks on 2 cores: 60 us; asleep 175 us, polling
             without giving way 580 us). If another program keeps the core for long, the rank sleeps in its next few
@@ -63,7 +63,7 @@ class Channel:
             semaphore.post(address)
 
     def has_gathered(self) -> bool:
-        """Gather without waiting: whether every peer has announced the current phase. If so, the next phase begins."""
+        """Gather without waiting. Returns True if every peer has announced the current phase; the next phase begins."""
         incoming = self._incoming
         while self._num_gathered < len(incoming):
             if semaphore.try_wait(incoming[self._num_gathered][0]):
@@ -100,7 +100,7 @@ class Channel:
         )
 
     def _poll(self, address: int) -> bool:
-        """Poll for a signal, giving way between two looks. Returns whether the signal was taken."""
+        """Poll for a signal, giving way between two looks. Returns True if the signal was taken."""
         now = time.perf_counter()
         until = now + self.poll_seconds
         while now < until and not self._crowded_waits:

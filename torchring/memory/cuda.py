@@ -84,7 +84,7 @@ class CudaGroup:
 
     Args:
         name: equal on all ranks; never used before in any of their processes.
-        is_isolated: whether several ranks see different GPUs under the same number, as CUDA_VISIBLE_DEVICES arranges.
+        is_isolated: several ranks see different GPUs under the same number, as CUDA_VISIBLE_DEVICES arranges.
             PyTorch takes such GPUs for one GPU, and refuses unless it is told that ranks may share a GPU.
     """
 
@@ -170,10 +170,10 @@ def share_memory(host: HostGroup | None, rendezvous: Rendezvous | None, device: 
 
 
 def find_problem(cards: dict[int, dict[str, Any]], *, allow_overlap: bool) -> str:
-    """Why these ranks of one host cannot share memory; "" if they can.
+    """The reason why these ranks of one host cannot share memory. "" if they can.
 
     Args:
-        cards: of each rank: its "device", the "unreachable" devices, and under "handover" its `describe_handover()`.
+        cards: for each rank its "device", the "unreachable" devices, and under "handover" its `describe_handover()`.
 
     GPUs without native atomics between them (over PCIe) will do: kernels signal to each other by plain stores.
     """

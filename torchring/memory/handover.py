@@ -1,4 +1,4 @@
-"""Whether PyTorch's symmetric memory can hand memory from one rank of a host to another.
+"""Finds out if PyTorch's symmetric memory can hand memory from one rank of a host to another.
 
 Symmetric memory sends file descriptors through sockets. A socket is a file in the folder for temporary files, and is
 named after the process number of the rank that receives (IpcChannel in PyTorch's CUDASymmetricMemoryUtils.cpp). So all
@@ -20,10 +20,10 @@ _LONGEST_NAME: Final = 107  # bytes of a socket's name; PyTorch copies a longer 
 
 
 def describe_handover() -> dict[str, str]:
-    """What this rank tells the others, for `why_no_handover`.
+    """The facts that the ranks exchange for `why_no_handover`.
 
-    "processes" and "folder" identify the numbering of processes and the folder, on one machine. "trouble" says why this
-    rank cannot have a socket; "" if it can.
+    "processes" and "folder" identify the numbering of processes and the folder, on one machine. "trouble" is the reason
+    why this rank cannot have a socket, or "".
     """
     folder = next((os.environ[name] for name in _FOLDER_VARIABLES if name in os.environ), "/tmp")
     trouble = identity = processes = ""
@@ -41,10 +41,10 @@ def describe_handover() -> dict[str, str]:
 
 
 def why_no_handover(ranks: Mapping[int, Mapping[str, str]]) -> str:
-    """Why these ranks of one host cannot hand each other memory; "" if they can.
+    """The reason why these ranks of one host cannot hand each other memory. "" if they can.
 
     Args:
-        ranks: what `describe_handover` says on each of them.
+        ranks: `describe_handover()` of each rank.
     """
     first = next(iter(ranks), 0)
     for rank, theirs in ranks.items():

@@ -390,7 +390,7 @@ def _host_identity() -> str:
 
 
 def _why_users_look_alike() -> str:
-    """Why this process cannot tell other users from its own; "" if it can.
+    """The reason why this process cannot tell other users from its own. "" if it can.
 
     The kernel shows a process all users that its user namespace does not map as one user, "nobody".
     """

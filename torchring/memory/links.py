@@ -32,7 +32,7 @@ class Listener:
 
     Attributes:
         address: abstract name of the socket.
-        token: what a caller has to know.
+        token: a secret that a caller has to know.
         links: open sockets to the ranks that have come.
     """
 
@@ -103,7 +103,7 @@ def meet(
 ) -> tuple[dict[int, socket.socket], dict[int, str]]:
     """Call the candidates below this rank, and take the calls of those above.
 
-    Returns the open sockets, and for the ranks that this rank has called in vain, why. Raises PeerTimeoutError.
+    Returns the open sockets, and a reason for each rank that this rank has called in vain. Raises PeerTimeoutError.
 
     Args:
         cards: "address" and "token" of the listener of every rank.

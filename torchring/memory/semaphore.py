@@ -1,4 +1,4 @@
-"""POSIX semaphores inside memory that processes share: how one rank tells another "I am here".
+"""POSIX semaphores in memory that processes share, by which one rank tells another "I am here".
 
 The futex word of a hand-written barrier needs a release store before the wake and an acquire load after it, which
 Python cannot express; on x86 it works by luck of the architecture, on aarch64 it does not. `sem_post` and `sem_wait`

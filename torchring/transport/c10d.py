@@ -47,7 +47,7 @@ class C10dTransport:
 
     Args:
         rendezvous: the world's store.
-        name: of the channel; unique in this world, the same on every rank.
+        name: name of the channel; unique in this world, the same on every rank.
         host: the ranks of this host; known to be alive or not.
     """
 

@@ -12,7 +12,7 @@ def open_transport(world: World, name: str | None = None) -> Transport:
     """Collective: open links of their own over the world's backend, "gloo" or "mpi".
 
     Args:
-        name: of the channel; the next channel name of the world by default.
+        name: name of the channel; by default the next channel name of the world.
     """
     assert world.rendezvous is not None, "a world of one sends nothing"
     name = world.next_channel_name() if name is None else name

@@ -1,4 +1,4 @@
-"""What launches reductions on a device.
+"""Engines that launch reductions on a device.
 
 `direct`, `ring` and `nvls` are one kernel each, in memory that the GPUs of one host share. Between hosts, or where GPUs
 do not reach each other's memory, torch.distributed's backend (NCCL) moves the bytes: `native` is its own all-reduce,
@@ -68,7 +68,7 @@ class SharedMemoryEngine:
 
     @property
     def can_multicast(self) -> bool:
-        """Whether "nvls" is to be had in the memory of this group."""
+        """True if the memory of this group supports "nvls"."""
         return self._pads.multicast != 0
 
     def open_wires(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[DeviceWire]:

@@ -80,7 +80,7 @@ def open_on_device(
 def _rivals(
     world: World, mover: OnStream, overlap: str, accelerator: Accelerator, *, with_native: bool
 ) -> dict[str, OnStream]:
-    """Collective: what else could reduce what `mover` reduces. The same on all ranks."""
+    """Collective: other movers that could take the place of `mover`. The same on all ranks."""
     rivals = {}
     engine = mover.engine
     if isinstance(engine, SharedMemoryEngine) and engine.can_multicast:
@@ -168,7 +168,7 @@ def _backend(world: World, members: tuple[int, ...] | None, accelerator: Acceler
 
 
 def _together(world: World, open_it: Callable[[], _T], problem: str = "") -> _T:
-    """Collective: what `open_it` returns. If `open_it` fails on a rank, all ranks raise a TopologyError with one text.
+    """Collective: the result of `open_it`. If it fails on a rank, all ranks raise a TopologyError with the same text.
 
     Args:
         problem: begins the text.

@@ -38,7 +38,7 @@ class DeviceWire:
         row: the row of this wire in `report`.
         memory: kept because the buffer lies in it.
         multicast: the address of all ranks' buffers at once, see `memory.cuda.Block`; 0 if they have none.
-        scale_first: whether inputs should be scaled where they are packed. A reduction with a scale would have to make
+        scale_first: inputs should be scaled where they are packed. A reduction with a scale would have to make
             a pass of its own for the scale, before it adds up.
         launches: prepared launches of the engine, by what they do.
     """
@@ -115,12 +115,12 @@ class OnStream:
     Args:
         engine: launches the reductions.
         accelerator: the engine's device.
-        in_background: whether backward goes on meanwhile. If not, the current stream waits for each reduction.
+        in_background: backward goes on meanwhile. If False, the current stream waits for each reduction.
         host: the ranks of this host, if there are others, to see which of them are alive.
-        timeout_seconds: how long the device may wait for other ranks.
+        timeout_seconds: the longest time that the device may wait for other ranks.
 
     Attributes:
-        stream: where buckets are reduced. Whoever packs them makes this stream wait.
+        stream: buckets are reduced on it. The code that packs them makes this stream wait.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class DeviceWatchdog:
     Args:
         mover: fails if a rank is dead or late. Kept weakly: an unused mover must not live on in this thread.
         host: the ranks of this host, if there are others.
-        timeout_seconds: how long the device may take for a sealed round.
+        timeout_seconds: the longest time that the device may take for a sealed round.
     """
 
     def __init__(self, mover: OnStream, host: HostGroup | None, timeout_seconds: float) -> None:
@@ -61,11 +61,11 @@ class DeviceWatchdog:
 
     @property
     def is_open(self) -> bool:
-        """Whether a round was started and not sealed."""
+        """True if a round was started and not sealed."""
         return self._open_since is not None
 
     def is_pending(self) -> bool:
-        """Whether the device has still to send the report of a sealed round."""
+        """True if the device has not yet sent the report of a sealed round."""
         with self._lock:
             return not all(has_come(fetched) for fetched, _ in self._sealed)
 
@@ -95,7 +95,7 @@ class DeviceWatchdog:
             del mover
 
     def _look(self) -> RingError | None:
-        """Why the device waits in vain; None if it does not, or may not."""
+        """The error if the device waits in vain. None if this is not certain."""
         with self._lock:
             while self._sealed and has_come(self._sealed[0][0]):
                 self._sealed.popleft()
@@ -122,5 +122,5 @@ class DeviceWatchdog:
 
 
 def has_come(fetched: torch.Tensor) -> bool:
-    """Whether the device has sent what `Accelerator.fetch` was asked for: no report holds a -1."""
+    """True if the device has sent the result of `Accelerator.fetch`: no report holds a -1."""
     return bool((fetched != -1).all())

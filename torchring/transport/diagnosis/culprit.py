@@ -37,7 +37,7 @@ class Culprits:
 
     Args:
         rendezvous: the world's store.
-        name: of the channel; unique in this world, the same on every rank.
+        name: name of the channel; unique in this world, the same on every rank.
         host: the ranks of this host; known to be alive or not.
     """
 
@@ -81,7 +81,7 @@ class Culprits:
 
         Args:
             peer: the rank whose transfer failed. None after a collective, which does not say whose transfer failed.
-            seconds: how long this rank has waited.
+            seconds: time that this rank has waited.
             timed_out: the wait was too long; else a link broke.
         """
         try:

@@ -31,7 +31,7 @@ class Endpoint:
         address: "" if Gloo cannot listen.
         interface: GLOO_SOCKET_IFNAME, "" if not set.
         usable: interfaces with addresses that other hosts may reach, as text.
-        problem: why Gloo cannot listen, in Gloo's words; "" if Gloo can.
+        problem: the reason why Gloo cannot listen, in Gloo's words; "" if Gloo can.
     """
 
     host: str
@@ -50,7 +50,7 @@ class Endpoint:
 
     @property
     def choice(self) -> str:
-        """Why Gloo listens at `address`."""
+        """The reason why Gloo listens at `address`."""
         if self.interface:
             return f"{_VARIABLE}={self.interface}"
         return f"{_VARIABLE} is not set, and the name {self.host} leads there or nowhere"
