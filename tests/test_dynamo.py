@@ -170,7 +170,7 @@ class _ListHandler(logging.Handler):
 
 
 def _train_whole(rank: int, size: int) -> tuple[str, str, list[str]]:
-    """Train a model in one graph whose gradients arrive at once: the reasons in stats() and the trace, and the log."""
+    """Train a model in one graph whose gradients arrive at once: what stats(), the trace and the log say."""
     handler = _ListHandler()
     logging.getLogger("torchring").addHandler(handler)
     note = BurstWatch.note
@@ -200,7 +200,7 @@ def _train_whole(rank: int, size: int) -> tuple[str, str, list[str]]:
     for parameter, same in zip(model.parameters(), plain.parameters(), strict=True):
         assert_bitwise(parameter.detach(), same.detach())
     assert about is not None
-    return reason, about.reason, handler.messages
+    return reason, about.finding, handler.messages
 
 
 def test_a_model_in_one_graph_trains_right_and_says_what_that_costs() -> None:

@@ -351,6 +351,14 @@ def test_a_parameter_for_which_its_bucket_waits_is_named() -> None:
     assert "bucket 0 waits 30 ms for the gradient of embedding alone" in analysis.verdict.sentence
 
 
+def test_a_model_compiled_as_a_whole_shows_what_is_exposed_and_why() -> None:
+    about = RunInfo(algorithm="ring", overlap="thread", size=2, local_size=1, finding="all gradients arrive together")
+    traces = one_step(about=about, of_ranks=[[(60, 90), (60, 120)]] * 2)
+    analysis = analyse(merge(traces))
+    assert "All gradients arrive together." in analysis.problems
+    assert analysis.verdict.kind == "communication"
+
+
 def test_without_a_model_only_time_in_a_data_loader_is_called_input() -> None:
     """INPUT includes forward then."""
     even = analysis_of(input_ms=32, forward_ms=0, **QUICK)

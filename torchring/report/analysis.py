@@ -130,6 +130,7 @@ def analyse(
         problems=(
             *job.problems,
             *timing.problems,
+            *([f"{about.finding[0].upper()}{about.finding[1:]}."] if about.finding else ()),
             *_about_optimizers(job, timing, critical, len(examined)),
             *_remarks(timing, pauses, verdict, is_forward_known=costs.is_forward_known, has_model=has_model),
             *_about_cores(typical(costs.cores), step.mean, who, verdict),

@@ -82,7 +82,7 @@ class RoundRecording:
     def _tell(self, finding: str) -> None:
         about = self._recorder.about
         if about is not None:
-            self._recorder.about = replace(about, reason=f"{about.reason}; {finding}")
+            self._recorder.about = replace(about, finding=finding)
         if self._world.rank == 0:
             _logger.warning(finding)
 

@@ -191,6 +191,7 @@ class RunInfo:
         process_began: when the process was started, on this rank's clock; 0 if unknown.
         wrapped: when the optimizer was wrapped.
         algorithm, reason, overlap: see `Stats`.
+        finding: the reason why hardly any communication is hidden, a sentence; "" if none is known.
         options: other arguments of `wrap`, by name, as text.
         bucket_bytes: bytes of each bucket of the last plan.
         parameters: in the order of registration.
@@ -215,6 +216,7 @@ class RunInfo:
     algorithm: str = "none"
     reason: str = ""
     overlap: str = "inline"
+    finding: str = ""
     options: dict[str, str] = field(default_factory=dict)
     bucket_bytes: tuple[int, ...] = ()
     parameters: tuple[ParameterRecord, ...] = ()
