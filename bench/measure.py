@@ -257,7 +257,10 @@ def rank_commands(
     script: str, ranks: int, arguments: Sequence[str], *, mpi: bool = False, environment: Mapping[str, str] = {}
 ) -> list[Command]:
     """The commands that `run_here` runs: one mpirun, or one command for each rank."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     shared |= {**search_path(), **environment}
     command = [sys.executable, script, *arguments]
     if mpi:
@@ -328,12 +331,6 @@ def open_gloo() -> None:
         store = dist.PrefixStore("bench/gloo", world.rendezvous.store)
         limit = timedelta(seconds=60)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def provenance() -> dict[str, Any]:
