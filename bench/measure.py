@@ -390,7 +390,7 @@ def writable(text: str) -> str:
 def write_rows(path: str | None, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
     """Append a run to a file of JSON lines: a line with its provenance, then a line for each row.
 
-    Numbers are rounded to 5 digits. Nothing is written if `path` is None.
+    Numbers are rounded to 6 digits. Nothing is written if `path` is None.
     """
     if path is not None:
         lines = [{"about": about}, *map(_rounded, rows)]
@@ -414,7 +414,7 @@ def _rounded(value: Any) -> Any:
         return {key: _rounded(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_rounded(each) for each in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def origin(about: dict[str, Any]) -> str:

@@ -54,7 +54,7 @@ def test_runs_are_appended_and_read_back(tmp_path: Path) -> None:
     measure.write_rows(str(file), [{"ms": {"p50": 1.23456789}}, {"sizes": [1, 2.5]}], {"date": "first"})
     measure.write_rows(str(file), [], {"date": "second"})
     assert measure.read_runs(file) == [
-        ({"date": "first"}, [{"ms": {"p50": 1.2346}}, {"sizes": [1, 2.5]}]),
+        ({"date": "first"}, [{"ms": {"p50": 1.23457}}, {"sizes": [1, 2.5]}]),
         ({"date": "second"}, []),
     ]
 
