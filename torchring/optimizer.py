@@ -35,8 +35,9 @@ from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
 from torchring.generation import ProvisionalWorld, refuse_before_generation
-from torchring.gradients.alone import Alone
+from torchring.gradients.contract import Sync
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.local import LocalSync
 from torchring.gradients.participants.about import about
 from torchring.gradients.participants.buffers import SyncBuffers, buffer_specs, check_choices
 from torchring.gradients.participants.recording import with_others
@@ -45,7 +46,7 @@ from torchring.gradients.participants.weights import check_weight
 from torchring.gradients.plan import Compression
 from torchring.gradients.reduction import Options, Reduction
 from torchring.gradients.snapshot import Snapshot
-from torchring.gradients.stats import Stats, stats_alone, stats_of
+from torchring.gradients.stats import Stats, stats_of
 from torchring.gradients.sync import Batches, GradientSync
 from torchring.gradients.validation import (
     GradientOp,
@@ -60,7 +61,7 @@ from torchring.gradients.validation import (
     spec_of,
     steps_exactly,
 )
-from torchring.observe.phases import INPUT, OPTIMIZER
+from torchring.observe.phases import OPTIMIZER
 from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.services import recorder_of
@@ -249,9 +250,7 @@ class DistributedOptimizer(Optimizer):
     def _set_accumulate(self, accumulate: int) -> None:
         """Reduce in every so many backwards from now on."""
         self._options = dataclasses.replace(self._options, accumulate=accumulate)  # type: ignore[has-type]
-        self._alone.accumulate = accumulate
-        if self._sync is not None:
-            self._sync.accumulate = accumulate
+        self._current.accumulate = accumulate
 
     # What a torch.optim.Optimizer has, shared with the wrapped one. Optimizer.__init__ assigns to these, too.
 
@@ -307,14 +306,14 @@ class DistributedOptimizer(Optimizer):
         """
         closure = self._prepare_step(closure)
         sync = self._live_sync()
-        if sync is None:
-            return self._step_alone(closure, *args, **kwargs)
         sync.before_step()
         before = None
         if closure is not None:
-            sync.reduction.world.shared(Join).refuse("step(closure)")
+            sync.world.shared(Join).refuse("step(closure)")
+            if not self._only_creates_state():
+                refuse_before_generation(sync.world, "step()")
             closure = functools.partial(self._evaluate, closure, sync)
-            before = self._snapshot()
+            before = Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
         self._is_stepping = True
@@ -330,10 +329,6 @@ class DistributedOptimizer(Optimizer):
         sync.has_stepped()
         self._forward_watch.start()
         return result
-
-    def _snapshot(self) -> Snapshot | None:
-        """What to go back to if a step with a closure is left out."""
-        return Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
 
     def _watch_wrapped(self) -> None:
         """See the steps of the wrapped optimizer: the model's buffers are equal before its hooks run.
@@ -370,44 +365,6 @@ class DistributedOptimizer(Optimizer):
 
         handles = (self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after))
         self._step_handles += handles
-
-    def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """A step in a world of one."""
-        world = self._find_world()
-        if isinstance(world, ProvisionalWorld) and not self._only_creates_state():
-            refuse_before_generation(world, "step()")
-        recorder = recorder_of(world)
-        recorder.enter(OPTIMIZER)
-        try:
-            return self._step_unwatched(closure, *args, **kwargs)
-        finally:
-            recorder.end_step()
-            self._forward_watch.start()
-
-    def _step_unwatched(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        alone = self._alone
-        alone.synchronize()
-        if closure is not None:
-            closure = functools.partial(_recorded, closure, recorder_of(self._find_world()))
-        if self._options.on_nonfinite != "skip":
-            return self._step_wrapped(closure, *args, **kwargs)
-        if closure is None:
-            return self._step_wrapped(None, *args, **kwargs) if alone.may_step() else None
-
-        def evaluate() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            if not alone.may_step():
-                raise _StepSkipped
-            return loss
-
-        before = self._snapshot()
-        try:
-            return self._step_wrapped(evaluate, *args, **kwargs)
-        except _StepSkipped:
-            if before is not None:
-                before.restore()
-            return None
 
     def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """An optimizer's step() need not take a closure, so a closure is passed only if there is one."""
@@ -466,11 +423,7 @@ class DistributedOptimizer(Optimizer):
         value = check_weight(weight)
         if self._options.op == "sum":
             raise ValueError("weigh() takes op='mean'; with op='sum', multiply the loss by its weight")
-        sync = self._live_sync()
-        if sync is None:
-            self._alone.weigh(value)
-        else:
-            sync.weigh(value)
+        self._live_sync().weigh(value)
 
     def skip(self) -> None:
         """Take part in the others' backward without one of this rank's own: where a batch is bad, or empty. Collective.
@@ -486,17 +439,11 @@ class DistributedOptimizer(Optimizer):
             GradientError: called inside `backward()`.
             ValueError: this optimizer is closed.
         """
-        sync = self._live_sync()
-        if sync is None:
-            self._alone.skip()
-        else:
-            sync.skip()
+        self._live_sync().skip()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
-        self._alone.forget_gradients()
-        if self._sync is not None:
-            self._sync.forget_gradients()
+        self._current.forget_gradients()
         if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
             self.optimizer.zero_grad()
             return
@@ -513,11 +460,7 @@ class DistributedOptimizer(Optimizer):
         Raises:
             GradientError: called inside `backward()`, or refused on another rank.
         """
-        sync = self._live_sync()
-        if sync is None:
-            self._alone.synchronize()
-        else:
-            sync.synchronize()
+        self._live_sync().synchronize()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context manager: inside, `backward()` accumulates gradients on this rank and sends nothing.
@@ -525,13 +468,11 @@ class DistributedOptimizer(Optimizer):
         What counts is where `backward()` runs, not where the loss was computed. With several optimizers, enter that of
         all whose parameters the backward may reach: the others reduce.
         """
-        sync = self._live_sync()
-        return sync.no_sync() if sync is not None else self._alone.no_sync()
+        return self._live_sync().no_sync()
 
     def stats(self) -> Stats:
         """What communication has cost so far, on this rank."""
-        sync = self._live_sync()
-        return stats_alone(self._alone) if sync is None else stats_of(sync)
+        return stats_of(self._live_sync())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch.optim.Optimizer.add_param_group does. Collective.
@@ -541,26 +482,25 @@ class DistributedOptimizer(Optimizer):
         if self._is_initialising:  # Optimizer.__init__, whose groups the wrapped optimizer has already
             return
         sync = self._live_sync()
-        if sync is not None:
-            sync.reduction.world.shared(Join).refuse("add_param_group()")
+        sync.world.shared(Join).refuse("add_param_group()")
         self.optimizer.add_param_group(param_group)
         added: list[torch.nn.Parameter] = self.param_groups[-1]["params"]
         try:
             names = {parameter: f"group{len(self.param_groups) - 1}.param{i}" for i, parameter in enumerate(added)}
-            check_free(names, self._find_world())
+            check_free(names, sync.world)
         except ValueError:
             del self.param_groups[-1]
             raise
         self._stepped += added
         self._names.update(names)
-        if sync is None:
+        if self._sync is None:
             return
 
         def share() -> None:
             broadcast_parameters({self._names[parameter]: parameter.data for parameter in added})
             sync.extend(added)
 
-        sync.reduction.world.shared(OptimizerGroup).guard.run("add_param_group()", share)
+        sync.world.shared(OptimizerGroup).guard.run("add_param_group()", share)
 
     def _take_groups(self, groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
         """Have these groups and options, and these names for the parameters. Not collective, outside of generations.
@@ -610,8 +550,7 @@ class DistributedOptimizer(Optimizer):
 
     def _check_joinable(self) -> None:
         """Raise ValueError if this optimizer cannot be used inside `torchring.join`. A copy connects."""
-        sync = self._live_sync()
-        if sync is not None and not sync.can_skip_alone():
+        if not self._live_sync().can_skip_alone():
             raise ValueError('torchring.join() does not work with on_nonfinite="skip" on a GPU')
         if is_sharded(self.optimizer):
             raise ValueError(
@@ -620,15 +559,15 @@ class DistributedOptimizer(Optimizer):
 
     def _take_over(self, src: int) -> None:
         """Become what rank `src` has. Collective, outside backward. Gradients are dropped. For `torchring.join`."""
-        sync = self._live_sync()
-        assert sync is not None
+        self._live_sync()
+        assert self._sync is not None
         self.zero_grad()
         model = self._model() if self._model is not None else None
         of_model = dict(model.named_parameters()) if model is not None else {}
         tensors = {name: p.data for name, p in of_model.items() if p not in self._names}
         broadcast_parameters({**tensors, **{name: p.data for p, name in self._names.items()}}, src)
         broadcast_optimizer_state(self.optimizer, src)
-        sync.take_over(src)
+        self._sync.take_over(src)
 
     def close(self) -> None:
         """Remove the hooks from the parameters and release buffers. All ranks should call this at the same point.
@@ -636,8 +575,7 @@ class DistributedOptimizer(Optimizer):
         The wrapped optimizer can be used without torchring afterwards.
         """
         if self._sync is not None:
-            self._sync.reduction.world.shared(Join).refuse("close()")
-        self._alone.settle()
+            self._sync.world.shared(Join).refuse("close()")
         self._disconnect()
         self._forward_watch.close()
         self._is_closed = True
@@ -710,7 +648,7 @@ class DistributedOptimizer(Optimizer):
         self._is_stepping = False  # by `step()` of this class
         self._is_closed = False
         self._needs_state = False  # of torchring.elastic
-        self._alone: Alone = Alone(names.keys(), options.accumulate)
+        self._local: LocalSync = self._make_local()
         self._recorder: Recorder | None = None
         self._wrapped_at = 0
         self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)))
@@ -789,6 +727,8 @@ class DistributedOptimizer(Optimizer):
         if self._sync is not None:
             self._sync.close()
             self._sync = None
+        self._local.close()
+        self._local = self._make_local()
 
     def _rejoin(self) -> None:
         """Reduce with the ranks of the world that has been opened since, from the next gradient on. Not collective."""
@@ -804,21 +744,29 @@ class DistributedOptimizer(Optimizer):
         """
         self._needs_state = False
         self._disconnect()
-        self._alone = Alone(self._names.keys(), self._options.accumulate)
         self._record(world)
         self.zero_grad()
         if world.size > 1 and not self._is_closed:
             sync = world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
             sync.batches = batches
 
-    def _live_sync(self) -> GradientSync | None:
-        """None in a world of one. A copy connects now, if no gradient has made the copy do so yet."""
+    @property
+    def _current(self) -> GradientSync | LocalSync:
+        """What has reduced the gradients last."""
+        return self._sync or self._local
+
+    def _make_local(self) -> LocalSync:
+        skips = self._options.on_nonfinite == "skip"
+        return LocalSync(self._names.keys(), accumulate=self._options.accumulate, skips_non_finite=skips)
+
+    def _live_sync(self) -> GradientSync | LocalSync:
+        """What reduces the gradients now. A copy connects, if no gradient has made the copy do so yet."""
         if self._is_closed:
             raise ValueError(
                 "this DistributedOptimizer is closed; use the optimizer that it wrapped, or wrap that again"
             )
         if self._sync is not None:
-            if not self._sync.reduction.world.is_open:
+            if not self._sync.world.is_open:
                 raise ValueError("this DistributedOptimizer belongs to a world that was shut down; wrap again")
             if self._sync.is_closed:
                 raise ValueError(
@@ -828,7 +776,8 @@ class DistributedOptimizer(Optimizer):
             return self._sync
         world = self._find_world()
         if world.size == 1:
-            return None
+            self._local.world = world
+            return self._local
         self._drop_early_hooks()
         return world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
 
@@ -846,34 +795,41 @@ class DistributedOptimizer(Optimizer):
         grads = [parameter.grad for parameter in self._names if parameter.grad is not None]
         return not any(grad.is_sparse or bool(grad.any()) for grad in grads)
 
-    def _evaluate(self, closure: Callable[[], Any], sync: GradientSync) -> Any:
+    def _evaluate(self, closure: Callable[[], Any], sync: Sync) -> Any:
         sync.accept_parameters()
         with torch.enable_grad():
             loss = closure()
         if not self._check_before_step(sync):
             raise _StepSkipped if self._is_stepping else GradientError(_STEPPED_PAST)
         sync.write_buffers()
-        recorder_of(sync.reduction.world).enter(OPTIMIZER)
+        recorder_of(sync.world).enter(OPTIMIZER)
+        if sync.world.size == 1:
+            return loss
         # A rank whose closure has called skip() has no loss, and takes the mean of the others.
         mine = [0.0, 0.0] if loss is None else [float(loss.detach() if isinstance(loss, torch.Tensor) else loss), 1.0]
         sums = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        total, num_losses = internal_collectives_of(sync.reduction.world).all_reduce(sums, "sum").tolist()
+        total, num_losses = internal_collectives_of(sync.world).all_reduce(sums, "sum").tolist()
         if not num_losses:
             return None
         mean = total / num_losses
         return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
 
-    def _check_before_step(self, sync: GradientSync) -> bool:
+    def _check_before_step(self, sync: Sync) -> bool:
         """Raise GradientError rather than train on something that is known to be wrong. Returns whether to step."""
         sync.check_backward()
-        reduction, rank = sync.reduction, sync.reduction.world.rank
+        if self._sync is not None:
+            self._check_parameters(self._sync.reduction)
+        return sync.check_gradients()
+
+    def _check_parameters(self, reduction: Reduction) -> None:
+        """Raise GradientError if the optimizer steps other parameters by now than those that are reduced."""
+        rank = reduction.world.rank
         model = self._model() if self._model is not None else None
         if model is not None and reduction.num_rounds == 0:
             check_same_model(model, self._names, reduction.parameters, rank)
         if not steps_exactly(self.optimizer, self._stepped):
             check_same_parameters(self.optimizer, self._names, rank)
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order
-        return sync.check_gradients()
 
 
 _STEPPED_PAST: Final = (
@@ -884,15 +840,6 @@ _STEPPED_PAST: Final = (
 
 class _StepSkipped(BaseException):
     """Leaves the wrapped optimizer's step() from within its closure. An optimizer may catch any other exception."""
-
-
-def _recorded(closure: Callable[[], Any], recorder: Recorder) -> Any:
-    """Call a closure inside `step()`, in a world of one."""
-    recorder.enter(INPUT)
-    try:
-        return closure()
-    finally:
-        recorder.enter(OPTIMIZER)
 
 
 def _recorder_of(owner: weakref.ref[DistributedOptimizer]) -> Callable[[], Recorder | None]:

@@ -25,7 +25,9 @@ from torch.optim import Optimizer
 from torchring import optimizer as wrapping
 from torchring.default_world import default_world
 from torchring.errors import GradientError
+from torchring.gradients.contract import Sync
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.local import LocalSync
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.sync import GradientSync, is_still_there
 from torchring.gradients.validation import parameters_of, sparse_parameters
@@ -149,8 +151,10 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         """Reduce what is not reduced yet. Collective. All gradients are reduced when it returns."""
         if not self._reduces_together:
             self._reduce_alone()
-        elif (sync := self._live_sync()) is not None and sync.reduction.num_rounds == self._num_rounds_before:
-            sync.take_part()
+        else:
+            sync = self._live_sync()
+            if isinstance(sync, GradientSync) and sync.reduction.num_rounds == self._num_rounds_before:
+                sync.take_part()
         self._synchronized = True
         self._note_rounds()
 
@@ -193,7 +197,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         mean = mpi_ops.allreduce(torch.as_tensor(loss).detach().double(), process_set=self._set)
         return mean.to(loss.dtype) if isinstance(loss, torch.Tensor) else float(mean)
 
-    def _live_sync(self) -> GradientSync | None:
+    def _live_sync(self) -> GradientSync | LocalSync:
         if self._sync is not None and not self._sync.reduction.world.is_open and not self._is_closed:
             self._rejoin()  # after hvd.shutdown() and hvd.init()
         return super()._live_sync()
@@ -270,9 +274,9 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         return sparse_parameters(each for each in gc.get_objects() if issubclass(type(each), layers))
 
-    def _check_before_step(self, sync: GradientSync) -> bool:
+    def _check_before_step(self, sync: Sync) -> bool:
         may_step = super()._check_before_step(sync)
-        found = sync.reduction.non_finite
+        found = None if self._sync is None else self._sync.reduction.non_finite
         if found is not None and not self._has_warned and is_still_there(found):
             self._has_warned = True
             origin = "the sum over ranks overflowed" if found.rank is None else f"it came from rank {found.rank}"
