@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -227,7 +227,9 @@ class DistributedOptimizer(Optimizer):
             self._needs_state = True
             self._connect_with_first_gradient()
 
-    # What a door with other arguments, such as that of torchring.horovod, does in its own way.
+    # What torchring.horovod's optimizer overrides
+
+    _replica_check: ClassVar[type[ReplicaCheck]] = ReplicaCheck
 
     def _find_world(self) -> World:
         """The ranks that reduce together."""
@@ -240,17 +242,9 @@ class DistributedOptimizer(Optimizer):
         """The parameters whose gradients are sparse."""
         return sparse_parameters(model.modules() if model is not None else ())
 
-    def _watch_replicas(self, world: World) -> ReplicaCheck:
-        return ReplicaCheck(world, self._names, self.optimizer, self._model() if self._model is not None else None)
-
     def _prepare_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Called when a step begins. Returns the closure to use."""
         return closure
-
-    def _set_accumulate(self, accumulate: int) -> None:
-        """Reduce in every so many backwards from now on."""
-        self._options = dataclasses.replace(self._options, accumulate=accumulate)  # type: ignore[has-type]
-        self._current.accumulate = accumulate
 
     # What a torch.optim.Optimizer has, shared with the wrapped one. Optimizer.__init__ assigns to these, too.
 
@@ -548,27 +542,6 @@ class DistributedOptimizer(Optimizer):
         """Load a state into the wrapped optimizer. All ranks must load the same state."""
         self.optimizer.load_state_dict(dict(state_dict))
 
-    def _check_joinable(self) -> None:
-        """Raise ValueError if this optimizer cannot be used inside `torchring.join`. A copy connects."""
-        if not self._live_sync().can_skip_alone():
-            raise ValueError('torchring.join() does not work with on_nonfinite="skip" on a GPU')
-        if is_sharded(self.optimizer):
-            raise ValueError(
-                "torchring.join() does not work with a ZeroRedundancyOptimizer, whose step() needs all ranks"
-            )
-
-    def _take_over(self, src: int) -> None:
-        """Become what rank `src` has. Collective, outside backward. Gradients are dropped. For `torchring.join`."""
-        self._live_sync()
-        assert self._sync is not None
-        self.zero_grad()
-        model = self._model() if self._model is not None else None
-        of_model = dict(model.named_parameters()) if model is not None else {}
-        tensors = {name: p.data for name, p in of_model.items() if p not in self._names}
-        broadcast_parameters({**tensors, **{name: p.data for p, name in self._names.items()}}, src)
-        broadcast_optimizer_state(self.optimizer, src)
-        self._sync.take_over(src)
-
     def close(self) -> None:
         """Remove the hooks from the parameters and release buffers. All ranks should call this at the same point.
 
@@ -641,7 +614,7 @@ class DistributedOptimizer(Optimizer):
         self._names = names
         self._stepped = list(names)  # in the order of `param_groups`
         self._sparse = sparse
-        self._model = weakref.ref(model) if model is not None else None
+        self._model: Callable[[], torch.nn.Module | None] = weakref.ref(model) if model is not None else _no_model
         self._sync: GradientSync | None = None
         self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
         self._step_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the wrapped optimizer
@@ -661,12 +634,12 @@ class DistributedOptimizer(Optimizer):
         parameters = list(self._names)
         trainable = [p for p in parameters if p.requires_grad]
         specs = [spec_of(self._names, self._sparse, p) for p in trainable]
-        model = self._model() if self._model is not None else None
+        model = self._model()
         buffers = [] if model is None else buffer_specs(model, self._options.sync_buffers)
         reduction = Reduction(world, specs, trainable, self._options, buffers)
         self._sync = GradientSync(
             reduction,
-            self._watch_replicas(world),
+            self._replica_check(world, self._names, self.optimizer, model),
             accumulate=self._options.accumulate,
             on_nonfinite=self._options.on_nonfinite,
             frozen=[p for p in parameters if not p.requires_grad],
@@ -708,7 +681,7 @@ class DistributedOptimizer(Optimizer):
                 recorder.follow(accelerator)
                 break
         options = {each.name: str(getattr(self._options, each.name)) for each in dataclasses.fields(self._options)}
-        options["model"] = "None" if self._model is None else "given"
+        options["model"] = "None" if self._model is _no_model else "given"
         options["optimizer"] = type(self.optimizer).__name__
         options["fused"] = str(bool(self.optimizer.defaults.get("fused")))
         reduction = None if self._sync is None else self._sync.reduction
@@ -758,6 +731,11 @@ class DistributedOptimizer(Optimizer):
     def _make_local(self) -> LocalSync:
         skips = self._options.on_nonfinite == "skip"
         return LocalSync(self._names.keys(), accumulate=self._options.accumulate, skips_non_finite=skips)
+
+    def _set_accumulate(self, accumulate: int) -> None:
+        """Reduce in every so many backwards from now on. For torchring.horovod."""
+        self._options = dataclasses.replace(self._options, accumulate=accumulate)
+        self._current.accumulate = accumulate
 
     def _live_sync(self) -> GradientSync | LocalSync:
         """What reduces the gradients now. A copy connects, if no gradient has made the copy do so yet."""
@@ -824,7 +802,7 @@ class DistributedOptimizer(Optimizer):
     def _check_parameters(self, reduction: Reduction) -> None:
         """Raise GradientError if the optimizer steps other parameters by now than those that are reduced."""
         rank = reduction.world.rank
-        model = self._model() if self._model is not None else None
+        model = self._model()
         if model is not None and reduction.num_rounds == 0:
             check_same_model(model, self._names, reduction.parameters, rank)
         if not steps_exactly(self.optimizer, self._stepped):
@@ -840,6 +818,9 @@ _STEPPED_PAST: Final = (
 
 class _StepSkipped(BaseException):
     """Leaves the wrapped optimizer's step() from within its closure. An optimizer may catch any other exception."""
+
+
+def _no_model() -> None: ...
 
 
 def _recorder_of(owner: weakref.ref[DistributedOptimizer]) -> Callable[[], Recorder | None]:

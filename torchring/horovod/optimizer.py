@@ -45,6 +45,20 @@ _COMPRESSION: Final[dict[Any, Any]] = {
 }
 
 
+class _LenientReplicaCheck(ReplicaCheck):
+    """Warns once of parameters that differ between ranks. Horovod trains on, and its scripts may know why."""
+
+    _has_warned = False
+
+    def compare(self) -> None:
+        try:
+            super().compare()
+        except GradientError as error:
+            if not self._has_warned:
+                _logger.warning("%s", error.message)
+            self._has_warned = True
+
+
 class DistributedOptimizer(wrapping.DistributedOptimizer):
     """An optimizer that reduces its gradients over all ranks, with Horovod's arguments.
 
@@ -262,6 +276,8 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
 
     # What torchring's optimizer asks of this class
 
+    _replica_check = _LenientReplicaCheck
+
     def _find_world(self) -> World:
         return default_world() if self._reduces_together and not self._connects_later else World(None, 0, 1)
 
@@ -282,9 +298,6 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
             origin = "the sum over ranks overflowed" if found.rank is None else f"it came from rank {found.rank}"
             _logger.warning("the gradient of %s has a NaN or an infinity: %s", found.name, origin)
         return may_step
-
-    def _watch_replicas(self, world: World) -> ReplicaCheck:
-        return _LenientReplicaCheck(world, self._names, self.optimizer, None)
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._reduces_together and self._set is not global_process_set:
@@ -309,20 +322,6 @@ _optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
 def live_optimizers() -> list[DistributedOptimizer]:
     """All of this process that are still used."""
     return [optimizer for optimizer in _optimizers if not optimizer._is_closed]
-
-
-class _LenientReplicaCheck(ReplicaCheck):
-    """Warns once of parameters that differ between ranks. Horovod trains on, and its scripts may know why."""
-
-    _has_warned = False
-
-    def compare(self) -> None:
-        try:
-            super().compare()
-        except GradientError as error:
-            if not self._has_warned:
-                _logger.warning("%s", error.message)
-            self._has_warned = True
 
 
 def _close_earlier(optimizer: Optimizer) -> None:
