@@ -1,7 +1,6 @@
-"""The world that this process joins: rank and size as the launcher said.
+"""The functions of a script: `init`, `rank`, `size` ... They act on one default `World`, as the launcher describes it.
 
-These functions are the door for scripts. They act on one default `World`. The first function that needs other ranks
-opens the world.
+The first function that needs other ranks opens the world.
 """
 
 from __future__ import annotations
@@ -207,7 +206,7 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
 def _before_generation(
     launch: LaunchEnvironment, backend: str, timeout_seconds: float, stall_warning_seconds: float
 ) -> World:
-    """What init() returns in a worker of an elastic job until `torchring.elastic.run` opens a generation."""
+    """The world of a worker of an elastic job until `torchring.elastic.run` opens a generation."""
     if backend == "mpi":
         raise TopologyError("backend='mpi' does not work in an elastic job, whose ranks change; leave it out")
     _process.join()
@@ -355,7 +354,7 @@ def device() -> torch.device:
 
 
 def _launched() -> LaunchEnvironment:
-    """What the script's process group, the rank that started this process, or the launcher says about this process."""
+    """Describe this process: by the script's process group, the rank that started it, or the launcher."""
     if dist.is_available() and dist.is_initialized():
         check_group(os.environ, dist.get_world_size())
         local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None

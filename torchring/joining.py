@@ -53,8 +53,8 @@ def join(*objects: Any) -> Iterator[None]:
 
     Args:
         *objects: all `DistributedOptimizer`s that exist, and whatever else the loop changes in step with them:
-            learning rate schedulers, a GradScaler, or anything else with `state_dict()` and `load_state_dict()`. Of a
-            torch.nn.Module, such as an averaged model, parameters and buffers are meant. The same on all ranks.
+            learning rate schedulers, a GradScaler, or anything else with `state_dict()` and `load_state_dict()`. A
+            torch.nn.Module, such as an averaged model, stands for its parameters and buffers. The same on all ranks.
 
     Raises:
         TypeError: an object has no state, or a state that cannot be sent, or none is an optimizer.
@@ -105,7 +105,7 @@ def join(*objects: Any) -> Iterator[None]:
 
 
 def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
-    """What is wrong with the arguments, as far as this rank can see by itself."""
+    """Returns the error that this rank raises for the arguments, without asking other ranks."""
     try:
         if world.shared(Join).is_open:
             raise ValueError("torchring.join() was called inside torchring.join(); one block is enough")

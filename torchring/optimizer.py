@@ -94,32 +94,32 @@ def wrap(
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
             None sends them in their own dtype. "auto" sends "bf16" if that makes `backward()` at least 5 % shorter in
             a trial, as with bucket_mb="auto". For gradients on the CPU; on a GPU they stay in their own dtype.
-        bucket_mb: size of a bucket in MiB. Default: 25; 12 between hosts, for gradients on the CPU; 10 for four GPUs or
-            more that reduce in each other's memory. The first bucket is at most 1 MiB. "auto" measures the first
-            backwards and finds buckets for this model that leave less communication exposed. These are tried for a few
-            steps, and kept if they are faster, for later runs, too, in `~/.cache/torchring`. See `Stats.reason`. For
-            gradients on the CPU. None is "auto" between two hosts, where that changes no bit of a result.
-        accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them. On all
-            ranks alike, `zero_grad()` of the returned optimizer begins to count anew.
+        bucket_mb: size of a bucket in MiB. The first bucket is at most 1 MiB. Default (None): 25; for gradients on the
+            CPU between hosts 12, or "auto" with two hosts, where tuning cannot change results; 10 for four GPUs or more
+            that reduce in each other's memory. "auto" measures the first backwards and looks for buckets that leave
+            less communication exposed. These are tried for a few steps, and kept if they are faster, for later runs,
+            too, in `~/.cache/torchring`. See `Stats.reason`. "auto" takes gradients on the CPU.
+        accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them.
+            `zero_grad()` of the returned optimizer restarts the count, so call it on all ranks alike.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),
             "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce), "nvls"
             (direct, with sums made by the switch between GPUs) or "auto": "direct" on one host; between hosts, and
             among four GPUs or more, the fastest that was measured, see `Stats.reason`.
         overlap: "inline" (reduce in the thread that runs `backward()`), "thread" (in the background) or "auto":
-            "thread", unless a thread would only compete with `backward()` for the cores. On CUDA, all of them reduce in
+            "thread", unless a thread would only compete with `backward()` for the cores. On CUDA, both reduce in
             a stream of torchring's own; with "inline" the stream that runs `backward()` waits for each bucket.
         on_nonfinite: what `step()` does if a gradient has a NaN or an infinity. "raise" raises GradientError. "skip"
             leaves the step out on all ranks, and counts it in `stats()`; on a GPU, the host then waits in each step for
-            the device. "ignore" makes the step. With "raise" and "ignore" a GPU is not waited for, so the error of
-            "raise" may come a step or two late. In a world of one rank only "skip" looks, and reads all gradients.
+            the device. "ignore" makes the step. With "raise" and "ignore" the host does not wait for a GPU, so the
+            error may come a step or two late. In a world of one rank only "skip" looks at gradients: at all of them.
         sync_buffers: what `step()` does with the model's buffers, which each rank's forward changes in its own way.
             "mean" gives all ranks the mean of running statistics, such as those of BatchNorm, over the ranks that have
             data. Each rank keeps its other buffers, and a warning names those that differ between ranks. A dict chooses
-            for these, by the name of a buffer or module: `{"queue": None, "codebook": "mean"}`. Integers and booleans
-            have no mean, and follow the lowest rank that has data. With "rank0" all buffers follow rank 0, or the
-            lowest rank that has data. None leaves buffers alone. The buffers are those that `model` has now. They
-            travel with the gradients of each `backward()` that reduces. Other buffers than running statistics take a
-            message in addition when they change for the first time.
+            for other buffers, by the name of a buffer or module: `{"queue": None, "codebook": "mean"}`. Integers and
+            booleans have no mean, and follow the lowest rank that has data. With "rank0" all buffers follow rank 0, or
+            the lowest rank that has data. None leaves all buffers alone. The buffers that `model` has now travel with
+            the gradients of each `backward()` that reduces. Other buffers than running statistics take one more message
+            when they change for the first time.
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
 
     Returns:
@@ -325,9 +325,9 @@ class DistributedOptimizer(Optimizer):
         return result
 
     def _watch_wrapped(self) -> None:
-        """See the steps of the wrapped optimizer: the model's buffers are equal before its hooks run.
+        """Hook the steps of the wrapped optimizer, so that the model's buffers are equal before other hooks run.
 
-        A script, or a framework, may also step the wrapped optimizer itself. This does then what `step()` does.
+        A script, or a framework, may also step the wrapped optimizer itself. The hooks then do what `step()` does.
         """
         own = weakref.ref(self)
 
@@ -392,12 +392,12 @@ class DistributedOptimizer(Optimizer):
         return step
 
     def weigh(self, weight: float) -> None:
-        """Say that this rank's next loss is a mean over `weight` samples, or tokens. Call before that backward.
+        """Say that this rank's next loss is a mean over `weight` samples, or tokens. Call before its `backward()`.
 
         The reduced gradients are then sum(n_r * g_r) / sum(n_r) over ranks, where g_r is a rank's gradient and n_r its
         weight: those of the mean over all samples, whatever the ranks' shares are. With `accumulate` or `no_sync()`,
-        each backward has its own weight, and the sums are over all of them. Until they are reduced, gradients in
-        `.grad` have the last weight as their unit.
+        each backward has its own weight, and the sums are over all of them. Before the reduction, `.grad` holds the
+        weighted sum divided by the last weight.
 
         All ranks must give a weight, or none. A weight costs no message, but for gradients in fp16 a small one. With
         weight 0, gradients count as zero, whatever they are: NaN, too, and this rank's buffers do not count.
@@ -497,9 +497,9 @@ class DistributedOptimizer(Optimizer):
         sync.world.shared(OptimizerGroup).guard.run("add_param_group()", share)
 
     def _take_groups(self, groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-        """Have these groups and options, and these names for the parameters. Not collective, outside of generations.
+        """Take over these groups, options and names of parameters. Not collective, and called between generations.
 
-        Groups that are there stay the objects that they are, for schedulers.
+        Existing groups stay the same objects, because schedulers refer to them.
         """
         own = self.param_groups
         of_both = zip(own, groups, strict=False)
@@ -651,7 +651,7 @@ class DistributedOptimizer(Optimizer):
         return self._sync
 
     def _connect_with_first_gradient(self) -> None:
-        """For a copy, which is made on one rank at a time, and used on all ranks."""
+        """Connect when the first gradient arrives: a copy is made on one rank at a time, and used on all ranks."""
 
         @run_eagerly
         def hook(parameter: torch.Tensor) -> None:
@@ -674,7 +674,7 @@ class DistributedOptimizer(Optimizer):
         ]
 
     def _record(self, world: World) -> None:
-        """From now on, steps are written down for `world`."""
+        """Record the steps in `world` from now on."""
         self._recorder = recorder = recorder_of(world)
         for parameter in self._names:
             if accelerator := accelerator_of(parameter.device):
@@ -704,7 +704,7 @@ class DistributedOptimizer(Optimizer):
         self._local = self._make_local()
 
     def _rejoin(self) -> None:
-        """Reduce with the ranks of the world that has been opened since, from the next gradient on. Not collective."""
+        """Reduce in the world that was opened meanwhile, from the next gradient on. Not collective."""
         self._disconnect()
         if not self._is_closed:
             self._connect_with_first_gradient()
@@ -817,7 +817,7 @@ _STEPPED_PAST: Final = (
 
 
 class _StepSkipped(BaseException):
-    """Leaves the wrapped optimizer's step() from within its closure. An optimizer may catch any other exception."""
+    """Leaves the wrapped optimizer's step() from within its closure. Not an Exception, which an optimizer may catch."""
 
 
 def _no_model() -> None: ...

@@ -1,4 +1,4 @@
-"""What a step that takes a closure may have to undo: LBFGS moves parameters before it evaluates the closure again."""
+"""Undoes a step that takes a closure: LBFGS moves parameters before it evaluates the closure again."""
 
 from __future__ import annotations
 

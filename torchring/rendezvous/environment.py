@@ -1,4 +1,4 @@
-"""What the launcher told this process: its rank, the number of ranks, and where the ranks meet.
+"""Reads what the launcher told this process: its rank, the number of ranks, and where the ranks meet.
 
     torchrun                RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; mostly torchrun hosts the store
     Kubernetes and others   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; rank 0 hosts the store
@@ -34,9 +34,6 @@ JOB: Final = "TORCHRING_JOB"  # from `torchring run`
 ELASTIC: Final = "torchring run --elastic"
 INVITATION: Final = "TORCHRING_ELASTIC"  # from `torchring run --elastic`; an `elastic.protocol.Invitation`
 _KEY_VALUES: Final = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-STACKS: Final = "TORCHRING_STACKS_ON_STALL"  # from `torchring run --stacks-on-stall`
-TRACE: Final = "TORCHRING_TRACE"  # a folder; from `torchring run --trace`
-PROGRESS: Final = "TORCHRING_PROGRESS"  # a folder for the last steps only; from `torchring run --progress`
 _PART: Final = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")  # of a host list; commas inside brackets stay
 _FIRST_PORT: Final = 15_000  # below those that Linux hands out to clients, 32768 and up
 _NUM_PORTS: Final = 15_000
@@ -44,7 +41,7 @@ _NUM_PORTS: Final = 15_000
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What the launcher said.
+    """A process, as its launcher describes it.
 
     Attributes:
         launcher: the name of the launcher, "none" without a launcher.
