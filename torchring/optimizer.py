@@ -30,11 +30,12 @@ from torchring.collectives.initial_state import (
     is_sharded,
 )
 from torchring.collectives.join import Join
-from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
 from torchring.generation import ProvisionalWorld, refuse_before_generation
+from torchring.gradients.closures import Snapshot, mean_loss
 from torchring.gradients.contract import Sync
 from torchring.gradients.group import OptimizerGroup
 from torchring.gradients.local import LocalSync
@@ -45,7 +46,6 @@ from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.participants.weights import check_weight
 from torchring.gradients.plan import Compression
 from torchring.gradients.reduction import Options, Reduction
-from torchring.gradients.snapshot import Snapshot
 from torchring.gradients.stats import Stats, stats_of
 from torchring.gradients.sync import Batches, GradientSync
 from torchring.gradients.validation import (
@@ -180,11 +180,8 @@ class DistributedOptimizer(Optimizer):
         world = self._find_world()
         world.shared(Join).refuse("wrap()")
         options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers)
-        open_it = functools.partial(self._open, world, optimizer, model, options, sync_initial_state)
-        if world.size > 1:
-            world.shared(OptimizerGroup).guard.run("wrap()", open_it)
-        else:
-            open_it()
+        group = world.shared(OptimizerGroup)
+        group.guard.run("wrap()", self._open, world, optimizer, model, options, sync_initial_state)
 
     def _open(
         self,
@@ -194,6 +191,7 @@ class DistributedOptimizer(Optimizer):
         options: Options,
         sync_initial_state: bool,
     ) -> None:
+        """Collective: find out whether all ranks can wrap their optimizers, and connect them."""
         world.shared(OptimizerGroup).release_dead()
         names: dict[torch.nn.Parameter, str] = {}
         problem: Exception | None = None
@@ -222,7 +220,7 @@ class DistributedOptimizer(Optimizer):
             if not is_sharded(optimizer):  # or else each rank has loaded its part
                 broadcast_optimizer_state(optimizer)
         if world.size > 1:
-            self._connect(world)
+            self._agree(world)
         elif isinstance(world, ProvisionalWorld):
             self._needs_state = True
             self._connect_with_first_gradient()
@@ -246,7 +244,7 @@ class DistributedOptimizer(Optimizer):
         """Called when a step begins. Returns the closure to use."""
         return closure
 
-    # What a torch.optim.Optimizer has, shared with the wrapped one. Optimizer.__init__ assigns to these, too.
+    # What a torch.optim.Optimizer has, shared with the wrapped one
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -609,27 +607,40 @@ class DistributedOptimizer(Optimizer):
         sparse: set[torch.nn.Parameter],
         model: torch.nn.Module | None = None,
     ) -> None:
+        # What was wrapped
         self.optimizer = optimizer
         self._options = options
         self._names = names
         self._stepped = list(names)  # in the order of `param_groups`
         self._sparse = sparse
         self._model: Callable[[], torch.nn.Module | None] = weakref.ref(model) if model is not None else _no_model
+
+        # What reduces: `_sync` if it is connected to other ranks, else `_local`
         self._sync: GradientSync | None = None
-        self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._local: LocalSync = self._make_local()
+        self._needs_state = False  # of torchring.elastic, before it can connect
+        self._is_closed = False
+
+        # Hooks
+        self._early_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the parameters, until it is connected
         self._step_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the wrapped optimizer
         self._is_stepping = False  # by `step()` of this class
-        self._is_closed = False
-        self._needs_state = False  # of torchring.elastic
-        self._local: LocalSync = self._make_local()
+
+        # What is recorded
         self._recorder: Recorder | None = None
         self._wrapped_at = 0
         self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)))
+
+        # Optimizer.__init__ assigns to `param_groups` and others, which the wrapped optimizer has already.
         self._is_initialising = True
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self._is_initialising = False
 
     def _connect(self, world: World) -> GradientSync:
+        """Collective: reduce with the ranks of `world` from now on."""
+        return world.shared(OptimizerGroup).guard.run("wrap()", self._agree, world)
+
+    def _agree(self, world: World) -> GradientSync:
         """Collective: agree on a plan with the other ranks and hook the parameters."""
         parameters = list(self._names)
         trainable = [p for p in parameters if p.requires_grad]
@@ -664,7 +675,7 @@ class DistributedOptimizer(Optimizer):
                     "come later would not get its state: pass it to torchring.elastic.State"
                 )
             if world.size > 1:
-                sync = world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
+                sync = self._connect(world)
                 sync.first_gradient(next(i for i, p in enumerate(sync.reduction.parameters) if p is parameter))
 
         self._early_handles = [
@@ -720,12 +731,11 @@ class DistributedOptimizer(Optimizer):
         self._record(world)
         self.zero_grad()
         if world.size > 1 and not self._is_closed:
-            sync = world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
-            sync.batches = batches
+            self._connect(world).batches = batches
 
     @property
     def _current(self) -> GradientSync | LocalSync:
-        """What has reduced the gradients last."""
+        """Has reduced the last gradients."""
         return self._sync or self._local
 
     def _make_local(self) -> LocalSync:
@@ -738,7 +748,7 @@ class DistributedOptimizer(Optimizer):
         self._current.accumulate = accumulate
 
     def _live_sync(self) -> GradientSync | LocalSync:
-        """What reduces the gradients now. A copy connects, if no gradient has made the copy do so yet."""
+        """Returns what reduces the gradients. A copy connects now, if no gradient has made it connect before."""
         if self._is_closed:
             raise ValueError(
                 "this DistributedOptimizer is closed; use the optimizer that it wrapped, or wrap that again"
@@ -757,7 +767,7 @@ class DistributedOptimizer(Optimizer):
             self._local.world = world
             return self._local
         self._drop_early_hooks()
-        return world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
+        return self._connect(world)
 
     def _only_creates_state(self) -> bool:
         """Whether a step now would change no parameter, because learning rates and gradients are 0.
@@ -781,16 +791,7 @@ class DistributedOptimizer(Optimizer):
             raise _StepSkipped if self._is_stepping else GradientError(_STEPPED_PAST)
         sync.write_buffers()
         recorder_of(sync.world).enter(OPTIMIZER)
-        if sync.world.size == 1:
-            return loss
-        # A rank whose closure has called skip() has no loss, and takes the mean of the others.
-        mine = [0.0, 0.0] if loss is None else [float(loss.detach() if isinstance(loss, torch.Tensor) else loss), 1.0]
-        sums = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        total, num_losses = internal_collectives_of(sync.world).all_reduce(sums, "sum").tolist()
-        if not num_losses:
-            return None
-        mean = total / num_losses
-        return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
+        return mean_loss(loss, sync.world)  # None where the closure has called skip()
 
     def _check_before_step(self, sync: Sync) -> bool:
         """Raise GradientError rather than train on something that is known to be wrong. Returns whether to step."""
