@@ -358,7 +358,7 @@ def _launched() -> LaunchEnvironment:
     if dist.is_available() and dist.is_initialized():
         check_group(os.environ, dist.get_world_size())
         local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
-        return LaunchEnvironment(_SCRIPTS_GROUP, dist.get_rank(), dist.get_world_size(), local_rank, None, False)
+        return LaunchEnvironment(_SCRIPTS_GROUP, dist.get_rank(), dist.get_world_size(), local_rank)
     if parent := started_by_member(os.environ, os.getpid()):
         return parent
     launch = read_environment(os.environ)

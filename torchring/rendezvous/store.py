@@ -99,7 +99,7 @@ def unannounced_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or CHOICE in environ or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.size == 1:
         return None
-    return LaunchEnvironment("MPI", mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size, None, None, False, True)
+    return LaunchEnvironment("MPI", mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size, over_mpi=True)
 
 
 def _at_master(launch: LaunchEnvironment, address: str, port: int, timeout_seconds: float) -> TCPStore:
