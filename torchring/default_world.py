@@ -338,12 +338,12 @@ def num_nodes() -> int:
 
 
 def launcher() -> str:
-    """What started this process: "torchrun", "mpirun (Open MPI)", "srun", ...; "none" without a launcher."""
+    """Name of the launcher: "torchrun", "mpirun (Open MPI)", "srun", ...; "none" without one."""
     return _process.world.launcher if _process.world is not None else _launched().launcher
 
 
 def device() -> torch.device:
-    """Where this rank should put its model: on a GPU if this process sees any, else on the CPU.
+    """The device for this rank's model: a GPU if this process sees any, else the CPU.
 
     The GPU is number local_rank() modulo the number of GPUs that this process sees. So a launcher may show each rank a
     single GPU.

@@ -463,7 +463,7 @@ class DistributedOptimizer(Optimizer):
         return self._live_sync().no_sync()
 
     def stats(self) -> Stats:
-        """What communication has cost so far, on this rank."""
+        """Returns the cost of communication so far, on this rank."""
         return stats_of(self._live_sync())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -770,9 +770,9 @@ class DistributedOptimizer(Optimizer):
         return self._connect(world)
 
     def _only_creates_state(self) -> bool:
-        """Whether a step now would change no parameter, because learning rates and gradients are 0.
+        """Whether a step would only create the optimizer's state, because learning rates and gradients are 0.
 
-        torch.distributed.checkpoint takes such a step before it reads or loads the state of an optimizer without state.
+        torch.distributed.checkpoint makes such a step before it reads or loads a state that is not there yet.
         """
         if self.optimizer.state:
             return False

@@ -259,7 +259,7 @@ class World:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a child that the rank's process has forked, and so no rank."""
+        """Whether this process was forked from the rank's process. A forked child is no rank."""
         return self.size > 1 and os.getpid() != self._pid
 
     def after_fork(self) -> None:
@@ -298,7 +298,7 @@ def _machine() -> dict[str, str]:
 
 
 def differences(machines: Sequence[Mapping[str, str]]) -> str:
-    """How the machines of the ranks differ; "" if they do not.
+    """Describes how the machines of the ranks differ; "" if they do not.
 
     Example: "torch is 2.12.0 on rank 1, 2.13.0 on rank 0".
     """

@@ -1,4 +1,4 @@
-"""What an optimizer asks of whatever reduces its gradients."""
+"""The contract between an optimizer and what reduces its gradients."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Sync(Protocol):
     # Otherwise
 
     def can_skip_alone(self) -> bool:
-        """Whether `step()` needs no other rank to find out whether to make the step."""
+        """Whether this rank can decide alone to leave out a step."""
 
     def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Collective: more parameters, some of which may be frozen for now."""

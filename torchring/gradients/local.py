@@ -1,4 +1,4 @@
-"""`LocalSync`: what becomes of gradients in a world of one, where there is nobody to reduce them with."""
+"""`LocalSync`: weights, groups of backwards and skipped steps in a world of one, which reduces nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchring.world import World
 
 
 class LocalSync:
-    """Weights and skipped steps in a world of one. See `contract.Sync`.
+    """Takes the place of a reduction in a world of one. See `contract.Sync`.
 
     Between backwards, `.grad` is the weighted mean over those that several ranks would reduce together: `accumulate` of
     them, and those inside `no_sync()`. A backward after that adds to `.grad`. See `weights.py` for a world of several
@@ -134,7 +134,7 @@ class LocalSync:
     # Weights
 
     def _end_micro_step(self) -> None:
-        """The backward that a weight was given for is over, or does not come."""
+        """End the backward that a weight was given for. It is over, or does not come."""
         if self._is_next_used:
             self._total += self._next
             self._num_backwards += 1
@@ -156,7 +156,7 @@ class LocalSync:
             self._end_group()
 
     def _end_group(self) -> None:
-        """What was reduced together is a result now."""
+        """End a group of backwards: `.grad` holds their result now."""
         self._holds_results = self._holds_results or self._num_backwards > 0
         self._total, self._num_backwards, self._num_counted = 0.0, 0, 0
 

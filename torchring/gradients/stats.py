@@ -1,4 +1,4 @@
-"""What communication has cost so far: what `DistributedOptimizer.stats` returns."""
+"""The cost of communication so far, which `DistributedOptimizer.stats` returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchring.gradients.sync import GradientSync
 
 @dataclass(frozen=True)
 class Stats:
-    """What communication has cost so far, on one rank.
+    """The cost of communication so far, on one rank.
 
     Attributes:
         algorithm: "direct", "ring", "hierarchical", "native" or "nvls"; "none" in a world of one rank.
