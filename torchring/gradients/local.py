@@ -107,7 +107,7 @@ class LocalSync:
         refuse_before_generation(self.world, "step()")
 
     def check_gradients(self) -> bool:
-        """Leave out the step if a gradient is not finite, and nobody else is to find out."""
+        """Looks at gradients only where a step may be left out."""
         if not self._skips_non_finite or all(map(is_finite_gradient, self._parameters)):
             return True
         self.num_skipped_steps += 1
