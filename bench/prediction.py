@@ -25,7 +25,7 @@ import torchring
 from torchring.bench import measure, netns, step
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS
-from torchring.rendezvous.environment import TRACE
+from torchring.observe import TRACE
 from torchring.report.analysis import Analysis, analyse
 from torchring.report.command import network_of
 from torchring.report.merge import load

@@ -30,7 +30,7 @@ from torchring.launch.hosts import Host, LaunchError, is_here
 from torchring.launch.launcher import LAUNCHERS, start
 from torchring.launch.output import OutputOptions
 from torchring.launch.signals import Stopped, signals_raise
-from torchring.rendezvous.environment import PROGRESS, STACKS, TRACE
+from torchring.observe import PROGRESS, STACKS, TRACE
 
 # Commands whose modules parse their own arguments.
 _COMMANDS: Final = {

@@ -1,7 +1,6 @@
-"""The world that this process joins: rank and size as the launcher said.
+"""The functions of a script: `init`, `rank`, `size` ... They act on one default `World`, as the launcher describes it.
 
-These functions are the door for scripts. They act on one default `World`. The first function that needs other ranks
-opens the world.
+The first function that needs other ranks opens the world.
 """
 
 from __future__ import annotations
@@ -207,7 +206,7 @@ def _join(backend: Backend, timeout_seconds: float, stall_warning_seconds: float
 def _before_generation(
     launch: LaunchEnvironment, backend: str, timeout_seconds: float, stall_warning_seconds: float
 ) -> World:
-    """What init() returns in a worker of an elastic job until `torchring.elastic.run` opens a generation."""
+    """The world of a worker of an elastic job until `torchring.elastic.run` opens a generation."""
     if backend == "mpi":
         raise TopologyError("backend='mpi' does not work in an elastic job, whose ranks change; leave it out")
     _process.join()
@@ -339,12 +338,12 @@ def num_nodes() -> int:
 
 
 def launcher() -> str:
-    """What started this process: "torchrun", "mpirun (Open MPI)", "srun", ...; "none" without a launcher."""
+    """Name of the launcher: "torchrun", "mpirun (Open MPI)", "srun", ...; "none" without one."""
     return _process.world.launcher if _process.world is not None else _launched().launcher
 
 
 def device() -> torch.device:
-    """Where this rank should put its model: on a GPU if this process sees any, else on the CPU.
+    """The device for this rank's model: a GPU if this process sees any, else the CPU.
 
     The GPU is number local_rank() modulo the number of GPUs that this process sees. So a launcher may show each rank a
     single GPU.
@@ -355,11 +354,11 @@ def device() -> torch.device:
 
 
 def _launched() -> LaunchEnvironment:
-    """What the script's process group, the rank that started this process, or the launcher says about this process."""
+    """Describe this process: by the script's process group, the rank that started it, or the launcher."""
     if dist.is_available() and dist.is_initialized():
         check_group(os.environ, dist.get_world_size())
         local_rank = int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
-        return LaunchEnvironment(_SCRIPTS_GROUP, dist.get_rank(), dist.get_world_size(), local_rank, None, False)
+        return LaunchEnvironment(_SCRIPTS_GROUP, dist.get_rank(), dist.get_world_size(), local_rank)
     if parent := started_by_member(os.environ, os.getpid()):
         return parent
     launch = read_environment(os.environ)

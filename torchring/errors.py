@@ -13,10 +13,10 @@ from typing import Final, TypeVar
 
 
 class HorovodInternalError(RuntimeError):
-    """What scripts for Horovod catch: a collective failed on all ranks, because ranks disagreed or one is gone.
+    """The error that scripts for Horovod catch: a collective failed on all ranks, which disagree, or one is gone.
 
-    So every RingError is one. `torchring.horovod` raises it itself where ranks disagree about a collective; the library
-    is usable as before then.
+    Every RingError is one. Where ranks disagree about a collective, `torchring.horovod` raises this class itself, and
+    the library stays usable.
     """
 
 
@@ -142,7 +142,7 @@ _E = TypeVar("_E", bound=Exception)
 
 
 def in_step(error: _E) -> _E:
-    """Mark an error. Every rank raises it, or one like it, at this point, so ranks can go on together afterwards."""
+    """Mark an error that all ranks raise at this point, or one like it: they can go on together afterwards."""
     error.in_step = True  # type: ignore[attr-defined]
     return error
 

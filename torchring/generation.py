@@ -1,4 +1,4 @@
-"""What the engine knows of elastic jobs: the world before their first generation, and changes of ranks to come."""
+"""Elastic jobs, as the engine knows them: the world before the first generation, and a coming change of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ProvisionalWorld(World):
 
 
 class Change:
-    """What this rank has heard of a change of ranks. `world.shared(Change)` is that of a world.
+    """A change of ranks that this rank has heard of. `world.shared(Change)` is that of a world.
 
     Attributes:
         is_wanted: at the end of a step, the ranks of this world are to meet anew, or to end.

@@ -15,11 +15,18 @@ from typing import Any
 
 import torch
 
-from torchring.collectives.initial_state import broadcast_parameters, broadcast_state, check_sendable
+from torchring.collectives.initial_state import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    broadcast_state,
+    check_sendable,
+    is_sharded,
+)
 from torchring.collectives.join import Join
 from torchring.collectives.service import collectives_of, internal_collectives_of
 from torchring.default_world import default_world
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.sync import GradientSync
 from torchring.optimizer import DistributedOptimizer
 from torchring.world import World
 
@@ -46,8 +53,8 @@ def join(*objects: Any) -> Iterator[None]:
 
     Args:
         *objects: all `DistributedOptimizer`s that exist, and whatever else the loop changes in step with them:
-            learning rate schedulers, a GradScaler, or anything else with `state_dict()` and `load_state_dict()`. Of a
-            torch.nn.Module, such as an averaged model, parameters and buffers are meant. The same on all ranks.
+            learning rate schedulers, a GradScaler, or anything else with `state_dict()` and `load_state_dict()`. A
+            torch.nn.Module, such as an averaged model, stands for its parameters and buffers. The same on all ranks.
 
     Raises:
         TypeError: an object has no state, or a state that cannot be sent, or none is an optimizer.
@@ -90,7 +97,7 @@ def join(*objects: Any) -> Iterator[None]:
     src = _last(group.guard.run("torchring.join()", group.follow_others), world, group)
     for each in objects:
         if isinstance(each, DistributedOptimizer):
-            each._take_over(src)
+            _take_over(each, src)
         elif isinstance(each, torch.nn.Module):
             broadcast_parameters(each, src)
         else:
@@ -98,7 +105,7 @@ def join(*objects: Any) -> Iterator[None]:
 
 
 def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
-    """What is wrong with the arguments, as far as this rank can see by itself."""
+    """Returns the error that this rank raises for the arguments, without asking other ranks."""
     try:
         if world.shared(Join).is_open:
             raise ValueError("torchring.join() was called inside torchring.join(); one block is enough")
@@ -106,7 +113,7 @@ def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
             raise TypeError("torchring.join() takes the optimizers that torchring.wrap() has returned, got none")
         for each in objects:
             if isinstance(each, DistributedOptimizer):
-                each._check_joinable()
+                _check_joinable(each)
             elif not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise TypeError(f"torchring.join() takes objects with state_dict(), got {type(each).__name__}")
             elif not isinstance(each, torch.nn.Module):
@@ -114,6 +121,14 @@ def _problem_with(objects: Sequence[Any], world: World) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _check_joinable(optimizer: DistributedOptimizer) -> None:
+    """Raise ValueError if `optimizer` cannot be used inside `torchring.join`. A copy connects."""
+    if not optimizer._live_sync().can_skip_alone():
+        raise ValueError('torchring.join() does not work with on_nonfinite="skip" on a GPU')
+    if is_sharded(optimizer.optimizer):
+        raise ValueError("torchring.join() does not work with a ZeroRedundancyOptimizer, whose step() needs all ranks")
 
 
 def _missing(objects: Sequence[Any], group: OptimizerGroup) -> Exception | None:
@@ -131,3 +146,15 @@ def _last(num_followed: int, world: World, group: OptimizerGroup) -> int:
     mine = torch.tensor([num_followed, -group.num_steps()], device="cpu")
     everybody = internal_collectives_of(world).all_gather(mine.unsqueeze(0))
     return min(range(world.size), key=lambda rank: everybody[rank].flatten().tolist())
+
+
+def _take_over(optimizer: DistributedOptimizer, src: int) -> None:
+    """Collective, outside backward: give `optimizer` what it has on rank `src`. Gradients are dropped."""
+    sync = optimizer._live_sync()
+    assert isinstance(sync, GradientSync)
+    optimizer.zero_grad()
+    model, names = optimizer._model(), optimizer._names
+    others = {name: p.data for name, p in model.named_parameters() if p not in names} if model is not None else {}
+    broadcast_parameters({**others, **{name: p.data for p, name in names.items()}}, src)
+    broadcast_optimizer_state(optimizer.optimizer, src)
+    sync.take_over(src)

@@ -34,10 +34,10 @@ _T = TypeVar("_T")
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation that uses the mean and the variance over the batches of all ranks while it trains.
 
-    What torch.nn.SyncBatchNorm is on GPUs, on the CPU and on GPUs: the results and gradients are those of one process
+    It does on the CPU, too, what torch.nn.SyncBatchNorm does on GPUs: results and gradients are those of one process
     that has the batches of all ranks, whose sizes may differ. In evaluation, and in a world of one rank, the module is
-    torch's BatchNorm. Parameters, buffers and the keys of `state_dict()` are those of BatchNorm, too. Running
-    statistics are equal on all ranks.
+    torch's BatchNorm, whose parameters, buffers and keys of `state_dict()` it has. Running statistics are equal on all
+    ranks.
 
     In training, `forward` and its backward are collective: all ranks must run the same SyncBatchNorm layers in the
     same order, inside `no_sync()`, too. Statistics are computed in fp32, of fp64 inputs in fp64.
@@ -99,7 +99,7 @@ def convert_sync_batchnorm(module: torch.nn.Module) -> torch.nn.Module:
     """Put a `SyncBatchNorm` in the place of each BatchNorm of `module`, torch.nn.SyncBatchNorm included.
 
     The new layers share parameters, buffers and hooks with the layers that they replace. So an optimizer that exists
-    already goes on to work.
+    already keeps working.
 
     Args:
         module: a model. It is changed in place.
@@ -273,9 +273,9 @@ class LayerTurns:
             self._under_way = None
 
     def limit(self, most: int | None, reason: str = "") -> None:
-        """From now on this rank may begin `most` collectives in all; None: any number. From any thread.
+        """Let this rank begin `most` collectives in all; None: any number. For any thread.
 
-        If a later one is under way, break the world, and so end its wait. Raises PlanMismatchError then.
+        If a later one is under way already, break the world, which ends its wait, and raise PlanMismatchError.
         """
         self._reason = reason
         self._most = most

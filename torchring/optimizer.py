@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -30,13 +30,15 @@ from torchring.collectives.initial_state import (
     is_sharded,
 )
 from torchring.collectives.join import Join
-from torchring.collectives.service import collectives_of, internal_collectives_of
+from torchring.collectives.service import collectives_of
 from torchring.default_world import default_world
 from torchring.dynamo import run_eagerly
 from torchring.errors import GradientError
 from torchring.generation import ProvisionalWorld, refuse_before_generation
-from torchring.gradients.alone import Alone
+from torchring.gradients.closures import Snapshot, mean_loss
+from torchring.gradients.contract import Sync
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.local import LocalSync
 from torchring.gradients.participants.about import about
 from torchring.gradients.participants.buffers import SyncBuffers, buffer_specs, check_choices
 from torchring.gradients.participants.recording import with_others
@@ -44,8 +46,7 @@ from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.participants.weights import check_weight
 from torchring.gradients.plan import Compression
 from torchring.gradients.reduction import Options, Reduction
-from torchring.gradients.snapshot import Snapshot
-from torchring.gradients.stats import Stats, stats_alone, stats_of
+from torchring.gradients.stats import Stats, stats_of
 from torchring.gradients.sync import Batches, GradientSync
 from torchring.gradients.validation import (
     GradientOp,
@@ -60,7 +61,7 @@ from torchring.gradients.validation import (
     spec_of,
     steps_exactly,
 )
-from torchring.observe.phases import INPUT, OPTIMIZER
+from torchring.observe.phases import OPTIMIZER
 from torchring.observe.recorder.forward import ForwardWatch
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.services import recorder_of
@@ -93,32 +94,32 @@ def wrap(
         compression: send gradients as "fp16" or "bf16". They are scaled before they are rounded, and added up in fp32.
             None sends them in their own dtype. "auto" sends "bf16" if that makes `backward()` at least 5 % shorter in
             a trial, as with bucket_mb="auto". For gradients on the CPU; on a GPU they stay in their own dtype.
-        bucket_mb: size of a bucket in MiB. Default: 25; 12 between hosts, for gradients on the CPU; 10 for four GPUs or
-            more that reduce in each other's memory. The first bucket is at most 1 MiB. "auto" measures the first
-            backwards and finds buckets for this model that leave less communication exposed. These are tried for a few
-            steps, and kept if they are faster, for later runs, too, in `~/.cache/torchring`. See `Stats.reason`. For
-            gradients on the CPU. None is "auto" between two hosts, where that changes no bit of a result.
-        accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them. On all
-            ranks alike, `zero_grad()` of the returned optimizer begins to count anew.
+        bucket_mb: size of a bucket in MiB. The first bucket is at most 1 MiB. Default (None): 25; for gradients on the
+            CPU between hosts 12, or "auto" with two hosts, where tuning cannot change results; 10 for four GPUs or more
+            that reduce in each other's memory. "auto" measures the first backwards and looks for buckets that leave
+            less communication exposed. These are tried for a few steps, and kept if they are faster, for later runs,
+            too, in `~/.cache/torchring`. See `Stats.reason`. "auto" takes gradients on the CPU.
+        accumulate: reduce in every n-th `backward()` only. The n gradients are summed, as PyTorch sums them.
+            `zero_grad()` of the returned optimizer restarts the count, so call it on all ranks alike.
         algorithm: "direct" (memory shared by the ranks of one host), "ring" (messages between all ranks),
             "hierarchical" (direct on each host, rings between hosts), "native" (the backend's own all-reduce), "nvls"
             (direct, with sums made by the switch between GPUs) or "auto": "direct" on one host; between hosts, and
             among four GPUs or more, the fastest that was measured, see `Stats.reason`.
         overlap: "inline" (reduce in the thread that runs `backward()`), "thread" (in the background) or "auto":
-            "thread", unless a thread would only compete with `backward()` for the cores. On CUDA, all of them reduce in
+            "thread", unless a thread would only compete with `backward()` for the cores. On CUDA, both reduce in
             a stream of torchring's own; with "inline" the stream that runs `backward()` waits for each bucket.
         on_nonfinite: what `step()` does if a gradient has a NaN or an infinity. "raise" raises GradientError. "skip"
             leaves the step out on all ranks, and counts it in `stats()`; on a GPU, the host then waits in each step for
-            the device. "ignore" makes the step. With "raise" and "ignore" a GPU is not waited for, so the error of
-            "raise" may come a step or two late. In a world of one rank only "skip" looks, and reads all gradients.
+            the device. "ignore" makes the step. With "raise" and "ignore" the host does not wait for a GPU, so the
+            error may come a step or two late. In a world of one rank only "skip" looks at gradients: at all of them.
         sync_buffers: what `step()` does with the model's buffers, which each rank's forward changes in its own way.
             "mean" gives all ranks the mean of running statistics, such as those of BatchNorm, over the ranks that have
             data. Each rank keeps its other buffers, and a warning names those that differ between ranks. A dict chooses
-            for these, by the name of a buffer or module: `{"queue": None, "codebook": "mean"}`. Integers and booleans
-            have no mean, and follow the lowest rank that has data. With "rank0" all buffers follow rank 0, or the
-            lowest rank that has data. None leaves buffers alone. The buffers are those that `model` has now. They
-            travel with the gradients of each `backward()` that reduces. Other buffers than running statistics take a
-            message in addition when they change for the first time.
+            for other buffers, by the name of a buffer or module: `{"queue": None, "codebook": "mean"}`. Integers and
+            booleans have no mean, and follow the lowest rank that has data. With "rank0" all buffers follow rank 0, or
+            the lowest rank that has data. None leaves all buffers alone. The buffers that `model` has now travel with
+            the gradients of each `backward()` that reduces. Other buffers than running statistics take one more message
+            when they change for the first time.
         sync_initial_state: copy parameters, buffers and optimizer state from rank 0 to all ranks.
 
     Returns:
@@ -179,11 +180,8 @@ class DistributedOptimizer(Optimizer):
         world = self._find_world()
         world.shared(Join).refuse("wrap()")
         options = Options(op, compression, bucket_mb, accumulate, algorithm, overlap, on_nonfinite, sync_buffers)
-        open_it = functools.partial(self._open, world, optimizer, model, options, sync_initial_state)
-        if world.size > 1:
-            world.shared(OptimizerGroup).guard.run("wrap()", open_it)
-        else:
-            open_it()
+        group = world.shared(OptimizerGroup)
+        group.guard.run("wrap()", self._open, world, optimizer, model, options, sync_initial_state)
 
     def _open(
         self,
@@ -193,6 +191,7 @@ class DistributedOptimizer(Optimizer):
         options: Options,
         sync_initial_state: bool,
     ) -> None:
+        """Collective: find out whether all ranks can wrap their optimizers, and connect them."""
         world.shared(OptimizerGroup).release_dead()
         names: dict[torch.nn.Parameter, str] = {}
         problem: Exception | None = None
@@ -221,12 +220,14 @@ class DistributedOptimizer(Optimizer):
             if not is_sharded(optimizer):  # or else each rank has loaded its part
                 broadcast_optimizer_state(optimizer)
         if world.size > 1:
-            self._connect(world)
+            self._agree(world)
         elif isinstance(world, ProvisionalWorld):
             self._needs_state = True
             self._connect_with_first_gradient()
 
-    # What a door with other arguments, such as that of torchring.horovod, does in its own way.
+    # What torchring.horovod's optimizer overrides
+
+    _replica_check: ClassVar[type[ReplicaCheck]] = ReplicaCheck
 
     def _find_world(self) -> World:
         """The ranks that reduce together."""
@@ -239,21 +240,11 @@ class DistributedOptimizer(Optimizer):
         """The parameters whose gradients are sparse."""
         return sparse_parameters(model.modules() if model is not None else ())
 
-    def _watch_replicas(self, world: World) -> ReplicaCheck:
-        return ReplicaCheck(world, self._names, self.optimizer, self._model() if self._model is not None else None)
-
     def _prepare_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Called when a step begins. Returns the closure to use."""
         return closure
 
-    def _set_accumulate(self, accumulate: int) -> None:
-        """Reduce in every so many backwards from now on."""
-        self._options = dataclasses.replace(self._options, accumulate=accumulate)  # type: ignore[has-type]
-        self._alone.accumulate = accumulate
-        if self._sync is not None:
-            self._sync.accumulate = accumulate
-
-    # What a torch.optim.Optimizer has, shared with the wrapped one. Optimizer.__init__ assigns to these, too.
+    # What a torch.optim.Optimizer has, shared with the wrapped one
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -307,14 +298,14 @@ class DistributedOptimizer(Optimizer):
         """
         closure = self._prepare_step(closure)
         sync = self._live_sync()
-        if sync is None:
-            return self._step_alone(closure, *args, **kwargs)
         sync.before_step()
         before = None
         if closure is not None:
-            sync.reduction.world.shared(Join).refuse("step(closure)")
+            sync.world.shared(Join).refuse("step(closure)")
+            if not self._only_creates_state():
+                refuse_before_generation(sync.world, "step()")
             closure = functools.partial(self._evaluate, closure, sync)
-            before = self._snapshot()
+            before = Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
         elif not self._only_creates_state() and not self._check_before_step(sync):
             return None
         self._is_stepping = True
@@ -331,14 +322,10 @@ class DistributedOptimizer(Optimizer):
         self._forward_watch.start()
         return result
 
-    def _snapshot(self) -> Snapshot | None:
-        """What to go back to if a step with a closure is left out."""
-        return Snapshot(self.optimizer) if self._options.on_nonfinite == "skip" else None
-
     def _watch_wrapped(self) -> None:
-        """See the steps of the wrapped optimizer: the model's buffers are equal before its hooks run.
+        """Hook the steps of the wrapped optimizer, so that the model's buffers are equal before other hooks run.
 
-        A script, or a framework, may also step the wrapped optimizer itself. This does then what `step()` does.
+        A script, or a framework, may also step the wrapped optimizer itself. The hooks then do what `step()` does.
         """
         own = weakref.ref(self)
 
@@ -370,44 +357,6 @@ class DistributedOptimizer(Optimizer):
 
         handles = (self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after))
         self._step_handles += handles
-
-    def _step_alone(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """A step in a world of one."""
-        world = self._find_world()
-        if isinstance(world, ProvisionalWorld) and not self._only_creates_state():
-            refuse_before_generation(world, "step()")
-        recorder = recorder_of(world)
-        recorder.enter(OPTIMIZER)
-        try:
-            return self._step_unwatched(closure, *args, **kwargs)
-        finally:
-            recorder.end_step()
-            self._forward_watch.start()
-
-    def _step_unwatched(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
-        alone = self._alone
-        alone.synchronize()
-        if closure is not None:
-            closure = functools.partial(_recorded, closure, recorder_of(self._find_world()))
-        if self._options.on_nonfinite != "skip":
-            return self._step_wrapped(closure, *args, **kwargs)
-        if closure is None:
-            return self._step_wrapped(None, *args, **kwargs) if alone.may_step() else None
-
-        def evaluate() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            if not alone.may_step():
-                raise _StepSkipped
-            return loss
-
-        before = self._snapshot()
-        try:
-            return self._step_wrapped(evaluate, *args, **kwargs)
-        except _StepSkipped:
-            if before is not None:
-                before.restore()
-            return None
 
     def _step_wrapped(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         """An optimizer's step() need not take a closure, so a closure is passed only if there is one."""
@@ -441,12 +390,12 @@ class DistributedOptimizer(Optimizer):
         return step
 
     def weigh(self, weight: float) -> None:
-        """Say that this rank's next loss is a mean over `weight` samples, or tokens. Call before that backward.
+        """Say that this rank's next loss is a mean over `weight` samples, or tokens. Call before its `backward()`.
 
         The reduced gradients are then sum(n_r * g_r) / sum(n_r) over ranks, where g_r is a rank's gradient and n_r its
         weight: those of the mean over all samples, whatever the ranks' shares are. With `accumulate` or `no_sync()`,
-        each backward has its own weight, and the sums are over all of them. Until they are reduced, gradients in
-        `.grad` have the last weight as their unit.
+        each backward has its own weight, and the sums are over all of them. Before the reduction, `.grad` holds the
+        weighted sum divided by the last weight.
 
         All ranks must give a weight, or none. A weight costs no message, but for gradients in fp16 a small one. With
         weight 0, gradients count as zero, whatever they are: NaN, too, and this rank's buffers do not count.
@@ -466,11 +415,7 @@ class DistributedOptimizer(Optimizer):
         value = check_weight(weight)
         if self._options.op == "sum":
             raise ValueError("weigh() takes op='mean'; with op='sum', multiply the loss by its weight")
-        sync = self._live_sync()
-        if sync is None:
-            self._alone.weigh(value)
-        else:
-            sync.weigh(value)
+        self._live_sync().weigh(value)
 
     def skip(self) -> None:
         """Take part in the others' backward without one of this rank's own: where a batch is bad, or empty. Collective.
@@ -486,17 +431,11 @@ class DistributedOptimizer(Optimizer):
             GradientError: called inside `backward()`.
             ValueError: this optimizer is closed.
         """
-        sync = self._live_sync()
-        if sync is None:
-            self._alone.skip()
-        else:
-            sync.skip()
+        self._live_sync().skip()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None, or to zeros, as torch.optim.Optimizer.zero_grad does."""
-        self._alone.forget_gradients()
-        if self._sync is not None:
-            self._sync.forget_gradients()
+        self._current.forget_gradients()
         if set_to_none and not _takes_set_to_none(type(self.optimizer)):  # type: ignore[arg-type]
             self.optimizer.zero_grad()
             return
@@ -513,11 +452,7 @@ class DistributedOptimizer(Optimizer):
         Raises:
             GradientError: called inside `backward()`, or refused on another rank.
         """
-        sync = self._live_sync()
-        if sync is None:
-            self._alone.synchronize()
-        else:
-            sync.synchronize()
+        self._live_sync().synchronize()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context manager: inside, `backward()` accumulates gradients on this rank and sends nothing.
@@ -525,13 +460,11 @@ class DistributedOptimizer(Optimizer):
         What counts is where `backward()` runs, not where the loss was computed. With several optimizers, enter that of
         all whose parameters the backward may reach: the others reduce.
         """
-        sync = self._live_sync()
-        return sync.no_sync() if sync is not None else self._alone.no_sync()
+        return self._live_sync().no_sync()
 
     def stats(self) -> Stats:
-        """What communication has cost so far, on this rank."""
-        sync = self._live_sync()
-        return stats_alone(self._alone) if sync is None else stats_of(sync)
+        """Returns the cost of communication so far, on this rank."""
+        return stats_of(self._live_sync())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch.optim.Optimizer.add_param_group does. Collective.
@@ -541,31 +474,30 @@ class DistributedOptimizer(Optimizer):
         if self._is_initialising:  # Optimizer.__init__, whose groups the wrapped optimizer has already
             return
         sync = self._live_sync()
-        if sync is not None:
-            sync.reduction.world.shared(Join).refuse("add_param_group()")
+        sync.world.shared(Join).refuse("add_param_group()")
         self.optimizer.add_param_group(param_group)
         added: list[torch.nn.Parameter] = self.param_groups[-1]["params"]
         try:
             names = {parameter: f"group{len(self.param_groups) - 1}.param{i}" for i, parameter in enumerate(added)}
-            check_free(names, self._find_world())
+            check_free(names, sync.world)
         except ValueError:
             del self.param_groups[-1]
             raise
         self._stepped += added
         self._names.update(names)
-        if sync is None:
+        if self._sync is None:
             return
 
         def share() -> None:
             broadcast_parameters({self._names[parameter]: parameter.data for parameter in added})
             sync.extend(added)
 
-        sync.reduction.world.shared(OptimizerGroup).guard.run("add_param_group()", share)
+        sync.world.shared(OptimizerGroup).guard.run("add_param_group()", share)
 
     def _take_groups(self, groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-        """Have these groups and options, and these names for the parameters. Not collective, outside of generations.
+        """Take over these groups, options and names of parameters. Not collective, and called between generations.
 
-        Groups that are there stay the objects that they are, for schedulers.
+        Existing groups stay the same objects, because schedulers refer to them.
         """
         own = self.param_groups
         of_both = zip(own, groups, strict=False)
@@ -608,36 +540,13 @@ class DistributedOptimizer(Optimizer):
         """Load a state into the wrapped optimizer. All ranks must load the same state."""
         self.optimizer.load_state_dict(dict(state_dict))
 
-    def _check_joinable(self) -> None:
-        """Raise ValueError if this optimizer cannot be used inside `torchring.join`. A copy connects."""
-        sync = self._live_sync()
-        if sync is not None and not sync.can_skip_alone():
-            raise ValueError('torchring.join() does not work with on_nonfinite="skip" on a GPU')
-        if is_sharded(self.optimizer):
-            raise ValueError(
-                "torchring.join() does not work with a ZeroRedundancyOptimizer, whose step() needs all ranks"
-            )
-
-    def _take_over(self, src: int) -> None:
-        """Become what rank `src` has. Collective, outside backward. Gradients are dropped. For `torchring.join`."""
-        sync = self._live_sync()
-        assert sync is not None
-        self.zero_grad()
-        model = self._model() if self._model is not None else None
-        of_model = dict(model.named_parameters()) if model is not None else {}
-        tensors = {name: p.data for name, p in of_model.items() if p not in self._names}
-        broadcast_parameters({**tensors, **{name: p.data for p, name in self._names.items()}}, src)
-        broadcast_optimizer_state(self.optimizer, src)
-        sync.take_over(src)
-
     def close(self) -> None:
         """Remove the hooks from the parameters and release buffers. All ranks should call this at the same point.
 
         The wrapped optimizer can be used without torchring afterwards.
         """
         if self._sync is not None:
-            self._sync.reduction.world.shared(Join).refuse("close()")
-        self._alone.settle()
+            self._sync.world.shared(Join).refuse("close()")
         self._disconnect()
         self._forward_watch.close()
         self._is_closed = True
@@ -698,37 +607,50 @@ class DistributedOptimizer(Optimizer):
         sparse: set[torch.nn.Parameter],
         model: torch.nn.Module | None = None,
     ) -> None:
+        # What was wrapped
         self.optimizer = optimizer
         self._options = options
         self._names = names
         self._stepped = list(names)  # in the order of `param_groups`
         self._sparse = sparse
-        self._model = weakref.ref(model) if model is not None else None
+        self._model: Callable[[], torch.nn.Module | None] = weakref.ref(model) if model is not None else _no_model
+
+        # What reduces: `_sync` if it is connected to other ranks, else `_local`
         self._sync: GradientSync | None = None
-        self._early_handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._local: LocalSync = self._make_local()
+        self._needs_state = False  # of torchring.elastic, before it can connect
+        self._is_closed = False
+
+        # Hooks
+        self._early_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the parameters, until it is connected
         self._step_handles: list[torch.utils.hooks.RemovableHandle] = []  # on the wrapped optimizer
         self._is_stepping = False  # by `step()` of this class
-        self._is_closed = False
-        self._needs_state = False  # of torchring.elastic
-        self._alone: Alone = Alone(names.keys(), options.accumulate)
+
+        # What is recorded
         self._recorder: Recorder | None = None
         self._wrapped_at = 0
         self._forward_watch: ForwardWatch = ForwardWatch(model, _recorder_of(weakref.ref(self)))
+
+        # Optimizer.__init__ assigns to `param_groups` and others, which the wrapped optimizer has already.
         self._is_initialising = True
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self._is_initialising = False
 
     def _connect(self, world: World) -> GradientSync:
+        """Collective: reduce with the ranks of `world` from now on."""
+        return world.shared(OptimizerGroup).guard.run("wrap()", self._agree, world)
+
+    def _agree(self, world: World) -> GradientSync:
         """Collective: agree on a plan with the other ranks and hook the parameters."""
         parameters = list(self._names)
         trainable = [p for p in parameters if p.requires_grad]
         specs = [spec_of(self._names, self._sparse, p) for p in trainable]
-        model = self._model() if self._model is not None else None
+        model = self._model()
         buffers = [] if model is None else buffer_specs(model, self._options.sync_buffers)
         reduction = Reduction(world, specs, trainable, self._options, buffers)
         self._sync = GradientSync(
             reduction,
-            self._watch_replicas(world),
+            self._replica_check(world, self._names, self.optimizer, model),
             accumulate=self._options.accumulate,
             on_nonfinite=self._options.on_nonfinite,
             frozen=[p for p in parameters if not p.requires_grad],
@@ -740,7 +662,7 @@ class DistributedOptimizer(Optimizer):
         return self._sync
 
     def _connect_with_first_gradient(self) -> None:
-        """For a copy, which is made on one rank at a time, and used on all ranks."""
+        """Connect when the first gradient arrives: a copy is made on one rank at a time, and used on all ranks."""
 
         @run_eagerly
         def hook(parameter: torch.Tensor) -> None:
@@ -753,7 +675,7 @@ class DistributedOptimizer(Optimizer):
                     "come later would not get its state: pass it to torchring.elastic.State"
                 )
             if world.size > 1:
-                sync = world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
+                sync = self._connect(world)
                 sync.first_gradient(next(i for i, p in enumerate(sync.reduction.parameters) if p is parameter))
 
         self._early_handles = [
@@ -763,14 +685,14 @@ class DistributedOptimizer(Optimizer):
         ]
 
     def _record(self, world: World) -> None:
-        """From now on, steps are written down for `world`."""
+        """Record the steps in `world` from now on."""
         self._recorder = recorder = recorder_of(world)
         for parameter in self._names:
             if accelerator := accelerator_of(parameter.device):
                 recorder.follow(accelerator)
                 break
         options = {each.name: str(getattr(self._options, each.name)) for each in dataclasses.fields(self._options)}
-        options["model"] = "None" if self._model is None else "given"
+        options["model"] = "None" if self._model is _no_model else "given"
         options["optimizer"] = type(self.optimizer).__name__
         options["fused"] = str(bool(self.optimizer.defaults.get("fused")))
         reduction = None if self._sync is None else self._sync.reduction
@@ -789,9 +711,11 @@ class DistributedOptimizer(Optimizer):
         if self._sync is not None:
             self._sync.close()
             self._sync = None
+        self._local.close()
+        self._local = self._make_local()
 
     def _rejoin(self) -> None:
-        """Reduce with the ranks of the world that has been opened since, from the next gradient on. Not collective."""
+        """Reduce in the world that was opened meanwhile, from the next gradient on. Not collective."""
         self._disconnect()
         if not self._is_closed:
             self._connect_with_first_gradient()
@@ -804,21 +728,33 @@ class DistributedOptimizer(Optimizer):
         """
         self._needs_state = False
         self._disconnect()
-        self._alone = Alone(self._names.keys(), self._options.accumulate)
         self._record(world)
         self.zero_grad()
         if world.size > 1 and not self._is_closed:
-            sync = world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
-            sync.batches = batches
+            self._connect(world).batches = batches
 
-    def _live_sync(self) -> GradientSync | None:
-        """None in a world of one. A copy connects now, if no gradient has made the copy do so yet."""
+    @property
+    def _current(self) -> GradientSync | LocalSync:
+        """Has reduced the last gradients."""
+        return self._sync or self._local
+
+    def _make_local(self) -> LocalSync:
+        skips = self._options.on_nonfinite == "skip"
+        return LocalSync(self._names.keys(), accumulate=self._options.accumulate, skips_non_finite=skips)
+
+    def _set_accumulate(self, accumulate: int) -> None:
+        """Reduce in every so many backwards from now on. For torchring.horovod."""
+        self._options = dataclasses.replace(self._options, accumulate=accumulate)
+        self._current.accumulate = accumulate
+
+    def _live_sync(self) -> GradientSync | LocalSync:
+        """Returns what reduces the gradients. A copy connects now, if no gradient has made it connect before."""
         if self._is_closed:
             raise ValueError(
                 "this DistributedOptimizer is closed; use the optimizer that it wrapped, or wrap that again"
             )
         if self._sync is not None:
-            if not self._sync.reduction.world.is_open:
+            if not self._sync.world.is_open:
                 raise ValueError("this DistributedOptimizer belongs to a world that was shut down; wrap again")
             if self._sync.is_closed:
                 raise ValueError(
@@ -828,14 +764,15 @@ class DistributedOptimizer(Optimizer):
             return self._sync
         world = self._find_world()
         if world.size == 1:
-            return None
+            self._local.world = world
+            return self._local
         self._drop_early_hooks()
-        return world.shared(OptimizerGroup).guard.run("wrap()", functools.partial(self._connect, world))
+        return self._connect(world)
 
     def _only_creates_state(self) -> bool:
-        """Whether a step now would change no parameter, because learning rates and gradients are 0.
+        """Whether a step would only create the optimizer's state, because learning rates and gradients are 0.
 
-        torch.distributed.checkpoint takes such a step before it reads or loads the state of an optimizer without state.
+        torch.distributed.checkpoint makes such a step before it reads or loads a state that is not there yet.
         """
         if self.optimizer.state:
             return False
@@ -846,34 +783,32 @@ class DistributedOptimizer(Optimizer):
         grads = [parameter.grad for parameter in self._names if parameter.grad is not None]
         return not any(grad.is_sparse or bool(grad.any()) for grad in grads)
 
-    def _evaluate(self, closure: Callable[[], Any], sync: GradientSync) -> Any:
+    def _evaluate(self, closure: Callable[[], Any], sync: Sync) -> Any:
         sync.accept_parameters()
         with torch.enable_grad():
             loss = closure()
         if not self._check_before_step(sync):
             raise _StepSkipped if self._is_stepping else GradientError(_STEPPED_PAST)
         sync.write_buffers()
-        recorder_of(sync.reduction.world).enter(OPTIMIZER)
-        # A rank whose closure has called skip() has no loss, and takes the mean of the others.
-        mine = [0.0, 0.0] if loss is None else [float(loss.detach() if isinstance(loss, torch.Tensor) else loss), 1.0]
-        sums = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        total, num_losses = internal_collectives_of(sync.reduction.world).all_reduce(sums, "sum").tolist()
-        if not num_losses:
-            return None
-        mean = total / num_losses
-        return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
+        recorder_of(sync.world).enter(OPTIMIZER)
+        return mean_loss(loss, sync.world)  # None where the closure has called skip()
 
-    def _check_before_step(self, sync: GradientSync) -> bool:
+    def _check_before_step(self, sync: Sync) -> bool:
         """Raise GradientError rather than train on something that is known to be wrong. Returns whether to step."""
         sync.check_backward()
-        reduction, rank = sync.reduction, sync.reduction.world.rank
-        model = self._model() if self._model is not None else None
+        if self._sync is not None:
+            self._check_parameters(self._sync.reduction)
+        return sync.check_gradients()
+
+    def _check_parameters(self, reduction: Reduction) -> None:
+        """Raise GradientError if the optimizer steps other parameters by now than those that are reduced."""
+        rank = reduction.world.rank
+        model = self._model()
         if model is not None and reduction.num_rounds == 0:
             check_same_model(model, self._names, reduction.parameters, rank)
         if not steps_exactly(self.optimizer, self._stepped):
             check_same_parameters(self.optimizer, self._names, rank)
             self._stepped = list(parameters_of(self.optimizer))  # the same in another order
-        return sync.check_gradients()
 
 
 _STEPPED_PAST: Final = (
@@ -883,16 +818,10 @@ _STEPPED_PAST: Final = (
 
 
 class _StepSkipped(BaseException):
-    """Leaves the wrapped optimizer's step() from within its closure. An optimizer may catch any other exception."""
+    """Leaves the wrapped optimizer's step() from within its closure. Not an Exception, which an optimizer may catch."""
 
 
-def _recorded(closure: Callable[[], Any], recorder: Recorder) -> Any:
-    """Call a closure inside `step()`, in a world of one."""
-    recorder.enter(INPUT)
-    try:
-        return closure()
-    finally:
-        recorder.enter(OPTIMIZER)
+def _no_model() -> None: ...
 
 
 def _recorder_of(owner: weakref.ref[DistributedOptimizer]) -> Callable[[], Recorder | None]:

@@ -1,5 +1,7 @@
-"""Daemon threads: one that runs functions in order, and one that calls a function now and then. Unlike the threads of
-concurrent.futures, they never hold up interpreter exit, because they may be waiting for a peer that is gone."""
+"""Daemon threads: `SerialThread` runs functions in order, `PeriodicThread` calls a method now and then.
+
+Unlike the threads of concurrent.futures, they never hold up interpreter exit: they may wait for a peer that is gone.
+"""
 
 from __future__ import annotations
 
@@ -103,8 +105,7 @@ class SerialThread:
 class PeriodicThread:
     """Calls `method` every `seconds`, until it is closed or the object of the method is gone.
 
-    What the method raises is logged, as debugging information: an error that no wait of this process has caused must
-    not end the process.
+    Exceptions of the method are logged as debugging information. They must not end the process.
     """
 
     def __init__(self, name: str, method: Callable[[], object], seconds: float) -> None:
@@ -154,7 +155,8 @@ _at_last: list[Callable[[], None]] = []
 def end_at_exit(owner: _Closable, thread: threading.Thread) -> None:
     """Have the interpreter call `owner.close()` and join `thread` when it exits.
 
-    Every thread needs that which calls C++ code, or the process may end with SIGABRT: see `_outlive_stuck_threads`.
+    Needed for every thread that calls C++ code. Otherwise the process may end with SIGABRT: see
+    `_outlive_stuck_threads`.
     """
     _open_threads.add(owner)
     _threads.add(thread)

@@ -49,7 +49,7 @@ _FORKED: Final = (
 
 
 class Fails(Protocol):
-    """What a world tells that it is broken: a channel, a mover, a transport."""
+    """A channel, a mover or a transport, which a world tells that it is broken."""
 
     def fail(self, error: RingError) -> object:
         """Send nothing more, and make the other ranks raise `error` where they wait for this rank."""
@@ -79,8 +79,9 @@ class World:
         num_cores: number of processor cores that the ranks of this host may use together.
         machines_differ: how the machines of the ranks differ, if they do; else "".
         num_reductions: number of reductions of gradients, by all optimizers of this rank.
-        explain_absence: says what ranks that keep this rank waiting did last, once the world is observed.
         failure: the error that broke this world. A broken world sends nothing more.
+        explain_absence: returns what the given ranks did last, for the error if they keep this rank waiting. Returns ""
+            unless the world is observed.
         opening: lock of the thread that opens what all threads share.
     """
 
@@ -190,9 +191,9 @@ class World:
         return f"channel{self._num_channels}"
 
     def shared(self, open_it: Callable[[World], _T]) -> _T:
-        """What `open_it(self)` returned at the first call with that function or class. Forgotten when the world closes.
+        """Open one object per world: returns what `open_it(self)` returned at the first call with that function.
 
-        From any thread; the threads that come later wait for the one that opens.
+        For any thread; later threads wait for the thread that opens. The world forgets the object when it closes.
         """
         if open_it not in self._shared:
             with self.opening:
@@ -200,10 +201,6 @@ class World:
                     self._shared[open_it] = open_it(self)
         shared: _T = self._shared[open_it]
         return shared
-
-    def opened(self, open_it: Callable[[World], _T]) -> _T | None:
-        """What `shared` has opened already, or None."""
-        return self._shared.get(open_it)
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Call `callback` before the world closes; callbacks run in reverse order."""
@@ -262,7 +259,7 @@ class World:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a child that the rank's process has forked, and so no rank."""
+        """Whether this process was forked from the rank's process. A forked child is no rank."""
         return self.size > 1 and os.getpid() != self._pid
 
     def after_fork(self) -> None:
@@ -290,7 +287,7 @@ class World:
 
 
 def _machine() -> dict[str, str]:
-    """What decides the last bits of a result on the CPU."""
+    """The facts that decide the last bits of a result on the CPU."""
     return {
         "architecture": platform.machine(),
         "CPU capability of PyTorch": torch.backends.cpu.get_cpu_capability(),
@@ -301,7 +298,7 @@ def _machine() -> dict[str, str]:
 
 
 def differences(machines: Sequence[Mapping[str, str]]) -> str:
-    """How the machines of the ranks differ; "" if they do not.
+    """Describes how the machines of the ranks differ; "" if they do not.
 
     Example: "torch is 2.12.0 on rank 1, 2.13.0 on rank 0".
     """

@@ -28,6 +28,7 @@ from torchring.errors import RingError
 from torchring.linux import is_stopped, open_process
 from torchring.memory import host as host_module
 from torchring.memory.host import HostGroup
+from torchring.observe import STACKS
 from torchring.observe.flight_recorder import call_sites, stacks
 from torchring.observe.flight_recorder import monitor as monitor_module
 from torchring.observe.flight_recorder.call_sites import call_site_of
@@ -47,7 +48,6 @@ from torchring.observe.flight_recorder.monitor import StallMonitor
 from torchring.observe.flight_recorder.report import Peer, describe_ranks, describe_wait, missing_ranks
 from torchring.observe.phases import Phase
 from torchring.observe.services import monitor_of
-from torchring.rendezvous.environment import STACKS
 from torchring.rendezvous.rendezvous import Rendezvous
 
 _LIMIT = 0.3

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 import torchring
 from tests.support.harness import run_pooled, run_ranks
 from torchring import default_world as world_module
+from torchring.observe import PROGRESS
 from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, FORWARD, INPUT, OPTIMIZER, Phase
 from torchring.observe.recorder import process, writer
 from torchring.observe.recorder import recorder as recorder_module
@@ -41,7 +42,6 @@ from torchring.observe.recorder.records import (
     StepRecord,
 )
 from torchring.observe.services import recorder_of
-from torchring.rendezvous.environment import PROGRESS
 
 SIZES = (300, 300, 300)  # 360 kB a layer: copied on arrival
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.traces import simulate
 from torchring import cli
+from torchring.observe import TRACE
 from torchring.observe.recorder.files import live_path_of, path_of, write, write_encoded
 from torchring.observe.recorder.records import RankTrace, encode
-from torchring.rendezvous.environment import TRACE
 from torchring.report import progress, top
 from torchring.report.top import Picture
 

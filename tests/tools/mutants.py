@@ -58,7 +58,7 @@ TESTS = {
     "torchring/gradients/scheduler.py": ("gradients/test_scheduler gradients/test_hooks gradients/test_broken_off", ""),
     "torchring/gradients/participants/replicas.py": ("optimizer/test_replicas", ""),
     "torchring/gradients/participants/weights.py": ("gradients/participants/test_weights", ""),
-    "torchring/gradients/alone.py": ("gradients/participants/test_weights optimizer/test_nonfinite", ""),
+    "torchring/gradients/local.py": ("gradients/participants/test_weights optimizer/test_nonfinite", ""),
     "torchring/gradients/participants/buffers.py": ("gradients/participants/test_buffers", ""),
     "torchring/gradients/reduction.py": (
         "gradients/test_hooks gradients/participants/test_weights gradients/participants/test_buffers "

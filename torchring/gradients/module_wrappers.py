@@ -80,7 +80,7 @@ def explain(name: str, kind: str) -> str:
 
 
 def sharded_by(parameter: torch.Tensor) -> str | None:
-    """How the parameter is split up over ranks, or None."""
+    """Says how the parameter is split up over ranks; None if it is whole."""
     dtensor = _loaded("torch.distributed.tensor", "DTensor")
     return "is a DTensor, as fully_shard() makes them" if dtensor and isinstance(parameter, dtensor) else None
 

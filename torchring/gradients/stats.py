@@ -1,16 +1,16 @@
-"""What communication has cost so far: what `DistributedOptimizer.stats` returns."""
+"""The cost of communication so far, which `DistributedOptimizer.stats` returns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchring.gradients.alone import Alone
+from torchring.gradients.local import LocalSync
 from torchring.gradients.sync import GradientSync
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What communication has cost so far, on one rank.
+    """The cost of communication so far, on one rank.
 
     Attributes:
         algorithm: "direct", "ring", "hierarchical", "native" or "nvls"; "none" in a world of one rank.
@@ -45,8 +45,11 @@ class Stats:
     num_skipped_steps: int = 0
 
 
-def stats_of(sync: GradientSync) -> Stats:
-    """Of an optimizer that reduces with other ranks."""
+def stats_of(sync: GradientSync | LocalSync) -> Stats:
+    """The statistics of one optimizer."""
+    if isinstance(sync, LocalSync):
+        skipped = sync.num_skipped_steps
+        return Stats("none", "a world of one sends nothing", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, skipped)
     reduction, timing = sync.reduction, sync.reduction.timing
     reduction.rounds.poll()
     num_timed = max(timing.num_rounds, 1)
@@ -65,9 +68,3 @@ def stats_of(sync: GradientSync) -> Stats:
         overlap_ratio=max(0.0, hidden / timing.total_busy_ms) if timing.total_busy_ms else 0.0,
         num_skipped_steps=sync.num_skipped_steps,
     )
-
-
-def stats_alone(alone: Alone) -> Stats:
-    """Of an optimizer in a world of one."""
-    skipped = alone.num_skipped_steps
-    return Stats("none", "a world of one sends nothing", "inline", 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, skipped)

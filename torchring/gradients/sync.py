@@ -32,6 +32,7 @@ from torchring.gradients.plan import ControlBits, ParameterSpec
 from torchring.gradients.reduction import Reduction
 from torchring.observe.phases import BACKWARD, BETWEEN, EXPOSED, INPUT, OPTIMIZER
 from torchring.observe.services import flight_recorder_of, recorder_of
+from torchring.world import World
 
 
 class Batches(Protocol):
@@ -131,6 +132,10 @@ class GradientSync:
         self._group = reduction.world.shared(OptimizerGroup)
         self._group.add(self)
         self._attach()
+
+    @property
+    def world(self) -> World:
+        return self.reduction.world
 
     @property
     def is_weighed_by_script(self) -> bool:

@@ -1,4 +1,4 @@
-"""What cannot be reduced, or has become so since it was wrapped: options, parameters, models. Errors say what to do."""
+"""Finds options, parameters and models that cannot be reduced, in `wrap` and before a step. Errors say what to do."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
     names: dict[torch.nn.Parameter, str] = {}
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
-            place = f"group{g}.param{i}"
+            position = f"group{g}.param{i}"
             if not isinstance(parameter, torch.Tensor):
-                raise TypeError(f"{place} of the optimizer is a {type(parameter).__name__}, not a tensor")
+                raise TypeError(f"{position} of the optimizer is a {type(parameter).__name__}, not a tensor")
             parameter = cast(torch.nn.Parameter, parameter)
-            name = of_model.get(parameter, place)
+            name = of_model.get(parameter, position)
             if how := sharded_by(parameter):
                 raise ValueError(f"{name} {how}; torchring reduces the gradients of whole parameters. {WAY_OUT}")
             if not parameter.is_leaf:
@@ -73,11 +73,11 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
                     "dtype of their parameter. Set grad_dtype to that"
                 )
             if parameter in names:
-                raise ValueError(f"{name} is in the optimizer twice (again at {place}); it would be stepped twice")
+                raise ValueError(f"{name} is in the optimizer twice (again at {position}); it would be stepped twice")
             if model is not None and parameter not in of_model:
                 raise ValueError(
-                    f"{place} of the optimizer, shape {tuple(parameter.shape)}, is not a parameter of the model; pass "
-                    "the model that the optimizer trains, or none"
+                    f"{position} of the optimizer, shape {tuple(parameter.shape)}, is not a parameter of the model; "
+                    "pass the model that the optimizer trains, or none"
                 )
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise ValueError(f"{name} has no shape yet; run a batch through the lazy module before wrapping")
@@ -98,7 +98,7 @@ def named_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> dic
 def spec_of(
     names: Mapping[torch.nn.Parameter, str], sparse: Container[torch.nn.Parameter], parameter: torch.nn.Parameter
 ) -> ParameterSpec:
-    """What the plan needs to know of a parameter."""
+    """Describe a parameter for the plan."""
     return ParameterSpec(
         names[parameter],
         tuple(parameter.shape),
@@ -142,7 +142,7 @@ def is_finite_gradient(parameter: torch.nn.Parameter) -> bool:
 
 
 def steps_exactly(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether the optimizer steps these parameters, in this order, and no others. Takes 11 us for 802 parameters."""
+    """Whether the optimizer steps exactly these parameters, in this order. Takes 11 us for 802 parameters."""
     lists = [group["params"] for group in optimizer.param_groups]
     return sum(map(len, lists)) == len(parameters) and all(map(operator.is_, chain.from_iterable(lists), parameters))
 

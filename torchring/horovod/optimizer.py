@@ -25,7 +25,9 @@ from torch.optim import Optimizer
 from torchring import optimizer as wrapping
 from torchring.default_world import default_world
 from torchring.errors import GradientError
+from torchring.gradients.contract import Sync
 from torchring.gradients.group import OptimizerGroup
+from torchring.gradients.local import LocalSync
 from torchring.gradients.participants.replicas import ReplicaCheck
 from torchring.gradients.sync import GradientSync, is_still_there
 from torchring.gradients.validation import parameters_of, sparse_parameters
@@ -41,6 +43,20 @@ _COMPRESSION: Final[dict[Any, Any]] = {
     FP16Compressor: "fp16",
     BF16Compressor: "bf16",
 }
+
+
+class _LenientReplicaCheck(ReplicaCheck):
+    """Warns once of parameters that differ between ranks. Horovod trains on, and its scripts may know why."""
+
+    _has_warned = False
+
+    def compare(self) -> None:
+        try:
+            super().compare()
+        except GradientError as error:
+            if not self._has_warned:
+                _logger.warning("%s", error.message)
+            self._has_warned = True
 
 
 class DistributedOptimizer(wrapping.DistributedOptimizer):
@@ -149,8 +165,10 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         """Reduce what is not reduced yet. Collective. All gradients are reduced when it returns."""
         if not self._reduces_together:
             self._reduce_alone()
-        elif (sync := self._live_sync()) is not None and sync.reduction.num_rounds == self._num_rounds_before:
-            sync.take_part()
+        else:
+            sync = self._live_sync()
+            if isinstance(sync, GradientSync) and sync.reduction.num_rounds == self._num_rounds_before:
+                sync.take_part()
         self._synchronized = True
         self._note_rounds()
 
@@ -193,7 +211,7 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         mean = mpi_ops.allreduce(torch.as_tensor(loss).detach().double(), process_set=self._set)
         return mean.to(loss.dtype) if isinstance(loss, torch.Tensor) else float(mean)
 
-    def _live_sync(self) -> GradientSync | None:
+    def _live_sync(self) -> GradientSync | LocalSync:
         if self._sync is not None and not self._sync.reduction.world.is_open and not self._is_closed:
             self._rejoin()  # after hvd.shutdown() and hvd.init()
         return super()._live_sync()
@@ -258,6 +276,8 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
 
     # What torchring's optimizer asks of this class
 
+    _replica_check = _LenientReplicaCheck
+
     def _find_world(self) -> World:
         return default_world() if self._reduces_together and not self._connects_later else World(None, 0, 1)
 
@@ -270,17 +290,14 @@ class DistributedOptimizer(wrapping.DistributedOptimizer):
         layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         return sparse_parameters(each for each in gc.get_objects() if issubclass(type(each), layers))
 
-    def _check_before_step(self, sync: GradientSync) -> bool:
+    def _check_before_step(self, sync: Sync) -> bool:
         may_step = super()._check_before_step(sync)
-        found = sync.reduction.non_finite
+        found = None if self._sync is None else self._sync.reduction.non_finite
         if found is not None and not self._has_warned and is_still_there(found):
             self._has_warned = True
             origin = "the sum over ranks overflowed" if found.rank is None else f"it came from rank {found.rank}"
             _logger.warning("the gradient of %s has a NaN or an infinity: %s", found.name, origin)
         return may_step
-
-    def _watch_replicas(self, world: World) -> ReplicaCheck:
-        return _LenientReplicaCheck(world, self._names, self.optimizer, None)
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._reduces_together and self._set is not global_process_set:
@@ -305,20 +322,6 @@ _optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
 def live_optimizers() -> list[DistributedOptimizer]:
     """All of this process that are still used."""
     return [optimizer for optimizer in _optimizers if not optimizer._is_closed]
-
-
-class _LenientReplicaCheck(ReplicaCheck):
-    """Warns once of parameters that differ between ranks. Horovod trains on, and its scripts may know why."""
-
-    _has_warned = False
-
-    def compare(self) -> None:
-        try:
-            super().compare()
-        except GradientError as error:
-            if not self._has_warned:
-                _logger.warning("%s", error.message)
-            self._has_warned = True
 
 
 def _close_earlier(optimizer: Optimizer) -> None:

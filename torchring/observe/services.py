@@ -1,4 +1,4 @@
-"""What observes a world: opened once for each world, by `World.shared`."""
+"""The services that observe a world: a recorder and a flight recorder. `World.shared` opens one of each."""
 
 from __future__ import annotations
 

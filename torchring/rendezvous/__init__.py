@@ -1,1 +1,1 @@
-"""What the launcher told this process, and where the ranks of a launch meet."""
+"""Reads what the launcher told this process, and opens the store at which the ranks of a launch meet."""

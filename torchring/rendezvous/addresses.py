@@ -32,7 +32,7 @@ def list_interfaces() -> list[list[str]]:
 
 
 def own_addresses() -> list[str]:
-    """Where other hosts may reach this machine: addresses, the likeliest first, and the host name last."""
+    """The addresses at which other hosts may reach this machine, the likeliest first, and the host name last."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing, but chooses the interface of the default route
@@ -42,7 +42,7 @@ def own_addresses() -> list[str]:
 
 
 def is_for_other_hosts(address: str) -> bool:
-    """Whether other hosts may reach the address: it is neither loopback nor link-local IPv6."""
+    """Whether other hosts may reach the address, which is neither loopback nor link-local IPv6."""
     return address != "::1" and not address.startswith(("127.", "fe80:"))
 
 

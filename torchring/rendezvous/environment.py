@@ -1,4 +1,4 @@
-"""What the launcher told this process: its rank, the number of ranks, and where the ranks meet.
+"""Reads what the launcher told this process: its rank, the number of ranks, and where the ranks meet.
 
     torchrun                RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; mostly torchrun hosts the store
     Kubernetes and others   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; rank 0 hosts the store
@@ -34,9 +34,6 @@ JOB: Final = "TORCHRING_JOB"  # from `torchring run`
 ELASTIC: Final = "torchring run --elastic"
 INVITATION: Final = "TORCHRING_ELASTIC"  # from `torchring run --elastic`; an `elastic.protocol.Invitation`
 _KEY_VALUES: Final = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-STACKS: Final = "TORCHRING_STACKS_ON_STALL"  # from `torchring run --stacks-on-stall`
-TRACE: Final = "TORCHRING_TRACE"  # a folder; from `torchring run --trace`
-PROGRESS: Final = "TORCHRING_PROGRESS"  # a folder for the last steps only; from `torchring run --progress`
 _PART: Final = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")  # of a host list; commas inside brackets stay
 _FIRST_PORT: Final = 15_000  # below those that Linux hands out to clients, 32768 and up
 _NUM_PORTS: Final = 15_000
@@ -44,7 +41,7 @@ _NUM_PORTS: Final = 15_000
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What the launcher said.
+    """A process, as its launcher describes it.
 
     Attributes:
         launcher: the name of the launcher, "none" without a launcher.
@@ -60,9 +57,9 @@ class LaunchEnvironment:
     launcher: str
     rank: int
     size: int
-    local_rank: int | None
-    master: tuple[str, int] | None
-    store_is_hosted: bool
+    local_rank: int | None = None
+    master: tuple[str, int] | None = None
+    store_is_hosted: bool = False
     over_mpi: bool = False
     member_pid: int | None = None
     job: str = ""
@@ -123,7 +120,7 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
                 "before anything of torchring's; in the function that mp.spawn runs, too. If this process is to train "
                 f"alone, set {CHOICE}=none"
             )
-        return LaunchEnvironment("none", 0, 1, None, None, False)
+        return LaunchEnvironment("none", 0, 1)
     launcher = found[0]
     name = _name(launcher, environ)
     size = _integer(environ, launcher.size, name)
@@ -142,7 +139,7 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
             raise TopologyError(
                 f"{name} says {launcher.size}=1 but {launcher.rank}={said}; a world of one has rank 0 only"
             )
-        return LaunchEnvironment(name, 0, 1, 0, None, False)
+        return LaunchEnvironment(name, 0, 1, 0)
     over_mpi = launcher.kind == "mpirun" and "MASTER_ADDR" not in environ and "MASTER_PORT" not in environ
     needed = [launcher.rank]
     if has_key_values:
@@ -163,8 +160,6 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
             rank,
             size,
             local_rank,
-            None,
-            False,
             job=_job(environ, launcher),
             key_values=(environ[_KEY_VALUES[0]], _port(environ, _KEY_VALUES[1], name)),
             is_one_host=environ.get("HOROVOD_LOCAL_SIZE") == environ[launcher.size],
@@ -186,7 +181,7 @@ def _invited(environ: Mapping[str, str]) -> LaunchEnvironment | None:
             f"{INVITATION} is not what `{ELASTIC}` sets ({type(error).__name__}: {error}); unset it"
         ) from error
     # A worker that has come later has a rank of its own, too: scripts let rank 0 alone print, or download.
-    return LaunchEnvironment(ELASTIC, worker, max(size, worker + 1), slot, None, store_is_hosted=True)
+    return LaunchEnvironment(ELASTIC, worker, max(size, worker + 1), slot, store_is_hosted=True)
 
 
 def membership(environ: Mapping[str, str], pid: int, rank: int, size: int, local_rank: int) -> str:
@@ -204,9 +199,7 @@ def started_by_member(environ: Mapping[str, str], pid: int) -> LaunchEnvironment
         return None
     if not isinstance(said, dict) or said["pid"] == pid or said["launch"] != _launch_variables(environ):
         return None
-    return LaunchEnvironment(
-        "a rank", said["rank"], said["size"], said["local_rank"], None, False, member_pid=said["pid"]
-    )
+    return LaunchEnvironment("a rank", said["rank"], said["size"], said["local_rank"], member_pid=said["pid"])
 
 
 def check_group(environ: Mapping[str, str], size: int) -> None:

@@ -1,4 +1,4 @@
-"""How ranks find each other: through a key-value store. Calls have deadlines, and errors name the missing rank.
+"""Ranks find each other through a key-value store. Calls have deadlines, and errors name the missing rank.
 
 The store is torch.distributed's: a TCPStore between processes, a HashStore between threads. The store carries
 addresses, descriptions of plans and last words of ranks, never gradients.
@@ -290,7 +290,7 @@ class _CallsWithDeadline:
             raise
 
     def call(self, operation: Callable[[], _T], seconds: float) -> _T:
-        """What `operation` returns or raises. FutureTimeout after `seconds`, or if an earlier operation still runs."""
+        """Run `operation`. Raises FutureTimeout after `seconds`, or if an earlier operation still runs."""
         with self._submitting:
             if self._broken is not None:  # TCPStore does not reconnect, and each try would print a warning
                 raise self._broken

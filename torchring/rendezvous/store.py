@@ -92,21 +92,23 @@ def _abort_on_exception() -> None:
 
 
 def unannounced_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """This process as a rank of an MPI whose launcher sets no variables that torchring knows, if the script has started
-    MPI with several processes."""
+    """Describe this process as a rank of MPI, if the script has started MPI with several processes.
+
+    For a launcher that sets no variables that torchring knows.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or CHOICE in environ or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.size == 1:
         return None
-    return LaunchEnvironment("MPI", mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size, None, None, False, True)
+    return LaunchEnvironment("MPI", mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size, over_mpi=True)
 
 
 def _at_master(launch: LaunchEnvironment, address: str, port: int, timeout_seconds: float) -> TCPStore:
-    place = f"{address}:{port} (MASTER_ADDR:MASTER_PORT, or what {launch.launcher} has for them)"
+    endpoint = f"{address}:{port} (MASTER_ADDR:MASTER_PORT, or what {launch.launcher} has for them)"
     who = f"rank {launch.rank} on {host_name()}"
     is_host = launch.rank == 0 and not launch.store_is_hosted
     if not is_host and (trouble := _wait_for_listener(address, port, timeout_seconds)):
         raise TopologyError(
-            f"{who} cannot reach the rendezvous store at {place} within {timeout_seconds:g} s: {trouble}"
+            f"{who} cannot reach the rendezvous store at {endpoint} within {timeout_seconds:g} s: {trouble}"
         )
     try:
         return TCPStore(
@@ -119,7 +121,7 @@ def _at_master(launch: LaunchEnvironment, address: str, port: int, timeout_secon
         )
     except dist.DistError as error:
         verb = "host" if is_host else "reach"
-        text = f"{who} cannot {verb} the rendezvous store at {place}: {_first_line(error)}"
+        text = f"{who} cannot {verb} the rendezvous store at {endpoint}: {_first_line(error)}"
         if "EADDRINUSE" in text:
             text += "; another job may use that port: give this one another MASTER_PORT"
         raise TopologyError(text) from error
@@ -323,7 +325,7 @@ def _over_key_values(launch: LaunchEnvironment, server: tuple[str, int], timeout
 
 
 def _ask(launch: LaunchEnvironment, server: tuple[str, int], seconds: float, request: Callable[[], _T]) -> _T:
-    """What the key-value server answers. Raises TopologyError if it does not answer within `seconds`."""
+    """Ask the key-value server. Raises TopologyError if it does not answer within `seconds`."""
     end = time.monotonic() + seconds
     while True:
         try:

@@ -23,6 +23,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from torchring.linux import is_stopped
 from torchring.memory.host import HostGroup, SharedBlock
+from torchring.observe import STACKS
 from torchring.observe.flight_recorder import stacks
 from torchring.observe.flight_recorder.call_sites import call_site_of
 from torchring.observe.flight_recorder.entries import (
@@ -40,7 +41,6 @@ from torchring.observe.flight_recorder.report import (
     is_silent,
     missing_ranks,
 )
-from torchring.rendezvous.environment import STACKS
 from torchring.rendezvous.rendezvous import Rendezvous
 from torchring.threads import PeriodicThread, is_done_within
 

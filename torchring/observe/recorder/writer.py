@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Final
 
 from torchring.linux import is_caught
+from torchring.observe import PROGRESS, TRACE
 from torchring.observe.recorder import files, process
 from torchring.observe.recorder.recorder import Recorder
 from torchring.observe.recorder.records import ENDED_WELL
-from torchring.rendezvous.environment import PROGRESS, TRACE
 from torchring.threads import PeriodicThread, at_last
 
 _LIVE_SECONDS: Final = 2.0

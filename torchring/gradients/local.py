@@ -1,20 +1,24 @@
-"""What a DistributedOptimizer does in a world of one, where no reduction scales gradients or looks at them."""
+"""`LocalSync`: weights, groups of backwards and skipped steps in a world of one, which reduces nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from torchring.errors import GradientError
+from torchring.generation import refuse_before_generation
 from torchring.gradients.ledger import SeenGradients, is_zero
 from torchring.gradients.participants.weights import ON_RESULTS
 from torchring.gradients.validation import is_finite_gradient
+from torchring.observe.phases import INPUT, OPTIMIZER
+from torchring.observe.services import recorder_of
+from torchring.world import World
 
 
-class Alone:
-    """Weights and skipped steps in a world of one.
+class LocalSync:
+    """Takes the place of a reduction in a world of one. See `contract.Sync`.
 
     Between backwards, `.grad` is the weighted mean over those that several ranks would reduce together: `accumulate` of
     them, and those inside `no_sync()`. A backward after that adds to `.grad`. See `weights.py` for a world of several
@@ -23,16 +27,19 @@ class Alone:
     Args:
         parameters: of the optimizer; may grow.
         accumulate: number of backwards that are reduced together.
+        skips_non_finite: whether to leave out a step if a gradient is not finite. Otherwise nobody looks.
 
     Attributes:
-        accumulate: see above; may change between groups of backwards.
-        num_skipped_steps: how many steps were left out, because a gradient was not finite.
+        world: set before a method is called that records a step.
     """
 
-    def __init__(self, parameters: Collection[torch.nn.Parameter], accumulate: int) -> None:
+    world: World
+
+    def __init__(self, parameters: Collection[torch.nn.Parameter], *, accumulate: int, skips_non_finite: bool) -> None:
+        self.accumulate = accumulate
         self.num_skipped_steps = 0
         self._parameters = parameters
-        self.accumulate = accumulate
+        self._skips_non_finite = skips_non_finite
         self._no_sync_depth = 0
 
         # The backwards with weights that are reduced together
@@ -48,9 +55,10 @@ class Alone:
         self._is_next_local = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
+    # Backward
+
     def weigh(self, weight: float) -> None:
-        """The next backward has this weight."""
-        self.settle()
+        self._end_micro_step()
         if all(parameter.grad is None for parameter in self._parameters):  # the script has dropped what there was
             self.forget_gradients()
         self._notice_zeroing()
@@ -65,7 +73,6 @@ class Alone:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here do not count towards `accumulate`."""
         self._no_sync_depth += 1
         try:
             yield
@@ -73,13 +80,61 @@ class Alone:
             self._no_sync_depth -= 1
 
     def skip(self) -> None:
-        """A backward is left out."""
-        self.settle()
+        self._end_micro_step()
         if self._no_sync_depth == 0:
             self._count()
 
-    def settle(self) -> None:
-        """The backward that a weight was given for is over, or does not come."""
+    def synchronize(self) -> None:
+        if self._is_next_used:
+            self._end_micro_step()
+        self._end_group()
+
+    def forget_gradients(self) -> None:
+        """A weight that was given for the next backward stays."""
+        self.synchronize()
+        self._holds_results = False
+
+    # Step
+
+    def before_step(self) -> None:
+        self.synchronize()
+        recorder_of(self.world).enter(OPTIMIZER)
+
+    def accept_parameters(self) -> None:
+        recorder_of(self.world).enter(INPUT)
+
+    def check_backward(self) -> None:
+        refuse_before_generation(self.world, "step()")
+
+    def check_gradients(self) -> bool:
+        """Looks at gradients only where a step may be left out."""
+        if not self._skips_non_finite or all(map(is_finite_gradient, self._parameters)):
+            return True
+        self.num_skipped_steps += 1
+        recorder_of(self.world).end_step()
+        return False
+
+    def write_buffers(self) -> None:
+        """The buffers are this rank's own."""
+
+    def has_stepped(self) -> None:
+        recorder_of(self.world).end_step()
+
+    # Otherwise
+
+    def can_skip_alone(self) -> bool:
+        return True
+
+    def extend(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """The parameters are in `parameters` already."""
+
+    def close(self) -> None:
+        self._end_micro_step()
+
+    # Weights
+
+    def _end_micro_step(self) -> None:
+        """End the backward that a weight was given for. It is over, or does not come."""
         if self._is_next_used:
             self._total += self._next
             self._num_backwards += 1
@@ -88,23 +143,6 @@ class Alone:
         self._is_next_used = False
         while self._handles:
             self._handles.pop().remove()
-
-    def synchronize(self) -> None:
-        """Several ranks would reduce what there is."""
-        if self._is_next_used:
-            self.settle()
-        self._end_group()
-
-    def forget_gradients(self) -> None:
-        """All gradients are gone. A weight that was given for the next backward stays."""
-        self.synchronize()
-        self._holds_results = False
-
-    def may_step(self) -> bool:
-        """Whether all gradients are finite. If not, the step counts as skipped."""
-        is_finite = all(map(is_finite_gradient, self._parameters))
-        self.num_skipped_steps += not is_finite
-        return is_finite
 
     def _notice_zeroing(self) -> None:
         """The script may have zeroed results in place, before backwards that are added up."""
@@ -118,7 +156,7 @@ class Alone:
             self._end_group()
 
     def _end_group(self) -> None:
-        """What was reduced together is a result now."""
+        """End a group of backwards: `.grad` holds their result now."""
         self._holds_results = self._holds_results or self._num_backwards > 0
         self._total, self._num_backwards, self._num_counted = 0.0, 0, 0
 
