@@ -168,7 +168,7 @@ def test_train_sequences_fails_where_gradients_differ() -> None:
     assert "gradients with weights are not those of the mean over all tokens" in stderr
 
 
-@pytest.mark.grid  # test_parity compares many more trainings
+@pytest.mark.grid  # optimizer/test_semantics.py compares many more trainings
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_compare_with_ddp_agrees(tmp_path: Path, num_ranks: int | None) -> None:
     stdout, _ = run_example(tmp_path, "compare_with_ddp.py", *FAST["compare_with_ddp.py"], num_ranks=num_ranks)
