@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,6 @@ from tests.gradients.participants import test_buffers, test_weights
 from tests.support import scripts
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
 from tests.support.fake_device import FakeAccelerator, FakeMark, FakeStream
-from tests.support.grids import grid
 from tests.support.harness import run_ranks
 from tests.support.training import Script, Side, attempt, batch, momentum, small_model, values
 from torchring.allreduce import choice
@@ -41,6 +40,8 @@ from torchring.world import World
 _SMALL_MB = 400 / 2**20  # two or three buckets of the models here
 _SHAPES = ((), (7,), (0, 3), (40, 3), (2, 3, 2, 2), (65,))
 _STEPS = 2  # the first shows in which order gradients come, the second is laid out so
+
+pytestmark = pytest.mark.sim
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,9 @@ _IN_GRID = {
     "unused on some ranks, zeroed in place", "unused on all ranks", "two backwards, zeroed in place", "synchronize",
     "accumulate", "tied", "number, empty, strided", "channels_last", "kept detached gradients", "retain_graph",
     "strided gradients", "another order on each rank", "frozen, then thawed", "checkpointed",
+}  # fmt: skip
+_SMOKE = {
+    "direct, float32 fp16, mean, late, auto", "unused on some ranks", "no_sync", "kept gradients", "broken", "NaN",
 }  # fmt: skip
 
 
@@ -771,21 +775,38 @@ _SCENARIOS[2] |= {
 }
 
 
+def _tier(name: str) -> str:
+    """Scenarios of a tier share a world: `make test` has few, and `make test-sim` not those of the grid."""
+    return "grid" if name in _IN_GRID else "smoke" if name in _SMOKE else "sim"
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=getattr(pytest.mark, _tier(name))) for name in names]
+
+
 @functools.cache
-def _results(size: int, *, of_grid: bool) -> list[dict[str, Any]]:
-    names = [name for name in _SCENARIOS[size] if (name in _IN_GRID) == of_grid]
+def _results(size: int, tier: str) -> list[dict[str, Any]]:
+    names = [name for name in _SCENARIOS[size] if _tier(name) == tier]
     return run_ranks(_attempts, size, names, env={"TRITON_INTERPRET": "1"}, deadline=150)
 
 
 def results_of(name: str, size: int = 2) -> list[Any]:
     """Of one scenario, in rank order."""
-    results = [of_rank[name] for of_rank in _results(size, of_grid=name in _IN_GRID)]
+    results = [of_rank[name] for of_rank in _results(size, _tier(name))]
     failures = [f"rank {rank}:\n{result.text}" for rank, result in enumerate(results) if isinstance(result, Failure)]
     assert not failures, "\n".join(failures)
     return results
 
 
-@pytest.mark.parametrize(("size", "case"), [(size, case) for size, cases in _CASES.items() for case in cases], ids=str)
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        pytest.param(size, case, marks=getattr(pytest.mark, _tier(str(case))))
+        for size, cases in _CASES.items()
+        for case in cases
+    ],
+    ids=str,
+)
 def test_every_algorithm_reduces_exactly(size: int, case: Case) -> None:
     results = results_of(str(case), size)
     assert_same_on_all_ranks([result["parameters"] for result in results])
@@ -815,7 +836,7 @@ def test_the_comparison_can_fail() -> None:
             assert_bitwise(gradient, torch.stack(own).mean(0))
 
 
-@grid("name", list(_SCRIPTS), keep=lambda name: name not in _IN_GRID)
+@pytest.mark.parametrize("name", _marked(_SCRIPTS))
 def test_what_holds_on_the_cpu_holds_on_a_device(name: str) -> None:
     """Scripts of optimizer/test_semantics.py, and some more, against one process that does the work of both ranks."""
     script, args, tolerance = _SCRIPTS[name]
@@ -859,6 +880,7 @@ def test_gradients_are_kept_until_they_are_read_and_no_longer() -> None:
         assert result["races"] == []
 
 
+@pytest.mark.smoke
 def test_a_missing_event_is_noticed() -> None:
     """So are tests that would not see one."""
     for rank, found in enumerate(results_of("broken")):
@@ -869,7 +891,9 @@ def test_a_missing_event_is_noticed() -> None:
         assert found["no hold, races"].startswith("Race"), (rank, found)
 
 
-@pytest.mark.parametrize("name", ["NaN", "NaN in the ring, bf16", "NaN, native", "NaN after a broken-off round"])
+@pytest.mark.parametrize(
+    "name", _marked(["NaN", "NaN in the ring, bf16", "NaN, native", "NaN after a broken-off round"])
+)
 def test_a_gradient_that_is_not_finite_is_told_to_all_ranks(name: str) -> None:
     results = results_of(name)
     assert len({step for step, _ in results}) == 1, results
