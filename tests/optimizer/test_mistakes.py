@@ -12,6 +12,7 @@ that of one process, or step() raises a GradientError that says what is wrong, o
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import warnings
@@ -688,13 +689,18 @@ def _poisoned(rank: int, world_size: int, value: float, where: int, options: dic
     return {**seen, "digest": digest(model.parameters())}
 
 
-@pytest.mark.parametrize(("value", "where"), [(float("nan"), 0), (float("-inf"), 4)], ids=["first layer", "last layer"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"overlap": "thread"}, {"algorithm": "ring"}, {"algorithm": "native"}, {"compression": "fp16"},
-     {"compression": "bf16", "algorithm": "ring"}],
-    ids=str,
-)  # fmt: skip
+    ("value", "where", "options"),
+    [
+        (math.nan, 0, {}),
+        (-math.inf, 4, {}),
+        (math.nan, 4, {"overlap": "thread"}),
+        (-math.inf, 0, {"algorithm": "ring"}),
+        (math.nan, 0, {"algorithm": "native"}),
+        (-math.inf, 4, {"compression": "fp16"}),
+        (math.nan, 4, {"compression": "bf16", "algorithm": "ring"}),
+    ],
+)
 def test_i_nan_on_one_rank_names_it(value: float, where: int, options: dict[str, Any]) -> None:
     results = run_pooled(_poisoned, 3, value, where, options)
     for seen in results:

@@ -981,7 +981,7 @@ def _one_process(case: Case, world_size: int) -> Iterator[list[Tensor]]:
         yield [p.detach().clone() for p in model.parameters()]
 
 
-@grid("world_size, optimizer, micro_steps", [1, 2, 3], ["momentum", "adamw"], [1, 3])
+@pytest.mark.parametrize(("world_size", "optimizer", "micro_steps"), [(2, "momentum", 3), (3, "adamw", 1)])
 def test_ranks_train_as_one_process_with_the_whole_batch(world_size: int, optimizer: str, micro_steps: int) -> None:
     case = Case(optimizer, dtype=torch.float64, micro_steps=micro_steps, steps=6, options={"bucket_mb": _LAYER_MB})
     runs = run_pooled(_train_case, world_size, case, "ring")
