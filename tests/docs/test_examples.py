@@ -122,6 +122,7 @@ def test_train_digits_says_if_it_has_not_learned() -> None:
     assert "the accuracy should have reached 97%" in stderr
 
 
+@pytest.mark.grid  # elastic/ starts such jobs
 def test_train_elastic_under_its_launcher() -> None:
     command = ["-m", "torchring", "run", "--elastic", "-np", "2", EXAMPLES / "train_elastic.py"]
     result = run_script([*command, *FAST["train_elastic.py"]], deadline=90)

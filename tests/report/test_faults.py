@@ -139,7 +139,7 @@ def test_an_optimizer_that_dominates() -> None:
 
 
 def test_too_small_buckets() -> None:
-    analysis = _analysis("small buckets", algorithm="ring", overlap="thread", bucket_mb=0.0)
+    analysis = _analysis("small buckets", 12, algorithm="ring", overlap="thread", bucket_mb=0.0)
     assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "small buckets"), analysis.verdict
     assert "bucket" in analysis.advice[0].what.lower(), analysis.advice
 
