@@ -586,7 +586,7 @@ def _with_loader(side: Side) -> Sequence[Any]:
     optimizer = side.wrap(momentum(model), model, overlap="thread")
     draws = [batch(rank, 0) for rank in side.mine]
     data = TensorDataset(*(torch.stack(parts) for parts in zip(*draws, strict=True)))
-    workers = 1 if side.is_wrapped else 0
+    workers = 2 if side.is_wrapped else 0
     loader = DataLoader(data, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
     for _ in range(2):
         optimizer.zero_grad()
