@@ -4,21 +4,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all tests soak chaos horovod-conformance mutants bench docs lint types clean
+.PHONY: demo test test-sim test-all tests soak chaos horovod-conformance mutants bench docs lint types clean
 
 demo: $(INSTALLED)  ## the main job: two processes train a convolutional network on handwritten digits
 	$(BIN)/torchring run -np 2 examples/train_digits.py
 
-test: $(INSTALLED)  ## everything that CI checks
+test: $(INSTALLED)  ## lint, types, and the tests that look at every promise: 4 minutes
 	$(MAKE) --no-print-directory --jobs 2 lint types tests
 
-test-all: $(INSTALLED)  ## the same with full grids, soaks and other platforms: before a release
+test-sim: $(INSTALLED)  ## kernels under Triton's interpreter and compiler, training on fake devices
+	$(MAKE) --no-print-directory tests MARKED="sim and not grid"
+
+test-all: $(INSTALLED)  ## both, with full grids, soaks, a browser and other platforms: before a release
 	$(MAKE) --no-print-directory --jobs 2 lint types tests MARKED=""
 
 # Three processes on two cores: most tests of ranks wait; with four, ranks that poll take the cores from each other.
 # A file's tests stay together, and share what they set up.
 # mpirun is in BIN. Without bytecode each process that a test starts would compile torchring anew, for 0.4 s.
-MARKED = not grid
+MARKED = not grid and (smoke or not sim)
 tests: $(INSTALLED)
 	PYTHONDONTWRITEBYTECODE= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -m "$(MARKED)" --durations 15 \
 	    --numprocesses 3 --dist loadfile --no-loadscope-reorder

@@ -278,6 +278,7 @@ print(grad.tolist(), "triton" in sys.modules)
     assert ran.stderr == ""
 
 
+@pytest.mark.grid  # test_layout.py finds cycles
 def test_a_script_may_begin_with_any_name() -> None:
     """Modules that import each other can be imported in any order."""
     code = """

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from tests.optimizer.test_contract import TINY_MB, attempt, batch, small_model, values
 from tests.support.checks import assert_same_on_all_ranks
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
+from tests.support.training import TINY_MB, attempt, batch, small_model, values
 
 _NUM_BATCHES = {1: (4,), 2: (2, 5), 3: (4, 0, 3)}  # of each rank
 

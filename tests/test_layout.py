@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
+import re
 import subprocess
 from pathlib import Path
 
@@ -23,12 +25,17 @@ ORDER = [
 # fmt: on
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def imports(package: Path = PACKAGE) -> set[tuple[str, str]]:
     """(room that imports, room imported from), at the top of modules or inside functions."""
     found = set()
     for room in sorted(package.iterdir()):
         for file in room.rglob("*.py") if room.is_dir() else [room]:
-            for node in ast.walk(ast.parse(file.read_text() if file.suffix == ".py" else "")):
+            for node in ast.walk(parsed(file.read_text() if file.suffix == ".py" else "")):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
                 if isinstance(node, ast.ImportFrom):
                     assert node.level < 2, f"{file}: a relative import from outside"
@@ -63,7 +70,7 @@ def sort_modules(folder: Path, package: Path) -> list[str]:
     graph = {}
     for file in folder.glob("*.py"):
         names = []
-        for node in ast.parse(file.read_text()).body:
+        for node in parsed(file.read_text()).body:
             if isinstance(node, ast.ImportFrom):
                 source = f"{prefix if node.level else ''}{node.module or ''}".rstrip(".")
                 names += [f"{source}.{alias.name}" for alias in node.names]
@@ -105,7 +112,8 @@ def test_nobody_imports_a_top_level_kernels() -> None:
         f for folder in ("torchring", "kernels", "tests", "examples", "bench") for f in (ROOT / folder).rglob("*.py")
     ]
     assert len(files) > 40
-    guilty = [str(f) for f in files if any(map(is_import_of_top_level_kernels, ast.walk(ast.parse(f.read_text()))))]
+    files = [file for file in files if re.search(r"(import|from) kernels\b", file.read_text())]
+    guilty = [str(f) for f in files if any(map(is_import_of_top_level_kernels, ast.walk(parsed(f.read_text()))))]
     assert guilty == []
 
 

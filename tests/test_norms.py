@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from tests.optimizer.test_contract import attempt
 from tests.support.checks import assert_same_on_all_ranks
 from tests.support.grids import grid
 from tests.support.harness import run_pooled
+from tests.support.training import attempt
 
 _SIZES = {2: (3, 5), 3: (4, 0, 1)}  # samples per rank: unequal, none, one
 _STEPS = 2

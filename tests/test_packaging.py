@@ -85,11 +85,13 @@ def check_contents(names: list[str]) -> None:
     assert [name for name in names if name.endswith((".pyc", ".so"))] == []
 
 
+@pytest.mark.grid
 def test_wheel_contents(wheel: Path) -> None:
     assert wheel.name == f"torchring-{torchring.__version__}-py3-none-any.whl"
     check_contents(names_in(wheel))
 
 
+@pytest.mark.grid
 def test_the_check_of_contents_can_fail(wheel: Path) -> None:
     names = names_in(wheel)
     for wrong in (
@@ -103,6 +105,7 @@ def test_the_check_of_contents_can_fail(wheel: Path) -> None:
             check_contents(wrong)
 
 
+@pytest.mark.grid
 def test_wheel_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (folder,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
@@ -121,6 +124,7 @@ def test_wheel_metadata(wheel: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.grid
 def test_installed_wheel_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -234,6 +238,7 @@ def test_wheel_from_the_unpacked_sdist_is_the_same(sdist: Path, source: Path, wh
                 assert theirs.read(name) == mine.read(name), name
 
 
+@pytest.mark.grid
 def test_sources_of_the_copy_are_those_of_the_checkout(source: Path, wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():

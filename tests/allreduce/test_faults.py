@@ -38,8 +38,6 @@ _WIDTH = 64
 _FATAL_STEP = 3
 _TOO_LATE = 3.0  # seconds; a death is noticed in about one, and a loaded machine is given the rest
 
-Setup = Callable[[Callable[[], None]], None]
-
 
 # ---- what every rank does
 

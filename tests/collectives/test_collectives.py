@@ -359,9 +359,6 @@ def test_inputs_with_strides_or_gradients(size: int, shares_memory: bool) -> Non
 # ---- broadcast
 
 
-_ANY_DTYPE = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16, torch.float64)
-
-
 def _broadcast_everything(rank: int, size: int) -> None:
     for src in range(size):
         for dtype in (*FLOATS, *INTEGERS, torch.bool, torch.complex64):

@@ -122,6 +122,7 @@ def test_train_digits_says_if_it_has_not_learned() -> None:
     assert "the accuracy should have reached 97%" in stderr
 
 
+@pytest.mark.grid  # elastic/ starts such jobs
 def test_train_elastic_under_its_launcher() -> None:
     command = ["-m", "torchring", "run", "--elastic", "-np", "2", EXAMPLES / "train_elastic.py"]
     result = run_script([*command, *FAST["train_elastic.py"]], deadline=90)
@@ -168,7 +169,7 @@ def test_train_sequences_fails_where_gradients_differ() -> None:
     assert "gradients with weights are not those of the mean over all tokens" in stderr
 
 
-@pytest.mark.grid  # test_parity compares many more trainings
+@pytest.mark.grid  # optimizer/test_semantics.py compares many more trainings
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_compare_with_ddp_agrees(tmp_path: Path, num_ranks: int | None) -> None:
     stdout, _ = run_example(tmp_path, "compare_with_ddp.py", *FAST["compare_with_ddp.py"], num_ranks=num_ranks)

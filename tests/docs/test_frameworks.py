@@ -17,10 +17,10 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.data import Dataset
 
 import torchring
-from tests.optimizer.test_contract import attempt
 from tests.support.checks import assert_same_on_all_ranks, digest
 from tests.support.documents import ROOT, blocks, snippet
 from tests.support.harness import run_ranks
+from tests.support.training import attempt
 
 DDP, FRAMEWORKS = (ROOT / "docs" / "guides" / f"{name}.md" for name in ("ddp", "frameworks"))
 ADAMW = "torch.optim.AdamW({}.parameters())"

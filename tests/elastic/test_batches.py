@@ -192,6 +192,8 @@ _LOOPS: dict[str, Loop] = {
     "accumulate, all skipped": functools.partial(_accumulate, skips=(0, 1)),
     "losses added": functools.partial(_add_losses, first=1),
 }
+
+
 _REFUSED: dict[str, tuple[Loop, str]] = {
     "losses added": (functools.partial(_add_losses, first=2), "about to get the weight of another batch"),
 }

@@ -17,8 +17,8 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import torchring
-from tests.optimizer.test_contract import attempt, loss_on, small_model
 from tests.support.harness import run_ranks
+from tests.support.training import attempt, loss_on, small_model
 
 STEP = 7  # of `batch`, whichever
 

@@ -155,7 +155,6 @@ def test_modules_and_options_of_the_interpreter(tmp_path: Path) -> None:
     found = said("-X", "dev", "-m", "torchring.horovod", "-m", "training", "-m", "torchring.horovod", cwd=tmp_path)
     assert found == [["-m", "torchring.horovod"], True, 0, "__main__", aliases.VERSION]
     assert said("-mtorchring.horovod", "training.py", cwd=tmp_path)[1:3] == [False, 0]
-    assert said("-vm", "torchring.horovod", "training.py", cwd=tmp_path)[1:3] == [False, 1]
 
 
 def test_without_a_script_it_says_how_it_is_used() -> None:

@@ -24,7 +24,7 @@ from torchring.kernels.ring import _ring_kernel
 from torchring.kernels.unpack import _unpack_kernel
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(lazy.INTERPRETED, reason="the interpreter has no compiler")
+pytestmark = [pytest.mark.sim, pytest.mark.skipif(lazy.INTERPRETED, reason="the interpreter has no compiler")]
 
 F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 SHORT = {F32: "fp32", F16: "fp16", B16: "bf16", F64: "fp64"}

@@ -46,6 +46,7 @@ def test_truncating_is_not_rounding() -> None:
     assert values.to(torch.bfloat16).tolist() == [1.0, 1.0 + 2**-7, -1.0 - 2**-7]
 
 
+@pytest.mark.sim
 @pytest.mark.skipif(lazy.INTERPRETED, reason="this is the child process")
 def test_triton_kernels_under_the_interpreter(pytestconfig: pytest.Config) -> None:
     here = Path(__file__).parent

@@ -507,7 +507,8 @@ def network(tmp_path: Path) -> Iterator[tuple[Network, Cluster]]:
 
 
 @needs_hosts
-@pytest.mark.parametrize("launcher", ["ssh", pytest.param("mpirun", marks=[needs_mpirun, pytest.mark.grid])])
+@pytest.mark.grid  # test_hosts_over_ssh goes to other hosts of one machine
+@pytest.mark.parametrize("launcher", ["ssh", pytest.param("mpirun", marks=needs_mpirun)])
 def test_hosts_that_are_apart(launcher: str, network: tuple[Network, Cluster]) -> None:
     """Started on the first of them, which is not gone to by ssh."""
     hosts, cluster = network

@@ -20,6 +20,7 @@ import pytest
 
 import torchring
 from tests.support.documents import ROOT, blocks
+from tests.support.grids import grid
 from tests.support.harness import is_running, patient, wait_until
 from torchring import cli
 from torchring.launch.hosts import Host
@@ -280,7 +281,7 @@ time.sleep(60)
                 os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+@grid("closed", [">&-", ">&- 2>&-"], keep=lambda closed: closed == ">&-")
 def test_closed_streams(closed: str, launcher: Launcher) -> None:
     """The ranks print into nothing, as a script without launcher does."""
     script = launcher.script("import sys; print('hello'); print('hello', file=sys.stderr)")

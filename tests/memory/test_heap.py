@@ -10,7 +10,6 @@ import types
 import pytest
 import torch
 
-from tests.support.grids import grid
 from tests.support.harness import run_ranks
 from torchring.memory import heap
 
@@ -123,7 +122,8 @@ def test_thresholds_of_its_own_are_seen(environ: dict[str, str], monkeypatch: py
     assert heap._kept_bytes == 0
 
 
-@grid("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"], keep=lambda name: name == "GLIBC_TUNABLES")
+@pytest.mark.grid  # the test above sees the same without a start of python
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_a_process_with_thresholds_of_its_own_keeps_them(name: str) -> None:
     value = str(32 * MIB)
     environ = {name: f"glibc.malloc.mmap_threshold={value}" if name == "GLIBC_TUNABLES" else value}

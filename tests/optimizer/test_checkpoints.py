@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torchring
-from tests.optimizer.test_contract import small_model
 from tests.support.grids import grid
 from tests.support.harness import run_pooled, run_ranks
+from tests.support.training import small_model
 
 _STEPS = 4  # before the checkpoint, and after it
 _GLOBAL_BATCH = 6

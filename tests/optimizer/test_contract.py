@@ -1,8 +1,4 @@
-"""A DistributedOptimizer is a torch.optim.Optimizer: what a script may do with one, it may do with the other.
-
-Most tests run one script twice: on ranks that each have their own batch, and in one process that has everybody's. In
-fp64 the two must agree to 1e-9, and the ranks among each other bit for bit.
-"""
+"""A DistributedOptimizer is a torch.optim.Optimizer: what a script may do with one, it may do with the other."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -28,103 +23,26 @@ import torchring
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, digest
 from tests.support.grids import grid
 from tests.support.harness import count_open_fds, run_pooled, run_ranks
-
-TINY_MB = 100 / 2**20  # buckets of 100 bytes: the small models here need several
-
-
-@dataclass(frozen=True)
-class Side:
-    """One way to run a script: as one of several ranks, or as the one process that does the work of all of them."""
-
-    mine: tuple[int, ...]
-    is_wrapped: bool
-
-    def wrap(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None, **options: Any) -> Any:
-        return torchring.wrap(optimizer, model, **{"bucket_mb": TINY_MB, **options}) if self.is_wrapped else optimizer
-
-    def mean(self, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """The loss that this process differentiates: loss_of(rank), averaged over the ranks whose work it does."""
-        return torch.stack([loss_of(rank) for rank in self.mine]).mean()
-
-
-Script = Callable[..., Sequence[Any]]
-
-
-def on_rank(rank: int, world_size: int, script: Script, args: tuple[Any, ...]) -> Sequence[Any]:
-    return script(Side((rank,), True), *args)
-
-
-def assert_as_one_process(
-    script: Script,
-    *args: Any,
-    world_size: int = 2,
-    tolerance: float = 1e-9,
-    run: Callable[..., list[Any]] = run_pooled,
-) -> list[Any]:
-    """script(side, *args) gives a list of tensors, None and numbers; returns those of the ranks, in rank order."""
-    expected = script(Side(tuple(range(world_size)), False), *args)
-    results = run(on_rank, world_size, script, args)
-    assert expected
-    for result in results:
-        assert len(result) == len(expected)
-    for i, right in enumerate(expected):
-        if isinstance(right, Tensor):
-            assert_same_on_all_ranks([result[i] for result in results])
-            torch.testing.assert_close(
-                results[0][i], right, rtol=tolerance, atol=tolerance, msg=lambda m, i=i: f"{i}: {m}"
-            )
-        elif isinstance(right, float):
-            assert [result[i] for result in results] == [pytest.approx(right, rel=tolerance)] * world_size
-        else:
-            assert [result[i] for result in results] == [right] * world_size
-    return results
-
-
-def batch(rank: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    draw = torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
-    return draw[:, :4].to(dtype), draw[:, 4:].to(dtype)
-
-
-def small_model(dtype: torch.dtype = torch.float64, seed: int = 3) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 2)).to(dtype)
-
-
-def loss_on(model: nn.Module, rank: int, step: int) -> Tensor:
-    x, y = batch(rank, step, next(model.parameters()).dtype)
-    return nn.functional.mse_loss(model(x), y)
-
-
-def values(module: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in module.parameters()]
-
-
-def attempt(action: Callable[[], Any]) -> str:
-    """ "TypeName: message" of what action raises, or "" if nothing."""
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _train(side: Side, model: nn.Module, optimizer: Any, steps: Sequence[int]) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
-        optimizer.step()
-
-
-def _momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.02)
-
+from tests.support.scripts import keeping
+from tests.support.training import (
+    TINY_MB,
+    Side,
+    assert_as_one_process,
+    attempt,
+    batch,
+    loss_on,
+    momentum,
+    small_model,
+    train,
+    values,
+)
 
 # The comparison itself
 
 
 def _forgets_to_wrap(side: Side) -> Sequence[Any]:
     model = small_model()
-    _train(side, model, _momentum(model), range(2))
+    train(side, model, momentum(model), range(2))
     return values(model)
 
 
@@ -138,9 +56,9 @@ def test_without_wrapping_the_comparison_fails() -> None:
 
 def _identity(rank: int, world_size: int) -> dict[str, Any]:
     model = small_model()
-    plain = _momentum(model)
+    plain = momentum(model)
     optimizer = torchring.wrap(plain, model)
-    _train(Side((rank,), True), model, optimizer, range(2))
+    train(Side((rank,), True), model, optimizer, range(2))
     optimizer.param_groups[0]["lr"] = 0.25
     return {
         "types": isinstance(optimizer, torch.optim.Optimizer) and type(optimizer) is torchring.DistributedOptimizer,
@@ -204,7 +122,7 @@ def test_what_is_special_about_the_users_optimizer_class_is_within_reach(world_s
 
 def _alone(rank: int, world_size: int) -> list[Any]:
     model = small_model()
-    optimizer = torchring.wrap(_momentum(model), model, accumulate=2, compression="fp16", algorithm="ring")
+    optimizer = torchring.wrap(momentum(model), model, accumulate=2, compression="fp16", algorithm="ring")
     with optimizer.no_sync():
         loss_on(model, 0, 0).backward()
     optimizer.synchronize()
@@ -217,7 +135,7 @@ def _alone(rank: int, world_size: int) -> list[Any]:
 def test_a_single_process_needs_no_launcher() -> None:
     [[trained, is_dataclass, sent, after_close]] = run_ranks(_alone, 1, launcher_env=False)
     model = small_model()
-    _train(Side((0,), False), model, _momentum(model), [0])
+    train(Side((0,), False), model, momentum(model), [0])
     for mine, expected in zip(trained, values(model), strict=True):
         assert_bitwise(mine, expected)
     assert (is_dataclass, sent) == (True, 0)
@@ -242,13 +160,13 @@ def _scheduler(name: str, optimizer: torch.optim.Optimizer) -> LRScheduler:
 
 def _scheduled(side: Side, name: str) -> Sequence[Any]:
     model = small_model()
-    optimizer = side.wrap(_momentum(model), model)
+    optimizer = side.wrap(momentum(model), model)
     learning_rates: list[Any] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         scheduler = _scheduler(name, optimizer)
         for step in range(6):
-            _train(side, model, optimizer, [step])
+            train(side, model, optimizer, [step])
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(1.0)
             else:
@@ -269,6 +187,7 @@ def test_learning_rate_schedulers(name: str) -> None:
 
 # Every optimizer of PyTorch, with and without fused kernels
 
+
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
@@ -288,7 +207,7 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def _with_optimizer(side: Side, name: str) -> Sequence[Any]:
     model = small_model()
     optimizer = side.wrap(_OPTIMIZERS[name](model.parameters()), model)
-    _train(side, model, optimizer, range(4))
+    train(side, model, optimizer, range(4))
     return values(model)
 
 
@@ -339,7 +258,7 @@ def test_grad_scaler(kind: str, poisoned: int | None) -> None:
 
 def _hooked(rank: int, world_size: int) -> list[Any]:
     model = small_model()
-    plain = _momentum(model)
+    plain = momentum(model)
     optimizer = torchring.wrap(plain, model)
     heard: list[str] = []
     handles = [
@@ -353,10 +272,10 @@ def _hooked(rank: int, world_size: int) -> list[Any]:
         ]
     is_optimizer: list[bool] = []
     optimizer.register_step_pre_hook(lambda it, args, kwargs: is_optimizer.append(it is optimizer))
-    _train(Side((rank,), True), model, optimizer, [0])
+    train(Side((rank,), True), model, optimizer, [0])
     for handle in handles:
         handle.remove()
-    _train(Side((rank,), True), model, optimizer, [1])
+    train(Side((rank,), True), model, optimizer, [1])
     return [heard, is_optimizer]
 
 
@@ -370,7 +289,7 @@ def test_step_hooks_run_once_a_step(world_size: int) -> None:
 
 def _state_dict_hooked(rank: int, world_size: int) -> list[str]:
     model = small_model()
-    optimizer = torchring.wrap(_momentum(model), model)
+    optimizer = torchring.wrap(momentum(model), model)
     heard: list[str] = []
     optimizer.register_state_dict_pre_hook(lambda *_: heard.append("before saving"))
     optimizer.register_state_dict_post_hook(lambda *_: heard.append("after saving"))
@@ -392,12 +311,12 @@ def _saved_and_loaded(side: Side, into: str) -> Sequence[Any]:
     """Train 2 steps, save, train 2 more; then again from the checkpoint. Both ends."""
     model = small_model()
     optimizer = side.wrap(torch.optim.AdamW(model.parameters(), lr=0.01), model)
-    _train(side, model, optimizer, range(2))
+    train(side, model, optimizer, range(2))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     checkpoint = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     keys = sorted(checkpoint["optimizer"])
-    _train(side, model, optimizer, range(2, 4))
+    train(side, model, optimizer, range(2, 4))
     uninterrupted = values(model)
     if into == "itself":
         again, other = model, optimizer
@@ -413,7 +332,7 @@ def _saved_and_loaded(side: Side, into: str) -> Sequence[Any]:
         else:
             other = side.wrap(plain, again)
             other.load_state_dict(checkpoint["optimizer"])
-    _train(side, again, other, range(2, 4))
+    train(side, again, other, range(2, 4))
     return [keys, *uninterrupted, *values(again)]
 
 
@@ -437,19 +356,19 @@ def _copy_of(how: str, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any
 
 def _copied(side: Side, how: str) -> Sequence[Any]:
     model = small_model()
-    optimizer = side.wrap(_momentum(model), model)
+    optimizer = side.wrap(momentum(model), model)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.9)
-    _train(side, model, optimizer, range(2))
+    train(side, model, optimizer, range(2))
     scheduler.step()
     other_model, other = _copy_of(how, model, optimizer)
-    _train(side, other_model, other, range(2, 4))  # the copy on its own data, then both in turns
+    train(side, other_model, other, range(2, 4))  # the copy on its own data, then both in turns
     for step in range(4, 6):
-        _train(side, model, optimizer, [step])
-        _train(side, other_model, other, [step + 1])
+        train(side, model, optimizer, [step])
+        train(side, other_model, other, [step + 1])
     third_model, third = _copy_of(how, other_model, other)  # a copy of a copy, which nothing has connected yet
     third.zero_grad()
     third.step()
-    _train(side, third_model, third, [6])
+    train(side, third_model, third, [6])
     return [isinstance(other, torch.optim.Optimizer), *values(model), *values(other_model), *values(third_model)]
 
 
@@ -460,13 +379,13 @@ def test_copies_train_on_their_own(how: str) -> None:
 
 def _copy_of_the_model_alone(side: Side) -> Sequence[Any]:
     model = small_model()
-    optimizer = side.wrap(_momentum(model), model)
+    optimizer = side.wrap(momentum(model), model)
     average = torch.optim.swa_utils.AveragedModel(model)
-    _train(side, model, optimizer, range(2))
+    train(side, model, optimizer, range(2))
     average.update_parameters(model)
     if 0 in side.mine:  # nothing is sent for a copy of the model, so one rank may do with it what it likes
         loss_on(copy.deepcopy(model), 0, 0).backward()
-    _train(side, model, optimizer, range(2, 4))
+    train(side, model, optimizer, range(2, 4))
     average.update_parameters(model)
     return [*values(average), *values(model)]
 
@@ -503,7 +422,7 @@ def _zero(way: str, model: nn.Module, optimizer: Any) -> None:
 
 def _zeroed(side: Side, way: str) -> Sequence[Any]:
     model = small_model()
-    optimizer = side.wrap(_momentum(model), model)
+    optimizer = side.wrap(momentum(model), model)
     seen: list[Any] = []
     for step in range(4):
         side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
@@ -524,36 +443,14 @@ def test_zeroing_gradients(way: str) -> None:
     assert_as_one_process(_zeroed, way)
 
 
-def _kept(side: Side, keep: str) -> Sequence[Any]:
-    """Two tasks, as in PCGrad: the first one's gradients are kept, take part in the second loss, and are added."""
-    model = small_model()
-    optimizer = side.wrap(_momentum(model), model)
-    seen: list[Any] = []
-    for step in range(3):
-        optimizer.zero_grad()
-        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
-        grads: list[Tensor] = [p.grad for p in model.parameters() if p.grad is not None]
-        first = [grad.detach() if keep == "detached" else grad for grad in grads]
-        seen += [grad.clone() for grad in first]
-        optimizer.zero_grad()
-        pull = sum((grad * p).square().sum() for grad, p in zip(first, model.parameters(), strict=True))
-        (side.mean(lambda rank, step=step: loss_on(model, rank, step + 10)) + pull).backward()
-        seen += first
-        for p, grad in zip(model.parameters(), first, strict=True):
-            assert p.grad is not None
-            p.grad.add_(grad)
-        optimizer.step()
-    return [*seen, *values(model)]
-
-
 @pytest.mark.parametrize("keep", ["the gradient", "detached"])
 def test_gradients_kept_over_zeroing(keep: str) -> None:
-    assert_as_one_process(_kept, keep)
+    assert_as_one_process(keeping, keep)
 
 
 def _clipped(side: Side, kind: str) -> Sequence[Any]:
     model = small_model()
-    optimizer = side.wrap(_momentum(model), model)
+    optimizer = side.wrap(momentum(model), model)
     norms: list[Any] = []
     for step in range(3):
         optimizer.zero_grad()
@@ -575,7 +472,7 @@ def test_clipping_needs_no_extra_call(kind: str) -> None:
 def _closure(side: Side, kind: str) -> Sequence[Any]:
     model = small_model()
     if kind == "sgd":
-        plain: torch.optim.Optimizer = _momentum(model)
+        plain: torch.optim.Optimizer = momentum(model)
     else:
         search = "strong_wolfe" if kind == "lbfgs, wolfe" else None
         plain = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=search)
@@ -606,7 +503,7 @@ def test_closures(kind: str) -> None:
 
 def _closure_and_scaler(side: Side) -> Sequence[Any]:
     model = small_model()
-    optimizer = side.wrap(_momentum(model), model)
+    optimizer = side.wrap(momentum(model), model)
 
     def closure() -> float:
         loss = side.mean(lambda rank: loss_on(model, rank, 0))
@@ -622,14 +519,14 @@ def test_a_closure_may_return_a_number() -> None:
 
 def _grown(side: Side) -> Sequence[Any]:
     body, head = small_model(), nn.Linear(2, 2).double()
-    optimizer = side.wrap(_momentum(body), body)
-    _train(side, body, optimizer, range(2))
+    optimizer = side.wrap(momentum(body), body)
+    train(side, body, optimizer, range(2))
     torch.manual_seed(20 + side.mine[0])  # every rank makes another head; rank 0's counts
     new = nn.Linear(2, 2).double()
     head.load_state_dict(new.state_dict())
     optimizer.add_param_group({"params": head.parameters(), "lr": 0.3})
     whole = nn.Sequential(body, head)
-    _train(side, whole, optimizer, range(2, 5))
+    train(side, whole, optimizer, range(2, 5))
     optimizer.zero_grad()
     return [len(optimizer.param_groups), *values(whole)]
 
@@ -641,14 +538,14 @@ def test_groups_added_after_wrapping_are_reduced_too(world_size: int) -> None:
 
 def _bad_group(rank: int, world_size: int) -> tuple[list[str], str]:
     model, other = small_model(), small_model()
-    optimizer = torchring.wrap(_momentum(model), model)
-    of_other = torchring.wrap(_momentum(other), other)
+    optimizer = torchring.wrap(momentum(model), model)
+    of_other = torchring.wrap(momentum(other), other)
     problems = [
         attempt(lambda: optimizer.add_param_group({"params": [model[0].weight]})),
         attempt(lambda: optimizer.add_param_group({"params": of_other.param_groups[0]["params"]})),
         attempt(lambda: copy.copy(optimizer)),
     ]
-    _train(Side((rank,), True), model, optimizer, range(2))
+    train(Side((rank,), True), model, optimizer, range(2))
     return problems, digest(model.parameters())
 
 
@@ -667,7 +564,7 @@ def test_a_parameter_has_one_optimizer() -> None:
 
 def _wrapped_twice(rank: int, world_size: int) -> list[str]:
     model = small_model()
-    plain = _momentum(model)
+    plain = momentum(model)
     optimizer = torchring.wrap(plain, model)
     problems = [
         attempt(lambda: torchring.wrap(optimizer, model)),
@@ -676,7 +573,7 @@ def _wrapped_twice(rank: int, world_size: int) -> list[str]:
         attempt(lambda: torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)),
         attempt(lambda: torchring.wrap(torch.optim.SGD([model[2].weight], lr=0.1))),
     ]
-    _train(Side((rank,), True), model, optimizer, range(2))
+    train(Side((rank,), True), model, optimizer, range(2))
     return [*problems, digest(model.parameters())]
 
 
@@ -695,20 +592,20 @@ def test_wrapping_twice_is_an_error_in_a_world_of_one() -> None:
 
 def _closed(rank: int, world_size: int) -> dict[str, Any]:
     model = small_model()
-    plain = _momentum(model)
+    plain = momentum(model)
     optimizer = torchring.wrap(plain, model)
     side = Side((rank,), True)
-    _train(side, model, optimizer, range(2))
+    train(side, model, optimizer, range(2))
     together = digest(model.parameters())
     optimizer.close()
     optimizer.close()
     problems = [attempt(action) for action in (optimizer.step, optimizer.synchronize, optimizer.no_sync)]
     if rank == 0:
-        _train(side, model, plain, range(2, 4))  # alone: nobody else takes part
+        train(side, model, plain, range(2, 4))  # alone: nobody else takes part
     apart = digest(model.parameters())
     again = torchring.wrap(plain, model)
     from_rank_0 = digest(model.parameters())
-    _train(side, model, again, range(4, 6))
+    train(side, model, again, range(4, 6))
     return {"phases": [together, apart, from_rank_0, digest(model.parameters())], "problems": problems,
             "momentum": digest([plain.state[p]["momentum_buffer"] for p in model.parameters()])}  # fmt: skip
 
@@ -727,9 +624,9 @@ def _dropped(side: Side) -> Sequence[Any]:
     model = small_model()
     for start in range(0, 6, 2):
         optimizer = None
-        optimizer = side.wrap(_momentum(model), model)
+        optimizer = side.wrap(momentum(model), model)
         StepLR(optimizer, 1)
-        _train(side, model, optimizer, range(start, start + 2))
+        train(side, model, optimizer, range(start, start + 2))
     return values(model)
 
 
@@ -793,7 +690,7 @@ def test_two_models_trained_against_each_other(ranks_differ: str) -> None:
 def _in_another_order(side: Side) -> Sequence[Any]:
     """Two models, two backwards, which every other rank does in the other order."""
     models = [small_model(seed=1), small_model(seed=2)]
-    optimizers = [side.wrap(_momentum(model), model) for model in models]
+    optimizers = [side.wrap(momentum(model), model) for model in models]
     for step in range(4):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -819,16 +716,16 @@ def _cycles(rank: int, world_size: int, options: dict[str, Any], how: str) -> di
     for cycle in range(5):
         torchring.init()
         model = small_model(seed=rank)
-        plain = _momentum(model)
+        plain = momentum(model)
         optimizer = torchring.wrap(plain, model, **options)
-        _train(side, model, optimizer, range(3))
+        train(side, model, optimizer, range(3))
         digests.append(digest(model.parameters()))
         if how == "close":
             optimizer.close()
         torchring.shutdown()
         if cycle == 1 and how != "close":
             late = attempt(optimizer.step)
-        _train(side, model, plain, range(3))  # its hooks are gone: this reduces nothing and waits for nobody
+        train(side, model, plain, range(3))  # its hooks are gone: this reduces nothing and waits for nobody
         del optimizer, plain, model
         gc.collect()  # buffers stay mapped until nothing views them
         end = time.monotonic() + 5.0  # a thread that was told to end takes its time
@@ -858,8 +755,8 @@ def test_worlds_come_and_go_without_a_trace(options: dict[str, Any], how: str) -
 
 def _stats(rank: int, world_size: int, options: dict[str, Any]) -> torchring.Stats:
     model = small_model(torch.float32)
-    optimizer = torchring.wrap(_momentum(model), model, bucket_mb=TINY_MB, **options)
-    _train(Side((rank,), True), model, optimizer, range(3))
+    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, **options)
+    train(Side((rank,), True), model, optimizer, range(3))
     return optimizer.stats()
 
 

@@ -1,102 +1,83 @@
-"""What users rely on (every optimizer, model and way of calling backward here is legal in one process).
+"""What a training on ranks computes: the same as one process that does the work of all, and as DistributedDataParallel.
 
-Unused parameters · several backwards, no_sync, accumulate, synchronize · tied, mixed, strided, empty, sparse, frozen
-parameters · checkpointing, retain_graph, double backward, exceptions · op="sum" · the plan after the first step
-· other programs' processes
-
-Scripts run on ranks and in one process that does the work of all; see optimizer/test_contract.py.
+Unused parameters · several backwards, no_sync, accumulate, synchronize · op="sum" · all kinds of parameters · ways to
+compute a gradient · the plan after the first step · features of PyTorch · compilers and other programs' processes
+· parity with DDP, 2 ranks: bit for bit, whatever the optimizer, buckets, algorithm, overlap; 3 ranks: every gradient
+within 4 roundings of the float64 mean of what the ranks computed
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchring
-from tests.optimizer.test_contract import (
+from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest
+from tests.support.grids import grid
+from tests.support.harness import run_pooled, run_ranks
+from tests.support.scripts import (
+    KINDS,
+    ORDERS,
+    USAGE,
+    Branches,
+    Chain,
+    Raises,
+    accumulating,
+    branches,
+    checkpointed,
+    failing,
+    frozen,
+    graph_games,
+    mixed,
+    of_kind,
+    ordered,
+    sparse_words,
+    summed,
+)
+from tests.support.training import (
     TINY_MB,
     Side,
     assert_as_one_process,
     attempt,
     batch,
     loss_on,
+    momentum,
     small_model,
+    train,
     values,
 )
-from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest
-from tests.support.grids import grid
-from tests.support.harness import run_pooled, run_ranks
-
-
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.02)
-
-
-class Branches(nn.Module):
-    """A stem and three heads, of which a call uses those it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.stem = nn.Linear(4, 6)
-        self.heads = nn.ModuleList(nn.Linear(6, 2) for _ in range(3))
-        self.double()
-
-    def forward(self, x: Tensor, heads: Sequence[int]) -> Tensor:
-        hidden = torch.tanh(self.stem(x))
-        return torch.stack([self.heads[i](hidden) for i in heads]).sum(0)
-
 
 # Unused parameters
-
-_USAGE: dict[str, Callable[[int, int], list[int]]] = {  # which heads a rank uses in a step
-    "unused on some ranks": lambda rank, step: [0, 1, 2] if rank == 0 else [0],
-    "alternating": lambda rank, step: [(rank + step) % 3],
-    "unused on all ranks": lambda rank, step: [0, 1],
-    "from the third step on": lambda rank, step: [0] if step < 2 else [0, 1 + rank % 2],
-    "until the third step": lambda rank, step: [0, 1, 2] if step < 2 else [0],
-    "other sets each step": lambda rank, step: [[0], [1, 2], [0, 2], [1]][step % 4],
-}
-
-
-def _branches(side: Side, usage: str, set_to_none: bool, options: dict[str, Any]) -> Sequence[Any]:
-    model = Branches()
-    optimizer = side.wrap(momentum(model), model, **options)
-    seen: list[Any] = []
-    for step in range(5):
-        optimizer.zero_grad(set_to_none)
-
-        def loss(rank: int, step: int = step) -> Tensor:
-            x, y = batch(rank, step)
-            return nn.functional.mse_loss(model(x, _USAGE[usage](rank, step)), y)
-
-        side.mean(loss).backward()
-        seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        optimizer.step()
-    return [*seen, *values(model)]
 
 
 @grid(
     "set_to_none, options, usage",
     [True, False],
     [{}, {"overlap": "thread", "bucket_mb": 25.0}, {"algorithm": "ring"}],
-    list(_USAGE),
+    list(USAGE),
     keep=lambda set_to_none, options, usage: not options or (set_to_none and usage == "other sets each step"),
 )
 def test_unused_parameters_contribute_zero_or_stay_untouched(
     usage: str, set_to_none: bool, options: dict[str, Any]
 ) -> None:
     """Gradients, too: one that no rank computed stays None, so momentum and weight decay leave its parameter alone."""
-    [first, _] = assert_as_one_process(_branches, usage, set_to_none, options)
+    [first, _] = assert_as_one_process(branches, usage, set_to_none, options)
     if usage == "unused on all ranks" and set_to_none:
         assert first[6:8] == [None, None]
         assert_bitwise(first[-1], dict(Branches().named_parameters())["heads.2.bias"].detach())
@@ -128,7 +109,7 @@ def _owned(side: Side, how: str, usage: str, options: dict[str, Any]) -> Sequenc
         elif how == "other memory":
             p.grad = torch.zeros_like(p)
             p.grad.data = piece
-    uses = _USAGE.get(usage, lambda rank, step: [0, 1, 2] if rank or step else [2, 1, 0])
+    uses = USAGE.get(usage, lambda rank, step: [0, 1, 2] if rank or step else [2, 1, 0])
     seen: list[Any] = []
     for step in range(8):
 
@@ -226,42 +207,13 @@ def test_a_stale_gradient_that_nobody_uses_stays_as_it_is() -> None:
 # Several backwards
 
 
-def _accumulating(side: Side, how: str) -> Sequence[Any]:
-    model = small_model()
-    accumulate = 3 if how.startswith("accumulate") else 1
-    optimizer = side.wrap(momentum(model), model, accumulate=accumulate)
-    is_wrapped = isinstance(optimizer, torchring.DistributedOptimizer)
-    seen: list[Any] = []
-    for step in range(3):
-        if how == "accumulate, two are dropped":
-            for micro_step in range(2):
-                side.mean(lambda rank, at=10 * step + 5 + micro_step: loss_on(model, rank, at)).backward()
-        optimizer.zero_grad(set_to_none=how != "two backwards, zeroed in place")
-        for micro_step in range(2 if "two backwards" in how or "left" in how else 3):
-            last = micro_step == (1 if "two backwards" in how else 2)
-            loss = side.mean(lambda rank, at=10 * step + micro_step: loss_on(model, rank, at))
-            if is_wrapped and ((how == "no_sync" and not last) or how in ("synchronize", "accumulate in no_sync")):
-                with optimizer.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-        if is_wrapped and how in ("synchronize", "accumulate, two are left", "accumulate in no_sync"):
-            optimizer.synchronize()
-            optimizer.synchronize()
-        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        if is_wrapped and how == "accumulate":
-            optimizer.synchronize()  # nothing is left to do
-        optimizer.step()
-    return [*seen, *values(model)]
-
-
 @pytest.mark.parametrize(
     "how",
     ["two backwards", "two backwards, zeroed in place", "no_sync", "synchronize", "accumulate",
      "accumulate, two are left", "accumulate, two are dropped", "accumulate in no_sync"],
 )  # fmt: skip
 def test_gradients_add_up_over_backwards(how: str) -> None:
-    assert_as_one_process(_accumulating, how)
+    assert_as_one_process(accumulating, how)
 
 
 def _decided_at_backward(side: Side) -> Sequence[Any]:
@@ -345,26 +297,9 @@ def test_synchronize_takes_along_what_one_rank_has() -> None:
     assert_same_on_all_ranks([trained for _, trained in results])
 
 
-def _summed(side: Side, compression: str | None) -> Sequence[Any]:
-    """op="sum" of the ranks' losses, each divided by the number of all rows, as scripts with uneven batches do."""
-    model = small_model()
-    optimizer = side.wrap(momentum(model), model, op="sum", compression=compression)
-    for step in range(3):
-        (optimizer if step == 1 else model).zero_grad(set_to_none=step == 1)
-
-        def loss(rank: int, step: int = step) -> Tensor:
-            rows = 5 - 3 * (rank % 2)
-            x, y = batch(rank, step)
-            return nn.functional.mse_loss(model(x[:rows]), y[:rows], reduction="sum") / 14
-
-        sum((loss(rank) for rank in side.mine), torch.zeros(())).backward()
-        optimizer.step()
-    return values(model)
-
-
 @pytest.mark.parametrize("compression", [None, "bf16"])
 def test_sums_over_ranks(compression: str | None) -> None:
-    assert_as_one_process(_summed, compression, tolerance=1e-9 if compression is None else 2e-2)
+    assert_as_one_process(summed, compression, tolerance=1e-9 if compression is None else 2e-2)
 
 
 def _sum_of_sums(rank: int, world_size: int) -> list[Any]:
@@ -385,127 +320,21 @@ def test_a_sum_is_never_summed_again() -> None:
 # All kinds of parameters
 
 
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embedding = nn.Embedding(7, 4)
-        self.mix = nn.Linear(4, 4)
-        self.out = nn.Linear(4, 7, bias=False)
-        self.out.weight = self.embedding.weight
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.mix(self.embedding((x[:, 0].abs() * 3).long() % 7))))
-
-
-class _Odd(nn.Module):
-    """A number, nothing, a transposed and an expanded-then-copied matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.transposed = nn.Parameter(torch.randn(3, 4).t())
-        self.gappy = nn.Parameter(torch.randn(8, 6)[::2, ::3])
-        self.one = nn.Parameter(torch.randn(1, 1, 1))
-        self.double()
-        self.gappy.data = torch.randn(8, 6).double()[::2, ::3]
-        self.transposed.data = torch.randn(3, 4).double().t()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.transposed).sum(1, keepdim=True) * self.scale + x @ self.gappy * self.one + self.nothing.sum()
-
-
-class _Images(nn.Module):
-    def __init__(self, channels_last: bool) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.first = nn.Conv2d(3, 5, 3, padding=1)
-        self.second = nn.Conv2d(5, 4, 2)
-        self.double()
-        self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self.to(memory_format=self.format)
-
-    def forward(self, x: Tensor) -> Tensor:
-        images = x[:, :3, None, None].expand(-1, -1, 4, 4).contiguous(memory_format=self.format)
-        return self.second(torch.tanh(self.first(images))).sum((2, 3))
-
-
-class _Complex(nn.Module):
-    """Complex parameters, one of which gets the conjugate of a tensor as its gradient, and quantised weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.rotation = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128).t().contiguous().t())
-        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex128))
-        self.offset = nn.Parameter(torch.randn(3, dtype=torch.float64))
-        self.quantised = nn.Parameter(torch.tensor([3, -2, 1], dtype=torch.int8), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        turned = (x.to(torch.complex128) @ self.rotation).conj() * self.phase
-        return turned.abs() * self.quantised.double() + self.offset
-
-
-_KINDS: dict[str, Callable[[], nn.Module]] = {
-    "tied": _Tied,
-    "number, empty, strided": _Odd,
-    "convolution": lambda: _Images(False),
-    "channels_last": lambda: _Images(True),
-    "complex, quantised": _Complex,
-}
-
-
-def _kinds(side: Side, kind: str, options: dict[str, Any]) -> Sequence[Any]:
-    model = _KINDS[kind]()
-    strides = [p.stride() for p in model.parameters()]
-    optimizer = side.wrap(torch.optim.Adam(model.parameters(), lr=0.01), model, **options)
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=step != 2)
-        side.mean(lambda rank, step=step: model(batch(rank, step)[0]).square().mean()).backward()
-        optimizer.step()
-    same_strides = strides == [p.stride() for p in model.parameters()]
-    return [same_strides, *[p.grad.clone() for p in model.parameters() if p.grad is not None], *values(model)]
-
-
 @grid(
     "kind, options",
-    list(_KINDS),
+    list(KINDS),
     [{}, {"bucket_mb": 25.0}, {"algorithm": "ring", "overlap": "thread"}],
-    keep=lambda kind, options: not options or kind == next(iter(_KINDS)),
+    keep=lambda kind, options: not options or kind == next(iter(KINDS)),
 )
 def test_all_kinds_of_parameters(kind: str, options: dict[str, Any]) -> None:
-    [first, _] = assert_as_one_process(_kinds, kind, options)
+    [first, _] = assert_as_one_process(of_kind, kind, options)
     assert first[0] is True
-
-
-def _mixed(rank: int, world_size: int, options: dict[str, Any]) -> list[Any]:
-    """Local and reduced gradients of a model with parameters in four dtypes."""
-    torch.manual_seed(5)
-    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32]
-    layers = nn.ModuleList(nn.Linear(4, 4).to(dtype) for dtype in dtypes)
-
-    def loss(of: nn.ModuleList) -> Tensor:
-        x = batch(rank, 0)[0].float()
-        for layer in of:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        return x.float().square().mean()
-
-    bare = copy.deepcopy(layers)
-    loss(bare).backward()
-    optimizer = torchring.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), layers, **options)
-    loss(layers).backward()
-    reduced = [p.grad.clone() for p in layers.parameters()]
-    optimizer.step()
-    return [[p.grad for p in bare.parameters()], reduced, digest(layers.parameters())]
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_mb": TINY_MB, "overlap": "thread"}, {"algorithm": "ring"}], ids=str)
 def test_mixed_dtypes(options: dict[str, Any]) -> None:
     """Each in its own precision: one addition and an exact halving, so one rounding and that of the result."""
-    results = run_pooled(_mixed, 2, options)
+    results = run_pooled(mixed, 2, options)
     assert_same_on_all_ranks([digest(reduced) for _, reduced, _ in results])
     assert_same_on_all_ranks([trained for _, _, trained in results])
     for i, gradient in enumerate(results[0][1]):
@@ -516,97 +345,18 @@ def test_mixed_dtypes(options: dict[str, Any]) -> None:
         assert_same_on_all_ranks([digest(local) for local, _, _ in results])
 
 
-class _Words(nn.Module):
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.words = nn.Embedding(11, 3, sparse=sparse)
-        self.bags = nn.EmbeddingBag(9, 3, mode="sum", sparse=sparse)
-        self.out = nn.Linear(3, 2)
-        self.double()
-
-    def forward(self, x: Tensor, with_bags: bool) -> Tensor:
-        ids = (x.abs() * 10).long()
-        hidden = self.words(ids % 11).sum(1)
-        return self.out(hidden + self.bags(ids % 9) if with_bags else hidden)
-
-
-def _sparse(side: Side, sparse: bool, set_to_none: bool) -> Sequence[Any]:
-    model = _Words(sparse and side.is_wrapped)
-    optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    for step in range(4):
-        optimizer.zero_grad(set_to_none)
-
-        def loss(rank: int, step: int = step) -> Tensor:
-            return model(batch(rank, step)[0], with_bags=(rank + step) % 2 == 0 and step < 3).square().mean()
-
-        side.mean(loss).backward()
-        optimizer.step()
-    gradients = [p.grad.to_dense() for p in (model.words.weight, model.out.weight) if p.grad is not None]
-    return [*gradients, *values(model)]
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("sparse", [True, False])
 def test_sparse_embeddings_train_as_dense_ones(sparse: bool, set_to_none: bool) -> None:
-    assert_as_one_process(_sparse, sparse, set_to_none)
-
-
-def _sparse_accumulated(side: Side) -> Sequence[Any]:
-    model = _Words(side.is_wrapped)
-    optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, accumulate=2)
-    for step in range(2):
-        optimizer.zero_grad()
-        for at in (10 * step, 10 * step + 1):
-            side.mean(lambda rank, at=at: model(batch(rank, at)[0], True).square().mean()).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    for at in (50, 51, 52, 53):  # two rounds without zeroing
-        side.mean(lambda rank, at=at: model(batch(rank, at)[0], True).square().mean()).backward()
-    optimizer.step()
-    return values(model)
-
-
-def test_sparse_gradients_accumulate() -> None:
-    assert_as_one_process(_sparse_accumulated)
-
-
-def _sparse_without_model(rank: int, world_size: int) -> str:
-    model = _Words(True)
-    _optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1))
-    return attempt(lambda: model(batch(rank, 0)[0], True).square().mean().backward())
-
-
-def test_sparse_gradients_without_the_model_are_an_error_that_says_so() -> None:
-    for problem in run_pooled(_sparse_without_model, 2):
-        assert problem.startswith("GradientError")
-        assert "sparse" in problem
-        assert "model" in problem
+    assert_as_one_process(sparse_words, sparse, set_to_none)
 
 
 # Parameters that come and go
 
 
-def _frozen(side: Side, plan: str) -> Sequence[Any]:
-    """f: the first layer is frozen in that step, t: it is trained."""
-    model = small_model()
-    first = model[0]
-    assert isinstance(first, nn.Linear)
-    for p in first.parameters():
-        p.requires_grad_(plan[0] == "t")
-    optimizer = side.wrap(momentum(model), model)
-    for step, state in enumerate(plan):
-        for p in first.parameters():
-            p.requires_grad_(state == "t")
-        optimizer.zero_grad()
-        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
-        optimizer.step()
-    return values(model)
-
-
 @pytest.mark.parametrize("plan", ["ffttt", "ttfff", "ttfftt", "fttff", "ftftft"])
 def test_freezing_and_unfreezing(plan: str) -> None:
-    assert_as_one_process(_frozen, plan)
+    assert_as_one_process(frozen, plan)
 
 
 def _thawed_on_accumulation(side: Side) -> Sequence[Any]:
@@ -630,52 +380,6 @@ def test_unfreezing_with_micro_steps() -> None:
 # Ways to compute a gradient
 
 
-class _Checkpointed(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
-        self.how = how
-        self.double()
-
-    def _segment(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.second(torch.tanh(self.first(x))))
-
-    def _nested(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.third(checkpoint(self._segment, x, use_reentrant=True)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "plain":
-            return self.third(self._segment(x))
-        if self.how == "not reentrant":
-            return self.third(checkpoint(self._segment, x, use_reentrant=False))
-        if self.how == "not reentrant, layer used twice":
-            return self.third(self.first(checkpoint(self._segment, x, use_reentrant=False)))
-        x = x.detach().requires_grad_()  # reentrant ones need an input that does
-        if self.how == "reentrant":
-            return self.third(checkpoint(self._segment, x, use_reentrant=True))
-        if self.how == "reentrant, two segments":
-            return checkpoint(self.third, checkpoint(self._segment, x, use_reentrant=True), use_reentrant=True)
-        if self.how == "reentrant, nested":
-            return checkpoint(self._nested, x, use_reentrant=True)
-        assert self.how == "all inside a reentrant one"
-        return checkpoint(lambda it: self.third(self._segment(it)), x, use_reentrant=True)
-
-
-def _checkpointed(side: Side, how: str, options: dict[str, Any]) -> Sequence[Any]:
-    model = _Checkpointed(how if side.is_wrapped or "twice" in how else "plain")
-    if not side.is_wrapped and how == "reentrant, nested":
-        model.forward = lambda x: torch.tanh(model.third(model._segment(x)))  # type: ignore[method-assign]
-    optimizer = side.wrap(momentum(model), model, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(3):
-            optimizer.zero_grad()
-            side.mean(lambda rank, step=step: model(batch(rank, step)[0]).square().mean()).backward()
-            optimizer.step()
-    return values(model)
-
-
 @grid(
     "how, options",
     ["not reentrant", "not reentrant, layer used twice", "reentrant", "reentrant, two segments", "reentrant, nested",
@@ -684,54 +388,14 @@ def _checkpointed(side: Side, how: str, options: dict[str, Any]) -> Sequence[Any
     keep=lambda how, options: not options or how == "reentrant, two segments",
 )  # fmt: skip
 def test_gradient_checkpointing(how: str, options: dict[str, Any]) -> None:
-    assert_as_one_process(_checkpointed, how, options)
-
-
-def _graph_games(side: Side, game: str) -> Sequence[Any]:
-    model = small_model()
-    optimizer = side.wrap(momentum(model), model)
-    seen: list[Any] = []
-    for step in range(3):
-        optimizer.zero_grad()
-        if game == "retain_graph":
-            loss = side.mean(lambda rank, step=step: loss_on(model, rank, step))
-            loss.backward(retain_graph=True)
-            loss.backward()
-        elif game == "gradient penalty":
-
-            def penalised(rank: int, step: int = step) -> Tensor:
-                x = batch(rank, step)[0].requires_grad_()
-                out = model(x)
-                [slope] = torch.autograd.grad(out.sum(), x, create_graph=True)
-                return out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
-
-            side.mean(penalised).backward()
-        elif game == "gradient of parameters":
-
-            def flattened(rank: int, step: int = step) -> Tensor:
-                loss = loss_on(model, rank, step)
-                slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-                return loss + sum((slope.square().sum() for slope in slopes), torch.zeros(()))
-
-            side.mean(flattened).backward()
-        elif game == "inputs=":
-            loss = side.mean(lambda rank, step=step: loss_on(model, rank, step))
-            loss.backward(inputs=list(model[2].parameters()))
-            seen.append(model[0].weight.grad)
-        else:
-            assert game == "hooks on tensors"
-            handle = model[0].weight.register_hook(lambda gradient: 2 * gradient)
-            side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
-            handle.remove()
-        optimizer.step()
-    return [*seen, *values(model)]
+    assert_as_one_process(checkpointed, how, options)
 
 
 @pytest.mark.parametrize(
     "game", ["retain_graph", "gradient penalty", "gradient of parameters", "inputs=", "hooks on tensors"]
 )
 def test_games_with_the_graph(game: str) -> None:
-    assert_as_one_process(_graph_games, game)
+    assert_as_one_process(graph_games, game)
 
 
 def _create_graph(rank: int, world_size: int) -> list[str]:
@@ -757,38 +421,6 @@ def test_backward_with_create_graph_says_what_to_do_instead() -> None:
     assert_same_on_all_ranks([trained for _, trained in results])
 
 
-class _Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise ArithmeticError("an error in a custom function")
-
-
-def _exception(side: Side, where: int, options: dict[str, Any]) -> Sequence[Any]:
-    """In step 1 backward raises before the first layer's gradients, or before all."""
-    model = small_model()
-    optimizer = side.wrap(momentum(model), model, **options)
-    raised = 0
-    for step in range(4):
-        optimizer.zero_grad()
-
-        def loss(rank: int, step: int = step) -> Tensor:
-            x, y = batch(rank, step)
-            x = model[:where](x)
-            return nn.functional.mse_loss(model[where:](_Raises.apply(x) if step == 1 else x), y)
-
-        try:
-            side.mean(loss).backward()
-        except ArithmeticError:
-            raised += 1
-            continue
-        optimizer.step()
-    return [raised, *values(model)]
-
-
 @grid(
     "where, options",
     [1, 5],
@@ -796,7 +428,7 @@ def _exception(side: Side, where: int, options: dict[str, Any]) -> Sequence[Any]
     keep=lambda where, options: not options or where == 1,
 )
 def test_training_goes_on_after_an_exception_in_backward(where: int, options: dict[str, Any]) -> None:
-    [first, _] = assert_as_one_process(_exception, where, options)
+    [first, _] = assert_as_one_process(failing, where, options)
     assert first[0] == 1
 
 
@@ -804,7 +436,7 @@ def _exception_then_step(rank: int, world_size: int) -> str:
     model = small_model()
     optimizer = torchring.wrap(momentum(model), model, bucket_mb=25.0)
     x, _ = batch(rank, 0)
-    attempt(lambda: model[3:](_Raises.apply(model[:3](x))).sum().backward())
+    attempt(lambda: model[3:](Raises.apply(model[:3](x))).sum().backward())
     return attempt(optimizer.step)
 
 
@@ -817,56 +449,20 @@ def test_half_a_backward_is_not_stepped_on() -> None:
 # The plan
 
 
-class _Backwards(nn.Module):
-    """Layers registered in one order and used in another, which may change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6)).double()
-
-    def forward(self, x: Tensor, order: Sequence[int]) -> Tensor:
-        for i in order:
-            x = torch.tanh(self.layers[i](x))
-        return x
-
-
-_ORDERS: dict[str, Callable[[int, int], list[int]]] = {
-    "as registered": lambda rank, step: [0, 1, 2, 3, 4, 5],
-    "reversed": lambda rank, step: [5, 4, 3, 2, 1, 0],
-    "another each step": lambda rank, step: torch.randperm(6, generator=torch.Generator().manual_seed(step)).tolist(),
-    "another on each rank": lambda rank, step: [(rank * 2 + step + i) % 6 for i in range(6)],
-}
-
-
-def _run_ordered(model: nn.Module, name: str, rank: int, step: int) -> Tensor:
-    return model(batch(rank, step)[0], _ORDERS[name](rank, step)).square().mean()
-
-
-def _ordered(side: Side, name: str, options: dict[str, Any]) -> Sequence[Any]:
-    model = _Backwards()
-    optimizer = side.wrap(momentum(model), model, **options)
-    for step in range(5):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        side.mean(lambda rank, step=step: _run_ordered(model, name, rank, step)).backward()
-        optimizer.step()
-    return values(model)
-
-
 @grid(
     "order, options",
-    list(_ORDERS),
+    list(ORDERS),
     [{}, {"overlap": "thread"}, {"algorithm": "ring"}],
-    keep=lambda order, options: not options or order == next(iter(_ORDERS)),
+    keep=lambda order, options: not options or order == next(iter(ORDERS)),
 )
 def test_gradients_may_come_in_any_order(order: str, options: dict[str, Any]) -> None:
-    assert_as_one_process(_ordered, order, options)
+    assert_as_one_process(ordered, order, options)
 
 
 def _first_launched(rank: int, world_size: int) -> list[list[str]]:
     """Which parameters are reduced already when the last layer's gradient arrives, by round. Inline, so it is seen; and
     by the ring, which waits for its peers at once."""
-    model = _Backwards()
+    model = Chain()
     optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, overlap="inline", algorithm="ring")
     rounds: list[list[str]] = []
     expected: dict[str, Tensor] = {}
@@ -909,7 +505,7 @@ def test_after_the_first_step_buckets_leave_in_the_order_of_gradients() -> None:
 
 def _buffers_when_new_ones_are_opened(_: int, world_size: int) -> list[tuple[int, int]]:
     """(round, old buffers still held by the reduction), each time that buffers are opened after wrap."""
-    model = _Backwards()
+    model = Chain()
     optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB)
     assert optimizer._sync is not None
     reduction = optimizer._sync.reduction
@@ -939,17 +535,14 @@ def test_a_new_plan_does_not_take_a_second_set_of_buffers() -> None:
 
 def _compiled(side: Side) -> Sequence[Any]:
     model = small_model()
-    run = torch.compile(model, backend="aot_eager") if side.is_wrapped else model
+    run = torch.compile(model, backend="eager") if side.is_wrapped else model
     optimizer = side.wrap(momentum(model), model)
-    for step in range(3):
-        optimizer.zero_grad()
-        side.mean(lambda rank, step=step: loss_on(run, rank, step)).backward()
-        optimizer.step()
+    train(side, run, optimizer, range(3))
     return values(model)
 
 
 def test_a_compiled_model() -> None:
-    """Traced by Dynamo and differentiated ahead of time; run by PyTorch's own kernels, which needs no compiler."""
+    """Traced by Dynamo. test_dynamo.py has one that is differentiated ahead of time, too."""
     assert_as_one_process(_compiled, run=run_ranks)
 
 
@@ -995,7 +588,7 @@ def _with_loader(side: Side) -> Sequence[Any]:
     data = TensorDataset(*(torch.stack(parts) for parts in zip(*draws, strict=True)))
     workers = 2 if side.is_wrapped else 0
     loader = DataLoader(data, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         losses = [nn.functional.mse_loss(model(x), y) for x, y in loader]
         torch.stack(losses).mean().backward()
@@ -1005,3 +598,418 @@ def _with_loader(side: Side) -> Sequence[Any]:
 
 def test_data_loaders_with_worker_processes() -> None:
     assert_as_one_process(_with_loader, run=run_ranks)
+
+
+def _count_graph_breaks(rank: int, size: int) -> list[int]:
+    """Of a model that is wrapped, and of the same model that is not; and how often the wrapped one was compiled."""
+    torch._dynamo.reset()
+    counts = []
+    for wraps in (False, True):
+        model = small_model()
+        sgd: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torchring.wrap(sgd, model) if wraps else sgd
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_on(model, rank, step).backward()
+            optimizer.step()
+        counts.append(torch._dynamo.explain(model)(batch(rank, 0)[0]).graph_break_count)
+    return counts
+
+
+def test_a_wrapped_model_is_compiled_without_a_graph_break() -> None:
+    assert run_ranks(_count_graph_breaks, 2) == [[0, 0]] * 2
+
+
+# Features of PyTorch that change what a parameter is, or how its gradient comes about
+
+
+_NUM_STEPS = 4
+
+
+def _trained(side: Side, model: nn.Module, loss: Callable[[int, int], Tensor] | None = None) -> Sequence[Tensor]:
+    """Parameters after a few steps. loss(rank, step)."""
+    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    optimizer = side.wrap(sgd, model)
+    for step in range(_NUM_STEPS):
+        optimizer.zero_grad()
+        side.mean(lambda rank, step=step: loss(rank, step) if loss else loss_on(model, rank, step)).backward()
+        optimizer.step()
+    return values(model)
+
+
+class _Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+def _parametrized(side: Side) -> Sequence[Tensor]:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    parametrize.register_parametrization(model[0], "weight", _Symmetric())
+    parametrizations.orthogonal(model[2])
+    return _trained(side, model)
+
+
+def _weight_norm(side: Side) -> Sequence[Tensor]:
+    """The present kind, and the one before it, which recomputes a plain attribute in each forward."""
+    model = small_model()
+    parametrizations.weight_norm(model[0])
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(model[2])
+    return _trained(side, model)
+
+
+class _LowRank(nn.Module):
+    """A frozen layer with a low-rank correction, as of LoRA."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Parameter(torch.full((2, layer.in_features), 0.1, dtype=torch.float64))
+        self.up = nn.Parameter(torch.zeros(layer.out_features, 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.down.T @ self.up.T
+
+
+def _low_rank(side: Side) -> Sequence[Tensor]:
+    model = small_model()
+    for i in (0, 2, 4):
+        model[i] = _LowRank(model[i])
+    return _trained(side, model)
+
+
+def _functional(side: Side) -> Sequence[Tensor]:
+    """torch.func: a call of the module with its parameters as arguments, and gradients per sample within the loss."""
+    model = small_model()
+
+    def loss(rank: int, step: int) -> Tensor:
+        parameters = dict(model.named_parameters())
+        x, y = batch(rank, step)
+
+        def of_sample(x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.mse_loss(torch.func.functional_call(model, parameters, (x,)), y)
+
+        slopes = torch.func.vmap(torch.func.grad(of_sample))(x, y)
+        return torch.func.vmap(of_sample)(x, y).mean() + 0.1 * slopes.square().mean()
+
+    return _trained(side, model, loss)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.gated, self.out = nn.GRUCell(1, 3), nn.LSTM(3, 4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, states = x.new_zeros(len(x), 3), []
+        for column in x.split(1, dim=1):
+            state = self.cell(column, state)
+            states.append(state)
+        outputs, _ = self.gated(torch.stack(states))
+        result: Tensor = self.out(outputs[-1])
+        return result
+
+
+def _recurrent(side: Side) -> Sequence[Tensor]:
+    torch.manual_seed(2)
+    model = _Recurrent().double()
+    return _trained(side, model)
+
+
+def _averaged(side: Side) -> Sequence[Tensor]:
+    """SWA and an EMA of the parameters, and BatchNorm statistics for the average."""
+    model = small_model()
+    averages = AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(_NUM_STEPS):
+        optimizer.zero_grad()
+        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
+        optimizer.step()
+        for average in averages:
+            average.update_parameters(model)
+    norm = nn.Sequential(averages[0].module, nn.BatchNorm1d(2, dtype=torch.float64))
+    update_bn([batch(0, step)[0] for step in range(2)], norm)
+    assert norm[1].running_mean is not None
+    return [*values(averages[0]), *values(averages[1]), norm[1].running_mean]
+
+
+_SCRIPTS: dict[str, Callable[[Side], Sequence[Tensor]]] = {
+    "parametrizations": _parametrized,
+    "weight_norm": _weight_norm,
+    "LoRA": _low_rank,
+    "torch.func": _functional,
+    "recurrent cells": _recurrent,
+    "SWA and EMA": _averaged,
+}
+
+
+def _script(side: Side, name: str) -> Sequence[Tensor]:
+    return _SCRIPTS[name](side)
+
+
+@pytest.mark.parametrize("name", _SCRIPTS)
+def test_it_trains_as_in_one_process(name: str) -> None:
+    assert_as_one_process(_script, name)
+
+
+# The same training as DistributedDataParallel, bit for bit
+
+
+_LAYER_MB = 300 / 2**20  # 300 bytes: every layer of the odd model closes a bucket, small ones share one
+
+
+_ROWS = 6  # of a rank's batch
+
+
+_kept_alive: list[Any] = []  # Gloo may deadlock with the interpreter when DDP is destroyed, so it is not
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run. `late`: in every step another rank dawdles in the middle of its backward."""
+
+    optimizer: str = "momentum"
+    model: str = "odd"
+    dtype: torch.dtype = torch.float32
+    micro_steps: int = 1
+    steps: int = 4
+    late: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Trained:
+    """gradients and local: [step][parameter]; local is what this rank alone computed. parameters: after each step."""
+
+    gradients: list[list[Tensor]]
+    local: list[list[Tensor]]
+    parameters: list[list[Tensor]]
+    stats: torchring.Stats | None = None
+
+
+def _case_model(case: Case) -> nn.Sequential:
+    torch.manual_seed(7)
+    # wide: 276 KB, 1.2 MB and small: above and below what fits into a first bucket of 1 MiB
+    sizes = {"odd": [5, 13, 17, 1, 3], "wide": [5, 67, 1031, 301, 3]}[case.model]
+    layers: list[nn.Module] = []
+    for i, (inner, outer) in enumerate(itertools.pairwise(sizes)):
+        layers += [nn.Linear(inner, outer, bias=i != 1), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).to(case.dtype)
+
+
+def _case_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    if case.optimizer == "momentum":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _case_batch(case: Case, rank: int, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10_000 * rank + 100 * step + micro_step)
+    draw = torch.randn(_ROWS, 8, generator=generator).to(case.dtype)
+    return draw[:, :5], draw[:, 5:]
+
+
+def _case_loss(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(rows[0]), rows[1])
+
+
+def _sleep_in_backward(model: nn.Sequential, rank: int, world_size: int, step: list[int]) -> None:
+    def hook(gradient: Tensor) -> None:
+        if step[0] % world_size == rank:
+            time.sleep(0.03)
+
+    middle = model[4]
+    assert isinstance(middle, nn.Linear)
+    middle.weight.register_hook(hook)
+
+
+def _train_case(rank: int, world_size: int, case: Case, way: str) -> Trained:
+    """way: "ring" for torchring, "ddp", or "alone" without any reduction."""
+    model = _case_model(case)
+    step_now = [0]
+    forward: nn.Module = model
+    optimizer = _case_optimizer(case, model)
+    if way == "ring":
+        optimizer = torchring.wrap(optimizer, model, accumulate=case.micro_steps, **case.options)
+    elif way == "ddp":
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        forward = DistributedDataParallel(model)
+        _kept_alive.append(forward)
+    if case.late and way == "ring":
+        _sleep_in_backward(model, rank, world_size, step_now)
+    result = Trained([], [], [])
+    parameters = list(model.parameters())
+    for step in range(case.steps):
+        step_now[0] = step
+        batches = [_case_batch(case, rank, step, micro_step) for micro_step in range(case.micro_steps)]
+        bare = copy.deepcopy(model)
+        for p in bare.parameters():
+            p._post_accumulate_grad_hooks, p._backward_hooks, p.grad = None, None, None
+        for rows in batches:
+            _case_loss(bare, rows).backward()
+        result.local.append([_grad(p).clone() for p in bare.parameters()])
+        optimizer.zero_grad()
+        for micro_step, rows in enumerate(batches):
+            silent = isinstance(forward, DistributedDataParallel) and micro_step < case.micro_steps - 1
+            with forward.no_sync() if silent else nullcontext():
+                _case_loss(forward, rows).backward()
+        result.gradients.append([_grad(p).clone() for p in parameters])
+        optimizer.step()
+        result.parameters.append([p.detach().clone() for p in parameters])
+    if isinstance(optimizer, torchring.DistributedOptimizer):
+        result.stats = optimizer.stats()
+    if way == "ddp":
+        dist.barrier()
+    return result
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _both(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, tuple[Trained, Trained]]:
+    """torchring first: it takes part in a process group where there is one."""
+    ring = {}
+    for name, case in cases.items():
+        ring[name] = _train_case(rank, world_size, case, "ring")
+        torchring.shutdown()
+    return {name: (ring[name], _train_case(rank, world_size, case, "ddp")) for name, case in cases.items()}
+
+
+def _assert_ranks_agree(runs: list[Trained]) -> None:
+    for step in range(len(runs[0].parameters)):
+        assert_same_on_all_ranks([digest(run.parameters[step]) for run in runs])
+        assert_same_on_all_ranks([digest(run.gradients[step]) for run in runs])
+
+
+def _assert_trained_alike(ring: Trained, other: Trained) -> None:
+    for what in ("gradients", "parameters"):
+        for step, (mine, theirs) in enumerate(zip(getattr(ring, what), getattr(other, what), strict=True)):
+            for index, (actual, expected) in enumerate(zip(mine, theirs, strict=True)):
+                assert_bitwise(actual, expected, f"{what} {index} of step {step}")
+
+
+def _assert_means(runs: list[Trained], num_roundings: int, dtype: torch.dtype) -> None:
+    """Rank 0's gradients against the float64 mean of what each rank computed from the same parameters."""
+    for step, gradients in enumerate(runs[0].gradients):
+        for index, gradient in enumerate(gradients):
+            parts = [run.local[step][index].double() / len(runs) for run in runs]
+            expected, magnitude = torch.stack(parts).sum(0), torch.stack(parts).abs().sum(0)
+            assert_within_rounding(gradient, expected, magnitude, num_roundings, dtype)
+
+
+_CASES = {
+    "sgd": Case(),
+    "adamw": Case("adamw"),
+    "sgd in tiny buckets": Case(options={"bucket_mb": _LAYER_MB}),
+    "adamw in tiny buckets": Case("adamw", options={"bucket_mb": _LAYER_MB}),
+    "a bucket per parameter": Case(options={"bucket_mb": 0}),
+    "wide": Case("adamw", model="wide", steps=3),
+    "wide in small buckets": Case(model="wide", steps=3, options={"bucket_mb": 0.3}),
+    "ring": Case("adamw", options={"algorithm": "ring", "bucket_mb": _LAYER_MB}),
+    "native": Case("adamw", options={"algorithm": "native", "bucket_mb": _LAYER_MB}),
+    "direct on a thread": Case(late=True, options={"algorithm": "direct", "overlap": "thread", "bucket_mb": _LAYER_MB}),
+    "direct inline": Case(late=True, options={"algorithm": "direct", "overlap": "inline", "bucket_mb": _LAYER_MB}),
+    "ring on a thread": Case(late=True, options={"algorithm": "ring", "overlap": "thread", "bucket_mb": _LAYER_MB}),
+    "hierarchical": Case(late=True, options={"algorithm": "hierarchical", "bucket_mb": _LAYER_MB}),
+    "ring inline": Case(late=True, options={"algorithm": "ring", "overlap": "inline", "bucket_mb": _LAYER_MB}),
+    "native on a thread": Case(late=True, options={"algorithm": "native", "overlap": "thread"}),
+    "native inline": Case(late=True, options={"algorithm": "native", "overlap": "inline"}),
+    "3 micro-steps": Case("adamw", micro_steps=3, options={"bucket_mb": _LAYER_MB}),
+    "2 micro-steps of wide": Case(model="wide", micro_steps=2, steps=3),
+    "3 micro-steps, ring, thread": Case(
+        micro_steps=3, late=True, options={"algorithm": "ring", "overlap": "thread", "bucket_mb": _LAYER_MB}
+    ),
+    "fp64": Case("adamw", dtype=torch.float64),
+}
+
+
+def test_two_ranks_train_bit_for_bit_as_under_ddp(subtests: pytest.Subtests) -> None:
+    first, second = run_ranks(_both, 2, _CASES)
+    for name, case in _CASES.items():
+        with subtests.test(name):
+            ring, ddp = first[name]
+            _assert_ranks_agree([ring, second[name][0]])
+            _assert_trained_alike(ring, ddp)
+            for option in ("algorithm", "overlap"):
+                if option in case.options:
+                    assert getattr(ring.stats, option) == case.options[option]
+
+
+_OF_THREE = (
+    "adamw", "wide", "ring", "native", "direct on a thread", "hierarchical", "3 micro-steps, ring, thread", "fp64",
+)  # fmt: skip
+
+
+@grid("name", list(_CASES), keep=lambda name: name in _OF_THREE)
+def test_three_ranks_average_within_rounding(name: str) -> None:
+    """Two additions, one product with a factor 1/3 that is itself rounded: 4 roundings. DDP stays in the same bound."""
+    case = _CASES[name]
+    runs = run_pooled(_train_case, 3, case, "ring")
+    _assert_ranks_agree(runs)
+    _assert_means(runs, 4, case.dtype)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ddp_keeps_to_the_bound_too(world_size: int) -> None:
+    results = run_ranks(_both, world_size, {"adamw": Case("adamw")})
+    ring, ddp = zip(*(result["adamw"] for result in results), strict=True)
+    _assert_means(list(ddp), world_size + 1, torch.float32)
+    if world_size == 1:
+        _assert_trained_alike(ring[0], ddp[0])
+
+
+@pytest.mark.parametrize("case", [Case(), Case("adamw"), Case("adamw", micro_steps=2)], ids=["sgd", "adamw", "micro"])
+def test_a_world_of_one_is_the_plain_optimizer(case: Case) -> None:
+    [ring], [plain] = run_pooled(_train_case, 1, case, "ring"), run_pooled(_train_case, 1, case, "alone")
+    _assert_trained_alike(ring, plain)
+    _assert_means([ring], 0, torch.float32)
+
+
+def _one_process(case: Case, world_size: int) -> Iterator[list[Tensor]]:
+    model = _case_model(case)
+    optimizer = _case_optimizer(case, model)
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        for micro_step in range(case.micro_steps):
+            of_ranks = [_case_batch(case, rank, step, micro_step) for rank in range(world_size)]
+            _case_loss(model, (torch.cat([x for x, _ in of_ranks]), torch.cat([y for _, y in of_ranks]))).backward()
+        optimizer.step()
+        yield [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("world_size", "optimizer", "micro_steps"), [(2, "momentum", 3), (3, "adamw", 1)])
+def test_ranks_train_as_one_process_with_the_whole_batch(world_size: int, optimizer: str, micro_steps: int) -> None:
+    case = Case(optimizer, dtype=torch.float64, micro_steps=micro_steps, steps=6, options={"bucket_mb": _LAYER_MB})
+    runs = run_pooled(_train_case, world_size, case, "ring")
+    _assert_ranks_agree(runs)
+    for actual, expected in zip(runs[0].parameters, _one_process(case, world_size), strict=True):
+        for mine, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_direct_does_not_depend_on_the_bucket_layout() -> None:
+    """It adds in rank order, so every element meets the same roundings wherever it lies."""
+    options = [{"algorithm": "direct", "bucket_mb": size, "overlap": overlap} for size in (0, _LAYER_MB, 25.0)
+               for overlap in ("inline", "thread")]  # fmt: skip
+    digests = [digest(run_pooled(_train_case, 3, Case(options=each), "ring")[0].parameters[-1]) for each in options]
+    assert_same_on_all_ranks(digests)
+
+
+def test_these_comparisons_fail_without_a_reduction() -> None:
+    """The negative control: ranks have different data, so training alone must be told from training together."""
+    alone = run_pooled(_train_case, 2, Case(), "alone")
+    [ring, _] = run_pooled(_train_case, 2, Case(), "ring")
+    with pytest.raises(AssertionError, match="elements differ"):
+        _assert_trained_alike(alone[0], ring)
+    with pytest.raises(AssertionError, match="rank 1 has"):
+        _assert_ranks_agree(alone)
+    with pytest.raises(AssertionError, match="roundings"):
+        _assert_means(alone, 4, torch.float32)
+    case = Case(dtype=torch.float64)
+    [lonely] = run_pooled(_train_case, 1, case, "alone")
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(lonely.parameters[0][0], next(_one_process(case, 2))[0], rtol=1e-9, atol=1e-11)

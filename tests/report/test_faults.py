@@ -8,8 +8,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ import torchring
 from tests.support.harness import run_pooled, run_ranks
 from tests.support.netns import needs_hosts, run_on_hosts
 from torchring import default_world as world_module
+from torchring.allreduce.ring import RingAllReduce
 from torchring.bench.netns import Network
 from torchring.observe.recorder.recorder import decoded
 from torchring.observe.recorder.records import RankTrace
@@ -62,6 +64,19 @@ def _busy_neighbours() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
+@contextmanager
+def _slow_link(bytes_per_s: float) -> Iterator[None]:
+    """Reductions sleep for as long as a link of this rate would take: no core is needed for it."""
+    all_reduce = RingAllReduce.all_reduce
+
+    def slowly(self: RingAllReduce, wire: Any, **options: Any) -> Any:
+        time.sleep(wire.tensor.nbytes / bytes_per_s)
+        return all_reduce(self, wire, **options)
+
+    with mock.patch.object(RingAllReduce, "all_reduce", slowly):
+        yield
+
+
 def _train(rank: int, size: int, fault: str, num_steps: int, options: dict[str, Any]) -> RankTrace:
     torch.manual_seed(0)
     widths = [256] * 5
@@ -76,7 +91,8 @@ def _train(rank: int, size: int, fault: str, num_steps: int, options: dict[str, 
     if fault == "straggler" and rank == 1:
         with _busy_neighbours():
             return _steps(model, optimizer, samples, num_steps, 0.0)
-    trace = _steps(model, optimizer, samples, num_steps, 0.02 if fault == "input" and rank == 1 else 0.0)
+    with _slow_link(0.1e9) if fault == "late parameter" else nullcontext():
+        trace = _steps(model, optimizer, samples, num_steps, 0.02 if fault == "input" and rank == 1 else 0.0)
     if fault == "straggler":
         return trace
     # What else keeps this machine busy is no part of the fault.
@@ -95,8 +111,8 @@ def _steps(model: nn.Module, optimizer: Any, samples: torch.Tensor, num_steps: i
     return dataclasses.replace(trace, about=dataclasses.replace(trace.about, process_began=0))
 
 
-def _analysis(fault: str, **options: Any) -> Analysis:
-    return analyse(merge(run_pooled(_train, 2, fault, _STEPS, options)))
+def _analysis(fault: str, num_steps: int = _STEPS, **options: Any) -> Analysis:
+    return analyse(merge(run_pooled(_train, 2, fault, num_steps, options)))
 
 
 def test_a_slow_loader_on_one_rank() -> None:
@@ -123,13 +139,13 @@ def test_an_optimizer_that_dominates() -> None:
 
 
 def test_too_small_buckets() -> None:
-    analysis = _analysis("small buckets", algorithm="ring", overlap="thread", bucket_mb=0.0)
+    analysis = _analysis("small buckets", 12, algorithm="ring", overlap="thread", bucket_mb=0.0)
     assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "small buckets"), analysis.verdict
     assert "bucket" in analysis.advice[0].what.lower(), analysis.advice
 
 
 def test_one_huge_late_parameter() -> None:
-    analysis = _analysis("late parameter", algorithm="ring", overlap="thread", bucket_mb=1.0)
+    analysis = _analysis("late parameter", 15, algorithm="ring", overlap="thread", bucket_mb=1.0)
     assert (analysis.verdict.kind, analysis.verdict.detail) == ("communication", "late parameter"), analysis.verdict
     assert analysis.late_parameters[0].name == "0.weight"
 

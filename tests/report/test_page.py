@@ -383,6 +383,7 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         browser.close()
 
 
+@pytest.mark.grid
 def test_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     """One process and few pages for all that only a browser can tell, because each costs a second."""
     file = tmp_path / "report.html"

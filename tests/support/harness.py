@@ -465,6 +465,7 @@ def _leave_server() -> None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    multiprocessing.set_start_method(None, force=True)  # as in a script: workers of a DataLoader are forked
 
 
 def _answer(payload: bytes, rank: int, world_size: int, environ: dict[str, str]) -> tuple[bytes, int]:

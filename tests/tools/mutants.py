@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = {
     "torchring/gradients/hooks.py": ("gradients/test_hooks gradients/test_backward", ""),
     "torchring/gradients/sync.py": (
-        "gradients/test_hooks optimizer/test_replicas gradients/test_module_wrappers gradients/test_backward "
+        "gradients/test_hooks optimizer/test_mistakes gradients/test_module_wrappers gradients/test_backward "
         "optimizer/test_semantics",
         "",
     ),
@@ -54,11 +54,14 @@ TESTS = {
         "gradients/test_bucket gradients/test_scheduler gradients/test_hooks allreduce/device/test_on_device",
         "",
     ),
-    "torchring/gradients/ledger.py": ("gradients/test_bucket gradients/test_hooks optimizer/test_silent_desync", ""),
+    "torchring/gradients/ledger.py": ("gradients/test_bucket gradients/test_hooks optimizer/test_mistakes", ""),
     "torchring/gradients/scheduler.py": ("gradients/test_scheduler gradients/test_hooks gradients/test_broken_off", ""),
-    "torchring/gradients/participants/replicas.py": ("optimizer/test_replicas", ""),
+    "torchring/gradients/participants/replicas.py": (
+        "gradients/participants/test_replicas optimizer/test_mistakes",
+        "",
+    ),
     "torchring/gradients/participants/weights.py": ("gradients/participants/test_weights", ""),
-    "torchring/gradients/local.py": ("gradients/participants/test_weights optimizer/test_nonfinite", ""),
+    "torchring/gradients/local.py": ("gradients/participants/test_weights optimizer/test_options", ""),
     "torchring/gradients/participants/buffers.py": ("gradients/participants/test_buffers", ""),
     "torchring/gradients/reduction.py": (
         "gradients/test_hooks gradients/participants/test_weights gradients/participants/test_buffers "

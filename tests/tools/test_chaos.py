@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.tools.chaos import run
 
 
+@pytest.mark.grid
 def test_adversary_of_twenty_seconds() -> None:
     print(run(20.0, seed=3))

@@ -40,6 +40,7 @@ def test_every_pair_is_trained_or_refused_or_has_a_reason(pairs: Pairs) -> None:
     assert missing in pairs.uncovered([training for training in trainings if not missing <= training.items()])
 
 
+@pytest.mark.grid
 def test_pairs_agree_with_one_process() -> None:
     assert find_faults([PAIRS.training_of(ways.items()) for ways in _PART]) == []
 

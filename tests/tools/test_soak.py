@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.support.grids import grid
 from tests.tools import soak_cases
 from tests.tools.soak import COMMON, batches
 from tests.tools.soak_cases import Batch, Case, Part, Step, check
@@ -17,7 +16,8 @@ from tests.tools.soak_cases import Batch, Case, Part, Step, check
 _CASES_PER_BATCH = 4  # at least
 
 
-@grid("ranks_and_batches", [(1, 2), (2, 4), (3, 2), (4, 1)], keep=lambda point: point != (4, 1))
+@pytest.mark.grid
+@pytest.mark.parametrize("ranks_and_batches", [(1, 2), (2, 4), (3, 2), (4, 1)])
 def test_random_trainings_agree_with_one_process(ranks_and_batches: tuple[int, int]) -> None:
     num_ranks, num_batches = ranks_and_batches
     counts: Counter[str] = Counter()

@@ -257,6 +257,7 @@ transport.receive(torch.empty(4), 0).wait()
 
 
 @needs_mpi
+@pytest.mark.grid
 def test_exit_with_transfers_under_way(tmp_path: Path) -> None:
     code, output, _ = start_script(
         tmp_path,

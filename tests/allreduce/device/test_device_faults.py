@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,8 @@ from tests.support.checks import assert_same_on_all_ranks, digest
 from tests.support.fake_device import FakeAccelerator
 from tests.support.harness import patient, run_ranks
 from torchring.errors import RingError
+
+pytestmark = pytest.mark.sim
 
 _INTERPRETED = {"TRITON_INTERPRET": "1"}
 _FATAL_STEP = 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,13 +22,11 @@ from torch import Tensor, nn
 import torchring
 from tests import test_joining as test_join
 from tests.gradients.participants import test_buffers, test_weights
-from tests.optimizer import test_contract as contract
-from tests.optimizer import test_semantics as semantics
-from tests.optimizer.test_contract import Script, Side, attempt, batch, small_model, values
+from tests.support import scripts
 from tests.support.checks import assert_bitwise, assert_same_on_all_ranks, assert_within_rounding, digest, exact_inputs
 from tests.support.fake_device import FakeAccelerator, FakeMark, FakeStream
-from tests.support.grids import grid
 from tests.support.harness import run_ranks
+from tests.support.training import Script, Side, attempt, batch, momentum, small_model, values
 from torchring.allreduce import choice
 from torchring.allreduce.cost import seconds_together
 from torchring.allreduce.device import engines, select
@@ -42,6 +40,8 @@ from torchring.world import World
 _SMALL_MB = 400 / 2**20  # two or three buckets of the models here
 _SHAPES = ((), (7,), (0, 3), (40, 3), (2, 3, 2, 2), (65,))
 _STEPS = 2  # the first shows in which order gradients come, the second is laid out so
+
+pytestmark = pytest.mark.sim
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _as_on_the_cpu(rank: int, size: int) -> list[str]:
 
     def train() -> str:
         model = small_model(torch.float32)
-        optimizer = torchring.wrap(semantics.momentum(model), model, bucket_mb=_SMALL_MB, algorithm="direct")
+        optimizer = torchring.wrap(momentum(model), model, bucket_mb=_SMALL_MB, algorithm="direct")
         for step in range(4):
             optimizer.zero_grad()
             x, y = batch(rank, step, torch.float32)
@@ -225,46 +225,49 @@ def _strided_gradients(side: Side, options: dict[str, Any]) -> Sequence[Any]:
 
 
 _SCRIPTS: dict[str, tuple[Script, tuple[Any, ...], float]] = {
-    "unused on some ranks": (semantics._branches, ("unused on some ranks", True, {}), 1e-9),
-    "unused on some ranks, zeroed in place": (semantics._branches, ("unused on some ranks", False, {}), 1e-9),
-    "unused on some ranks, fp16": (semantics._branches, ("alternating", True, {"compression": "fp16"}), 2e-2),
-    "unused on all ranks": (semantics._branches, ("unused on all ranks", True, {}), 1e-9),
+    "unused on some ranks": (scripts.branches, ("unused on some ranks", True, {}), 1e-9),
+    "unused on some ranks, zeroed in place": (scripts.branches, ("unused on some ranks", False, {}), 1e-9),
+    "unused on some ranks, fp16": (scripts.branches, ("alternating", True, {"compression": "fp16"}), 2e-2),
+    "unused on all ranks": (scripts.branches, ("unused on all ranks", True, {}), 1e-9),
     "other sets each step, by the ring": (
-        semantics._branches,
+        scripts.branches,
         ("other sets each step", False, {"algorithm": "ring"}),
         1e-9,
     ),
-    "two backwards, zeroed in place": (semantics._accumulating, ("two backwards, zeroed in place",), 1e-9),
-    "no_sync": (semantics._accumulating, ("no_sync",), 1e-9),
-    "synchronize": (semantics._accumulating, ("synchronize",), 1e-9),
-    "accumulate": (semantics._accumulating, ("accumulate",), 1e-9),
-    "accumulate, two are left": (semantics._accumulating, ("accumulate, two are left",), 1e-9),
-    "summed": (semantics._summed, (None,), 1e-9),
-    "tied": (semantics._kinds, ("tied", {}), 1e-9),
-    "number, empty, strided": (semantics._kinds, ("number, empty, strided", {}), 1e-9),
-    "channels_last": (semantics._kinds, ("channels_last", {}), 1e-9),
-    "channels_last, fp16": (semantics._kinds, ("channels_last", {"compression": "fp16"}), 5e-2),
-    "complex": (semantics._kinds, ("complex, quantised", {}), 1e-9),
-    "kept gradients": (contract._kept, ("the gradient",), 1e-9),
-    "kept detached gradients": (contract._kept, ("detached",), 1e-9),
-    "sparse": (semantics._sparse, (True, True), 1e-9),
-    "frozen, then thawed": (semantics._frozen, ("ffttt",), 1e-9),
-    "checkpointed": (semantics._checkpointed, ("reentrant, nested", {}), 1e-9),
-    "retain_graph": (semantics._graph_games, ("retain_graph",), 1e-9),
-    "inputs=": (semantics._graph_games, ("inputs=",), 1e-9),
-    "exception in backward": (semantics._exception, (1, {}), 1e-9),
-    "another order on each rank": (semantics._ordered, ("another on each rank", {}), 1e-9),
+    "two backwards, zeroed in place": (scripts.accumulating, ("two backwards, zeroed in place",), 1e-9),
+    "no_sync": (scripts.accumulating, ("no_sync",), 1e-9),
+    "synchronize": (scripts.accumulating, ("synchronize",), 1e-9),
+    "accumulate": (scripts.accumulating, ("accumulate",), 1e-9),
+    "accumulate, two are left": (scripts.accumulating, ("accumulate, two are left",), 1e-9),
+    "summed": (scripts.summed, (None,), 1e-9),
+    "tied": (scripts.of_kind, ("tied", {}), 1e-9),
+    "number, empty, strided": (scripts.of_kind, ("number, empty, strided", {}), 1e-9),
+    "channels_last": (scripts.of_kind, ("channels_last", {}), 1e-9),
+    "channels_last, fp16": (scripts.of_kind, ("channels_last", {"compression": "fp16"}), 5e-2),
+    "complex": (scripts.of_kind, ("complex, quantised", {}), 1e-9),
+    "kept gradients": (scripts.keeping, ("the gradient",), 1e-9),
+    "kept detached gradients": (scripts.keeping, ("detached",), 1e-9),
+    "sparse": (scripts.sparse_words, (True, True), 1e-9),
+    "frozen, then thawed": (scripts.frozen, ("ffttt",), 1e-9),
+    "checkpointed": (scripts.checkpointed, ("reentrant, nested", {}), 1e-9),
+    "retain_graph": (scripts.graph_games, ("retain_graph",), 1e-9),
+    "inputs=": (scripts.graph_games, ("inputs=",), 1e-9),
+    "exception in backward": (scripts.failing, (1, {}), 1e-9),
+    "another order on each rank": (scripts.ordered, ("another on each rank", {}), 1e-9),
     "two models": (_two_models, (), 1e-9),
     "growing": (_growing, (), 1e-9),
     "strided gradients": (_strided_gradients, ({},), 1e-12),
     "strided gradients, fp16": (_strided_gradients, ({"compression": "fp16"},), 1e-12),
 }
 
-# What these show of the host's part, test_semantics.py shows, too; of the device's part, the others show as much.
+# What these show of the host's part, optimizer/test_semantics.py shows, too; the others show as much of the device's.
 _IN_GRID = {
     "unused on some ranks, zeroed in place", "unused on all ranks", "two backwards, zeroed in place", "synchronize",
     "accumulate", "tied", "number, empty, strided", "channels_last", "kept detached gradients", "retain_graph",
     "strided gradients", "another order on each rank", "frozen, then thawed", "checkpointed",
+}  # fmt: skip
+_SMOKE = {
+    "direct, float32 fp16, mean, late, auto", "unused on some ranks", "no_sync", "kept gradients", "broken", "NaN",
 }  # fmt: skip
 
 
@@ -276,7 +279,7 @@ def _on_device(rank: int, size: int, name: str) -> Sequence[Any]:
 
 def _mixed(rank: int, size: int) -> list[Any]:
     with FakeAccelerator().installed():
-        return semantics._mixed(rank, size, {"bucket_mb": _SMALL_MB, "compression": "fp16"})
+        return scripts.mixed(rank, size, {"bucket_mb": _SMALL_MB, "compression": "fp16"})
 
 
 # ---- the lateness
@@ -377,7 +380,7 @@ def _not_finite(
         for step in range(8):
             optimizer.zero_grad()
             if break_off and step == 2:
-                attempt(lambda: model[1:](semantics._Raises.apply(model[0](torch.ones(1, 8)))).sum().backward())
+                attempt(lambda: model[1:](scripts.Raises.apply(model[0](torch.ones(1, 8)))).sum().backward())
                 optimizer.zero_grad()
             factor = value if step == 2 and (everywhere or rank == 1) else 1.0
             handle = layer.weight.register_hook(lambda gradient, factor=factor: torch.full_like(gradient, factor))
@@ -676,7 +679,7 @@ def _broken_off_and_kept(rank: int, size: int) -> list[Any]:
         for set_to_none in (True, False):
             _steps(rank, model, optimizer, range(2))
             optimizer.zero_grad(set_to_none=set_to_none)
-            attempt(lambda: model[1:](semantics._Raises.apply(model[0](x))).sum().backward())
+            attempt(lambda: model[1:](scripts.Raises.apply(model[0](x))).sum().backward())
             local = torch.autograd.grad(model(x).sum(), list(model.parameters())[2:])
             kept = [p.grad for p in model.parameters()][2:]
             found.append([torch.equal(mine, theirs) for mine, theirs in zip(kept, local, strict=True)])
@@ -772,21 +775,38 @@ _SCENARIOS[2] |= {
 }
 
 
+def _tier(name: str) -> str:
+    """Scenarios of a tier share a world: `make test` has few, and `make test-sim` not those of the grid."""
+    return "grid" if name in _IN_GRID else "smoke" if name in _SMOKE else "sim"
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=getattr(pytest.mark, _tier(name))) for name in names]
+
+
 @functools.cache
-def _results(size: int, *, of_grid: bool) -> list[dict[str, Any]]:
-    names = [name for name in _SCENARIOS[size] if (name in _IN_GRID) == of_grid]
+def _results(size: int, tier: str) -> list[dict[str, Any]]:
+    names = [name for name in _SCENARIOS[size] if _tier(name) == tier]
     return run_ranks(_attempts, size, names, env={"TRITON_INTERPRET": "1"}, deadline=150)
 
 
 def results_of(name: str, size: int = 2) -> list[Any]:
     """Of one scenario, in rank order."""
-    results = [of_rank[name] for of_rank in _results(size, of_grid=name in _IN_GRID)]
+    results = [of_rank[name] for of_rank in _results(size, _tier(name))]
     failures = [f"rank {rank}:\n{result.text}" for rank, result in enumerate(results) if isinstance(result, Failure)]
     assert not failures, "\n".join(failures)
     return results
 
 
-@pytest.mark.parametrize(("size", "case"), [(size, case) for size, cases in _CASES.items() for case in cases], ids=str)
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        pytest.param(size, case, marks=getattr(pytest.mark, _tier(str(case))))
+        for size, cases in _CASES.items()
+        for case in cases
+    ],
+    ids=str,
+)
 def test_every_algorithm_reduces_exactly(size: int, case: Case) -> None:
     results = results_of(str(case), size)
     assert_same_on_all_ranks([result["parameters"] for result in results])
@@ -816,9 +836,9 @@ def test_the_comparison_can_fail() -> None:
             assert_bitwise(gradient, torch.stack(own).mean(0))
 
 
-@grid("name", list(_SCRIPTS), keep=lambda name: name not in _IN_GRID)
+@pytest.mark.parametrize("name", _marked(_SCRIPTS))
 def test_what_holds_on_the_cpu_holds_on_a_device(name: str) -> None:
-    """Scripts of test_semantics.py, and some more, against one process that does the work of both ranks."""
+    """Scripts of optimizer/test_semantics.py, and some more, against one process that does the work of both ranks."""
     script, args, tolerance = _SCRIPTS[name]
     expected = script(Side((0, 1), False), *args)
     results = results_of(name)
@@ -860,6 +880,7 @@ def test_gradients_are_kept_until_they_are_read_and_no_longer() -> None:
         assert result["races"] == []
 
 
+@pytest.mark.smoke
 def test_a_missing_event_is_noticed() -> None:
     """So are tests that would not see one."""
     for rank, found in enumerate(results_of("broken")):
@@ -870,7 +891,9 @@ def test_a_missing_event_is_noticed() -> None:
         assert found["no hold, races"].startswith("Race"), (rank, found)
 
 
-@pytest.mark.parametrize("name", ["NaN", "NaN in the ring, bf16", "NaN, native", "NaN after a broken-off round"])
+@pytest.mark.parametrize(
+    "name", _marked(["NaN", "NaN in the ring, bf16", "NaN, native", "NaN after a broken-off round"])
+)
 def test_a_gradient_that_is_not_finite_is_told_to_all_ranks(name: str) -> None:
     results = results_of(name)
     assert len({step for step, _ in results}) == 1, results

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import torchring
-from tests.optimizer.test_contract import TINY_MB, attempt
 from tests.support.checks import assert_same_on_all_ranks, logged
 from tests.support.grids import grid
 from tests.support.harness import run_pooled
+from tests.support.training import TINY_MB, attempt
 from torchring.gradients.participants.buffers import buffer_specs
 
 _STEPS = 4

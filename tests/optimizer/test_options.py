@@ -1,23 +1,27 @@
-"""What the caller got wrong is a ValueError or TypeError that says what was received; other ranks get an error, too.
+"""Arguments of wrap and init: a wrong one is a ValueError or TypeError that says what was received, and the other ranks
+get an error, too. And `on_nonfinite`: what becomes of a step with a NaN.
 
 Arguments of wrap, on all ranks or on one · closed optimizers · ranks with different models, options, world sizes
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torchring
 from tests.support.checks import assert_same_on_all_ranks, digest
-from tests.support.harness import patient, run_ranks
+from tests.support.grids import grid
+from tests.support.harness import patient, run_pooled, run_ranks
+from tests.support.training import attempt, loss_on, small_model, values
 
 
 def _model() -> nn.Sequential:
@@ -82,7 +86,7 @@ def _with_buffer(buffer: torch.Tensor) -> Callable[[], Any]:
     return lambda: torchring.wrap(_sgd(model), model)
 
 
-def _frozen() -> Callable[[], Any]:
+def _all_frozen() -> Callable[[], Any]:
     model = _model().requires_grad_(False)
     return lambda: torchring.wrap(_sgd(model), model)
 
@@ -112,7 +116,6 @@ def _parameters() -> Callable[[], Any]:
     return lambda: torchring.wrap(list(_model().parameters()))  # type: ignore[arg-type]
 
 
-# name: (what makes the call, type of error, what the message has to contain)
 _BAD: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]] = {
     "op": (lambda: _wrap(op="average"), "ValueError", ("op", "'average'", "'mean'", "'sum'")),
     "op None": (lambda: _wrap(op=None), "ValueError", ("op", "None")),
@@ -145,16 +148,8 @@ _BAD: dict[str, tuple[Callable[[], Callable[[], Any]], str, tuple[str, ...]]] = 
     "expanded buffer": (lambda: _with_buffer(torch.zeros(3, 1).expand(3, 4)), "ValueError", ("0.odd", "clone")),
     "lazy": (_lazy, "ValueError", ("1.weight",)),
     "meta": (_meta, "ValueError", ("2.weight", "meta")),
-    "frozen": (_frozen, "ValueError", ("gradient",)),
+    "frozen": (_all_frozen, "ValueError", ("gradient",)),
 }
-
-
-def _attempt(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _bad_call(rank: int, world_size: int, name: str, on: tuple[int, ...]) -> list[Any]:
@@ -164,7 +159,7 @@ def _bad_call(rank: int, world_size: int, name: str, on: tuple[int, ...]) -> lis
     good_model = _model()
     good = _sgd(good_model)
     started = time.monotonic()
-    problem = _attempt(bad if rank in on else lambda: torchring.wrap(good, good_model))
+    problem = attempt(bad if rank in on else lambda: torchring.wrap(good, good_model))
     seconds = time.monotonic() - started
     after = _model()
     optimizer = torchring.wrap(_sgd(after), after)
@@ -223,9 +218,6 @@ def test_in_a_world_of_one_too(subtests: pytest.Subtests) -> None:
             _assert_says(problem, name)
 
 
-# Ranks that disagree
-
-
 class _Named(nn.Module):
     def __init__(self, swapped: bool = False, name: str = "middle", **buffers: torch.Tensor) -> None:
         super().__init__()
@@ -243,7 +235,6 @@ def _edited(change: Callable[[_Named], Any]) -> _Named:
     return model
 
 
-# name: (the odd rank's model, its options, what the message has to name)
 _ODD: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]] = {
     "shape": (lambda: _edited(lambda m: setattr(m, "middle", nn.Linear(4, 4, bias=False))), {}, ("middle.bias",)),
     "size": (lambda: _edited(lambda m: setattr(m, "last", nn.Linear(4, 3))), {}, ("last.weight", "(3, 4)", "(2, 4)")),
@@ -320,7 +311,7 @@ def _odd_optimizer(rank: int, world_size: int, kind: str) -> str:
             wrapped.step()
         torchring.barrier()
 
-    return _attempt(train) or digest(model.parameters())
+    return attempt(train) or digest(model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["groups", "class"])
@@ -328,9 +319,6 @@ def test_a_rank_with_another_optimizer_is_an_error_everywhere(kind: str) -> None
     """Ring errors or value errors, but no rank trains on by itself."""
     results = run_ranks(_odd_optimizer, 2, kind, deadline=30)
     assert all("Error: " in result for result in results), results
-
-
-# Worlds that do not fit together
 
 
 def _world(
@@ -342,7 +330,7 @@ def _world(
         else:
             os.environ[name] = value
     started = time.monotonic()
-    return _attempt(lambda: torchring.init(timeout_seconds=timeout_seconds)), time.monotonic() - started
+    return attempt(lambda: torchring.init(timeout_seconds=timeout_seconds)), time.monotonic() - started
 
 
 @pytest.mark.parametrize(
@@ -373,3 +361,208 @@ def test_ranks_that_were_told_different_worlds(changes: dict[int, dict[str, str 
 def test_init_checks_its_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(arguments.values())))):
         torchring.init(**arguments)
+
+
+# on_nonfinite. What "raise" does: test_mistakes.py, i
+
+
+_POISONED = 1  # the step
+
+
+_STEPS = 4
+
+
+_OPTIMIZERS: dict[str, Any] = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
+}
+
+
+def _flat(model: nn.Module) -> Tensor:
+    return torch.cat([value.flatten() for value in values(model)])
+
+
+def _skipping(
+    rank: int, size: int, kind: str, closure: bool, value: float, options: dict[str, Any], poisoned: int = 1
+) -> tuple[Tensor, int, list[Any], list[bool]]:
+    """Parameters, number of skipped steps, step counts of the optimizer, and which calls of step() returned None.
+
+    Args:
+        poisoned: which evaluation of the step.
+    """
+    model = small_model()
+    optimizer = torchring.wrap(_OPTIMIZERS[kind](model.parameters()), model, on_nonfinite="skip", **options)
+    returned = []
+    for step in range(_STEPS):
+        evaluations = itertools.count(1)
+
+        def evaluate(step: int = step, evaluations: Iterator[int] = evaluations) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_on(model, rank, step)
+            is_bad = next(evaluations) == poisoned and step == _POISONED and rank == size - 1
+            (loss * (value if is_bad else 1.0)).backward()
+            return loss
+
+        if closure:
+            returned.append(optimizer.step(evaluate) is None)
+        else:
+            evaluate()
+            optimizer.step()
+    counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+    return _flat(model), optimizer.stats().num_skipped_steps, counts, returned
+
+
+def _as_one(kind: str, size: int) -> Tensor:
+    """One process that has all batches, and leaves the poisoned step out."""
+    model = small_model()
+    optimizer = _OPTIMIZERS[kind](model.parameters())
+    for step in set(range(_STEPS)) - {_POISONED}:
+
+        def evaluate(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = torch.stack([loss_on(model, rank, step) for rank in range(size)]).mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluate)
+    return _flat(model)
+
+
+@pytest.mark.parametrize(("kind", "closure"), [("Adam", False), ("Adam", True), ("LBFGS", True)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_a_step_is_left_out_on_all_ranks(kind: str, closure: bool, value: float) -> None:
+    results = run_pooled(_skipping, 2, kind, closure, value, {})
+    assert_same_on_all_ranks([parameters for parameters, *_ in results])
+    torch.testing.assert_close(results[0][0], _as_one(kind, 2), rtol=1e-9, atol=1e-9)
+    for _, num_skipped, counts, returned in results:
+        assert num_skipped == 1
+        assert set(counts) <= {_STEPS - 1}
+        assert returned == [step == _POISONED for step in range(_STEPS)] * closure
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_has_begun_is_undone(size: int) -> None:
+    """LBFGS has moved parameters when it evaluates the closure again."""
+    for parameters, num_skipped, _, returned in run_pooled(_skipping, size, "LBFGS", True, float("nan"), {}, 3):
+        torch.testing.assert_close(parameters, _as_one("LBFGS", size), rtol=1e-9, atol=1e-9)
+        assert num_skipped == 1
+        assert returned == [step == _POISONED for step in range(_STEPS)]
+
+
+@grid(
+    "options",
+    [{"algorithm": "ring"}, {"algorithm": "native"}, {"overlap": "thread"}, {"compression": "bf16"}],
+    keep=lambda options: "algorithm" in options,
+)
+def test_by_every_way_to_reduce(options: dict[str, Any]) -> None:
+    results = run_pooled(_skipping, 3, "Adam", False, float("nan"), options)
+    assert_same_on_all_ranks([parameters for parameters, *_ in results])
+    for parameters, num_skipped, counts, _ in results:
+        assert num_skipped == 1
+        assert set(counts) == {_STEPS - 1}
+        assert bool(parameters.isfinite().all())
+
+
+def _others(rank: int, size: int) -> dict[str, Any]:
+    """ "ignore"; a sparse gradient; one that the script mends; a GradScaler; options that differ."""
+    found: dict[str, Any] = {}
+    x = torch.ones(1, 3) * (float("nan") if rank == 1 else 1.0)
+
+    model = nn.Linear(3, 2)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, on_nonfinite="ignore")
+    model(x).sum().backward()
+    optimizer.step()
+    found["ignored"] = [bool(p.isnan().any()) for p in model.parameters()]
+    optimizer.close()
+
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = torchring.wrap(torch.optim.SGD(embedding.parameters(), lr=0.1), embedding, on_nonfinite="skip")
+    before = values(embedding)
+    for _ in range(2):  # in the second, `.grad` is there already
+        (embedding(torch.tensor([rank])) * x[0, 0]).sum().backward()
+        optimizer.step()
+    found["sparse"] = torch.equal(values(embedding)[0], before[0]), optimizer.stats().num_skipped_steps
+    optimizer.close()
+
+    model = nn.Linear(3, 2)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, on_nonfinite="skip")
+    model(x).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.nan_to_num_(0.5)
+    before = values(model)
+    optimizer.step()
+    found["mended"] = [bool((p != old).all()) for p, old in zip(model.parameters(), before, strict=True)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(x if step == 1 else torch.ones(1, 3)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    found["scaler"] = scaler.get_scale(), optimizer.stats().num_skipped_steps
+    optimizer.close()
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    found["differ"] = attempt(lambda: torchring.wrap(sgd, model, on_nonfinite=("skip", "ignore")[rank]))
+    return found
+
+
+def test_other_ways() -> None:
+    for found in run_pooled(_others, 2):
+        assert found["ignored"] == [True, False]
+        assert found["sparse"] == (True, 2)
+        assert found["mended"] == [True, True]
+        assert found["scaler"] == (2.0, 0)  # the scaler has skipped the step by itself
+        assert found["differ"].startswith("PlanMismatchError")
+        assert "on_nonfinite='skip'" in found["differ"]
+
+
+def test_a_world_of_one() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    for closure in (False, True):
+        optimizer = torchring.wrap(torch.optim.SGD([weight], lr=0.1), on_nonfinite="skip")
+        for factor in (float("nan"), 1.0):
+
+            def evaluate(factor: float = factor, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = (weight * factor).abs().sum()
+                loss.backward()
+                return loss
+
+            before = weight.detach().clone()
+            if closure:
+                assert (optimizer.step(evaluate) is None) == (factor != 1.0)
+            else:
+                evaluate()
+                optimizer.step()
+            assert torch.equal(weight.detach(), before) == (factor != 1.0)
+        assert optimizer.stats().num_skipped_steps == 1
+        optimizer.close()
+    with pytest.raises(ValueError, match="on_nonfinite must be one of 'raise', 'skip', 'ignore', got 'stop'"):
+        torchring.wrap(torch.optim.SGD([weight], lr=0.1), on_nonfinite="stop")  # type: ignore[arg-type]
+
+
+def _before_all_skip(rank: int, size: int, mode: str) -> list[Any]:
+    """NaN in one backward, and none at all in the next, which all ranks leave out."""
+    model = small_model()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, on_nonfinite=mode)
+    start = _flat(model)
+    (loss_on(model, rank, 0) * (torch.nan if rank == 0 else 1.0)).backward()
+    optimizer.skip()
+    error = attempt(optimizer.step)
+    has_stepped = not torch.equal(_flat(model), start)
+    optimizer.zero_grad()
+    optimizer.skip()
+    optimizer.step()
+    loss_on(model, rank, 1).backward()
+    optimizer.step()
+    return [error, has_stepped, optimizer.stats().num_skipped_steps, bool(_flat(model).isfinite().all())]
+
+
+@pytest.mark.parametrize("mode", ["raise", "skip"])
+def test_a_nan_is_not_forgotten_where_all_ranks_skip_the_next_backward(mode: str) -> None:
+    for error, has_stepped, num_skipped, is_finite in run_pooled(_before_all_skip, 2, mode):
+        assert ("is not finite; NaN or infinity came from rank 0" in error) == (mode == "raise")
+        assert not has_stepped
+        assert num_skipped == (mode == "skip")
+        assert is_finite

@@ -1,0 +1,110 @@
+"""When replicas are compared, what is watched, how an alarm is followed up. For what is found: test_mistakes.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from torchring.gradients.participants import replicas
+
+
+class CountingCheck(replicas.ReplicaCheck):
+    """Of parameters in this process; comparisons are counted instead of made."""
+
+    def __init__(self, num_parameters: int) -> None:
+        self.parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(num_parameters)]
+        super().__init__(None, {p: f"p{i}" for i, p in enumerate(self.parameters)})  # type: ignore[arg-type]
+        self.num_checks = 0
+
+    def compare(self) -> None:
+        self.num_checks += 1
+
+    def write(self, *indices: int) -> None:
+        with torch.no_grad():
+            for index in indices:
+                self.parameters[index].add_(1)
+
+
+def test_has_changed_since_accept() -> None:
+    check = CountingCheck(3)
+    assert not check.has_changed()
+    check.write(0)
+    assert not check.has_changed()  # nothing is watched before the first step: the first round compares anyway
+    check.accept()
+    assert not check.has_changed()
+    check.write(2)
+    assert check.has_changed()
+    assert check.has_changed()
+
+
+def step(check: CountingCheck) -> None:
+    """What DistributedOptimizer.step() does: it asks, writes to all parameters, and accepts."""
+    check.has_changed()
+    check.write(*range(len(check.parameters)))
+    check.accept()
+
+
+def test_a_step_writes_too_and_that_is_no_change() -> None:
+    check = CountingCheck(3)
+    for _ in range(4):
+        step(check)
+        assert not check.has_changed()
+
+
+def test_a_change_is_remembered_until_all_ranks_were_told() -> None:
+    """Between the round that could not tell and the next one lies a step, which accepts what parameters are."""
+    check = CountingCheck(3)
+    check.accept()
+    check.write(1)
+    step(check)
+    assert check.has_changed()
+    check.after_round(False)  # a round whose control bits were sent before
+    assert check.has_changed()
+    check.after_round(True)
+    assert not check.has_changed()
+    check.write(1)
+    assert check.has_changed()
+
+
+def test_an_alarm_from_elsewhere_leaves_nothing_behind_here() -> None:
+    check = CountingCheck(3)
+    check.accept()
+    check.after_round(True)
+    assert not check.has_changed()
+    check.write(0)
+    assert check.has_changed()
+
+
+def test_of_many_parameters_some_are_watched_all_over_the_model() -> None:
+    for count in (1, replicas._WATCHED, replicas._WATCHED + 1, 100, 2 * replicas._WATCHED, 1000):
+        check = CountingCheck(count)
+        check.accept()
+        place = {id(parameter): i for i, parameter in enumerate(check.parameters)}
+        watched = [place[id(parameter)] for parameter, _ in check._watched]
+        assert 0 < len(watched) <= replicas._WATCHED
+        gaps = [b - a for a, b in itertools.pairwise([*watched, count])]
+        assert max(gaps) <= 1 + count // replicas._WATCHED
+        for index in range(count):
+            check._changed = False
+            check.write(index)
+            assert check.has_changed() is (index in watched)
+            check._watched = [(p, p._version) for p, _ in check._watched]
+
+
+def test_alarms_are_followed_up_ever_more_rarely_and_the_rhythm_goes_on() -> None:
+    check = CountingCheck(1)
+    due = []
+    for round_ in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
+        before = check.num_checks
+        check.after_round(round_ > 0)
+        if check.num_checks > before:
+            due.append(round_)
+    assert due == [0, 1, 2, 4, 8, 16, 32, 64, 100, 128, 200]
+
+
+def test_without_alarms_there_is_the_rhythm() -> None:
+    check = CountingCheck(1)
+    for _ in range(2 * replicas.STEPS_BETWEEN_CHECKS + 1):
+        check.after_round(False)
+    assert check.num_checks == 3

@@ -1,0 +1,1113 @@
+"""Scripts that DistributedDataParallel trains wrong without an error, and other ways to replicas that are none.
+
+a reentrant checkpoint around a layer that is used twice · b the model called past a wrapper · c two forwards, then two
+backwards · d torch.autograd.grad · e parameters that come later · f unfreezing · g a hook that steps · h replicas made
+different · i NaN on one rank
+
+First the nine of docs/guides/ddp.md: each script runs under DDP on two ranks, where it ends without an exception and
+leaves what is wrong, under torchring, and in one process that has the batches of both. Under torchring the result is
+that of one process, or step() raises a GradientError that says what is wrong, on every rank. Then their variations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import torchring
+from tests.support.checks import assert_same_on_all_ranks, digest, exact_inputs, logged
+from tests.support.grids import grid
+from tests.support.harness import run_pooled, run_ranks
+from tests.support.training import TINY_MB, Script, Side, attempt, batch, loss_on, momentum, small_model, train, values
+from torchring import world
+from torchring.errors import GradientError
+from torchring.gradients.participants import replicas
+
+
+@dataclass(frozen=True)
+class Way(Side):
+    """How a script trains: under "ddp" or "torchring" with the batches of one rank, or "alone" with those of both."""
+
+    name: str
+
+    def start(self, model: nn.Module) -> tuple[Any, Any]:
+        """What to call forward on, and the optimizer."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return DistributedDataParallel(model) if self.name == "ddp" else model, self.wrap(optimizer, model)
+
+
+@contextmanager
+def _process_group(rank: int, size: int, file: str) -> Any:
+    """The default process group. PyTorch exchanges the excepthook for its own, and does not put it back."""
+    excepthook = sys.excepthook
+    dist.init_process_group("gloo", store=dist.FileStore(file, size), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
+
+
+def _both(rank: int, size: int, script: Script, file: str) -> tuple[Sequence[Tensor], Any]:
+    """What the script leaves under DDP; what it leaves under torchring, or the text of its error."""
+    warnings.simplefilter("ignore")  # of PyTorch, on reentrant checkpoints
+    with _process_group(rank, size, file):
+        of_ddp = script(Way((rank,), False, "ddp"))
+    try:
+        return of_ddp, script(Way((rank,), True, "torchring"))
+    except torchring.GradientError as error:
+        return of_ddp, str(error)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a script leaves on each rank under DDP and under torchring, and in one process."""
+
+    ddp: list[Sequence[Tensor]]
+    torchring: list[Any]
+    alone: Sequence[Tensor]
+
+    def assert_ddp_differs_between_ranks(self) -> None:
+        first, second = self.ddp
+        assert digest(first) != digest(second)
+        assert max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True)) > 1e-4
+
+    def assert_torchring_is_right(self) -> None:
+        assert not any(isinstance(found, str) for found in self.torchring), self.torchring
+        assert_same_on_all_ranks([digest(found) for found in self.torchring])
+        for found, right in zip(self.torchring[0], self.alone, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
+
+    def assert_torchring_raises(self, *fragments: str) -> None:
+        for found in self.torchring:
+            assert isinstance(found, str), "no error"
+            assert all(fragment in found for fragment in fragments), found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[Script], Outcome]:
+    def run(script: Script) -> Outcome:
+        of_ddp, of_torchring = zip(*run_pooled(_both, 2, script, str(tmp_path / "store")), strict=True)
+        return Outcome(list(of_ddp), list(of_torchring), script(Way((0, 1), False, "alone")))
+
+    return run
+
+
+Run = Callable[[Script], Outcome]
+
+
+def _correct(way: Way) -> Sequence[Tensor]:
+    model = small_model()
+    net, optimizer = way.start(model)
+    train(way, net, optimizer, range(2))
+    return values(model)
+
+
+def test_without_a_mistake_all_agree(run: Run) -> None:
+    outcome = run(_correct)
+    outcome.assert_torchring_is_right()
+    with pytest.raises(AssertionError):
+        outcome.assert_ddp_differs_between_ranks()
+    torch.testing.assert_close(outcome.ddp[0], outcome.alone, rtol=1e-9, atol=1e-12)
+
+
+class _UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.shared = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, is_checkpointed: bool = True) -> Tensor:
+        x = x.detach().requires_grad_()
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.shared, x, use_reentrant=True) if is_checkpointed else self.shared(x))
+        return x
+
+
+def _checkpointed(way: Way) -> Sequence[Tensor]:
+    model = _UsedTwice()
+    net, optimizer = way.start(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        way.mean(lambda rank, step=step: net(batch(rank, step)[0]).square().mean()).backward()
+        optimizer.step()
+    return values(model)
+
+
+def test_a_layer_under_reentrant_checkpoints_is_used_twice(run: Run) -> None:
+    outcome = run(_checkpointed)
+    outcome.assert_ddp_differs_between_ranks()
+    outcome.assert_torchring_raises("shared.", "received another gradient in the same backward")
+
+
+def _past_forward(way: Way) -> Sequence[Tensor]:
+    model = small_model()
+    net, optimizer = way.start(model)
+    inner = net.module if way.name == "ddp" else net
+    train(way, inner, optimizer, range(2))
+    return values(model)
+
+
+def test_the_model_is_called_past_the_wrapper(run: Run) -> None:
+    outcome = run(_past_forward)
+    outcome.assert_ddp_differs_between_ranks()
+    outcome.assert_torchring_is_right()
+
+
+def _two_and_two(way: Way) -> Sequence[Tensor]:
+    model = small_model()
+    net, optimizer = way.start(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        losses = [way.mean(lambda rank, at=10 * step + i: loss_on(net, rank, at)) for i in range(2)]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+def test_two_forwards_are_followed_by_two_backwards(run: Run) -> None:
+    outcome = run(_two_and_two)
+    outcome.assert_ddp_differs_between_ranks()
+    outcome.assert_torchring_is_right()
+
+
+def _autograd_grad(way: Way) -> Sequence[Tensor]:
+    model = small_model()
+    net, optimizer = way.start(model)
+    loss = way.mean(lambda rank: loss_on(net, rank, 0))
+    for parameter, gradient in zip(
+        model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+    ):
+        parameter.grad = gradient
+    optimizer.step()
+    return values(model)
+
+
+def test_gradients_come_from_autograd_grad(run: Run) -> None:
+    outcome = run(_autograd_grad)
+    outcome.assert_ddp_differs_between_ranks()
+    outcome.assert_torchring_raises("the gradient of 4.bias has never been reduced", "optimizer.synchronize()")
+
+
+def _grows(way: Way) -> Sequence[Tensor]:
+    model = small_model()
+    net, optimizer = way.start(model)
+    torch.manual_seed(8)
+    model.append(nn.Linear(2, 2).double())
+    optimizer.add_param_group({"params": list(model[5].parameters())})
+    train(way, net, optimizer, range(2))
+    return values(model)
+
+
+def test_a_layer_is_added_later(run: Run) -> None:
+    outcome = run(_grows)
+    outcome.assert_ddp_differs_between_ranks()
+    outcome.assert_torchring_is_right()
+
+
+def _unfreezes(way: Way) -> Sequence[Tensor]:
+    model = small_model()
+    model[0].requires_grad_(False)
+    net, optimizer = way.start(model)
+    for step in range(3):
+        if step == 1:
+            model[0].requires_grad_(True)
+        train(way, net, optimizer, [step])
+    return values(model)
+
+
+def test_a_layer_is_unfrozen_later(run: Run) -> None:
+    outcome = run(_unfreezes)
+    outcome.assert_ddp_differs_between_ranks()
+    outcome.assert_torchring_is_right()
+
+
+def _steps_in_a_hook(way: Way) -> Sequence[Tensor]:
+    model = small_model()
+    net, optimizer = way.start(model)
+    own = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def hook(parameter: Tensor) -> None:
+        own[parameter].step()
+
+    with ExitStack() as hooks:  # a parameter and its hook keep each other alive
+        for parameter in model.parameters():
+            hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        for step in range(2):
+            optimizer.zero_grad()
+            way.mean(lambda rank, step=step: loss_on(net, rank, step)).backward()
+    return values(model)
+
+
+def test_a_hook_steps_inside_backward(run: Run) -> None:
+    outcome = run(_steps_in_a_hook)
+    outcome.assert_ddp_differs_between_ranks()
+    outcome.assert_torchring_raises("is not the same on all ranks", "outside optimizer.step()")
+
+
+def _drifts(way: Way) -> Sequence[Tensor]:
+    model = small_model()
+    net, optimizer = way.start(model)
+    for step in range(4):
+        if step == 1 and 1 in way.mine:
+            with torch.no_grad():
+                model[2].bias.add_(0.5)
+        train(way, net, optimizer, [step])
+    return values(model)
+
+
+def test_one_rank_changes_a_parameter(run: Run) -> None:
+    outcome = run(_drifts)
+    outcome.assert_ddp_differs_between_ranks()
+    outcome.assert_torchring_raises("2.bias", "rank 1")
+
+
+def _nan_on_one_rank(way: Way) -> Sequence[Tensor]:
+    model = small_model()
+    net, optimizer = way.start(model)
+    optimizer.zero_grad()
+    way.mean(lambda rank: loss_on(net, rank, 0) * (float("nan") if rank == 1 else 1.0)).backward()
+    optimizer.step()
+    return values(model)
+
+
+def test_a_gradient_is_nan_on_one_rank(run: Run) -> None:
+    outcome = run(_nan_on_one_rank)
+    for trained in outcome.ddp:
+        assert all(bool(parameter.isnan().all()) for parameter in trained)
+    outcome.assert_torchring_raises("came from rank 1", "the gradient of 4.")
+
+
+# Variations: options, places, ways out
+
+
+def is_about(error: str, *names: str) -> bool:
+    """Whether it is a GradientError about one of the parameters."""
+    return error.startswith("GradientError") and any(name in error for name in names)
+
+
+def _used_twice(rank: int, world_size: int, options: dict[str, Any], is_collected: bool) -> tuple[str, list[Tensor]]:
+    model = _UsedTwice()
+    optimizer = torchring.wrap(momentum(model), model, **options)
+    try:
+        for step in range(3):
+            optimizer.zero_grad()
+            with optimizer.no_sync() if is_collected else contextlib.nullcontext():
+                model(batch(rank, step)[0], True).square().mean().backward()
+            if is_collected:
+                optimizer.synchronize()
+            optimizer.step()
+    except torchring.RingError as error:
+        return f"{type(error).__name__}: {error}", []
+    return "", values(model)
+
+
+@pytest.mark.parametrize("is_collected", [False, True], ids=["directly", "with the way out that the error tells"])
+@pytest.mark.parametrize("options", [{}, {"overlap": "thread", "bucket_mb": 0}], ids=str)
+def test_a_reentrant_checkpoint_of_a_layer_that_is_used_twice(options: dict[str, Any], is_collected: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = run_pooled(_used_twice, 2, options, is_collected)
+    if any(error for error, _ in results):
+        assert not is_collected
+        assert all(is_about(error, "shared.weight", "shared.bias") for error, _ in results), results
+        return
+    model = _UsedTwice()
+    optimizer = momentum(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        torch.stack([model(batch(rank, step)[0], False).square().mean() for rank in range(2)]).mean().backward()
+        optimizer.step()
+    assert_same_on_all_ranks([digest(trained) for _, trained in results])
+    for mine, expected in zip(results[0][1], values(model), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
+
+
+def _autograd_grad_later(rank: int, world_size: int, options: dict[str, Any], how: str) -> list[Any]:
+    """Two ordinary steps, then one with gradients from torch.autograd.grad."""
+    model = nn.Linear(4, 2).double()
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_on(model, rank, step).backward()
+        optimizer.step()
+    if how == "not zeroed":
+        pass
+    elif how == "zeroed in place":
+        optimizer.zero_grad(set_to_none=False)
+    else:
+        optimizer.zero_grad()
+    gradients = torch.autograd.grad(loss_on(model, rank, 2), [model.weight])
+    model.weight.grad = gradients[0]
+    before = digest(model.parameters())
+    problem = attempt(optimizer.step)
+    is_untouched = digest(model.parameters()) == before
+    optimizer.synchronize()
+    optimizer.step()
+    return [problem, is_untouched, model.weight.grad.clone(), gradients[0], digest(model.parameters())]
+
+
+@grid(
+    "how, options",
+    ["zeroed", "zeroed in place", "not zeroed"],
+    [{}, {"compression": "fp16"}, {"algorithm": "ring"}],
+    keep=lambda how, options: not options or how == "zeroed",
+)
+def test_d_torch_autograd_grad(options: dict[str, Any], how: str) -> None:
+    """step() refuses; after synchronize() it is the mean."""
+    results = run_pooled(_autograd_grad_later, 2, options, how)
+    for problem, is_untouched, *_ in results:
+        assert is_about(problem, "weight"), problem
+        assert "synchronize" in problem
+        assert is_untouched
+    assert_same_on_all_ranks([trained for *_, trained in results])
+    mean = (results[0][3] + results[1][3]) / 2
+    tolerance = 2e-3 if "compression" in options else 1e-9
+    torch.testing.assert_close(results[0][2], mean, rtol=tolerance, atol=tolerance)
+
+
+def _same_address(rank: int, world_size: int, compression: str | None) -> list[str]:
+    """The allocator gives a fresh gradient the place of the reduced one that was just dropped."""
+    model = nn.Linear(40, 1, bias=False)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, compression=compression)
+    problems = []
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.full((1, 40), float(rank + step))).sum().backward()
+        optimizer.step()
+        model.weight.grad = None
+        model.weight.grad = torch.full((1, 40), float(rank))
+        problems.append(attempt(optimizer.step))
+    return problems
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_d_a_local_gradient_in_the_place_of_a_reduced_one(compression: str | None) -> None:
+    for problems in run_pooled(_same_address, 2, compression):
+        assert all(is_about(problem, "weight") for problem in problems), problems
+
+
+def _past_the_wrapper(model: nn.Sequential, plain: torch.optim.Optimizer, how: str) -> None:
+    """Change the parameters in what the wrapper shares with the optimizer that it wraps."""
+    mine = plain.param_groups[0]["params"]
+    if how == "order":
+        plain.param_groups[0]["params"] = mine[::-1]
+    elif how == "removed":
+        del mine[2]
+    elif how == "replaced":
+        model[2] = nn.Linear(7, 3).double()
+        plain.param_groups[0]["params"] = list(model.parameters())
+    else:
+        model.append(nn.Linear(2, 2).double())
+        added = list(model[5].parameters())
+        if how == "group":
+            plain.add_param_group({"params": added})
+        else:
+            mine.extend(added)
+
+
+def _changed_past_the_wrapper(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
+    found = {}
+    for how in _CHANGES:
+        model = small_model()
+        plain = momentum(model)
+        optimizer = torchring.wrap(plain, model)
+
+        def train(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            for step in range(2):
+                optimizer.zero_grad()
+                loss_on(model, rank, step).backward()
+                optimizer.step()
+
+        train()
+        _past_the_wrapper(model, plain, how)
+        found[how] = attempt(train), digest(values(model))
+        optimizer.close()
+    return found
+
+
+_CHANGES = {
+    "group": "group1.param0 of the wrapped optimizer, shape (2, 2),",
+    "list": "group0.param6 of the wrapped optimizer, shape (2, 2),",
+    "replaced": "group0.param2 of the wrapped optimizer, shape (3, 7),",
+    "removed": "2.weight was taken out",
+    "order": "",
+}
+
+
+def test_e_parameters_that_change_past_the_wrapper() -> None:
+    """What is only put in another order goes on."""
+    results = run_pooled(_changed_past_the_wrapper, 2)
+    for how, fragment in _CHANGES.items():
+        for error, _ in (result[how] for result in results):
+            assert error.startswith("GradientError: ") == bool(fragment), error
+            assert fragment in error
+    assert_same_on_all_ranks([result["order"][1] for result in results])
+
+
+def _unfrozen_on_one(rank: int, world_size: int) -> str:
+    torchring.init(timeout_seconds=3)
+    model = small_model()
+    model[0].requires_grad_(False)
+    optimizer = torchring.wrap(momentum(model), model)
+
+    def train() -> None:
+        for step in range(3):
+            if step == 1 and rank == 0:
+                model[0].requires_grad_(True)
+            optimizer.zero_grad()
+            loss_on(model, rank, step).backward()
+            optimizer.step()
+
+    return attempt(train)
+
+
+def test_f_unfreezing_on_one_rank_only_is_an_error_on_all() -> None:
+    for problem in run_pooled(_unfrozen_on_one, 2):
+        assert problem.split(":")[0] in ("GradientError", "PlanMismatchError", "PeerTimeoutError"), problem
+
+
+def _stepping_hook(rank: int, world_size: int, how: str, model_of: Callable[[], nn.Module], mb: float) -> list[Any]:
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    optimizer = torchring.wrap(plain, model, bucket_mb=mb)
+
+    def hook(parameter: Tensor) -> None:
+        if how == "wrapper":
+            optimizer.step()
+        elif how.startswith("wrapped"):
+            plain.step()
+        else:
+            own[parameter].step()
+        if "zero" in how:
+            parameter.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+
+    def train() -> None:
+        for step in range(3):
+            loss_on(model, rank, step).backward()
+            if "zero" not in how:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return [attempt(train), digest(model.parameters())]
+
+
+def _wide_model() -> nn.Sequential:
+    """Its first matrix, 320 KB, is big enough to be copied on arrival."""
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 10_000), nn.Tanh(), nn.Linear(10_000, 2)).double()
+
+
+@grid(
+    "how, model_of, bucket_mb",
+    ["wrapper", "wrapped", "wrapped, zeroed", "others", "others, zeroed"],
+    [small_model, _wide_model],
+    [TINY_MB, 25.0],
+)
+def test_g_hooks_that_step_in_the_middle_of_backward(
+    how: str, model_of: Callable[[], nn.Module], bucket_mb: float
+) -> None:
+    results = run_ranks(_stepping_hook, 2, how, model_of, bucket_mb)
+    for problem, _ in results:
+        assert problem.startswith("GradientError"), problem
+        assert any(name in problem for name, _ in model_of().named_parameters()) or "inside backward" in problem
+
+
+def _drift(model: nn.Sequential, optimizer: Any, how: str) -> None:
+    if how == "in place":
+        with torch.no_grad():
+            model[2].bias[1] += 1e-6
+    elif how == "load_state_dict":
+        model.load_state_dict({**model.state_dict(), "2.bias": torch.ones(3)})
+    elif how == "data":
+        model[2].bias.data[1] += 1e-6
+    elif how == "data, another tensor":
+        model[2].bias.data = model[2].bias.data + 1e-6
+    elif how == "a learning rate":
+        optimizer.param_groups[0]["lr"] *= 1.5
+    else:
+        assert how == "optimizer state"
+        optimizer.state[model[2].bias]["momentum_buffer"].add_(1e-3)
+
+
+def _drifting(rank: int, world_size: int, how: str, culprit: int) -> dict[str, Any]:
+    """One rank changes something in step 3. Which step notices?"""
+    model = small_model()
+    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB)
+    for step in range(205):
+        if step == 3 and rank == culprit:
+            _drift(model, optimizer, how)
+        optimizer.zero_grad()
+        try:
+            loss_on(model, rank, step).backward()
+            optimizer.step()
+        except torchring.GradientError as error:
+            return {"step": step, "text": str(error), "peers": error.peers, "parameters": error.parameters}
+    return {"step": None, "text": "", "peers": (), "parameters": ()}
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "latest"),
+    [("in place", 4), ("load_state_dict", 4), ("data", 200), ("data, another tensor", 200), ("a learning rate", 200),
+     ("optimizer state", 200)],
+)  # fmt: skip
+def test_h_replicas_that_are_made_different(how: str, latest: int, culprit: int) -> None:
+    """Noticed at once where PyTorch counts the change, and within 200 steps otherwise."""
+    results = run_pooled(_drifting, 2, how, culprit)
+    assert results[0]["step"] == results[1]["step"]
+    for seen in results:
+        assert seen["step"] is not None
+        assert seen["step"] <= latest
+        assert seen["peers"] == (1,)  # with two ranks nobody can tell whose fault it is; rank 0 is the standard
+        assert seen["parameters"][0] in seen["text"]
+        if how in ("in place", "load_state_dict", "data"):
+            assert seen["parameters"] == ("2.bias",)
+
+
+def _converted_with_gradients(rank: int, size: int) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    x = torch.full((4, 4), float(rank))
+    model(x).square().mean().backward()
+    optimizer.step()
+    model.double()  # the gradients, too, which are views of torchring's buffer and stay the same objects
+    with pytest.raises(torchring.GradientError) as error:
+        model(x.double()).square().mean().backward()
+    return str(error.value)
+
+
+def _in_another_way(rank: int, size: int, way: str) -> str:
+    """What the error says."""
+    models = [small_model() for _ in range(2 if way == "threads" else 1)]
+    optimizers = [torchring.wrap(momentum(model), model) for model in models]
+    weight = models[0][0].weight
+    said: list[str] = []
+    if way == "a hook replaces a gradient":
+        weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 2))
+        said.append(attempt(loss_on(models[0], rank, 0).backward))
+    elif way == "parameters are exchanged":
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        models[0].load_state_dict(small_model(seed=9).state_dict())
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        loss_on(models[0], rank, 0).backward()
+        said.append(attempt(optimizers[0].step))
+        optimizers[0].close()
+        optimizers = [torchring.wrap(momentum(models[0]), models[0])]
+        loss_on(models[0], rank, 0).backward()
+        optimizers[0].step()
+    else:  # the second backward runs while the first one has not ended
+        late = threading.Thread(target=lambda: said.append(attempt(loss_on(models[1], rank, 0).backward)))
+        weight.register_hook(lambda grad: (late.start(), late.join(), grad)[2])
+        attempt(loss_on(models[0], rank, 0).backward)
+    torchring.shutdown()
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("a hook replaces a gradient", "0.weight was changed between its accumulation and its reduction; a hook that"),
+        ("parameters are exchanged", "set_swap_module_params_on_conversion(True). close() this optimizer and call"),
+        ("threads", "GradientError: two threads run backward() at the same time"),
+    ],
+)
+def test_what_cannot_be_trained_on_says_why(way: str, text: str) -> None:
+    for said in run_pooled(_in_another_way, 2, way):
+        assert text in said
+
+
+def test_h_a_model_that_is_converted_with_its_gradients_is_refused() -> None:
+    for text in run_pooled(_converted_with_gradients, 2):
+        assert "is not what it was when it was wrapped (its gradient, now torch.float64" in text
+
+
+def _mended(rank: int, world_size: int) -> list[str]:
+    model = small_model()
+    optimizer = torchring.wrap(momentum(model), model)
+    problems = []
+    for step in range(6):
+        if step == 2 and rank == 1:
+            with torch.no_grad():
+                model[0].weight.zero_()
+        optimizer.zero_grad()
+        problem = attempt(loss_on(model, rank, step).backward)
+        problems.append(problem or attempt(optimizer.step))
+        if problems[-1]:
+            torchring.broadcast_parameters(model)
+    return [*problems, digest(model.parameters())]
+
+
+def test_h_drift_can_be_mended_as_the_error_says() -> None:
+    results = run_pooled(_mended, 2)
+    for *problems, _ in results:
+        assert [bool(problem) for problem in problems].count(True) == 1
+        assert "broadcast_parameters" in "".join(problems)
+    assert_same_on_all_ranks([result[-1] for result in results])
+
+
+def _poisoned(rank: int, world_size: int, value: float, where: int, options: dict[str, Any]) -> dict[str, Any]:
+    model = small_model(torch.float32)
+    optimizer = torchring.wrap(momentum(model), model, bucket_mb=TINY_MB, **options)
+    seen: dict[str, Any] = {}
+    for step in range(4):
+        optimizer.zero_grad()
+        handle = None
+        if step == 1 and rank == world_size - 1:
+            handle = model[where].weight.register_hook(lambda gradient: torch.full_like(gradient, value))
+        loss_on(model, rank, step).backward()
+        if handle is not None:
+            handle.remove()
+        before = digest(model.parameters())
+        try:
+            optimizer.step()
+        except torchring.GradientError as error:
+            seen |= {"step": step, "text": str(error), "peers": error.peers, "parameters": error.parameters}
+            seen["untouched"] = before == digest(model.parameters())
+    return {**seen, "digest": digest(model.parameters())}
+
+
+@pytest.mark.parametrize(
+    ("value", "where", "options"),
+    [
+        (math.nan, 0, {}),
+        (-math.inf, 4, {}),
+        (math.nan, 4, {"overlap": "thread"}),
+        (-math.inf, 0, {"algorithm": "ring"}),
+        (math.nan, 0, {"algorithm": "native"}),
+        (-math.inf, 4, {"compression": "fp16"}),
+        (math.nan, 4, {"compression": "bf16", "algorithm": "ring"}),
+    ],
+)
+def test_i_nan_on_one_rank_names_it(value: float, where: int, options: dict[str, Any]) -> None:
+    results = run_pooled(_poisoned, 3, value, where, options)
+    for seen in results:
+        assert seen["step"] == 1
+        assert seen["untouched"]
+        assert seen["peers"] == (2,)
+        assert seen["parameters"] == (f"{where}.weight",)
+        assert "rank 2" in seen["text"]
+        assert f"{where}.weight" in seen["text"]
+    assert_same_on_all_ranks([seen["digest"] for seen in results])
+
+
+def _poisoned_where_others_have_no_gradient(rank: int, world_size: int) -> list[str]:
+    """Only rank 0 uses `b`; then the script mends the gradient on all ranks."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "ab"})
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loss = model["a"].sum()
+    if rank == 0:
+        loss = loss + (model["b"] * float("nan")).sum()
+    loss.backward()
+    problems = [attempt(optimizer.step)]
+    model["b"].grad.nan_to_num_(0.0)
+    return [*problems, attempt(optimizer.step)]
+
+
+def test_i_nan_in_a_gradient_that_other_ranks_do_not_have() -> None:
+    for first, second in run_pooled(_poisoned_where_others_have_no_gradient, 2):
+        assert is_about(first, "b")
+        assert "rank 0" in first
+        assert second == "", "the script has mended the gradient"
+
+
+# Replicas that become different
+
+
+def model_and_optimizer(**options: object) -> tuple[torch.nn.Module, torchring.DistributedOptimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model, **options)  # type: ignore[arg-type]
+    return model, optimizer
+
+
+def train_on(model: torch.nn.Module, optimizer: torchring.DistributedOptimizer, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    model(exact_inputs(6, torch.float32, rank + 7 * step).view(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def check_named(error: GradientError, name: str, rank: int) -> None:
+    assert (error.parameters, error.peers) == ((name,), (rank,))
+    text = str(error)
+    assert text.startswith(f"{name} is not the same on all ranks: rank {rank} differ")
+    assert "broadcast_parameters" in text
+
+
+def _in_place(rank: int, world_size: int, when: str, overlap: str) -> None:
+    model, optimizer = model_and_optimizer(overlap=overlap)
+    culprit = world_size - 1
+
+    def change() -> None:
+        if rank == culprit:
+            with torch.no_grad():
+                model[2].weight[1, 3] += 2**-20  # type: ignore[index,union-attr]
+
+    for step in range(5):
+        train_on(model, optimizer, rank, step)
+    optimizer.zero_grad()
+    if when == "before backward":
+        change()
+    else:
+        model(torch.ones(2, 3)).sum().backward()
+        if when == "after backward":
+            change()  # the alarm can travel with the next backward only
+        optimizer.step()
+        if when == "after step":
+            change()
+        optimizer.zero_grad()
+    before = digest(model.parameters())
+    loss = model(torch.ones(2, 3)).sum()
+    with pytest.raises(GradientError) as caught:
+        loss.backward()
+    check_named(caught.value, "2.weight", culprit)
+    assert caught.value.rank == rank
+    assert digest(model.parameters()) == before  # it comes before anything is stepped
+
+
+@pytest.mark.parametrize("when", ["before backward", "after backward", "after step"])
+@pytest.mark.parametrize(("world_size", "overlap"), [(2, "inline"), (3, "thread")])
+def test_changed_in_place_on_one_rank(world_size: int, overlap: str, when: str) -> None:
+    run_pooled(_in_place, world_size, when, overlap)
+
+
+def _before_the_first_step(rank: int, world_size: int) -> None:
+    model, _optimizer = model_and_optimizer()
+    if rank == 1:
+        model[0].bias.data += 1  # type: ignore[union-attr,operator]
+    with pytest.raises(GradientError) as caught:
+        model(torch.ones(2, 3)).sum().backward()
+    check_named(caught.value, "0.bias", 1)
+
+
+def test_changed_before_the_first_step() -> None:
+    run_pooled(_before_the_first_step, 2)
+
+
+def _not_synchronised_at_first(rank: int, world_size: int) -> None:
+    model, _optimizer = model_and_optimizer(sync_initial_state=False)  # ranks are seeded differently
+    with pytest.raises(GradientError) as caught:
+        model(torch.ones(2, 3)).sum().backward()
+    check_named(caught.value, "0.weight", 1)
+
+
+def test_ranks_that_start_from_different_parameters() -> None:
+    run_pooled(_not_synchronised_at_first, 2)
+
+
+def _loaded_on_one_rank(rank: int, world_size: int) -> None:
+    model, optimizer = model_and_optimizer()
+    train_on(model, optimizer, rank, 0)
+    if rank == 0:
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    with pytest.raises(GradientError) as caught:
+        model(torch.ones(2, 3)).sum().backward()
+    check_named(caught.value, "0.weight", 1)  # rank 0 is what the others are compared with
+
+
+def test_a_checkpoint_loaded_on_rank_0_only() -> None:
+    run_pooled(_loaded_on_one_rank, 2)
+
+
+def _same_everywhere(rank: int, world_size: int) -> str:
+    replicas.STEPS_BETWEEN_CHECKS = 3  # type: ignore[misc]
+    model, optimizer = model_and_optimizer()
+    for step in range(12):
+        train_on(model, optimizer, rank, step)
+        with torch.no_grad():  # weight clipping, in every step
+            for parameter in model.parameters():
+                parameter.clamp_(-0.5, 0.5)
+        if step == 5:
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.5
+        if step == 7:
+            model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    return digest(model.parameters())
+
+
+def test_the_same_change_on_all_ranks_is_no_error() -> None:
+    assert_same_on_all_ranks(run_ranks(_same_everywhere, 2))
+
+
+def _hidden_among_the_same(rank: int, world_size: int) -> int:
+    """All decay in every step; rank 1 also does something else, once. Returns how many steps later it is found."""
+    replicas.STEPS_BETWEEN_CHECKS = 20  # type: ignore[misc]
+    model, optimizer = model_and_optimizer()
+    for step in range(40):
+        if rank == 1 and step == 3:
+            with torch.no_grad():
+                model[0].bias[2] += 0.25  # type: ignore[index,union-attr]
+        try:
+            train_on(model, optimizer, rank, step)
+        except GradientError:
+            return step - 3
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+    return 1000
+
+
+def test_a_change_hidden_among_legitimate_ones_is_found_in_the_end() -> None:
+    first, second = run_ranks(_hidden_among_the_same, 2)
+    assert first == second
+    assert first <= 20
+
+
+def _with_closures(rank: int, world_size: int) -> int:
+    """step(closure) evaluates the model itself. Returns how many steps after the change it is found."""
+    model, optimizer = model_and_optimizer()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).sum()
+        loss.backward()
+        return loss
+
+    for step in range(8):
+        if rank == 1 and step == 3:
+            with torch.no_grad():
+                model[0].bias[2] += 0.25  # type: ignore[index,union-attr]
+        try:
+            optimizer.step(closure)
+        except GradientError as error:
+            check_named(error, "0.bias", 1)
+            return step - 3
+    return 1000
+
+
+def test_changed_in_place_where_steps_take_a_closure() -> None:
+    first, second = run_pooled(_with_closures, 2)
+    assert first == second
+    assert first <= 1
+
+
+def _sparse_only(rank: int, world_size: int) -> int:
+    """No bucket that the alarm could travel with."""
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = torchring.wrap(torch.optim.SGD(table.parameters(), lr=0.5), table)
+    for step in range(8):
+        if rank == 1 and step == 3:
+            with torch.no_grad():
+                table.weight[4] += 1
+        optimizer.zero_grad()
+        try:
+            table(torch.tensor([0, 1])).sum().backward()
+        except GradientError:
+            return step - 3
+        optimizer.step()
+    return 1000
+
+
+def test_changed_in_place_where_everything_is_sparse() -> None:
+    first, second = run_pooled(_sparse_only, 2)
+    assert first == second
+    assert first <= 1
+
+
+def first_error(train_step: Callable[[int], None]) -> GradientError:
+    """What the first of a few steps raises that raises something."""
+    for step in range(8):
+        try:
+            train_step(step)
+        except GradientError as error:
+            return error
+    raise AssertionError("no step raised GradientError")
+
+
+def _of_two_kinds(rank: int, world_size: int) -> tuple[str, list[str], str]:
+    """On rank 1 the last bits differ, and in the end a number does."""
+    machine = {"architecture": "x86_64", "torch": ["2.13.0", "2.12.1"][rank]}
+    with (
+        mock.patch.object(world, "_machine", return_value=machine),
+        mock.patch.object(replicas, "STEPS_BETWEEN_CHECKS", 4),
+        logged() as texts,
+    ):
+        model, optimizer = model_and_optimizer()
+        for step in range(9):
+            if rank == 1 and step:
+                for parameter in model.parameters():
+                    parameter.data.mul_(1 + 2**-22)
+            train_on(model, optimizer, rank, step)
+        settled = digest(model.parameters())
+        if rank == 1:
+            model[2].weight.data[1, 3] += 2**-8  # type: ignore[index,union-attr]
+        error = first_error(lambda step: train_on(model, optimizer, rank, step))
+    assert (error.parameters, error.peers) == (("2.weight",), (1,))
+    return settled, texts, str(error)
+
+
+def test_machines_of_two_kinds_may_differ_by_rounding() -> None:
+    results = run_pooled(_of_two_kinds, 2)
+    assert_same_on_all_ranks([settled for settled, *_ in results])
+    differ = "torch is 2.12.1 on rank 1, 2.13.0 on rank 0"
+    ((text,), nothing) = (texts for _, texts, _ in results)
+    assert text.startswith(f"the ranks do not compute alike: {differ}.")
+    assert nothing == []
+    for *_, error in results:
+        assert error.partition(" [")[0].endswith(differ)
+
+
+def _explained(rank: int, world_size: int) -> list[str]:
+    def renormalise(step: int) -> None:
+        model(torch.tensor([rank, 2 + rank])).sum().backward()
+        optimizer.step()
+
+    def schedule(step: int) -> None:
+        train_on(model, optimizer, rank, step)
+        scheduler.step(float(step if rank == 1 else -step))
+
+    with mock.patch.object(replicas, "STEPS_BETWEEN_CHECKS", 2):
+        model, optimizer = model_and_optimizer()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, cooldown=9)
+        found = [str(first_error(schedule))]
+        optimizer.close()
+        model = torch.nn.Embedding(8, 3, max_norm=0.1)
+        optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model)
+        return [*found, str(first_error(renormalise))]
+
+
+def test_what_changes_a_replica_is_named() -> None:
+    for lr, max_norm in run_pooled(_explained, 2):
+        assert "lr of param_groups[0] is 0.05 on rank 1, 0.5 on rank 0. A scheduler that decides by a loss" in lr
+        assert "weight of an Embedding with max_norm" in max_norm
+        assert "Leave max_norm out" in max_norm
+
+
+def _a_frozen_one(rank: int, world_size: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torchring.wrap(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    train_on(model, optimizer, rank, 0)
+    if rank == 1:
+        with torch.no_grad():
+            model[0].weight[0, 0] += 1  # type: ignore[index,union-attr]
+    with pytest.raises(GradientError) as caught:
+        model(torch.ones(2, 3)).sum().backward()
+    check_named(caught.value, "0.weight", 1)
+
+
+def test_a_frozen_parameter_is_watched_too() -> None:
+    run_pooled(_a_frozen_one, 2)
+
+
+def _stepped_on_one(rank: int, world_size: int, culprit: int, what: str) -> tuple[int, tuple[int, ...], str]:
+    """Returns how many backwards after the uneven step it is found, who is named, and the error."""
+    model, optimizer = model_and_optimizer()
+    for step in range(8):
+        optimizer.zero_grad()
+        try:
+            model(exact_inputs(6, torch.float32, rank + 7 * step).view(2, 3)).sum().backward()
+        except GradientError as error:
+            return step - 3, error.peers, str(error)
+        if step == 3 and rank == culprit:
+            if what == "skipped":
+                continue
+            optimizer.step()
+        optimizer.step()
+    return 1000, (), ""
+
+
+@pytest.mark.parametrize("what", ["skipped", "stepped twice"])
+@pytest.mark.parametrize(("world_size", "culprit"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+def test_a_step_more_or_less_on_one_rank_is_found_in_the_next_backward(
+    world_size: int, culprit: int, what: str
+) -> None:
+    named = (culprit,) if culprit else tuple(range(1, world_size))  # rank 0 is what the others are compared with
+    odd = 3 if what == "skipped" else 5
+    steps, other = (odd, 4) if culprit == 0 else (4, odd), 1 if culprit == 0 else culprit
+    for delay, peers, text in run_pooled(_stepped_on_one, world_size, culprit, what):
+        assert (delay, peers) == (1, named)
+        told = f"rank 0 has called optimizer.step() {steps[0]} times, rank {other} {steps[1]} times"
+        assert f"In 5 reductions {told}" in text
+        assert "inside optimizer.no_sync()" in text
+
+
+def _skipped_alike(rank: int, world_size: int) -> str:
+    """What a GradScaler does, and what accumulating without `accumulate` looks like. No check is needed for it."""
+    model, optimizer = model_and_optimizer()
+    checks = count_checks()
+    for step in range(9):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        if step % 3:
+            optimizer.step()
+    assert len(checks) == 1  # the first round's
+    return digest(model.parameters())
+
+
+def test_a_step_left_out_on_all_ranks_is_no_error() -> None:
+    assert_same_on_all_ranks(run_ranks(_skipped_alike, 2))
+
+
+def count_checks() -> list[int]:
+    """Grows by one with every comparison from now on."""
+    checks: list[int] = []
+    compare = replicas.ReplicaCheck.compare
+
+    def counted(self: replicas.ReplicaCheck) -> None:
+        checks.append(1)
+        compare(self)
+
+    replicas.ReplicaCheck.compare = counted  # type: ignore[method-assign]
+    return checks
+
+
+def _undisturbed(rank: int, world_size: int) -> list[int]:
+    replicas.STEPS_BETWEEN_CHECKS = 5  # type: ignore[misc]
+    model, optimizer = model_and_optimizer()
+    checks = count_checks()
+    seen = []
+    for step in range(12):
+        before = len(checks)
+        train_on(model, optimizer, rank, step)
+        if len(checks) > before:
+            seen.append(step)
+    return seen
+
+
+def test_training_that_nobody_disturbs_is_checked_by_the_rhythm_only() -> None:
+    assert run_ranks(_undisturbed, 2) == [[0, 5, 10]] * 2
+
+
+def _with_optimizer_group(rank: int, world_size: int) -> int:
+    """Two optimizers of one world, of which each watches its own."""
+    (first, g), (second, d) = model_and_optimizer(), model_and_optimizer()
+    for step in range(8):
+        if rank == 1 and step == 3:
+            with torch.no_grad():
+                second[2].bias[0] += 1  # type: ignore[index,union-attr]
+        for optimizer in (g, d):
+            optimizer.zero_grad()
+        try:
+            (first(torch.ones(2, 3)).sum() + second(torch.ones(2, 3)).sum()).backward()
+        except GradientError as error:
+            check_named(error, "2.bias", 1)
+            return step - 3
+        g.step()
+        d.step()
+    return 1000
+
+
+def test_changed_in_place_beside_another_optimizer() -> None:
+    assert run_pooled(_with_optimizer_group, 2) == [0, 0]

@@ -1,0 +1,437 @@
+"""Training scripts that are legal in one process, for `support/training.py`: on the host, and on devices.
+
+Unused parameters · several backwards · op="sum" · tied, mixed, strided, complex, sparse, frozen parameters
+· checkpointing, retain_graph, double backward · exceptions · layers used in another order
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torchring
+from tests.support.checks import digest
+from tests.support.training import Side, batch, loss_on, momentum, small_model, values
+
+
+class Branches(nn.Module):
+    """A stem and three heads, of which a call uses those it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.stem = nn.Linear(4, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 2) for _ in range(3))
+        self.double()
+
+    def forward(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        hidden = torch.tanh(self.stem(x))
+        return torch.stack([self.heads[i](hidden) for i in heads]).sum(0)
+
+
+USAGE: dict[str, Callable[[int, int], list[int]]] = {  # which heads a rank uses in a step
+    "unused on some ranks": lambda rank, step: [0, 1, 2] if rank == 0 else [0],
+    "alternating": lambda rank, step: [(rank + step) % 3],
+    "unused on all ranks": lambda rank, step: [0, 1],
+    "from the third step on": lambda rank, step: [0] if step < 2 else [0, 1 + rank % 2],
+    "until the third step": lambda rank, step: [0, 1, 2] if step < 2 else [0],
+    "other sets each step": lambda rank, step: [[0], [1, 2], [0, 2], [1]][step % 4],
+}
+
+
+def branches(side: Side, usage: str, set_to_none: bool, options: dict[str, Any]) -> Sequence[Any]:
+    model = Branches()
+    optimizer = side.wrap(momentum(model), model, **options)
+    seen: list[Any] = []
+    for step in range(5):
+        optimizer.zero_grad(set_to_none)
+
+        def loss(rank: int, step: int = step) -> Tensor:
+            x, y = batch(rank, step)
+            return nn.functional.mse_loss(model(x, USAGE[usage](rank, step)), y)
+
+        side.mean(loss).backward()
+        seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+    return [*seen, *values(model)]
+
+
+def accumulating(side: Side, how: str) -> Sequence[Any]:
+    model = small_model()
+    accumulate = 3 if how.startswith("accumulate") else 1
+    optimizer = side.wrap(momentum(model), model, accumulate=accumulate)
+    is_wrapped = isinstance(optimizer, torchring.DistributedOptimizer)
+    seen: list[Any] = []
+    for step in range(3):
+        if how == "accumulate, two are dropped":
+            for micro_step in range(2):
+                side.mean(lambda rank, at=10 * step + 5 + micro_step: loss_on(model, rank, at)).backward()
+        optimizer.zero_grad(set_to_none=how != "two backwards, zeroed in place")
+        for micro_step in range(2 if "two backwards" in how or "left" in how else 3):
+            last = micro_step == (1 if "two backwards" in how else 2)
+            loss = side.mean(lambda rank, at=10 * step + micro_step: loss_on(model, rank, at))
+            if is_wrapped and ((how == "no_sync" and not last) or how in ("synchronize", "accumulate in no_sync")):
+                with optimizer.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        if is_wrapped and how in ("synchronize", "accumulate, two are left", "accumulate in no_sync"):
+            optimizer.synchronize()
+            optimizer.synchronize()
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if is_wrapped and how == "accumulate":
+            optimizer.synchronize()  # nothing is left to do
+        optimizer.step()
+    return [*seen, *values(model)]
+
+
+def summed(side: Side, compression: str | None) -> Sequence[Any]:
+    """op="sum" of the ranks' losses, each divided by the number of all rows, as scripts with uneven batches do."""
+    model = small_model()
+    optimizer = side.wrap(momentum(model), model, op="sum", compression=compression)
+    for step in range(3):
+        (optimizer if step == 1 else model).zero_grad(set_to_none=step == 1)
+
+        def loss(rank: int, step: int = step) -> Tensor:
+            rows = 5 - 3 * (rank % 2)
+            x, y = batch(rank, step)
+            return nn.functional.mse_loss(model(x[:rows]), y[:rows], reduction="sum") / 14
+
+        sum((loss(rank) for rank in side.mine), torch.zeros(())).backward()
+        optimizer.step()
+    return values(model)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(7, 4)
+        self.mix = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 7, bias=False)
+        self.out.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.mix(self.embedding((x[:, 0].abs() * 3).long() % 7))))
+
+
+class Odd(nn.Module):
+    """A number, nothing, a transposed and an expanded-then-copied matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.transposed = nn.Parameter(torch.randn(3, 4).t())
+        self.gappy = nn.Parameter(torch.randn(8, 6)[::2, ::3])
+        self.one = nn.Parameter(torch.randn(1, 1, 1))
+        self.double()
+        self.gappy.data = torch.randn(8, 6).double()[::2, ::3]
+        self.transposed.data = torch.randn(3, 4).double().t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.transposed).sum(1, keepdim=True) * self.scale + x @ self.gappy * self.one + self.nothing.sum()
+
+
+class Images(nn.Module):
+    def __init__(self, channels_last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Conv2d(3, 5, 3, padding=1)
+        self.second = nn.Conv2d(5, 4, 2)
+        self.double()
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+        self.to(memory_format=self.format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x[:, :3, None, None].expand(-1, -1, 4, 4).contiguous(memory_format=self.format)
+        return self.second(torch.tanh(self.first(images))).sum((2, 3))
+
+
+class Complex(nn.Module):
+    """Complex parameters, one of which gets the conjugate of a tensor as its gradient, and quantised weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.rotation = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128).t().contiguous().t())
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        self.offset = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.quantised = nn.Parameter(torch.tensor([3, -2, 1], dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = (x.to(torch.complex128) @ self.rotation).conj() * self.phase
+        return turned.abs() * self.quantised.double() + self.offset
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "tied": Tied,
+    "number, empty, strided": Odd,
+    "convolution": lambda: Images(False),
+    "channels_last": lambda: Images(True),
+    "complex, quantised": Complex,
+}
+
+
+def of_kind(side: Side, kind: str, options: dict[str, Any]) -> Sequence[Any]:
+    model = KINDS[kind]()
+    strides = [p.stride() for p in model.parameters()]
+    optimizer = side.wrap(torch.optim.Adam(model.parameters(), lr=0.01), model, **options)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step != 2)
+        side.mean(lambda rank, step=step: model(batch(rank, step)[0]).square().mean()).backward()
+        optimizer.step()
+    same_strides = strides == [p.stride() for p in model.parameters()]
+    return [same_strides, *[p.grad.clone() for p in model.parameters() if p.grad is not None], *values(model)]
+
+
+def mixed(rank: int, world_size: int, options: dict[str, Any]) -> list[Any]:
+    """Local and reduced gradients of a model with parameters in four dtypes."""
+    torch.manual_seed(5)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32]
+    layers = nn.ModuleList(nn.Linear(4, 4).to(dtype) for dtype in dtypes)
+
+    def loss(of: nn.ModuleList) -> Tensor:
+        x = batch(rank, 0)[0].float()
+        for layer in of:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.float().square().mean()
+
+    bare = copy.deepcopy(layers)
+    loss(bare).backward()
+    optimizer = torchring.wrap(torch.optim.SGD(layers.parameters(), lr=0.1), layers, **options)
+    loss(layers).backward()
+    reduced = [p.grad.clone() for p in layers.parameters()]
+    optimizer.step()
+    return [[p.grad for p in bare.parameters()], reduced, digest(layers.parameters())]
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.words = nn.Embedding(11, 3, sparse=sparse)
+        self.bags = nn.EmbeddingBag(9, 3, mode="sum", sparse=sparse)
+        self.out = nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, x: Tensor, with_bags: bool) -> Tensor:
+        ids = (x.abs() * 10).long()
+        hidden = self.words(ids % 11).sum(1)
+        return self.out(hidden + self.bags(ids % 9) if with_bags else hidden)
+
+
+def sparse_words(side: Side, sparse: bool, set_to_none: bool) -> Sequence[Any]:
+    model = Words(sparse and side.is_wrapped)
+    optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none)
+
+        def loss(rank: int, step: int = step) -> Tensor:
+            return model(batch(rank, step)[0], with_bags=(rank + step) % 2 == 0 and step < 3).square().mean()
+
+        side.mean(loss).backward()
+        optimizer.step()
+    gradients = [p.grad.to_dense() for p in (model.words.weight, model.out.weight) if p.grad is not None]
+    return [*gradients, *values(model)]
+
+
+def frozen(side: Side, plan: str) -> Sequence[Any]:
+    """f: the first layer is frozen in that step, t: it is trained."""
+    model = small_model()
+    first = model[0]
+    assert isinstance(first, nn.Linear)
+    for p in first.parameters():
+        p.requires_grad_(plan[0] == "t")
+    optimizer = side.wrap(momentum(model), model)
+    for step, state in enumerate(plan):
+        for p in first.parameters():
+            p.requires_grad_(state == "t")
+        optimizer.zero_grad()
+        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
+        optimizer.step()
+    return values(model)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.how = how
+        self.double()
+
+    def _segment(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+    def _nested(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.third(checkpoint(self._segment, x, use_reentrant=True)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "plain":
+            return self.third(self._segment(x))
+        if self.how == "not reentrant":
+            return self.third(checkpoint(self._segment, x, use_reentrant=False))
+        if self.how == "not reentrant, layer used twice":
+            return self.third(self.first(checkpoint(self._segment, x, use_reentrant=False)))
+        x = x.detach().requires_grad_()  # reentrant ones need an input that does
+        if self.how == "reentrant":
+            return self.third(checkpoint(self._segment, x, use_reentrant=True))
+        if self.how == "reentrant, two segments":
+            return checkpoint(self.third, checkpoint(self._segment, x, use_reentrant=True), use_reentrant=True)
+        if self.how == "reentrant, nested":
+            return checkpoint(self._nested, x, use_reentrant=True)
+        assert self.how == "all inside a reentrant one"
+        return checkpoint(lambda it: self.third(self._segment(it)), x, use_reentrant=True)
+
+
+def checkpointed(side: Side, how: str, options: dict[str, Any]) -> Sequence[Any]:
+    model = Checkpointed(how if side.is_wrapped or "twice" in how else "plain")
+    if not side.is_wrapped and how == "reentrant, nested":
+        model.forward = lambda x: torch.tanh(model.third(model._segment(x)))  # type: ignore[method-assign]
+    optimizer = side.wrap(momentum(model), model, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            optimizer.zero_grad()
+            side.mean(lambda rank, step=step: model(batch(rank, step)[0]).square().mean()).backward()
+            optimizer.step()
+    return values(model)
+
+
+def graph_games(side: Side, game: str) -> Sequence[Any]:
+    model = small_model()
+    optimizer = side.wrap(momentum(model), model)
+    seen: list[Any] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        if game == "retain_graph":
+            loss = side.mean(lambda rank, step=step: loss_on(model, rank, step))
+            loss.backward(retain_graph=True)
+            loss.backward()
+        elif game == "gradient penalty":
+
+            def penalised(rank: int, step: int = step) -> Tensor:
+                x = batch(rank, step)[0].requires_grad_()
+                out = model(x)
+                [slope] = torch.autograd.grad(out.sum(), x, create_graph=True)
+                return out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+
+            side.mean(penalised).backward()
+        elif game == "gradient of parameters":
+
+            def flattened(rank: int, step: int = step) -> Tensor:
+                loss = loss_on(model, rank, step)
+                slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+                return loss + sum((slope.square().sum() for slope in slopes), torch.zeros(()))
+
+            side.mean(flattened).backward()
+        elif game == "inputs=":
+            loss = side.mean(lambda rank, step=step: loss_on(model, rank, step))
+            loss.backward(inputs=list(model[2].parameters()))
+            seen.append(model[0].weight.grad)
+        else:
+            assert game == "hooks on tensors"
+            handle = model[0].weight.register_hook(lambda gradient: 2 * gradient)
+            side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
+            handle.remove()
+        optimizer.step()
+    return [*seen, *values(model)]
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise ArithmeticError("an error in a custom function")
+
+
+def failing(side: Side, where: int, options: dict[str, Any]) -> Sequence[Any]:
+    """In step 1 backward raises before the first layer's gradients, or before all."""
+    model = small_model()
+    optimizer = side.wrap(momentum(model), model, **options)
+    raised = 0
+    for step in range(4):
+        optimizer.zero_grad()
+
+        def loss(rank: int, step: int = step) -> Tensor:
+            x, y = batch(rank, step)
+            x = model[:where](x)
+            return nn.functional.mse_loss(model[where:](Raises.apply(x) if step == 1 else x), y)
+
+        try:
+            side.mean(loss).backward()
+        except ArithmeticError:
+            raised += 1
+            continue
+        optimizer.step()
+    return [raised, *values(model)]
+
+
+class Chain(nn.Module):
+    """Layers registered in one order and used in another, which may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6)).double()
+
+    def forward(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        for i in order:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+ORDERS: dict[str, Callable[[int, int], list[int]]] = {
+    "as registered": lambda rank, step: [0, 1, 2, 3, 4, 5],
+    "reversed": lambda rank, step: [5, 4, 3, 2, 1, 0],
+    "another each step": lambda rank, step: torch.randperm(6, generator=torch.Generator().manual_seed(step)).tolist(),
+    "another on each rank": lambda rank, step: [(rank * 2 + step + i) % 6 for i in range(6)],
+}
+
+
+def run_ordered(model: nn.Module, name: str, rank: int, step: int) -> Tensor:
+    return model(batch(rank, step)[0], ORDERS[name](rank, step)).square().mean()
+
+
+def ordered(side: Side, name: str, options: dict[str, Any]) -> Sequence[Any]:
+    model = Chain()
+    optimizer = side.wrap(momentum(model), model, **options)
+    for step in range(5):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        side.mean(lambda rank, step=step: run_ordered(model, name, rank, step)).backward()
+        optimizer.step()
+    return values(model)
+
+
+def keeping(side: Side, keep: str) -> Sequence[Any]:
+    """Two tasks, as in PCGrad: the first one's gradients are kept, take part in the second loss, and are added."""
+    model = small_model()
+    optimizer = side.wrap(momentum(model), model)
+    seen: list[Any] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        side.mean(lambda rank, step=step: loss_on(model, rank, step)).backward()
+        grads: list[Tensor] = [p.grad for p in model.parameters() if p.grad is not None]
+        first = [grad.detach() if keep == "detached" else grad for grad in grads]
+        seen += [grad.clone() for grad in first]
+        optimizer.zero_grad()
+        pull = sum((grad * p).square().sum() for grad, p in zip(first, model.parameters(), strict=True))
+        (side.mean(lambda rank, step=step: loss_on(model, rank, step + 10)) + pull).backward()
+        seen += first
+        for p, grad in zip(model.parameters(), first, strict=True):
+            assert p.grad is not None
+            p.grad.add_(grad)
+        optimizer.step()
+    return [*seen, *values(model)]
