@@ -20,9 +20,11 @@ from torchring.observe.recorder.records import (
     RunInfo,
     StepRecord,
 )
-from torchring.report.analysis import Analysis, analyse
-from torchring.report.findings import Network, Phase
-from torchring.report.merge import merge
+from torchring.report.model.merge import merge
+from torchring.report.model.network import Network
+from torchring.report.model.phases import Phase
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
 
 QUICK = {"gigabytes_per_s": 20.0, "latency_ms": 0.05}
 # Each with the cost in ms of the step, and the length of the step, that follow from the durations that are given.

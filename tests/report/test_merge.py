@@ -10,8 +10,8 @@ import pytest
 from tests.support.traces import MS, shifted, simulate
 from torchring.observe.recorder.files import TraceError, live_path_of, path_of, write, write_encoded
 from torchring.observe.recorder.records import ClockOffset, RankTrace, RunInfo, encode
-from torchring.report.analysis import analyse
-from torchring.report.merge import Job, load, merge, name_ranks
+from torchring.report.model.merge import Job, load, merge, name_ranks
+from torchring.report.verdict.analysis import analyse
 
 
 def write_all(folder: Path, traces: list[RankTrace]) -> Path:

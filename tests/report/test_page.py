@@ -22,14 +22,16 @@ from tests.support.traces import simulate
 pytest.importorskip("plotly", reason="needs plotly: pip install 'torchring[report]'")
 
 from torchring.observe.recorder.records import RankTrace
-from torchring.report import captions, figures
-from torchring.report.analysis import analyse
-from torchring.report.drawing import COLORS
-from torchring.report.figures import bandwidth_by_bucket
-from torchring.report.findings import Analysis, Phase, Spread
-from torchring.report.formats import number, percent, seconds
-from torchring.report.merge import merge
-from torchring.report.page import page_of, write_page
+from torchring.report.model.merge import merge
+from torchring.report.model.phases import Phase
+from torchring.report.model.timing import Spread
+from torchring.report.show import captions, figures
+from torchring.report.show.drawing import COLORS
+from torchring.report.show.figures import bandwidth_by_bucket
+from torchring.report.show.formats import number, percent, seconds
+from torchring.report.show.page import page_of, write_page
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
 
 STEP_MS = 2.0 + 40.0 + 30.0 + 60.0 + 18.95 + 0.5 + 8.0  # of the rank whose data comes late
 FIGURES = ["by-rank", "over-time", "wait-map", "lanes", "bus-bandwidth", "step-time", "efficiency"]

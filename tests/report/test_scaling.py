@@ -13,12 +13,10 @@ import torch
 from tests.support.traces import MS, simulate
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace, RunInfo
-from torchring.report.analysis import Analysis, analyse
-from torchring.report.findings import Network
-from torchring.report.layout import imagined, laid_out, nominal_bytes, ready_shares
-from torchring.report.merge import Job, merge
-from torchring.report.network import fit
-from torchring.report.scaling import (
+from torchring.report.model.layout import imagined, laid_out, nominal_bytes, ready_shares
+from torchring.report.model.merge import Job, merge
+from torchring.report.model.network import Network, fit
+from torchring.report.model.scaling import (
     Links,
     Workload,
     all_reduce_ms,
@@ -28,7 +26,9 @@ from torchring.report.scaling import (
     predict,
     slowest_ms,
 )
-from torchring.report.terminal import plain
+from torchring.report.show.terminal import plain
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
 
 MB = 1_000_000
 COMPUTING = np.full((5, 2), 100.0)

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from tests.support.traces import MS, simulate
-from torchring.report.analysis import Analysis, analyse
-from torchring.report.change import find_change
-from torchring.report.findings import Phase
-from torchring.report.merge import merge
-from torchring.report.terminal import plain, table_of_phases, table_of_waits
+from torchring.report.model.change import find_change
+from torchring.report.model.merge import merge
+from torchring.report.model.phases import Phase
+from torchring.report.show.terminal import plain, table_of_phases, table_of_waits
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
 
 # A step of 40 ms, with noise of 5 %: 2 input, 12 forward, 20 backward, 0.5 between, 4 optimizer, and communication.
 BASE: Final[dict[str, Any]] = {

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from torchring.observe.recorder.files import TraceError
-from torchring.report.analysis import Analysis, analyse
-from torchring.report.doctor import bus_bandwidths
-from torchring.report.exports import write_csv, write_trace_json
-from torchring.report.findings import Network
-from torchring.report.merge import load
-from torchring.report.terminal import show
+from torchring.report.model.doctor import bus_bandwidths
+from torchring.report.model.merge import load
+from torchring.report.model.network import Network
+from torchring.report.show.exports import write_csv, write_trace_json
+from torchring.report.show.terminal import show
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
 
 _TYPICAL_ALPHA_MS: Final = 0.05  # latency of a message over TCP between neighbouring hosts
 _GOODPUT: Final = 0.94  # of the bandwidth: headers of Ethernet and TCP take the rest of frames of 1,500 bytes
@@ -122,6 +123,6 @@ def _write(path: Path, write: Callable[[Path], None]) -> int:
 
 
 def _write_page(analysis: Analysis, path: Path) -> None:
-    from torchring.report.page import write_page
+    from torchring.report.show.page import write_page
 
     write_page(analysis, path)

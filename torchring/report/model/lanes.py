@@ -1,0 +1,156 @@
+"""What is drawn over time: a median step in lanes, and the phases of all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from torchring.observe.phases import Phase as Recorded
+from torchring.observe.recorder.records import StepRecord
+from torchring.report.model.merge import Job
+from torchring.report.model.phases import PHASES, Phase
+from torchring.report.model.timing import Timing
+from torchring.report.model.waits import Critical
+
+_MAX_POINTS: Final = 300
+_PHASE_OF: Final = {
+    Recorded.INPUT: Phase.INPUT,
+    Recorded.FORWARD: Phase.FORWARD,
+    Recorded.BACKWARD: Phase.BACKWARD,
+    Recorded.EXPOSED: Phase.COMMUNICATION,
+    Recorded.BETWEEN: Phase.BETWEEN,
+    Recorded.OPTIMIZER: Phase.OPTIMIZER,
+}
+
+
+@dataclass(frozen=True)
+class LaneSpan:
+    """What a rank does in the median step. Milliseconds from the beginning of the step on the first rank."""
+
+    rank: int
+    phase: Phase
+    begin_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class LaneBucket:
+    """A bucket of one rank in the median step. Milliseconds from the beginning of the step on the first rank.
+
+    Attributes:
+        ready_ms, packed_ms, launched_ms, started_ms, reduced_ms: as `BucketRecord`.
+        all_launched_ms: the last rank has launched it. Until then, the bucket waits for `last_rank`.
+    """
+
+    rank: int
+    index: int
+    num_bytes: int
+    ready_ms: float
+    packed_ms: float
+    launched_ms: float
+    all_launched_ms: float
+    started_ms: float
+    reduced_ms: float
+    last_rank: int
+
+
+@dataclass(frozen=True)
+class MedianStep:
+    """The step whose duration is nearest to the median, in lanes: one lane for a rank, one for its buckets."""
+
+    number: int
+    duration_ms: float
+    spans: tuple[LaneSpan, ...]
+    buckets: tuple[LaneBucket, ...]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Phases over time, at most 300 points. A point is the mean of neighbouring steps. The first steps are included.
+
+    Attributes:
+        numbers: the first step of each point.
+        seconds: from the first step of the trace to the beginning of each point.
+        num_steps_per_point: how many steps a point stands for.
+        phases: by rank and phase, milliseconds a step.
+    """
+
+    numbers: tuple[int, ...]
+    seconds: tuple[float, ...]
+    num_steps_per_point: int
+    phases: Mapping[int, Mapping[Phase, tuple[float, ...]]]
+
+
+def median_step(job: Job, timing: Timing, critical: Critical) -> MedianStep:
+    """The step, of those that count, whose duration is nearest to the median."""
+    durations = (timing.end - timing.begin).max(1)
+    off = np.where(timing.reduces, np.abs(durations - np.median(durations[timing.reduces])), np.inf)
+    i = int(off.argmin())
+    base = float(timing.begin[i].min())
+    spans = []
+    buckets = []
+    for j, rank in enumerate(timing.ranks):
+        waiting = float(critical.waiting[i, j])
+        spans += _spans(rank, job.steps[i][j], float(timing.begin[i, j]) - base, waiting)
+        for k, index in enumerate(timing.bucket_indices):
+            times = (timing.ready, timing.packed, timing.launched, timing.started, timing.reduced)
+            ready, packed, launched, started, reduced = (float(each[i, j, k]) - base for each in times)
+            all_launched = float(critical.all_launched[i, k]) - base
+            num_bytes, last = int(timing.bucket_bytes[k]), timing.ranks[critical.last[i, k]]
+            buckets.append(
+                LaneBucket(rank, index, num_bytes, ready, packed, launched, all_launched, started, reduced, last)
+            )
+    return MedianStep(int(timing.numbers[i]), float(durations[i]), tuple(spans), tuple(buckets))
+
+
+def series(timing: Timing, critical: Critical) -> Series:
+    """Means over neighbouring steps."""
+    num_steps = len(timing.numbers)
+    stride = -(-num_steps // _MAX_POINTS)
+    firsts = np.arange(0, num_steps, stride)
+    lengths = np.diff([*firsts, num_steps])
+    means = np.add.reduceat(critical.phases, firsts, axis=0) / lengths[:, None, None]
+    begin = timing.begin.min(1)
+    return Series(
+        tuple(map(int, timing.numbers[firsts])),
+        tuple(float(ms) / 1e3 for ms in begin[firsts] - begin[0]),
+        stride,
+        {
+            rank: {phase: tuple(map(float, means[:, j, p])) for p, phase in enumerate(PHASES)}
+            for j, rank in enumerate(timing.ranks)
+        },
+    )
+
+
+def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]]:
+    """What a rank does in a step: phase, begin and end in nanoseconds. It waits before it communicates.
+
+    A stall inside backward has no known place. It is shown at the end of the last backward, which reduces.
+    """
+    pieces = []  # the last one first
+    stall = step.stall_ns
+    for part in reversed(step.phases):
+        middle = part.end
+        if part.phase is Recorded.BACKWARD and stall > 0:
+            middle = max(part.begin, part.end - stall)
+            stall -= part.end - middle
+        pieces += [(Phase.COMMUNICATION, middle, part.end), (_PHASE_OF[part.phase], part.begin, middle)]
+    left = round(waiting_ms * 1e6)
+    found = []
+    for phase, begin, end in reversed(pieces):
+        until = begin
+        if phase is Phase.COMMUNICATION and left > 0:
+            until = min(end, begin + left)
+            left -= until - begin
+        found += [(Phase.WAITING, begin, until), (phase, until, end)]
+    return [(phase, begin, end) for phase, begin, end in found if end > begin]
+
+
+def _spans(rank: int, step: StepRecord, at_ms: float, waiting_ms: float) -> list[LaneSpan]:
+    return [
+        LaneSpan(rank, phase, at_ms + (begin - step.begin) / 1e6, at_ms + (end - step.begin) / 1e6)
+        for phase, begin, end in spans_of(step, waiting_ms)
+    ]

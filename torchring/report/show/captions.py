@@ -1,0 +1,236 @@
+"""What stands under each heading of the page: how to read what follows, and what it shows of this job. Plain text."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Final
+
+from torchring.report.model.buckets import Bandwidth
+from torchring.report.model.phases import Phase
+from torchring.report.show.drawing import points_in_one
+from torchring.report.show.formats import (
+    mean_with_spread,
+    megabytes,
+    milliseconds,
+    number,
+    percent,
+    seconds,
+    with_spread,
+)
+from torchring.report.verdict.findings import Analysis
+
+NOTICEABLE_WAIT: Final = 0.005  # of a step
+_NOTICEABLE: Final = 0.02  # of a step: ranks that differ by less are alike
+_DRIFT: Final = 0.05  # of a step: a job that changes by less is steady
+
+
+def of_verdict(analysis: Analysis) -> str:
+    """The speed-up, and what brackets mean."""
+    text = ""
+    if analysis.size > 1:
+        achieved = analysis.efficiency * analysis.size
+        text = f"{analysis.size:,} ranks are as fast as {number(achieved, 10)} ranks that never wait for anything. "
+        if achieved < 1:
+            text += "One rank alone would be faster. "
+    return text + "Numbers in brackets hold the middle three fifths of what was measured."
+
+
+def of_advice(analysis: Analysis) -> str:
+    """What the gains are gains of."""
+    if not analysis.advice:
+        if not analysis.has_enough_steps:
+            return "So few steps do not tell."
+        return "No setting that torchring knows of would make a step noticeably shorter."
+    best = analysis.advice[0]
+    return (
+        "Predicted from the measured times, each change for itself, as a share of the time that a sample takes. The "
+        f"largest gain takes a step from {milliseconds(analysis.step.mean)} to about {milliseconds(best.predicted_ms)}."
+    )
+
+
+def of_path(analysis: Analysis) -> str:
+    """Which phases make up the step."""
+    largest = sorted(analysis.path.items(), key=lambda item: -item[1].mean)[:2]
+    pace = "Ranks wait for each other, so the rank that comes last sets the pace: the table shows that rank. "
+    pace = pace if analysis.size > 1 else ""
+    named = " and ".join(f"{name_of(phase, analysis)} ({milliseconds(spread.mean)})" for phase, spread in largest)
+    return f"A step takes {mean_with_spread(analysis.step)} on average. {pace}Most of it is {named}."
+
+
+def name_of(phase: Phase, analysis: Analysis) -> str:
+    """The name of a phase in this job."""
+    return "input and forward" if phase is Phase.INPUT and not analysis.is_forward_known else phase.value
+
+
+def of_ranks(analysis: Analysis) -> str:
+    """Where ranks differ."""
+    text = "A bar for each rank, made of the means of its phases. The line at its end is the spread of a whole step. "
+    differences = []
+    for phase in set(Phase) - {Phase.WAITING}:
+        of_phase = [(rank.phases[phase].mean, rank.rank) for rank in analysis.ranks if phase in rank.phases]
+        if len(of_phase) > 1:
+            differences.append((max(of_phase)[0] - min(of_phase)[0], phase.value, min(of_phase), max(of_phase)))
+    if not differences:
+        return text
+    difference, phase_name, (least, fastest), (most, slowest) = max(differences)
+    if difference < _NOTICEABLE * analysis.step.mean:
+        return f"{text}The ranks are alike: no phase differs by more than {milliseconds(difference)}."
+    return (
+        f"{text}The ranks differ most in {phase_name}: {milliseconds(least)} on rank {fastest}, "
+        f"{milliseconds(most)} on rank {slowest}."
+    )
+
+
+def of_time(analysis: Analysis, rank: int) -> str:
+    """Whether the job changes while it runs."""
+    series = analysis.series
+    of_rank = series.phases.get(rank, {})
+    totals = [sum(values) for values in zip(*of_rank.values(), strict=True)]
+    text = "The same phases, one rank at a time, from the first recorded step on. "
+    num_steps = series.num_steps_per_point * points_in_one(analysis)
+    if num_steps > 1:
+        text += f"Each point is the mean of {num_steps} steps. "
+    third = len(totals) // 3
+    if third == 0:
+        return text
+    early, late = median(totals[third : 2 * third]), median(totals[-third:])  # the beginning of a job is special
+    change = late / early - 1 if early else 0.0
+    if abs(change) < _DRIFT:
+        return f"{text}Rank {rank} is steady: about {milliseconds(late)} a step."
+    word = "slower" if change > 0 else "faster"
+    return f"{text}Rank {rank} becomes {word}: from {milliseconds(early)} to {milliseconds(late)} a step."
+
+
+def of_waits(analysis: Analysis) -> str:
+    """For whom most waiting is."""
+    if not analysis.waits:
+        return "No rank waits for another one."
+    longest = analysis.waits[0]
+    reading = "Each row is a rank that waits, each column a rank that it waits for. "
+    example = (
+        f"The longest wait: rank {longest.waiting} for rank {longest.awaited}, {milliseconds(longest.mean_ms)} of each "
+        "step on average."
+    )
+    if longest.mean_ms < NOTICEABLE_WAIT * analysis.step.mean:
+        return f"{reading}Ranks hardly wait for each other. {example}"
+    by_rank = {wait.awaited: 0.0 for wait in analysis.waits}
+    for wait in analysis.waits:
+        by_rank[wait.awaited] += wait.mean_ms
+    blamed = max(by_rank, key=lambda rank: by_rank[rank])
+    return f"{reading}{percent(by_rank[blamed] / sum(by_rank.values()))} of all waiting is for rank {blamed}. {example}"
+
+
+def of_buckets(analysis: Analysis) -> str:
+    """Which bucket is slowest, and whether reductions keep backward waiting."""
+    slowest = max(analysis.buckets, key=lambda bucket: bucket.reducing.median)
+    text = (
+        "Gradients are reduced in buckets while backward runs. What is reduced after the end of backward is exposed: "
+        f"nothing hides it. Bucket {slowest.index} ({megabytes(slowest.num_bytes)}) takes longest, "
+        f"{with_spread(slowest.reducing)}"
+    )
+    hidden = slowest.exposed.median <= 0
+    text += ", and none of that is exposed." if hidden else f", of which {with_spread(slowest.exposed)} is exposed."
+    stall = max((rank.stall for rank in analysis.ranks), key=lambda spread: spread.mean)
+    if stall.mean >= NOTICEABLE_WAIT * analysis.step.mean:
+        text += f" Reductions inside backward keep it waiting for {mean_with_spread(stall)} of each step."
+    return text
+
+
+def of_lanes(analysis: Analysis) -> str:
+    """How much of the reductions of that step is behind the end of backward."""
+    step = analysis.median_step
+    text = (
+        f"Step {step.number:,} took {milliseconds(step.duration_ms)}, which is nearest to the median. For each rank, "
+        "the upper lane shows what the rank does, the lower lane its buckets, each with its number. A tick marks when "
+        "the last gradient of a bucket was ready. "
+    )
+    if not step.buckets:
+        return text
+    backward = max((span.end_ms for span in step.spans if span.phase is Phase.BACKWARD), default=0.0)
+    reduced = max(bucket.reduced_ms for bucket in step.buckets)
+    if reduced <= backward:
+        return f"{text}All buckets are reduced before the last backward ends: communication is hidden."
+    return f"{text}The last bucket is reduced {milliseconds(reduced - backward)} after the last backward ends."
+
+
+def of_bandwidth(analysis: Analysis) -> str:
+    """What was achieved, and what a message costs."""
+    parts = [
+        "Bus bandwidth is 2 (N − 1) / N times the bytes of a bucket, divided by the time of its reduction. For a "
+        "perfect ring it is the bandwidth of the link. GB are 10⁹ bytes."
+    ]
+    parts += [
+        f"The {path.algorithm} algorithm achieves {with_spread(path.bus)} {path.path}, and "
+        f"{with_spread(path.best)} with its best bucket.{_doctor(path)}"
+        for path in analysis.bandwidths
+    ]
+    if analysis.network is not None:
+        network = analysis.network
+        latency = f"{milliseconds(network.alpha_ms)} and " if network.is_alpha_known else ""
+        origin = "as given on the command line" if analysis.is_network_given else "fitted to these buckets"
+        rate = _rate(network.gigabytes_per_s)
+        parts.append(f"For predictions, a message costs {latency}its bytes at {rate}, {origin}.")
+    return " ".join(parts)
+
+
+def _doctor(path: Bandwidth) -> str:
+    if path.doctor is None:
+        return ""
+    share = path.bus.median / path.doctor if path.doctor else 0.0
+    return f" The doctor found {_rate(path.doctor)} there, so the job uses {percent(share)} of it."
+
+
+def of_scaling(analysis: Analysis) -> str:
+    """A step with many ranks, and which network would hide communication."""
+    largest = analysis.predictions[-1]
+    now = next((each for each in analysis.predictions if each.num_ranks >= 2 * analysis.size), largest)
+    text = (
+        f"{analysis.predictions_note} Efficiency is 100% if each rank is as fast as one that trains alone. With "
+        f"{now.num_ranks:,} ranks a step takes about {milliseconds(now.step_ms)} (efficiency {percent(now.efficiency)})"
+    )
+    if now is largest:
+        return f"{text}."
+    return (
+        f"{text}, with {largest.num_ranks:,} ranks about {milliseconds(largest.step_ms)} (efficiency "
+        f"{percent(largest.efficiency)})."
+    )
+
+
+def of_hiding(analysis: Analysis) -> str:
+    """The bandwidth at which communication would hide."""
+    needed = analysis.hiding_gigabytes_per_s
+    ranks = f"with {analysis.size:,} ranks"
+    if analysis.network is None:
+        return ""
+    if needed is None:
+        return f"No bandwidth would hide communication behind backward {ranks}: latency alone is too long."
+    if needed == 0:
+        return f"Backward hides communication {ranks} at any bandwidth."
+    return (
+        f"From {_rate(needed)} on, backward would hide communication {ranks}. The network has "
+        f"{_rate(analysis.network.gigabytes_per_s)}."
+    )
+
+
+def of_start_up(analysis: Analysis) -> str:
+    """How long it takes until the job trains."""
+    start_up = analysis.start_up
+    if start_up is None:
+        return ""
+    text = f"Starting took {seconds(start_up.until_wrapped_s)} until the optimizer was wrapped"
+    if start_up.until_first_step_s is not None:
+        text += f", and another {seconds(start_up.until_first_step_s)} until the end of the first step"
+    return f"{text}: {percent(start_up.share)} of the {seconds(start_up.run_s)} that were recorded."
+
+
+def of_clock(analysis: Analysis) -> str:
+    """How well times of different hosts compare."""
+    if len({rank.node_rank for rank in analysis.ranks}) < 2:
+        return ""
+    if analysis.clock_error_ms is None:
+        return "How far the clocks of the hosts are apart is not known, so waits between hosts may be wrong."
+    return f"Clocks of the hosts are aligned to within {milliseconds(analysis.clock_error_ms)}."
+
+
+def _rate(gigabytes_per_s: float) -> str:
+    return f"{number(gigabytes_per_s)}\u00a0GB/s ({number(8 * gigabytes_per_s)}\u00a0Gbit/s)"

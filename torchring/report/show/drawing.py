@@ -1,0 +1,75 @@
+"""What all figures share: the colour of each phase, which ranks and buckets are shown, plain axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import plotly.graph_objects as go
+
+from torchring.report.model.buckets import BucketSummary
+from torchring.report.model.phases import Phase
+from torchring.report.model.ranks import RankSummary
+from torchring.report.verdict.findings import Analysis
+
+# By Okabe and Ito (2008), told apart by people with any kind of colour vision, on white and on black.
+COLORS: Final = {
+    Phase.INPUT: "#e69f00",
+    Phase.FORWARD: "#56b4e9",
+    Phase.BACKWARD: "#0072b2",
+    Phase.WAITING: "#cc79a7",
+    Phase.COMMUNICATION: "#d55e00",
+    Phase.BETWEEN: "#999999",
+    Phase.OPTIMIZER: "#009e73",
+}
+OTHER_COLOR: Final = "#64748b"  # of several phases together
+MAX_RANKS: Final = 64  # of more ranks, those are shown that the others wait for most
+MAX_BUCKETS: Final = 64
+_RANKS_IN_FULL: Final = 24  # of more ranks, there are fewer points over time
+
+
+def shown_ranks(analysis: Analysis) -> list[RankSummary]:
+    """The ranks that figures show, by rank."""
+    by_blame = sorted(analysis.ranks, key=lambda rank: -rank.is_last_share)
+    return sorted(by_blame[:MAX_RANKS], key=lambda rank: rank.rank)
+
+
+def shown_phases(analysis: Analysis) -> list[Phase]:
+    """Those that some rank spends time in, in the order of a step."""
+    return [phase for phase in Phase if any(phase_mean(rank, phase) > 0 for rank in analysis.ranks)]
+
+
+def shown_buckets(analysis: Analysis, at_most: int = MAX_BUCKETS) -> list[BucketSummary]:
+    """Those with most exposed communication, in the order of the plan."""
+    by_exposed = sorted(analysis.buckets, key=lambda bucket: (-bucket.exposed.median, -bucket.num_bytes))
+    return sorted(by_exposed[:at_most], key=lambda bucket: bucket.index)
+
+
+def default_rank(analysis: Analysis) -> int:
+    """The rank that is shown first: the one to blame, or else the one that the others wait for most."""
+    ranks = shown_ranks(analysis)
+    blamed = [rank.rank for rank in ranks if rank.rank == analysis.verdict.rank]
+    return blamed[0] if blamed else max(ranks, key=lambda rank: rank.is_last_share).rank
+
+
+def points_in_one(analysis: Analysis) -> int:
+    """How many points of `Analysis.series` the page makes one of, lest it becomes too large."""
+    return -(-len(shown_ranks(analysis)) // _RANKS_IN_FULL)
+
+
+def phase_mean(rank: RankSummary, phase: Phase) -> float:
+    """Milliseconds; 0 if the rank has no such phase."""
+    return rank.phases[phase].mean if phase in rank.phases else 0.0
+
+
+def figure(traces: Sequence[Any], height: int, **layout: Any) -> Any:
+    """A figure whose text and lines get their colours from the page.
+
+    `meta["text"]` of a trace names what else has the colour of text. `height` is in CSS pixels.
+    """
+    margin = {"l": 10, "r": 14, "t": 14, "b": 10}
+    drawn = go.Figure(traces, layout={"template": go.layout.Template(), "showlegend": False, "margin": margin})
+    drawn.update_layout(height=height, hoverlabel={"align": "left", "namelength": -1}, **layout)
+    drawn.update_xaxes(automargin=True, zeroline=False, tickformat=",~g", ticks="outside", ticklen=4)
+    drawn.update_yaxes(automargin=True, zeroline=False, tickformat=",~g")
+    return drawn

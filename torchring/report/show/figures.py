@@ -1,0 +1,317 @@
+"""The figures of the page: each function makes one of an analysis. Text and lines get their colours from the page."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any, Final
+
+import numpy as np
+import plotly.graph_objects as go
+
+from torchring.report.model.phases import Phase
+from torchring.report.show.drawing import (
+    COLORS,
+    OTHER_COLOR,
+    default_rank,
+    figure,
+    phase_mean,
+    points_in_one,
+    shown_buckets,
+    shown_phases,
+    shown_ranks,
+)
+from torchring.report.show.formats import mean_with_spread, megabytes, milliseconds, percent, with_spread
+from torchring.report.verdict.findings import Analysis
+
+_LONG_WAIT: Final = 0.05  # of a step: shorter waits are pale in the heat map
+_WIDE: Final = 30.0  # times the slowest bucket: if the fastest is faster than that, the axis is logarithmic
+_LONG_POINT: Final = 3.0  # times the 95 % quantile: points over time that are longer are cut off
+_MAX_WRITTEN: Final = 8  # ranks: a heat map of more has no numbers in its cells
+
+
+def phases_by_rank(analysis: Analysis) -> Any:
+    """A bar for each rank, made of the means of its phases."""
+    ranks = shown_ranks(analysis)
+    labels = [str(rank.rank) for rank in ranks]
+    bars = [
+        go.Bar(
+            name=phase.value,
+            orientation="h",
+            y=labels,
+            x=[phase_mean(rank, phase) for rank in ranks],
+            marker_color=COLORS[phase],
+            hovertext=[
+                f"rank {rank.rank} on {escape(rank.host)}<br>{phase.value}: {mean_with_spread(rank.phases[phase])}"
+                if phase in rank.phases
+                else ""
+                for rank in ranks
+            ],
+            hoverinfo="text",
+        )
+        for phase in shown_phases(analysis)
+    ]
+    whole = go.Scatter(
+        name="whole step",
+        mode="markers",
+        y=labels,
+        x=[rank.step.mean for rank in ranks],
+        error_x={
+            "array": [max(0.0, rank.step.high - rank.step.mean) for rank in ranks],
+            "arrayminus": [max(0.0, rank.step.mean - rank.step.low) for rank in ranks],
+            "thickness": 1.5,
+            "width": 3,
+        },
+        marker={"size": 5},
+        meta={"text": ["marker.color", "error_x.color"]},
+        hovertext=[
+            f"rank {rank.rank} on {escape(rank.host)}<br>whole step: {mean_with_spread(rank.step)}" for rank in ranks
+        ],
+        hoverinfo="text",
+    )
+    return figure(
+        [*bars, whole],
+        height=70 + max(56, len(ranks) * max(12, 36 - len(ranks))),
+        barmode="stack",
+        bargap=0.25,
+        xaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
+        yaxis={"title": "rank", "type": "category", "range": [len(ranks) - 0.5, -0.5], "showgrid": False},
+    )
+
+
+def phases_over_time(analysis: Analysis) -> Any:
+    """Phases of one rank as stacked areas. The traces of a rank share a legend group; one rank is visible."""
+    series = analysis.series
+    first = default_rank(analysis)
+    folded = points_in_one(analysis)
+    areas = [
+        go.Scatter(
+            name=phase.value,
+            legendgroup=str(rank.rank),
+            visible=rank.rank == first,
+            x0=series.numbers[0],
+            dx=series.num_steps_per_point * folded,
+            y=_fold(series.phases[rank.rank][phase], folded),
+            stackgroup=str(rank.rank),
+            mode="lines",
+            line={"width": 0},
+            fillcolor=COLORS[phase],
+            hovertemplate="%{y:.1f} ms<extra>" + phase.value + "</extra>",
+        )
+        for rank in shown_ranks(analysis)
+        for phase in Phase
+        if any(series.phases.get(rank.rank, {}).get(phase, ()))
+    ]
+    top = top_over_time(analysis)
+    marks = [] if top is None else [_cut_off(analysis, rank.rank, top, first) for rank in shown_ranks(analysis)]
+    return figure(
+        [*areas, *marks],
+        height=320,
+        hovermode="x unified",
+        hoverdistance=-1,  # the nearest point, however far it is
+        xaxis={"title": "step", "tickformat": ",d", "showgrid": False, "hoverformat": ",d"},
+        yaxis={"title": "milliseconds of a step", "range": None if top is None else [0, top], "rangemode": "tozero"},
+    )
+
+
+def top_over_time(analysis: Analysis) -> float | None:
+    """Where points over time are cut off, in milliseconds, so that the others can be told apart; None if none is."""
+    totals = np.concatenate([_totals(analysis, rank.rank) for rank in shown_ranks(analysis)])
+    top = _LONG_POINT * float(np.quantile(totals, 0.95)) if totals.size else 0.0
+    return top if totals.size and totals.max() > top > 0 else None
+
+
+def _cut_off(analysis: Analysis, rank: int, top: float, first: int) -> Any:
+    """Marks at the top, for the points of a rank that are higher."""
+    totals = _totals(analysis, rank)
+    (points,) = np.nonzero(totals > top)
+    return go.Scatter(
+        name="longer",
+        legendgroup=str(rank),
+        visible=rank == first,
+        x=analysis.series.numbers[0] + points * analysis.series.num_steps_per_point * points_in_one(analysis),
+        y=np.full(len(points), 0.97 * top, np.float32),
+        mode="markers",
+        marker={"symbol": "triangle-up", "size": 9},
+        meta={"text": ["marker.color"]},
+        text=[milliseconds(each) for each in totals[points]],
+        hovertemplate="%{text}<extra>whole step</extra>",
+    )
+
+
+def _totals(analysis: Analysis, rank: int) -> Any:
+    """Of each point over time."""
+    phases = analysis.series.phases.get(rank, {}).values()
+    return _fold(np.sum([*phases], axis=0), points_in_one(analysis)) if phases else np.zeros(0, np.float32)
+
+
+def _fold(values: Any, num_points: int) -> Any:
+    """Means of so many neighbouring points."""
+    starts = np.arange(0, len(values), num_points)
+    return (np.add.reduceat(values, starts) / np.diff([*starts, len(values)])).astype(np.float32)
+
+
+def who_waits_for_whom(analysis: Analysis) -> Any:
+    """A heat map: a row for each rank that waits, a column for each that is waited for."""
+    ranks = [rank.rank for rank in shown_ranks(analysis)]
+    place = {rank: i for i, rank in enumerate(ranks)}
+    means = np.zeros((len(ranks), len(ranks)), np.float32)
+    facts = np.zeros((len(ranks), len(ranks), 4), np.float32)
+    for wait in analysis.waits:
+        if wait.waiting in place and wait.awaited in place:
+            cell = place[wait.waiting], place[wait.awaited]
+            means[cell] = wait.mean_ms
+            facts[cell] = wait.share, wait.cost.mean, wait.cost.low, wait.cost.high
+    np.fill_diagonal(means, np.nan)
+    labels = [str(rank) for rank in ranks]
+    heat = go.Heatmap(
+        x=labels,
+        y=labels,
+        z=means,
+        customdata=facts,
+        hovertemplate="rank %{y} waits for rank %{x}<br>%{z:,.2f} ms of each step on average<br>"
+        "in %{customdata[0]:.0%} of the steps, %{customdata[1]:,.2f} ms "
+        "(%{customdata[2]:,.2f}–%{customdata[3]:,.2f})<extra></extra>",
+        hoverongaps=False,
+        colorscale=[[0.0, "rgba(204,121,167,0.06)"], [1.0, "rgba(204,121,167,0.85)"]],
+        zmin=0.0,
+        zmax=max([_LONG_WAIT * analysis.step.mean, *(wait.mean_ms for wait in analysis.waits)]),
+        texttemplate="%{z:,.1f}" if len(ranks) <= _MAX_WRITTEN else "",
+        meta={"text": ["textfont.color"]},
+        xgap=1,
+        ygap=1,
+        colorbar={"title": {"text": "ms", "font": {"size": 12}}, "thickness": 12, "outlinewidth": 0},
+    )
+    return figure(
+        [heat],
+        height=max(230, min(620, 120 + 34 * len(ranks))),
+        xaxis={"title": "rank that is waited for", "type": "category", "showgrid": False},
+        yaxis={"title": "rank that waits", "type": "category", "autorange": "reversed", "showgrid": False},
+    )
+
+
+def bandwidth_by_bucket(analysis: Analysis) -> Any:
+    """A bar for each bucket."""
+    buckets = shown_buckets(analysis)
+    bars = go.Bar(
+        x=[str(bucket.index) for bucket in buckets],
+        y=[bucket.bus_bandwidth.median for bucket in buckets],
+        error_y={
+            "array": [bucket.bus_bandwidth.high - bucket.bus_bandwidth.median for bucket in buckets],
+            "arrayminus": [bucket.bus_bandwidth.median - bucket.bus_bandwidth.low for bucket in buckets],
+            "thickness": 1.5,
+            "width": 3,
+        },
+        marker_color=COLORS[Phase.COMMUNICATION],
+        width=0.6 if len(buckets) > 3 else 0.3,
+        meta={"text": ["error_y.color"]},
+        hovertext=[
+            f"bucket {bucket.index}, {megabytes(bucket.num_bytes)}<br>{with_spread(bucket.bus_bandwidth)}"
+            f"<br>reduced in {with_spread(bucket.reducing)}"
+            for bucket in buckets
+        ],
+        hoverinfo="text",
+    )
+    lines = [
+        go.Scatter(
+            x=[str(bucket.index) for bucket in buckets],
+            y=[path.bus.median] * len(buckets),
+            mode="lines",
+            line={"dash": "dash", "width": 1.5},
+            meta={"text": ["line.color"]},
+            hovertext=f"{escape(path.algorithm)}, {path.path}, all buckets<br>{with_spread(path.bus)}",
+            hoverinfo="text",
+        )
+        for path in analysis.bandwidths
+    ]
+    speeds = [bucket.bus_bandwidth.median for bucket in buckets if bucket.bus_bandwidth.median > 0]
+    is_wide = bool(speeds) and max(speeds) > _WIDE * min(speeds)
+    scale = (
+        {"title": "bus bandwidth (GB/s, logarithmic)", "type": "log"} if is_wide else {"title": "bus bandwidth (GB/s)"}
+    )
+    return figure(
+        [bars, *lines],
+        height=300,
+        xaxis={"title": "bucket", "type": "category", "showgrid": False},
+        yaxis={**scale, "rangemode": "tozero"},
+    )
+
+
+def predicted_step(analysis: Analysis) -> Any:
+    """A bar for each number of ranks: what computes, what waits for the slowest rank, what communicates."""
+    predictions = analysis.predictions
+    labels = [f"{each.num_ranks:,}" for each in predictions]
+    rest = [each.step_ms - each.waiting_ms - each.exposed_ms for each in predictions]
+    parts = [
+        ("everything else", OTHER_COLOR, rest),
+        (Phase.WAITING.value, COLORS[Phase.WAITING], [each.waiting_ms for each in predictions]),
+        (Phase.COMMUNICATION.value, COLORS[Phase.COMMUNICATION], [each.exposed_ms for each in predictions]),
+    ]
+    bars = [
+        go.Bar(
+            name=name,
+            x=labels,
+            y=values,
+            marker_color=color,
+            hovertext=[
+                f"{label} ranks<br>{name}: {milliseconds(value)}<br>whole step: {milliseconds(each.step_ms)}"
+                for label, value, each in zip(labels, values, predictions, strict=True)
+            ],
+            hoverinfo="text",
+        )
+        for name, color, values in parts
+    ]
+    measured = go.Scatter(
+        name="measured",
+        mode="markers",
+        x=[f"{analysis.size:,}"],
+        y=[analysis.step.mean],
+        error_y={
+            "array": [max(0.0, analysis.step.high - analysis.step.mean)],
+            "arrayminus": [max(0.0, analysis.step.mean - analysis.step.low)],
+        },
+        marker={"size": 9, "symbol": "diamond"},
+        meta={"text": ["marker.color", "error_y.color"]},
+        hovertext=f"measured with {analysis.size:,} ranks<br>{mean_with_spread(analysis.step)}",
+        hoverinfo="text",
+    )
+    return figure(
+        [*bars, measured],
+        height=320,
+        barmode="stack",
+        xaxis={"title": "ranks", **_by_number(analysis)},
+        yaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
+    )
+
+
+def predicted_efficiency(analysis: Analysis) -> Any:
+    """A line over the number of ranks."""
+    line = go.Scatter(
+        name="predicted",
+        mode="lines+markers",
+        x=[f"{each.num_ranks:,}" for each in analysis.predictions],
+        y=[100 * each.efficiency for each in analysis.predictions],
+        line={"color": COLORS[Phase.OPTIMIZER], "width": 2.5},
+        hovertext=[
+            f"{each.num_ranks:,} ranks: efficiency {percent(each.efficiency)}"
+            f"<br>as fast as {each.efficiency * each.num_ranks:,.1f} ranks without loss"
+            for each in analysis.predictions
+        ],
+        hoverinfo="text",
+    )
+    return figure(
+        [line],
+        height=280,
+        xaxis={"title": "ranks", **_by_number(analysis)},
+        yaxis={"title": "efficiency (%)", "range": [0, 105]},
+    )
+
+
+def _by_number(analysis: Analysis) -> dict[str, Any]:
+    """An axis with a place for each predicted number of ranks, and for the present one."""
+    numbers = sorted({analysis.size, *(each.num_ranks for each in analysis.predictions)})
+    return {
+        "type": "category",
+        "categoryorder": "array",
+        "categoryarray": [f"{each:,}" for each in numbers],
+        "showgrid": False,
+    }

@@ -1,0 +1,154 @@
+"""The median step as lanes: what each rank does, and below that what becomes of its buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import plotly.graph_objects as go
+
+from torchring.report.model.lanes import LaneBucket, LaneSpan
+from torchring.report.model.phases import Phase
+from torchring.report.show.drawing import COLORS, default_rank, figure, shown_ranks
+from torchring.report.verdict.findings import Analysis
+
+_RANKS_IN_VIEW: Final = 8
+
+
+def median_step(analysis: Analysis) -> Any:
+    """Two lanes for each rank."""
+    ranks = [rank.rank for rank in shown_ranks(analysis)]
+    place = {rank: i for i, rank in enumerate(ranks)}
+    spans = [span for span in analysis.median_step.spans if span.rank in place]
+    groups = ranks_in_view(analysis)
+    shown = next(group for group in groups if default_rank(analysis) in group)
+    return figure(
+        [*_phases(spans, place), *_buckets(analysis, place)],
+        height=110 + 62 * len(groups[0]),
+        barmode="overlay",
+        uniformtext={"minsize": 9, "mode": "hide"},
+        xaxis={"title": "milliseconds from the beginning of the step"},
+        yaxis={
+            "title": "rank",
+            "range": lanes_in_view(analysis, shown),
+            "tickvals": list(range(len(ranks))),
+            "ticktext": [str(rank) for rank in ranks],
+            "showgrid": False,
+        },
+    )
+
+
+def ranks_in_view(analysis: Analysis) -> list[list[int]]:
+    """The ranks that are seen together. The axis moves from one group to the next."""
+    ranks = [rank.rank for rank in shown_ranks(analysis)]
+    return [ranks[i : i + _RANKS_IN_VIEW] for i in range(0, len(ranks), _RANKS_IN_VIEW)]
+
+
+def lanes_in_view(analysis: Analysis, group: Sequence[int]) -> list[float]:
+    """Range of the axis that shows one of these groups."""
+    first = [rank.rank for rank in shown_ranks(analysis)].index(group[0])
+    return [first + len(group) - 0.5, first - 0.5]
+
+
+def _phases(spans: Sequence[LaneSpan], place: Mapping[int, int]) -> list[Any]:
+    """The upper lanes."""
+    bars = []
+    for phase in Phase:
+        of_phase = [span for span in spans if span.phase is phase]
+        if of_phase:
+            bars.append(
+                _bars(
+                    phase.value,
+                    COLORS[phase],
+                    [(place[span.rank] - 0.2, span.begin_ms, span.end_ms) for span in of_phase],
+                    f"rank %{{customdata[1]}}: {phase.value}<br>%{{customdata[0]:.2f}} ms, until %{{x:.2f}} ms",
+                    [(span.rank,) for span in of_phase],
+                )
+            )
+    return bars
+
+
+def _buckets(analysis: Analysis, place: Mapping[int, int]) -> list[Any]:
+    """The lower lanes."""
+    buckets = [bucket for bucket in analysis.median_step.buckets if bucket.rank in place]
+    buckets.sort(key=lambda bucket: (bucket.rank, bucket.launched_ms, bucket.index))
+    if not buckets:
+        return []
+    before = [None, *buckets]
+    turns = [_turn(bucket, previous) for previous, bucket in zip(before, buckets, strict=False)]
+    lanes = np.array([place[bucket.rank] + 0.2 for bucket in buckets], np.float32)
+    about = (
+        "rank %{customdata[1]}, bucket %{customdata[2]} (%{customdata[3]:.2f} MB)"
+        "<br>ready at %{customdata[4]:.2f} ms, left at %{customdata[5]:.2f} ms<br>"
+    )
+    facts = [
+        (each.rank, each.index, each.num_bytes / 1e6, each.ready_ms, each.launched_ms, each.last_rank)
+        for each in buckets
+    ]
+    return [
+        _bars(
+            "bucket waits",
+            COLORS[Phase.WAITING],
+            [(lane, begin, middle) for lane, (begin, middle, _) in zip(lanes, turns, strict=True)],
+            about + "waits %{customdata[0]:.2f} ms for rank %{customdata[6]}",
+            facts,
+        ),
+        _bars(
+            "bucket is reduced",
+            COLORS[Phase.COMMUNICATION],
+            [(lane, middle, end) for lane, (_, middle, end) in zip(lanes, turns, strict=True)],
+            about + "reduced in %{customdata[0]:.2f} ms, at %{x:.2f} ms",
+            facts,
+            [str(bucket.index) for bucket in buckets],
+        ),
+        go.Scatter(
+            name="bucket is ready",
+            mode="markers",
+            x=np.array([bucket.ready_ms for bucket in buckets], np.float32),
+            y=lanes,
+            marker={"symbol": "line-ns-open", "size": 20, "line": {"width": 1.5}},
+            meta={"text": ["marker.color"]},
+            hoverinfo="skip",
+        ),
+    ]
+
+
+def _turn(bucket: LaneBucket, previous: LaneBucket | None) -> tuple[float, float, float]:
+    """Buckets of a rank take turns. When the turn of this one begins, its reduction begins, and its reduction ends."""
+    free = previous.reduced_ms if previous is not None and previous.rank == bucket.rank else -math.inf
+    begin = min(max(bucket.launched_ms, free), bucket.reduced_ms)
+    middle = min(max(bucket.all_launched_ms, begin), bucket.reduced_ms)
+    return begin, middle, bucket.reduced_ms
+
+
+def _bars(
+    name: str,
+    color: str,
+    bars: Sequence[tuple[float, float, float]],
+    template: str,
+    facts: Sequence[Sequence[float]],
+    texts: Sequence[str] | None = None,
+) -> Any:
+    """Bars in lanes: (middle of the lane, begin, end).
+
+    In the template `x` is the end, `customdata[0]` the length, and from `customdata[1]` on there are the facts.
+    """
+    middles, begins, ends = np.array(bars, np.float32).T
+    return go.Bar(
+        name=name,
+        orientation="h",
+        y=middles,
+        base=begins,
+        x=ends - begins,
+        width=0.36,
+        marker={"color": color, "line": {"width": 0}},
+        customdata=np.column_stack([ends - begins, np.array(facts, np.float32)]),
+        hovertemplate=template + "<extra></extra>",
+        text=texts,
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        textfont={"color": "#ffffff"},
+    )
