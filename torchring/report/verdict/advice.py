@@ -22,8 +22,8 @@ from torchring.report.model.phases import COMPUTING, Phase, column
 from torchring.report.model.scaling import Links, Workload, exposed_ms
 from torchring.report.model.timing import Array, typical
 from torchring.report.model.workload import between_hosts, with_layout
+from torchring.report.verdict.costs import Costs
 from torchring.report.verdict.findings import Advice, share_in_words
-from torchring.report.verdict.judge import Costs
 from torchring.report.verdict.pauses import TELLING, Pauses
 
 _WORTH_IT: Final = 0.02  # share of a step

@@ -31,8 +31,9 @@ from torchring.report.model.timing import Timing, spread, typical
 from torchring.report.model.waits import Critical, examine
 from torchring.report.model.workload import between_hosts, calibrated, describe, fit_network, links_of
 from torchring.report.verdict.advice import Situation, advise
+from torchring.report.verdict.costs import find_costs
 from torchring.report.verdict.findings import Analysis, Verdict, share_in_words
-from torchring.report.verdict.judge import find_costs, judge
+from torchring.report.verdict.judge import judge
 from torchring.report.verdict.pauses import Pauses, find_pauses, without
 
 __all__ = ["Analysis", "analyse"]
