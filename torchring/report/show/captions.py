@@ -20,6 +20,15 @@ from torchring.report.show.formats import (
 from torchring.report.verdict.findings import Analysis
 
 NOTICEABLE_WAIT: Final = 0.005  # of a step
+MEANINGS: Final = {
+    Phase.INPUT: "from the end of a step to forward: next batch, zero_grad(), logging",
+    Phase.FORWARD: "the model computes",
+    Phase.BACKWARD: "loss and gradients, without stops for communication",
+    Phase.WAITING: "communication cannot go on, because another rank is late",
+    Phase.COMMUNICATION: "exposed: the rank stands still while gradients are reduced",
+    Phase.BETWEEN: "clipping, unscaling, logging",
+    Phase.OPTIMIZER: "inside step()",
+}
 _NOTICEABLE: Final = 0.02  # of a step: ranks that differ by less are alike
 _DRIFT: Final = 0.05  # of a step: a job that changes by less is steady
 

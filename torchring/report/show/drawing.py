@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
-
-import plotly.graph_objects as go
+from typing import Final
 
 from torchring.report.model.buckets import BucketSummary
 from torchring.report.model.phases import Phase
@@ -60,16 +57,3 @@ def points_in_one(analysis: Analysis) -> int:
 def phase_mean(rank: RankSummary, phase: Phase) -> float:
     """Milliseconds; 0 if the rank has no such phase."""
     return rank.phases[phase].mean if phase in rank.phases else 0.0
-
-
-def figure(traces: Sequence[Any], height: int, **layout: Any) -> Any:
-    """A figure whose text and lines get their colours from the page.
-
-    `meta["text"]` of a trace names what else has the colour of text. `height` is in CSS pixels.
-    """
-    margin = {"l": 10, "r": 14, "t": 14, "b": 10}
-    drawn = go.Figure(traces, layout={"template": go.layout.Template(), "showlegend": False, "margin": margin})
-    drawn.update_layout(height=height, hoverlabel={"align": "left", "namelength": -1}, **layout)
-    drawn.update_xaxes(automargin=True, zeroline=False, tickformat=",~g", ticks="outside", ticklen=4)
-    drawn.update_yaxes(automargin=True, zeroline=False, tickformat=",~g")
-    return drawn

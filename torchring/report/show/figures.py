@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any, Final
 
@@ -13,7 +14,6 @@ from torchring.report.show.drawing import (
     COLORS,
     OTHER_COLOR,
     default_rank,
-    figure,
     phase_mean,
     points_in_one,
     shown_buckets,
@@ -27,6 +27,24 @@ _LONG_WAIT: Final = 0.05  # of a step: shorter waits are pale in the heat map
 _WIDE: Final = 30.0  # times the slowest bucket: if the fastest is faster than that, the axis is logarithmic
 _LONG_POINT: Final = 3.0  # times the 95 % quantile: points over time that are longer are cut off
 _MAX_WRITTEN: Final = 8  # ranks: a heat map of more has no numbers in its cells
+
+
+def figure(traces: Sequence[Any], height: int, **layout: Any) -> Any:
+    """A figure of so many CSS pixels. Text and marks get their colours from page.css."""
+    clear, line = "rgba(0,0,0,0)", "rgba(128,128,128,0.35)"
+    drawn = go.Figure(traces, layout={"template": go.layout.Template(), "showlegend": False, "height": height})
+    drawn.update_layout(
+        margin={"l": 10, "r": 14, "t": 14, "b": 10},
+        font={"family": "system-ui, sans-serif", "size": 12},
+        hoverlabel={"align": "left", "namelength": -1},
+        paper_bgcolor=clear,
+        plot_bgcolor=clear,
+        **layout,
+    )
+    ticks = {"ticks": "outside", "ticklen": 4, "tickcolor": line, "tickformat": ",~g"}
+    for update in (drawn.update_xaxes, drawn.update_yaxes):
+        update(automargin=True, zeroline=False, linecolor=line, gridcolor=line, **ticks)
+    return drawn
 
 
 def phases_by_rank(analysis: Analysis) -> Any:
@@ -62,7 +80,6 @@ def phases_by_rank(analysis: Analysis) -> Any:
             "width": 3,
         },
         marker={"size": 5},
-        meta={"text": ["marker.color", "error_x.color"]},
         hovertext=[
             f"rank {rank.rank} on {escape(rank.host)}<br>whole step: {mean_with_spread(rank.step)}" for rank in ranks
         ],
@@ -108,7 +125,7 @@ def phases_over_time(analysis: Analysis) -> Any:
         height=320,
         hovermode="x unified",
         hoverdistance=-1,  # the nearest point, however far it is
-        xaxis={"title": "step", "tickformat": ",d", "showgrid": False, "hoverformat": ",d"},
+        xaxis={"title": "step", "showgrid": False, "hoverformat": ",d"},
         yaxis={"title": "milliseconds of a step", "range": None if top is None else [0, top], "rangemode": "tozero"},
     )
 
@@ -132,7 +149,6 @@ def _cut_off(analysis: Analysis, rank: int, top: float, first: int) -> Any:
         y=np.full(len(points), 0.97 * top, np.float32),
         mode="markers",
         marker={"symbol": "triangle-up", "size": 9},
-        meta={"text": ["marker.color"]},
         text=[milliseconds(each) for each in totals[points]],
         hovertemplate="%{text}<extra>whole step</extra>",
     )
@@ -176,7 +192,6 @@ def who_waits_for_whom(analysis: Analysis) -> Any:
         zmin=0.0,
         zmax=max([_LONG_WAIT * analysis.step.mean, *(wait.mean_ms for wait in analysis.waits)]),
         texttemplate="%{z:,.1f}" if len(ranks) <= _MAX_WRITTEN else "",
-        meta={"text": ["textfont.color"]},
         xgap=1,
         ygap=1,
         colorbar={"title": {"text": "ms", "font": {"size": 12}}, "thickness": 12, "outlinewidth": 0},
@@ -203,7 +218,6 @@ def bandwidth_by_bucket(analysis: Analysis) -> Any:
         },
         marker_color=COLORS[Phase.COMMUNICATION],
         width=0.6 if len(buckets) > 3 else 0.3,
-        meta={"text": ["error_y.color"]},
         hovertext=[
             f"bucket {bucket.index}, {megabytes(bucket.num_bytes)}<br>{with_spread(bucket.bus_bandwidth)}"
             f"<br>reduced in {with_spread(bucket.reducing)}"
@@ -217,7 +231,6 @@ def bandwidth_by_bucket(analysis: Analysis) -> Any:
             y=[path.bus.median] * len(buckets),
             mode="lines",
             line={"dash": "dash", "width": 1.5},
-            meta={"text": ["line.color"]},
             hovertext=f"{escape(path.algorithm)}, {path.path}, all buckets<br>{with_spread(path.bus)}",
             hoverinfo="text",
         )
@@ -270,7 +283,6 @@ def predicted_step(analysis: Analysis) -> Any:
             "arrayminus": [max(0.0, analysis.step.mean - analysis.step.low)],
         },
         marker={"size": 9, "symbol": "diamond"},
-        meta={"text": ["marker.color", "error_y.color"]},
         hovertext=f"measured with {analysis.size:,} ranks<br>{mean_with_spread(analysis.step)}",
         hoverinfo="text",
     )

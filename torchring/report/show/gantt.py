@@ -11,7 +11,8 @@ import plotly.graph_objects as go
 
 from torchring.report.model.lanes import LaneBucket, LaneSpan
 from torchring.report.model.phases import Phase
-from torchring.report.show.drawing import COLORS, default_rank, figure, shown_ranks
+from torchring.report.show.drawing import COLORS, default_rank, shown_ranks
+from torchring.report.show.figures import figure
 from torchring.report.verdict.findings import Analysis
 
 _RANKS_IN_VIEW: Final = 8
@@ -109,7 +110,6 @@ def _buckets(analysis: Analysis, place: Mapping[int, int]) -> list[Any]:
             x=np.array([bucket.ready_ms for bucket in buckets], np.float32),
             y=lanes,
             marker={"symbol": "line-ns-open", "size": 20, "line": {"width": 1.5}},
-            meta={"text": ["marker.color"]},
             hoverinfo="skip",
         ),
     ]

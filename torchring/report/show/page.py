@@ -2,54 +2,94 @@
 
 from __future__ import annotations
 
-from html import escape
-from importlib import resources
+from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from torchring.report.model.phases import Phase
+from torchring.report.model.waits import together
+from torchring.report.show import captions, formats
 from torchring.report.verdict.findings import Analysis
 
-# Nothing is fetched from anywhere, whatever the text of a trace says.
-_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+_MAX_ROWS: Final = 12
+_FILTERS: Final = (
+    formats.number,
+    formats.milliseconds,
+    formats.percent,
+    formats.megabytes,
+    formats.median,
+    formats.bounds,
+    formats.mean_with_spread,
+)
 
 
 def write_page(analysis: Analysis, path: Path) -> None:
     """Write report.html.
 
-    Raises ImportError, whose text says what to install, if plotly is missing, and OSError.
+    Raises OSError, and ImportError, whose text says what to install, if plotly or jinja2 is missing.
     """
     path.write_text(page_of(analysis), encoding="utf-8", errors="replace")  # names of files may be no Unicode
 
 
 def page_of(analysis: Analysis) -> str:
-    """The page as HTML. Raises as `write_page`."""
+    """The page as HTML. Raises what `write_page` raises."""
     try:
-        from plotly.offline import get_plotlyjs
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
+        from plotly.io import to_html
     except ImportError as error:
-        raise ImportError("report.html is not written. It needs plotly: pip install 'torchring[report]'") from error
-    from torchring.report.show.sections import body
+        missing = "report.html is not written. It needs plotly and jinja2: pip install 'torchring[report]'"
+        raise ImportError(missing) from error
+    from torchring.report.show import drawing, figures, gantt
 
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="torchring">
-<title>{escape(analysis.verdict.sentence)} · torchring report</title>
-<link rel="icon" href="data:,">
-<style>
-{_asset("page.css")}</style>
-</head>
-<body>
-{body(analysis)}
-<script>{get_plotlyjs()}</script>
-<script>
-{_asset("page.js")}</script>
-</body>
-</html>
-"""
+    draw_as: dict[str, Callable[[Analysis], Any]] = {
+        "by-rank": figures.phases_by_rank,
+        "over-time": figures.phases_over_time,
+        "wait-map": figures.who_waits_for_whom,
+        "lanes": gantt.median_step,
+        "bus-bandwidth": figures.bandwidth_by_bucket,
+        "step-time": figures.predicted_step,
+        "efficiency": figures.predicted_efficiency,
+    }
+    has_library = False
 
+    def draw(name: str) -> Any:
+        nonlocal has_library
+        config = {"displayModeBar": False, "showTips": False}
+        brings = not has_library  # the first figure
+        has_library = True
+        return Markup(to_html(draw_as[name](analysis), config, include_plotlyjs=brings, full_html=False, div_id=name))
 
-def _asset(name: str) -> str:
-    return resources.files("torchring.report.show").joinpath(name).read_text(encoding="utf-8")
+    loader = PackageLoader("torchring.report", "show")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.filters |= {each.__name__: each for each in _FILTERS}
+    ranks, views = drawing.shown_ranks(analysis), gantt.ranks_in_view(analysis)
+    first = drawing.default_rank(analysis)
+    spans = {span.phase for span in analysis.median_step.spans}
+    if analysis.median_step.buckets:
+        spans |= {Phase.WAITING, Phase.COMMUNICATION}
+    least = captions.NOTICEABLE_WAIT * analysis.step.mean
+    return environment.get_template("page.html").render(
+        a=analysis,
+        captions=captions,
+        draw=draw,
+        colors=drawing.COLORS,
+        max_rows=_MAX_ROWS,
+        ranks=[rank.rank for rank in ranks],
+        first=first,
+        rank_menu=[(f"{rank.rank} on {rank.host}", rank.rank) for rank in ranks],
+        phases=[(phase.value, drawing.COLORS[phase]) for phase in drawing.shown_phases(analysis)],
+        lane_phases=[(phase.value, drawing.COLORS[phase]) for phase in Phase if phase in spans],
+        views=[(f"{view[0]} to {view[-1]}", gantt.lanes_in_view(analysis, view)) for view in views],
+        view=next(i for i, view in enumerate(views) if first in view),
+        waits=[(who, wait) for who, wait in together(analysis.waits) if wait.mean_ms >= least],
+        buckets=drawing.shown_buckets(analysis, _MAX_ROWS),
+        top=figures.top_over_time(analysis),
+        predicted_phases=[
+            ("everything else", drawing.OTHER_COLOR),
+            *((phase.value, drawing.COLORS[phase]) for phase in (Phase.WAITING, Phase.COMMUNICATION)),
+            ("measured", "currentColor"),
+        ],
+        written=datetime.fromtimestamp(analysis.about.written_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
