@@ -15,7 +15,9 @@ from torchring.report.model.phases import PHASES, Phase
 from torchring.report.model.timing import Timing
 from torchring.report.model.waits import Critical
 
-_MAX_POINTS: Final = 300
+_MAX_POINTS: Final = 300  # over time; fewer with more ranks, lest the page becomes too large
+_RANKS_IN_FULL: Final = 24
+_MOST_RANKS: Final = 64  # in a figure
 _PHASE_OF: Final = {
     Recorded.INPUT: Phase.INPUT,
     Recorded.FORWARD: Phase.FORWARD,
@@ -41,7 +43,7 @@ class LaneBucket:
     """A bucket of one rank in the median step. Milliseconds from the beginning of the step on the first rank.
 
     Attributes:
-        ready_ms, packed_ms, launched_ms, started_ms, reduced_ms: as `BucketRecord`.
+        ready_ms, launched_ms, reduced_ms: as `BucketRecord`.
         all_launched_ms: the last rank has launched it. Until then, the bucket waits for `last_rank`.
     """
 
@@ -49,10 +51,8 @@ class LaneBucket:
     index: int
     num_bytes: int
     ready_ms: float
-    packed_ms: float
     launched_ms: float
     all_launched_ms: float
-    started_ms: float
     reduced_ms: float
     last_rank: int
 
@@ -69,17 +69,15 @@ class MedianStep:
 
 @dataclass(frozen=True)
 class Series:
-    """Phases over time, at most 300 points. A point is the mean of neighbouring steps. The first steps are included.
+    """Phases over time, the first steps included. Each of at most 300 points is the mean of neighbouring steps.
 
     Attributes:
         numbers: the first step of each point.
-        seconds: from the first step of the trace to the beginning of each point.
         num_steps_per_point: how many steps a point stands for.
         phases: by rank and phase, milliseconds a step.
     """
 
     numbers: tuple[int, ...]
-    seconds: tuple[float, ...]
     num_steps_per_point: int
     phases: Mapping[int, Mapping[Phase, tuple[float, ...]]]
 
@@ -90,39 +88,35 @@ def median_step(job: Job, timing: Timing, critical: Critical) -> MedianStep:
     off = np.where(timing.reduces, np.abs(durations - np.median(durations[timing.reduces])), np.inf)
     i = int(off.argmin())
     base = float(timing.begin[i].min())
-    spans = []
-    buckets = []
+    spans, buckets = [], []
+    times = (timing.ready, timing.launched, timing.reduced)
     for j, rank in enumerate(timing.ranks):
-        waiting = float(critical.waiting[i, j])
-        spans += _spans(rank, job.steps[i][j], float(timing.begin[i, j]) - base, waiting)
+        step, at_ms = job.steps[i][j], float(timing.begin[i, j]) - base
+        spans += [
+            LaneSpan(rank, phase, at_ms + (begin - step.begin) / 1e6, at_ms + (end - step.begin) / 1e6)
+            for phase, begin, end in spans_of(step, float(critical.waiting[i, j]))
+        ]
         for k, index in enumerate(timing.bucket_indices):
-            times = (timing.ready, timing.packed, timing.launched, timing.started, timing.reduced)
-            ready, packed, launched, started, reduced = (float(each[i, j, k]) - base for each in times)
+            ready, launched, reduced = (float(each[i, j, k]) - base for each in times)
             all_launched = float(critical.all_launched[i, k]) - base
             num_bytes, last = int(timing.bucket_bytes[k]), timing.ranks[critical.last[i, k]]
-            buckets.append(
-                LaneBucket(rank, index, num_bytes, ready, packed, launched, all_launched, started, reduced, last)
-            )
+            buckets.append(LaneBucket(rank, index, num_bytes, ready, launched, all_launched, reduced, last))
     return MedianStep(int(timing.numbers[i]), float(durations[i]), tuple(spans), tuple(buckets))
 
 
 def series(timing: Timing, critical: Critical) -> Series:
     """Means over neighbouring steps."""
     num_steps = len(timing.numbers)
-    stride = -(-num_steps // _MAX_POINTS)
+    max_points = _MAX_POINTS // -(-min(len(timing.ranks), _MOST_RANKS) // _RANKS_IN_FULL)
+    stride = -(-num_steps // max_points)
     firsts = np.arange(0, num_steps, stride)
     lengths = np.diff([*firsts, num_steps])
     means = np.add.reduceat(critical.phases, firsts, axis=0) / lengths[:, None, None]
-    begin = timing.begin.min(1)
-    return Series(
-        tuple(map(int, timing.numbers[firsts])),
-        tuple(float(ms) / 1e3 for ms in begin[firsts] - begin[0]),
-        stride,
-        {
-            rank: {phase: tuple(map(float, means[:, j, p])) for p, phase in enumerate(PHASES)}
-            for j, rank in enumerate(timing.ranks)
-        },
-    )
+    phases = {
+        rank: {phase: tuple(means[:, j, p].tolist()) for p, phase in enumerate(PHASES)}
+        for j, rank in enumerate(timing.ranks)
+    }
+    return Series(tuple(timing.numbers[firsts].tolist()), stride, phases)
 
 
 def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]]:
@@ -147,10 +141,3 @@ def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]
             left -= until - begin
         found += [(Phase.WAITING, begin, until), (phase, until, end)]
     return [(phase, begin, end) for phase, begin, end in found if end > begin]
-
-
-def _spans(rank: int, step: StepRecord, at_ms: float, waiting_ms: float) -> list[LaneSpan]:
-    return [
-        LaneSpan(rank, phase, at_ms + (begin - step.begin) / 1e6, at_ms + (end - step.begin) / 1e6)
-        for phase, begin, end in spans_of(step, waiting_ms)
-    ]

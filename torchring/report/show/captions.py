@@ -7,7 +7,6 @@ from typing import Final
 
 from torchring.report.model.buckets import Bandwidth
 from torchring.report.model.phases import Phase
-from torchring.report.show.drawing import points_in_one
 from torchring.report.show.formats import (
     mean_with_spread,
     megabytes,
@@ -96,9 +95,8 @@ def of_time(analysis: Analysis, rank: int) -> str:
     of_rank = series.phases.get(rank, {})
     totals = [sum(values) for values in zip(*of_rank.values(), strict=True)]
     text = "The same phases, one rank at a time, from the first recorded step on. "
-    num_steps = series.num_steps_per_point * points_in_one(analysis)
-    if num_steps > 1:
-        text += f"Each point is the mean of {num_steps} steps. "
+    if series.num_steps_per_point > 1:
+        text += f"Each point is the mean of {series.num_steps_per_point} steps. "
     third = len(totals) // 3
     if third == 0:
         return text

@@ -22,7 +22,6 @@ COLORS: Final = {
 OTHER_COLOR: Final = "#64748b"  # of several phases together
 MAX_RANKS: Final = 64  # of more ranks, those are shown that the others wait for most
 MAX_BUCKETS: Final = 64
-_RANKS_IN_FULL: Final = 24  # of more ranks, there are fewer points over time
 
 
 def shown_ranks(analysis: Analysis) -> list[RankSummary]:
@@ -33,7 +32,7 @@ def shown_ranks(analysis: Analysis) -> list[RankSummary]:
 
 def shown_phases(analysis: Analysis) -> list[Phase]:
     """Those that some rank spends time in, in the order of a step."""
-    return [phase for phase in Phase if any(phase_mean(rank, phase) > 0 for rank in analysis.ranks)]
+    return [phase for phase in Phase if any(rank.phases[phase].mean > 0 for rank in analysis.ranks)]
 
 
 def shown_buckets(analysis: Analysis, at_most: int = MAX_BUCKETS) -> list[BucketSummary]:
@@ -47,13 +46,3 @@ def default_rank(analysis: Analysis) -> int:
     ranks = shown_ranks(analysis)
     blamed = [rank.rank for rank in ranks if rank.rank == analysis.verdict.rank]
     return blamed[0] if blamed else max(ranks, key=lambda rank: rank.is_last_share).rank
-
-
-def points_in_one(analysis: Analysis) -> int:
-    """How many points of `Analysis.series` the page makes one of, lest it becomes too large."""
-    return -(-len(shown_ranks(analysis)) // _RANKS_IN_FULL)
-
-
-def phase_mean(rank: RankSummary, phase: Phase) -> float:
-    """Milliseconds; 0 if the rank has no such phase."""
-    return rank.phases[phase].mean if phase in rank.phases else 0.0

@@ -10,12 +10,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from torchring.report.model.phases import Phase
+from torchring.report.model.timing import Spread
 from torchring.report.show.drawing import (
     COLORS,
     OTHER_COLOR,
     default_rank,
-    phase_mean,
-    points_in_one,
     shown_buckets,
     shown_phases,
     shown_ranks,
@@ -47,42 +46,43 @@ def figure(traces: Sequence[Any], height: int, **layout: Any) -> Any:
     return drawn
 
 
+def _error(spreads: Sequence[Spread], middles: Sequence[float]) -> dict[str, Any]:
+    """The ends of error bars around `middles`."""
+    pairs = [*zip(spreads, middles, strict=True)]
+    above = [max(0.0, spread.high - middle) for spread, middle in pairs]
+    below = [max(0.0, middle - spread.low) for spread, middle in pairs]
+    return {"array": above, "arrayminus": below, "thickness": 1.5, "width": 3}
+
+
 def phases_by_rank(analysis: Analysis) -> Any:
     """A bar for each rank, made of the means of its phases."""
     ranks = shown_ranks(analysis)
     labels = [str(rank.rank) for rank in ranks]
+    hosts = [f"rank {rank.rank} on {escape(rank.host)}<br>" for rank in ranks]
     bars = [
         go.Bar(
             name=phase.value,
             orientation="h",
             y=labels,
-            x=[phase_mean(rank, phase) for rank in ranks],
+            x=[rank.phases[phase].mean for rank in ranks],
             marker_color=COLORS[phase],
             hovertext=[
-                f"rank {rank.rank} on {escape(rank.host)}<br>{phase.value}: {mean_with_spread(rank.phases[phase])}"
-                if phase in rank.phases
-                else ""
-                for rank in ranks
+                f"{host}{phase.value}: {mean_with_spread(rank.phases[phase])}"
+                for host, rank in zip(hosts, ranks, strict=True)
             ],
             hoverinfo="text",
         )
         for phase in shown_phases(analysis)
     ]
+    means = [rank.step.mean for rank in ranks]
     whole = go.Scatter(
         name="whole step",
         mode="markers",
         y=labels,
-        x=[rank.step.mean for rank in ranks],
-        error_x={
-            "array": [max(0.0, rank.step.high - rank.step.mean) for rank in ranks],
-            "arrayminus": [max(0.0, rank.step.mean - rank.step.low) for rank in ranks],
-            "thickness": 1.5,
-            "width": 3,
-        },
+        x=means,
+        error_x=_error([rank.step for rank in ranks], means),
         marker={"size": 5},
-        hovertext=[
-            f"rank {rank.rank} on {escape(rank.host)}<br>whole step: {mean_with_spread(rank.step)}" for rank in ranks
-        ],
+        hovertext=[f"{host}whole step: {mean_with_spread(rank.step)}" for host, rank in zip(hosts, ranks, strict=True)],
         hoverinfo="text",
     )
     return figure(
@@ -97,31 +97,43 @@ def phases_by_rank(analysis: Analysis) -> Any:
 
 def phases_over_time(analysis: Analysis) -> Any:
     """Phases of one rank as stacked areas. The traces of a rank share a legend group; one rank is visible."""
-    series = analysis.series
-    first = default_rank(analysis)
-    folded = points_in_one(analysis)
-    areas = [
-        go.Scatter(
-            name=phase.value,
-            legendgroup=str(rank.rank),
-            visible=rank.rank == first,
-            x0=series.numbers[0],
-            dx=series.num_steps_per_point * folded,
-            y=_fold(series.phases[rank.rank][phase], folded),
-            stackgroup=str(rank.rank),
-            mode="lines",
-            line={"width": 0},
-            fillcolor=COLORS[phase],
-            hovertemplate="%{y:.1f} ms<extra>" + phase.value + "</extra>",
-        )
-        for rank in shown_ranks(analysis)
-        for phase in Phase
-        if any(series.phases.get(rank.rank, {}).get(phase, ()))
-    ]
-    top = top_over_time(analysis)
-    marks = [] if top is None else [_cut_off(analysis, rank.rank, top, first) for rank in shown_ranks(analysis)]
+    series, first, top = analysis.series, default_rank(analysis), top_over_time(analysis)
+    drawn = []
+    for rank in (each.rank for each in shown_ranks(analysis)):
+        group = {"legendgroup": str(rank), "visible": rank == first}
+        drawn += [
+            go.Scatter(
+                **group,
+                name=phase.value,
+                x0=series.numbers[0],
+                dx=series.num_steps_per_point,
+                y=np.array(values, np.float32),
+                stackgroup=str(rank),
+                mode="lines",
+                line={"width": 0},
+                fillcolor=COLORS[phase],
+                hovertemplate="%{y:.1f} ms<extra>" + phase.value + "</extra>",
+            )
+            for phase, values in series.phases[rank].items()
+            if any(values)
+        ]
+        if top is not None:
+            totals = np.sum([*series.phases[rank].values()], axis=0)
+            (points,) = np.nonzero(totals > top)
+            drawn.append(
+                go.Scatter(
+                    **group,
+                    name="longer",
+                    x=series.numbers[0] + points * series.num_steps_per_point,
+                    y=np.full(len(points), 0.97 * top, np.float32),
+                    mode="markers",
+                    marker={"symbol": "triangle-up", "size": 9},
+                    text=[milliseconds(each) for each in totals[points]],
+                    hovertemplate="%{text}<extra>whole step</extra>",
+                )
+            )
     return figure(
-        [*areas, *marks],
+        drawn,
         height=320,
         hovermode="x unified",
         hoverdistance=-1,  # the nearest point, however far it is
@@ -132,38 +144,9 @@ def phases_over_time(analysis: Analysis) -> Any:
 
 def top_over_time(analysis: Analysis) -> float | None:
     """Where points over time are cut off, in milliseconds, so that the others can be told apart; None if none is."""
-    totals = np.concatenate([_totals(analysis, rank.rank) for rank in shown_ranks(analysis)])
-    top = _LONG_POINT * float(np.quantile(totals, 0.95)) if totals.size else 0.0
-    return top if totals.size and totals.max() > top > 0 else None
-
-
-def _cut_off(analysis: Analysis, rank: int, top: float, first: int) -> Any:
-    """Marks at the top, for the points of a rank that are higher."""
-    totals = _totals(analysis, rank)
-    (points,) = np.nonzero(totals > top)
-    return go.Scatter(
-        name="longer",
-        legendgroup=str(rank),
-        visible=rank == first,
-        x=analysis.series.numbers[0] + points * analysis.series.num_steps_per_point * points_in_one(analysis),
-        y=np.full(len(points), 0.97 * top, np.float32),
-        mode="markers",
-        marker={"symbol": "triangle-up", "size": 9},
-        text=[milliseconds(each) for each in totals[points]],
-        hovertemplate="%{text}<extra>whole step</extra>",
-    )
-
-
-def _totals(analysis: Analysis, rank: int) -> Any:
-    """Of each point over time."""
-    phases = analysis.series.phases.get(rank, {}).values()
-    return _fold(np.sum([*phases], axis=0), points_in_one(analysis)) if phases else np.zeros(0, np.float32)
-
-
-def _fold(values: Any, num_points: int) -> Any:
-    """Means of so many neighbouring points."""
-    starts = np.arange(0, len(values), num_points)
-    return (np.add.reduceat(values, starts) / np.diff([*starts, len(values)])).astype(np.float32)
+    totals = np.array([np.sum([*phases.values()], axis=0) for phases in analysis.series.phases.values()])
+    top = _LONG_POINT * float(np.quantile(totals, 0.95))
+    return top if totals.max() > top > 0 else None
 
 
 def who_waits_for_whom(analysis: Analysis) -> Any:
@@ -207,27 +190,23 @@ def who_waits_for_whom(analysis: Analysis) -> Any:
 def bandwidth_by_bucket(analysis: Analysis) -> Any:
     """A bar for each bucket."""
     buckets = shown_buckets(analysis)
+    labels, speeds = [str(each.index) for each in buckets], [each.bus_bandwidth.median for each in buckets]
     bars = go.Bar(
-        x=[str(bucket.index) for bucket in buckets],
-        y=[bucket.bus_bandwidth.median for bucket in buckets],
-        error_y={
-            "array": [bucket.bus_bandwidth.high - bucket.bus_bandwidth.median for bucket in buckets],
-            "arrayminus": [bucket.bus_bandwidth.median - bucket.bus_bandwidth.low for bucket in buckets],
-            "thickness": 1.5,
-            "width": 3,
-        },
+        x=labels,
+        y=speeds,
+        error_y=_error([each.bus_bandwidth for each in buckets], speeds),
         marker_color=COLORS[Phase.COMMUNICATION],
         width=0.6 if len(buckets) > 3 else 0.3,
         hovertext=[
-            f"bucket {bucket.index}, {megabytes(bucket.num_bytes)}<br>{with_spread(bucket.bus_bandwidth)}"
-            f"<br>reduced in {with_spread(bucket.reducing)}"
-            for bucket in buckets
+            f"bucket {each.index}, {megabytes(each.num_bytes)}<br>{with_spread(each.bus_bandwidth)}"
+            f"<br>reduced in {with_spread(each.reducing)}"
+            for each in buckets
         ],
         hoverinfo="text",
     )
     lines = [
         go.Scatter(
-            x=[str(bucket.index) for bucket in buckets],
+            x=labels,
             y=[path.bus.median] * len(buckets),
             mode="lines",
             line={"dash": "dash", "width": 1.5},
@@ -236,26 +215,20 @@ def bandwidth_by_bucket(analysis: Analysis) -> Any:
         )
         for path in analysis.bandwidths
     ]
-    speeds = [bucket.bus_bandwidth.median for bucket in buckets if bucket.bus_bandwidth.median > 0]
-    is_wide = bool(speeds) and max(speeds) > _WIDE * min(speeds)
-    scale = (
-        {"title": "bus bandwidth (GB/s, logarithmic)", "type": "log"} if is_wide else {"title": "bus bandwidth (GB/s)"}
-    )
-    return figure(
-        [bars, *lines],
-        height=300,
-        xaxis={"title": "bucket", "type": "category", "showgrid": False},
-        yaxis={**scale, "rangemode": "tozero"},
-    )
+    known = [speed for speed in speeds if speed > 0]
+    scale: dict[str, Any] = {"title": "bus bandwidth (GB/s)", "rangemode": "tozero"}
+    if known and max(known) > _WIDE * min(known):
+        scale = {"title": "bus bandwidth (GB/s, logarithmic)", "type": "log"}
+    xaxis = {"title": "bucket", "type": "category", "showgrid": False}
+    return figure([bars, *lines], height=300, xaxis=xaxis, yaxis=scale)
 
 
 def predicted_step(analysis: Analysis) -> Any:
     """A bar for each number of ranks: what computes, what waits for the slowest rank, what communicates."""
     predictions = analysis.predictions
     labels = [f"{each.num_ranks:,}" for each in predictions]
-    rest = [each.step_ms - each.waiting_ms - each.exposed_ms for each in predictions]
     parts = [
-        ("everything else", OTHER_COLOR, rest),
+        ("everything else", OTHER_COLOR, [each.step_ms - each.waiting_ms - each.exposed_ms for each in predictions]),
         (Phase.WAITING.value, COLORS[Phase.WAITING], [each.waiting_ms for each in predictions]),
         (Phase.COMMUNICATION.value, COLORS[Phase.COMMUNICATION], [each.exposed_ms for each in predictions]),
     ]
@@ -278,21 +251,13 @@ def predicted_step(analysis: Analysis) -> Any:
         mode="markers",
         x=[f"{analysis.size:,}"],
         y=[analysis.step.mean],
-        error_y={
-            "array": [max(0.0, analysis.step.high - analysis.step.mean)],
-            "arrayminus": [max(0.0, analysis.step.mean - analysis.step.low)],
-        },
+        error_y=_error([analysis.step], [analysis.step.mean]),
         marker={"size": 9, "symbol": "diamond"},
         hovertext=f"measured with {analysis.size:,} ranks<br>{mean_with_spread(analysis.step)}",
         hoverinfo="text",
     )
-    return figure(
-        [*bars, measured],
-        height=320,
-        barmode="stack",
-        xaxis={"title": "ranks", **_by_number(analysis)},
-        yaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
-    )
+    yaxis = {"title": "milliseconds of a step", "rangemode": "tozero"}
+    return figure([*bars, measured], height=320, barmode="stack", xaxis=_numbers_of_ranks(analysis), yaxis=yaxis)
 
 
 def predicted_efficiency(analysis: Analysis) -> Any:
@@ -310,20 +275,13 @@ def predicted_efficiency(analysis: Analysis) -> Any:
         ],
         hoverinfo="text",
     )
-    return figure(
-        [line],
-        height=280,
-        xaxis={"title": "ranks", **_by_number(analysis)},
-        yaxis={"title": "efficiency (%)", "range": [0, 105]},
-    )
+    yaxis = {"title": "efficiency (%)", "range": [0, 105]}
+    return figure([line], height=280, xaxis=_numbers_of_ranks(analysis), yaxis=yaxis)
 
 
-def _by_number(analysis: Analysis) -> dict[str, Any]:
+def _numbers_of_ranks(analysis: Analysis) -> dict[str, Any]:
     """An axis with a place for each predicted number of ranks, and for the present one."""
     numbers = sorted({analysis.size, *(each.num_ranks for each in analysis.predictions)})
-    return {
-        "type": "category",
-        "categoryorder": "array",
-        "categoryarray": [f"{each:,}" for each in numbers],
-        "showgrid": False,
-    }
+    labels = [f"{each:,}" for each in numbers]
+    order = {"categoryorder": "array", "categoryarray": labels}
+    return {"title": "ranks", "type": "category", "showgrid": False, **order}

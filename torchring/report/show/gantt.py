@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import plotly.graph_objects as go
 
-from torchring.report.model.lanes import LaneBucket, LaneSpan
+from torchring.report.model.lanes import LaneBucket
 from torchring.report.model.phases import Phase
 from torchring.report.show.drawing import COLORS, default_rank, shown_ranks
 from torchring.report.show.figures import figure
@@ -23,52 +23,42 @@ def median_step(analysis: Analysis) -> Any:
     ranks = [rank.rank for rank in shown_ranks(analysis)]
     place = {rank: i for i, rank in enumerate(ranks)}
     spans = [span for span in analysis.median_step.spans if span.rank in place]
-    groups = ranks_in_view(analysis)
-    shown = next(group for group in groups if default_rank(analysis) in group)
+    phases = [
+        _bars(
+            phase.value,
+            COLORS[phase],
+            [(place[span.rank] - 0.2, span.begin_ms, span.end_ms) for span in spans if span.phase is phase],
+            f"rank %{{customdata[1]}}: {phase.value}<br>%{{customdata[0]:.2f}} ms, until %{{x:.2f}} ms",
+            [(span.rank,) for span in spans if span.phase is phase],
+        )
+        for phase in Phase
+        if any(span.phase is phase for span in spans)
+    ]
+    views, shown = views_of(analysis)
     return figure(
-        [*_phases(spans, place), *_buckets(analysis, place)],
-        height=110 + 62 * len(groups[0]),
+        [*phases, *_buckets(analysis, place)],
+        height=110 + 62 * min(len(ranks), _RANKS_IN_VIEW),
         barmode="overlay",
         uniformtext={"minsize": 9, "mode": "hide"},
         xaxis={"title": "milliseconds from the beginning of the step"},
         yaxis={
             "title": "rank",
-            "range": lanes_in_view(analysis, shown),
-            "tickvals": list(range(len(ranks))),
-            "ticktext": [str(rank) for rank in ranks],
+            "range": views[shown][1],
+            "tickvals": [*range(len(ranks))],
+            "ticktext": [*map(str, ranks)],
             "showgrid": False,
         },
     )
 
 
-def ranks_in_view(analysis: Analysis) -> list[list[int]]:
-    """The ranks that are seen together. The axis moves from one group to the next."""
+def views_of(analysis: Analysis) -> tuple[list[tuple[str, list[float]]], int]:
+    """Groups of ranks that are seen together: names, and the range of the axis. Also, which group is shown first."""
     ranks = [rank.rank for rank in shown_ranks(analysis)]
-    return [ranks[i : i + _RANKS_IN_VIEW] for i in range(0, len(ranks), _RANKS_IN_VIEW)]
-
-
-def lanes_in_view(analysis: Analysis, group: Sequence[int]) -> list[float]:
-    """Range of the axis that shows one of these groups."""
-    first = [rank.rank for rank in shown_ranks(analysis)].index(group[0])
-    return [first + len(group) - 0.5, first - 0.5]
-
-
-def _phases(spans: Sequence[LaneSpan], place: Mapping[int, int]) -> list[Any]:
-    """The upper lanes."""
-    bars = []
-    for phase in Phase:
-        of_phase = [span for span in spans if span.phase is phase]
-        if of_phase:
-            bars.append(
-                _bars(
-                    phase.value,
-                    COLORS[phase],
-                    [(place[span.rank] - 0.2, span.begin_ms, span.end_ms) for span in of_phase],
-                    f"rank %{{customdata[1]}}: {phase.value}<br>%{{customdata[0]:.2f}} ms, until %{{x:.2f}} ms",
-                    [(span.rank,) for span in of_phase],
-                )
-            )
-    return bars
+    views = []
+    for first in range(0, len(ranks), _RANKS_IN_VIEW):
+        last = min(first + _RANKS_IN_VIEW, len(ranks)) - 1
+        views.append((f"{ranks[first]} to {ranks[last]}", [last + 0.5, first - 0.5]))
+    return views, ranks.index(default_rank(analysis)) // _RANKS_IN_VIEW
 
 
 def _buckets(analysis: Analysis, place: Mapping[int, int]) -> list[Any]:
@@ -77,9 +67,8 @@ def _buckets(analysis: Analysis, place: Mapping[int, int]) -> list[Any]:
     buckets.sort(key=lambda bucket: (bucket.rank, bucket.launched_ms, bucket.index))
     if not buckets:
         return []
-    before = [None, *buckets]
-    turns = [_turn(bucket, previous) for previous, bucket in zip(before, buckets, strict=False)]
-    lanes = np.array([place[bucket.rank] + 0.2 for bucket in buckets], np.float32)
+    turns = [_turn(bucket, before) for before, bucket in zip([None, *buckets], buckets, strict=False)]
+    lanes = [place[bucket.rank] + 0.2 for bucket in buckets]
     about = (
         "rank %{customdata[1]}, bucket %{customdata[2]} (%{customdata[3]:.2f} MB)"
         "<br>ready at %{customdata[4]:.2f} ms, left at %{customdata[5]:.2f} ms<br>"
@@ -108,16 +97,16 @@ def _buckets(analysis: Analysis, place: Mapping[int, int]) -> list[Any]:
             name="bucket is ready",
             mode="markers",
             x=np.array([bucket.ready_ms for bucket in buckets], np.float32),
-            y=lanes,
+            y=np.array(lanes, np.float32),
             marker={"symbol": "line-ns-open", "size": 20, "line": {"width": 1.5}},
             hoverinfo="skip",
         ),
     ]
 
 
-def _turn(bucket: LaneBucket, previous: LaneBucket | None) -> tuple[float, float, float]:
+def _turn(bucket: LaneBucket, before: LaneBucket | None) -> tuple[float, float, float]:
     """Buckets of a rank take turns. When the turn of this one begins, its reduction begins, and its reduction ends."""
-    free = previous.reduced_ms if previous is not None and previous.rank == bucket.rank else -math.inf
+    free = before.reduced_ms if before is not None and before.rank == bucket.rank else -math.inf
     begin = min(max(bucket.launched_ms, free), bucket.reduced_ms)
     middle = min(max(bucket.all_launched_ms, begin), bucket.reduced_ms)
     return begin, middle, bucket.reduced_ms

@@ -64,7 +64,8 @@ def page_of(analysis: Analysis) -> str:
     loader = PackageLoader("torchring.report", "show")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters |= {each.__name__: each for each in _FILTERS}
-    ranks, views = drawing.shown_ranks(analysis), gantt.ranks_in_view(analysis)
+    ranks = drawing.shown_ranks(analysis)
+    views, view = gantt.views_of(analysis)
     first = drawing.default_rank(analysis)
     spans = {span.phase for span in analysis.median_step.spans}
     if analysis.median_step.buckets:
@@ -81,8 +82,8 @@ def page_of(analysis: Analysis) -> str:
         rank_menu=[(f"{rank.rank} on {rank.host}", rank.rank) for rank in ranks],
         phases=[(phase.value, drawing.COLORS[phase]) for phase in drawing.shown_phases(analysis)],
         lane_phases=[(phase.value, drawing.COLORS[phase]) for phase in Phase if phase in spans],
-        views=[(f"{view[0]} to {view[-1]}", gantt.lanes_in_view(analysis, view)) for view in views],
-        view=next(i for i, view in enumerate(views) if first in view),
+        views=views,
+        view=view,
         waits=[(who, wait) for who, wait in together(analysis.waits) if wait.mean_ms >= least],
         buckets=drawing.shown_buckets(analysis, _MAX_ROWS),
         top=figures.top_over_time(analysis),
