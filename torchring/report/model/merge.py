@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from torchring.errors import ranks_in_words
 from torchring.observe.recorder.files import TraceError, find, find_live, read
 from torchring.observe.recorder.records import ENDED_WELL, ClockOffset, RankTrace, StepRecord
 
@@ -63,8 +64,7 @@ def load(folder: Path) -> Job:
         raise TraceError(f"no file of the trace in {folder} can be read. {' '.join(problems)}")
     if used:
         was, its = ("were", "their") if len(used) > 1 else ("was", "its")
-        names = name_ranks(sorted(used))
-        killed = f"{names[0].upper()}{names[1:]} {was} killed, or still run{'' if len(used) > 1 else 's'}."
+        killed = f"{ranks_in_words(used).capitalize()} {was} killed, or still run{'' if len(used) > 1 else 's'}."
         remark = killed
         if any(trace.steps and trace.steps[0].number > 0 for trace in used.values()):
             remark += f" Of {its} steps, only {max(len(trace.steps) for trace in used.values())} are known."
@@ -109,10 +109,9 @@ def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
     missing = sorted(set(range(kept[0].about.size)) - {trace.about.rank for trace in kept})
     if missing:
         have, it = ("have", "them") if len(missing) > 1 else ("has", "it")
-        names = name_ranks(missing)
         found.append(
-            f"{names[0].upper()}{names[1:]} of {kept[0].about.size} {have} no trace that can be used. Waiting for {it} "
-            "counts as communication."
+            f"{ranks_in_words(missing).capitalize()} of {kept[0].about.size} {have} no trace that can be used. Waiting "
+            f"for {it} counts as communication."
         )
     failed = [trace.about for trace in kept if trace.about.ended_by not in ENDED_WELL]
     found += (f'Rank {about.rank} ended with an error: "{about.ended_by}".' for about in failed)
@@ -126,19 +125,6 @@ def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
     return Job(tuple(aligned), tuple(zip(*rows, strict=True)), error_ms, tuple(found), ended_badly)
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """[3] -> "rank 3", [1, 2, 3, 5] -> "ranks 1-3 and 5"."""
-    groups: list[list[int]] = []
-    for rank in ranks:
-        if groups and rank == groups[-1][-1] + 1:
-            groups[-1].append(rank)
-        else:
-            groups.append([rank])
-    texts = [f"{group[0]}-{group[-1]}" if len(group) > 2 else " and ".join(map(str, group)) for group in groups]
-    listed = " and ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else texts[0]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
-
-
 def _of_one_size(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
     """Those of the world that has most files; of two such worlds, the one that was written last."""
     worlds = collections.defaultdict(list)
@@ -147,7 +133,8 @@ def _of_one_size(traces: list[RankTrace], problems: list[str]) -> list[RankTrace
     if len(worlds) == 1:
         return traces
     kept = max(worlds.values(), key=lambda world: (len(world), max(trace.about.written_at for trace in world)))
-    told = ", ".join(f"{name_ranks([t.about.rank for t in world])}: {size}" for size, world in sorted(worlds.items()))
+    named = {size: ranks_in_words(trace.about.rank for trace in world) for size, world in sorted(worlds.items())}
+    told = "; ".join(f"{ranks}: {size}" for size, ranks in named.items())
     problems.append(
         f"The ranks do not agree how many they are ({told}). An elastic job has lost or got ranks, or the folder holds "
         f"files of several jobs. Only files of a world of {kept[0].about.size} are shown."
@@ -162,7 +149,7 @@ def _of_one_run(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]
     if earlier:
         files = "file of" if len(earlier) == 1 else "files of"
         problems.append(
-            f"The {files} {name_ranks(earlier)} {'is' if len(earlier) == 1 else 'are'} left over from another run: "
+            f"The {files} {ranks_in_words(earlier)} {'is' if len(earlier) == 1 else 'are'} left over from another run: "
             f"rank {newest.about.rank} made the same steps at another time."
         )
     return [trace for trace in traces if trace.about.rank not in earlier]
@@ -221,7 +208,7 @@ def _on_one_clock(traces: list[RankTrace], problems: list[str]) -> tuple[list[Ra
     if not unknown:
         return aligned, max(offset.error_ns for trace in traces for offset in trace.clock) / 1e6
     problems.append(
-        f"The clocks of {name_ranks(unknown)} were not compared with the clock of rank 0. Times are aligned where "
+        f"The clocks of {ranks_in_words(unknown)} were not compared with the clock of rank 0. Times are aligned where "
         "reductions end, so waits between hosts are estimates."
     )
     ends = _ends_of_reductions(next((trace for trace in aligned if trace.about.rank not in unknown), aligned[0]))

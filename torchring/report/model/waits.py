@@ -10,9 +10,10 @@ from typing import Final
 
 import numpy as np
 
+from torchring.errors import ranks_in_words
 from torchring.observe.phases import Phase as Recorded
 from torchring.observe.recorder.records import RunInfo
-from torchring.report.model.merge import Job, name_ranks
+from torchring.report.model.merge import Job
 from torchring.report.model.phases import COMPUTING, PHASES, Phase, column
 from torchring.report.model.timing import Array, Spread, Timing, spread, tabulate
 
@@ -174,7 +175,7 @@ def together(waits: Sequence[Wait]) -> list[tuple[str, Wait]]:
             *(min(cost.low for cost in costs), max(cost.high for cost in costs)),
         )
         mean_ms, share = fmean(wait.mean_ms for wait in each), fmean(wait.share for wait in each)
-        who = name_ranks(sorted(wait.waiting for wait in each))
+        who = ranks_in_words(wait.waiting for wait in each)
         found.append((who, Wait(each[0].waiting, awaited, mean_ms, share, cost)))
     return sorted(found, key=lambda row: -row[1].mean_ms)
 

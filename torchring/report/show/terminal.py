@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Final
 
+from torchring.errors import ranks_in_words
 from torchring.report.model.buckets import BucketSummary
-from torchring.report.model.merge import name_ranks
 from torchring.report.model.phases import Phase
 from torchring.report.model.timing import Spread
 from torchring.report.model.waits import together
@@ -196,8 +196,8 @@ def _scaling(analysis: Analysis) -> Section:
     sentences = [analysis.predictions_note] if analysis.predictions_note else []
     hiding = analysis.hiding_gigabytes_per_s
     if hiding:
-        ranks = name_ranks(range(max(2, analysis.size))).removeprefix("ranks ")
-        sentences.append(f"Backward would hide communication of ranks {ranks} from {hiding:.3g} GB/s on.")
+        ranks = ranks_in_words(range(max(2, analysis.size)))
+        sentences.append(f"Backward would hide communication of {ranks} from {hiding:.3g} GB/s on.")
     elif analysis.predictions and hiding is None:
         sentences.append("No bandwidth would hide communication: latency alone takes longer.")
     columns = ("ranks", "step ms", "communication ms", "waiting ms", "efficiency")
