@@ -19,12 +19,12 @@ from torchring.report.model.network import Network, fit
 from torchring.report.model.scaling import (
     Links,
     Workload,
-    all_reduce_ms,
     expected_maximum,
     exposed_ms,
     hiding_gigabytes_per_s,
     predict,
     slowest_ms,
+    split_ms,
 )
 from torchring.report.show.terminal import plain
 from torchring.report.verdict.analysis import analyse
@@ -189,13 +189,13 @@ def test_buckets_leave_in_order() -> None:
 
 def test_an_all_reduce() -> None:
     network, memory = Network(0.1, 1.0), Network(0.01, 10.0)
-    assert all_reduce_ms(8 * MB, 4, Links(network)) == pytest.approx(6 * 0.1 + 12)
-    assert all_reduce_ms(8 * MB, 1, Links(network)) == 0
+    assert sum(split_ms(8 * MB, 4, Links(network))) == pytest.approx(6 * 0.1 + 12)
+    assert sum(split_ms(8 * MB, 1, Links(network))) == 0
     # 16 ranks on 4 hosts: 4 hosts in a ring, and 4 ranks in memory.
     two_levels = Links(network, True, 4, memory)
-    assert all_reduce_ms(8 * MB, 16, two_levels) == pytest.approx(6 * 0.1 + 12 + 6 * 0.01 + 1.2)
-    assert all_reduce_ms(8 * MB, 4, two_levels) == pytest.approx(6 * 0.01 + 1.2)
-    assert all_reduce_ms(8 * MB, 4, Links(network, True, 4)) == 0
+    assert sum(split_ms(8 * MB, 16, two_levels)) == pytest.approx(6 * 0.1 + 12 + 6 * 0.01 + 1.2)
+    assert sum(split_ms(8 * MB, 4, two_levels)) == pytest.approx(6 * 0.01 + 1.2)
+    assert sum(split_ms(8 * MB, 4, Links(network, True, 4))) == 0
 
 
 def test_the_expected_maximum_is_the_mean_over_all_draws() -> None:

@@ -27,71 +27,46 @@ _MAX_LATE: Final = 10
 
 @dataclass(frozen=True)
 class BucketSummary:
-    """One bucket.
+    """One bucket."""
 
-    Attributes:
-        index: number in the plan; the model's buffers have the number after the last one.
-        num_bytes: that one rank contributes, after compression.
-        names: of its parameters; empty if unknown, and for the model's buffers.
-        ready: from the beginning of the (last) backward to the last gradient, on the slowest rank.
-        reducing: from when the last rank has launched it, and the bucket before it is reduced, until it is reduced.
-        exposed: how much of `reducing` is behind the end of backward on the last rank.
-        bus_bandwidth: 2 (N - 1) / N bytes / `reducing`, in GB/s of 10**9 bytes.
-        last_rank: the rank that launches this bucket last in most steps.
-    """
-
-    index: int
-    num_bytes: int
-    names: tuple[str, ...]
-    ready: Spread
+    index: int  # number in the plan; the model's buffers have the number after the last one
+    num_bytes: int  # that one rank contributes, after compression
+    names: tuple[str, ...]  # of its parameters; empty if unknown, and for the model's buffers
+    ready: Spread  # from the beginning of the (last) backward to the last gradient, on the slowest rank
+    # from when the last rank has launched it, and the bucket before it is reduced, until it is reduced
     reducing: Spread
-    exposed: Spread
-    bus_bandwidth: Spread
-    last_rank: int
+    exposed: Spread  # how much of `reducing` is behind the end of backward on the last rank
+    bus_bandwidth: Spread  # 2 (N - 1) / N bytes / `reducing`, in GB/s of 10**9 bytes
+    last_rank: int  # the rank that launches this bucket last in most steps
 
 
 @dataclass(frozen=True)
 class LateParameter:
-    """A parameter that keeps its bucket waiting, or that is so large that nothing hides its reduction.
-
-    Attributes:
-        bucket: its number.
-        num_bytes: of the gradient.
-        ready_share: at which share of backward its gradient is there, from 0 to 1.
-        holds_ms: for how long it was the only one of its bucket that was not ready. 0 if it is alone in its bucket.
-        exposed_ms: how much of the reduction of its bucket is behind the end of backward.
-        why: one sentence.
-    """
+    """A parameter that keeps its bucket waiting, or that is so large that nothing hides its reduction."""
 
     name: str
-    bucket: int
-    num_bytes: int
-    ready_share: float
+    bucket: int  # its number
+    num_bytes: int  # of the gradient
+    ready_share: float  # at which share of backward its gradient is there, from 0 to 1
+    # for how long it was the only one of its bucket that was not ready. 0 if it is alone in its bucket.
     holds_ms: float
-    exposed_ms: float
-    why: str
+    exposed_ms: float  # how much of the reduction of its bucket is behind the end of backward
+    why: str  # one sentence
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """What an algorithm achieved between ranks.
-
-    Attributes:
-        path: "within a host" or "between hosts".
-        bus: over all buckets of a step, weighted by bytes.
-        best: the bucket with the highest median.
-        doctor: GB/s that `torchring doctor` has found on this path; None if it was not asked.
-    """
+    """Bandwidth that an algorithm achieved."""
 
     algorithm: str
-    path: str
-    bus: Spread
-    best: Spread
-    doctor: float | None = None
+    path: str  # "within a host" or "between hosts"
+    bus: Spread  # over all buckets of a step, weighted by bytes
+    best: Spread  # the bucket with the highest median
+    doctor: float | None = None  # GB/s that `torchring doctor` has found on this path; None if it was not asked
 
 
 def bus_bytes(num_bytes: float, num_ranks: int) -> float:
-    """What each rank must send, and receive, for an all-reduce (Patarasuk and Yuan 2009)."""
+    """Bytes that each rank must send, and receive, in an all-reduce (Patarasuk and Yuan 2009)."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
 
 
@@ -137,7 +112,7 @@ def exposed_of_buckets(timing: Timing, critical: Critical) -> Array:
 def bandwidths(
     job: Job, timing: Timing, critical: Critical, exposed: Array, doctor: Mapping[str, float]
 ) -> tuple[Bandwidth, ...]:
-    """What the algorithm of the job achieved.
+    """Bandwidth that the algorithm of the job achieved.
 
     Args:
         exposed: [steps of `Timing.reduces`], how long the slowest rank stood still. Within a host, where ranks look

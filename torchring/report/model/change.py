@@ -1,4 +1,4 @@
-"""When a job changes: from which step on something takes longer, or no longer as long."""
+"""Finds the step at which a job becomes slower or faster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CLEAR: Final = 8.0  # standard errors: the best of 1,000 places, without any ch
 
 
 def find_change(values: Array, least: float) -> int | None:
-    """Where the mean of `values` changes: position of the first value afterwards.
+    """Find where the mean of `values` changes. Returns the position of the first value after the change, or None.
 
     Of all places, this is the one where a step function fits best (least squares).
 

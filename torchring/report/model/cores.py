@@ -11,32 +11,27 @@ from torchring.observe.recorder.records import RunInfo
 from torchring.report.model.phases import Phase, column
 from torchring.report.model.timing import Array, Timing
 from torchring.report.model.waits import Critical
+from torchring.report.words import count
 
 _ENOUGH: Final = 1.1  # times the cores: threads and workers that need no more leave each other the cores
 
 
 @dataclass(frozen=True)
 class Queue:
-    """Milliseconds of each step that counts, in which a rank was ready to run, but had no core.
+    """Milliseconds of each step that counts, in which a rank was ready to run, but had no core."""
 
-    Attributes:
-        own: [S], the rank that the others wait for, apart from communication.
-        communication: [S], of this phase, the rank that had no core for longest: the others wait for its part.
-        of_ranks: [S, R], each rank, apart from communication.
-    """
-
-    own: Array
-    communication: Array
-    of_ranks: Array
+    own: Array  # [S], the rank that the others wait for, apart from communication
+    communication: Array  # [S], of this phase, the rank that had no core for longest: the others wait for its part
+    of_ranks: Array  # [S, R], each rank, apart from communication
 
     @property
     def whole(self) -> Array:
-        """Of the step."""
+        """Time of the whole step."""
         return np.asarray(self.own + self.communication)
 
 
 def find_queue(timing: Timing, critical: Critical) -> Queue | None:
-    """None if a kernel does not tell, and on GPUs, which hide what the CPU waits for."""
+    """Time without a core. None if a kernel does not tell, and on GPUs, which hide what the CPU waits for."""
     counts = timing.counts
     queued, exposed = timing.queued[counts], timing.exposed_queued[counts]
     if min(queued.min(), exposed.min()) < 0:
@@ -65,28 +60,24 @@ def who_has_them(about: RunInfo, timing: Timing, critical: Critical) -> str:
 
 
 def num_workers(timing: Timing) -> int:
-    """Of the DataLoader that gives most batches of the steps that count; -1 if none gives any."""
+    """Number of workers of the DataLoader that gives most batches of the steps that count; -1 without a DataLoader."""
     found = timing.num_workers[timing.counts]
     numbers, counts = np.unique(found[found >= 0], return_counts=True)
     return int(numbers[counts.argmax()]) if len(counts) else -1
 
 
 def threads_of(about: RunInfo) -> int:
-    """How many cores a rank uses at most, apart from workers. Where a GPU computes, one thread keeps it busy."""
+    """Number of cores that a rank uses at most, without workers. One thread keeps a GPU busy."""
     return about.num_threads if about.device == "cpu" else 1
 
 
 def is_crowded(about: RunInfo) -> bool:
-    """Whether the threads of the ranks outnumber the cores."""
+    """True if the threads of the ranks outnumber the cores."""
     return about.device == "cpu" and about.local_size * threads_of(about) > about.num_cores
 
 
 def sharing(about: RunInfo, workers: int) -> str:
     """ "2 ranks with 1 thread and 4 workers each share 2 cores"."""
-    each = _count(threads_of(about), "thread") + (f" and {_count(workers, 'worker')}" if workers > 0 else "")
-    ranks = f"{_count(about.local_size, 'rank')} with {each}{' each share' if about.local_size > 1 else ' shares'}"
-    return f"{ranks} {_count(about.num_cores, 'core')}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    each = count(threads_of(about), "thread") + (f" and {count(workers, 'worker')}" if workers > 0 else "")
+    ranks = f"{count(about.local_size, 'rank')} with {each}{' each share' if about.local_size > 1 else ' shares'}"
+    return f"{ranks} {count(about.num_cores, 'core')}"

@@ -1,4 +1,4 @@
-"""What `torchring doctor` has measured of the paths between ranks, to compare a job with."""
+"""Reads bandwidths that `torchring doctor` has measured between ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHARED_MEMORY: Final = "shared memory"
 
 
 def bus_bandwidths(file: Path) -> dict[str, float]:
-    """By path, the bus bandwidth in GB/s that `torchring doctor --json > file` has found. The slowest of each kind.
+    """Bus bandwidth in GB/s by path, as `torchring doctor --json > file` has found it: the slowest of each kind.
 
     Raises ValueError if the file is no such report, OSError if it cannot be read.
     """

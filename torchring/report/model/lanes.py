@@ -1,4 +1,4 @@
-"""What is drawn over time: a median step in lanes, and the phases of all steps."""
+"""The median step in lanes, and the phases of all steps over time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PHASE_OF: Final = {
 
 @dataclass(frozen=True)
 class LaneSpan:
-    """What a rank does in the median step. Milliseconds from the beginning of the step on the first rank."""
+    """A phase of one rank in the median step. Milliseconds from the beginning of the step on the first rank."""
 
     rank: int
     phase: Phase
@@ -40,19 +40,15 @@ class LaneSpan:
 
 @dataclass(frozen=True)
 class LaneBucket:
-    """A bucket of one rank in the median step. Milliseconds from the beginning of the step on the first rank.
-
-    Attributes:
-        ready_ms, launched_ms, reduced_ms: as `BucketRecord`.
-        all_launched_ms: the last rank has launched it. Until then, the bucket waits for `last_rank`.
-    """
+    """A bucket of one rank in the median step. Milliseconds from the beginning of the step on the first rank."""
 
     rank: int
     index: int
     num_bytes: int
+    # ready_ms, launched_ms, reduced_ms: as `BucketRecord`
     ready_ms: float
     launched_ms: float
-    all_launched_ms: float
+    all_launched_ms: float  # the last rank has launched it. Until then, the bucket waits for `last_rank`.
     reduced_ms: float
     last_rank: int
 
@@ -69,21 +65,15 @@ class MedianStep:
 
 @dataclass(frozen=True)
 class Series:
-    """Phases over time, the first steps included. Each of at most 300 points is the mean of neighbouring steps.
+    """Phases over time, the first steps included. Each of at most 300 points is the mean of neighbouring steps."""
 
-    Attributes:
-        numbers: the first step of each point.
-        num_steps_per_point: how many steps a point stands for.
-        phases: by rank and phase, milliseconds a step.
-    """
-
-    numbers: tuple[int, ...]
-    num_steps_per_point: int
-    phases: Mapping[int, Mapping[Phase, tuple[float, ...]]]
+    numbers: tuple[int, ...]  # the first step of each point
+    num_steps_per_point: int  # how many steps a point stands for
+    phases: Mapping[int, Mapping[Phase, tuple[float, ...]]]  # by rank and phase, milliseconds a step
 
 
 def median_step(job: Job, timing: Timing, critical: Critical) -> MedianStep:
-    """The step, of those that count, whose duration is nearest to the median."""
+    """Of the steps that count, the step whose duration is nearest to the median."""
     durations = (timing.end - timing.begin).max(1)
     off = np.where(timing.reduces, np.abs(durations - np.median(durations[timing.reduces])), np.inf)
     i = int(off.argmin())
@@ -120,7 +110,7 @@ def series(timing: Timing, critical: Critical) -> Series:
 
 
 def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]]:
-    """What a rank does in a step: phase, begin and end in nanoseconds. It waits before it communicates.
+    """Phases of a rank in a step, with begin and end in nanoseconds. A rank waits before it communicates.
 
     A stall inside backward has no known place. It is shown at the end of the last backward, which reduces.
     """

@@ -1,4 +1,4 @@
-"""Which gradients share a bucket, as `wrap` lays them out, and when each bucket is ready."""
+"""Predicts buckets: the gradients that `wrap` puts into each, and when each is ready."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def nominal_bytes(about: RunInfo) -> float:
 
 
 def ready_shares(job: Job) -> Array | None:
-    """After which share of backward the gradient of each parameter is ready: the median of what was written down.
+    """Share of backward after which the gradient of each parameter is ready: the median of what the ranks recorded.
 
-    NaN for a gradient that never came. None if nothing was written down.
+    NaN for a gradient that never came. None if nothing was recorded.
     """
     num_parameters = len(job.traces[0].about.parameters)
     rows = [
@@ -69,7 +69,7 @@ def lay_out(parameters: Sequence[ParameterRecord], shares: Array, bucket_bytes: 
 
 
 def laid_out(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
-    """The buckets of a job, if they had another size; None if it is unknown when gradients are ready.
+    """The buckets of a job with another bucket size; None if the trace does not tell when gradients are ready.
 
     Args:
         sent_bytes: of all buckets, after compression.

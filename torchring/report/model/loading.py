@@ -1,4 +1,4 @@
-"""How batches come, and how long a step would take with another number of workers of the DataLoader."""
+"""Time for loading batches, and how long a step would take with another number of DataLoader workers."""
 
 from __future__ import annotations
 
@@ -20,31 +20,18 @@ _AS_GOOD: Final = 1.01
 
 @dataclass(frozen=True)
 class Loading:
-    """S steps of R ranks, milliseconds of a step.
+    """S steps of R ranks, milliseconds of a step."""
 
-    Attributes:
-        waiting: [S, R], how long a rank stands still for its batches, or loads them itself.
-        worker: [S, R], how long it takes a single worker to load them.
-        cores: [S, R], for how long that keeps a core busy.
-        computing: [S, R], what the rank does apart from that.
-        others: [S], communication that cannot be avoided.
-        has_loader: whether a DataLoader gives batches. If not, this is all that is between step() and forward.
-        num_workers: that there are.
-        num_threads: with which a rank computes.
-        hosts: [R], number of the host.
-        num_cores: [R], of the host.
-    """
-
-    waiting: Array
-    worker: Array
-    cores: Array
-    computing: Array
-    others: Array
-    has_loader: bool
-    num_workers: int
-    num_threads: int
-    hosts: Array
-    num_cores: Array
+    waiting: Array  # [S, R], how long a rank stands still for its batches, or loads them itself
+    worker: Array  # [S, R], how long it takes a single worker to load them
+    cores: Array  # [S, R], for how long that keeps a core busy
+    computing: Array  # [S, R], what the rank does apart from that
+    others: Array  # [S], communication that cannot be avoided
+    has_loader: bool  # whether a DataLoader gives batches. If not, this is all that is between step() and forward.
+    num_workers: int  # that there are
+    num_threads: int  # with which a rank computes
+    hosts: Array  # [R], number of the host
+    num_cores: Array  # [R], of the host
 
     def step_ms(self, workers: int) -> float:
         """A step with so many workers for each rank. The slowest rank, the loading or the cores are the limit.
@@ -58,21 +45,21 @@ class Loading:
 
     @property
     def busy_ms(self) -> float:
-        """For how long the cores of the busiest host have work in a step, with workers."""
+        """Time for which the cores of the busiest host have work in a step, with workers."""
         work = (self.num_threads * self.computing + self.cores).mean(0)
         work += 0.0 if self.num_workers else HANDING_OVER_MS
         of_hosts = [self.hosts == host for host in np.unique(self.hosts)]
         return max(float(work[each].sum() / self.num_cores[each][0]) for each in of_hosts)
 
     def best(self) -> int:
-        """The number of workers with which a step is as short as it can be; of several, the least."""
+        """The least number of workers with which a step is as short as it can be."""
         numbers = range(self.num_workers, MOST_WORKERS + 1)
         found = {number: self.step_ms(number) for number in numbers} or {self.num_workers: 0.0}
         return next(number for number in found if found[number] <= _AS_GOOD * min(found.values()))
 
 
 def find_loading(job: Job, timing: Timing, critical: Critical, *, is_forward_known: bool) -> Loading | None:
-    """None if nobody is known to load anything: no DataLoader gives batches, and forward is not told apart."""
+    """Time for loading batches. None if it is unknown: no DataLoader gives batches, and forward is not told apart."""
     counts = timing.counts
     cycle, workers = critical.cycle[counts], num_workers(timing)
     waiting = np.minimum(timing.loading[counts], cycle[..., column(Phase.INPUT)])

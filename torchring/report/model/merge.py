@@ -18,21 +18,15 @@ from torchring.observe.recorder.records import ENDED_WELL, ClockOffset, RankTrac
 
 @dataclass(frozen=True)
 class Job:
-    """The traces of a job.
+    """The traces of a job."""
 
-    Attributes:
-        traces: of the ranks that have one, by rank. Times are on rank 0's clock.
-        steps: steps that all these ranks have, at least one; steps[i][j] is the i-th such step of `traces[j]`.
-        clock_error_ms: by how much times of different hosts may differ, at most; 0 on one host, None if unknown.
-        problems: what is missing or strange, sentences.
-        ended_badly: how the job ended, if it did not end well: a sentence.
-    """
-
-    traces: tuple[RankTrace, ...]
+    traces: tuple[RankTrace, ...]  # of the ranks that have one, by rank. Times are on rank 0's clock.
+    # steps that all these ranks have, at least one; steps[i][j] is the i-th such step of `traces[j]`
     steps: tuple[tuple[StepRecord, ...], ...]
+    # by how much times of different hosts may differ, at most; 0 on one host, None if unknown
     clock_error_ms: float | None
-    problems: tuple[str, ...]
-    ended_badly: str = ""
+    problems: tuple[str, ...]  # what is missing or strange, sentences
+    ended_badly: str = ""  # how the job ended, if it did not end well: a sentence
 
     @property
     def size(self) -> int:
@@ -92,7 +86,7 @@ def _read_all(paths: Mapping[int, Path], problems: list[str]) -> dict[int, RankT
 
 
 def _is_newer(live: RankTrace, whole: RankTrace | None) -> bool:
-    """Whether to use a live file. A whole file that was written on SIGUSR1 has more steps of the same run."""
+    """True if the live file is to be used. A whole file that was written on SIGUSR1 has more steps of the same run."""
     if whole is None:
         return True
     is_of_one_process = (live.about.host, live.about.pid) == (whole.about.host, whole.about.pid)
@@ -126,7 +120,7 @@ def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
 
 
 def _of_one_size(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
-    """Those of the world that has most files; of two such worlds, the one that was written last."""
+    """The traces of the world with most files; of two such worlds, of the world that was written last."""
     worlds = collections.defaultdict(list)
     for trace in traces:
         worlds[trace.about.size].append(trace)
@@ -143,7 +137,7 @@ def _of_one_size(traces: list[RankTrace], problems: list[str]) -> list[RankTrace
 
 
 def _of_one_run(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
-    """Those that made their steps while the rank that was the last to write its file made the same steps."""
+    """The traces of the newest run: ranks that made their steps at the time of the rank that wrote its file last."""
     newest = max(traces, key=lambda trace: (trace.about.written_at, -trace.about.rank))
     earlier = [trace.about.rank for trace in traces if _are_of_two_runs(trace, newest)]
     if earlier:
@@ -176,7 +170,7 @@ def _offset_of(trace: RankTrace) -> tuple[int, int]:
 
 
 def _with_common_steps(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
-    """Those that share steps with the rank that has most of them. Raises TraceError if there is no step."""
+    """The traces that share steps with the rank that has most steps. Raises TraceError if there is no step."""
     longest = max(traces, key=lambda trace: (len(trace.steps), -trace.about.rank))
     if not longest.steps:
         told = " ".join(problems)
@@ -216,7 +210,7 @@ def _on_one_clock(traces: list[RankTrace], problems: list[str]) -> tuple[list[Ra
 
 
 def _ends_of_reductions(trace: RankTrace) -> dict[int, int]:
-    """By number of the step, when its last bucket was reduced; without buckets, when the step ended."""
+    """When the last bucket of each step was reduced, by number of the step; without buckets, when the step ended."""
     return {step.number: step.buckets[-1].reduced if step.buckets else step.end for step in trace.steps}
 
 

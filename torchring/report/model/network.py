@@ -1,4 +1,4 @@
-"""What the trace says about the network: latency and bandwidth, fitted to buckets of different sizes.
+"""Latency and bandwidth of the network, fitted to buckets of different sizes.
 
 The model is t = alpha + bytes / bandwidth for one message. See R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
 Collective Communication Operations in MPICH", 2005.
@@ -23,19 +23,13 @@ _NO_FASTER: Final = 0.01  # of the mean time per byte: bytes are never free
 
 @dataclass(frozen=True)
 class Network:
-    """How long a message takes: alpha_ms + bytes / bandwidth (Thakur, Rabenseifner and Gropp 2005).
+    """A message takes alpha_ms + bytes / bandwidth (Thakur, Rabenseifner and Gropp 2005)."""
 
-    Attributes:
-        alpha_ms: latency of one message. A ring of N ranks sends 2 (N - 1) messages one after the other.
-        gigabytes_per_s: of 10**9 bytes.
-        is_alpha_known: False if all buckets have about the same size, so that latency cannot be told from bandwidth.
-        is_least: whether the bandwidth was not measured, and is known to be at least that.
-    """
-
-    alpha_ms: float
-    gigabytes_per_s: float
+    alpha_ms: float  # latency of one message. A ring of N ranks sends 2 (N - 1) messages one after the other.
+    gigabytes_per_s: float  # of 10**9 bytes
+    # False if all buckets have about the same size, so that latency cannot be told from bandwidth
     is_alpha_known: bool = True
-    is_least: bool = False
+    is_least: bool = False  # whether the bandwidth was not measured, and is known to be at least that
 
 
 def fit(bucket_bytes: Array, medians: Array, num_ranks: int) -> Network | None:

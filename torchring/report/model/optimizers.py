@@ -25,7 +25,7 @@ def of_optimizer(job: Job, timing: Timing) -> Job:
 
 
 def _about(about: RunInfo, timing: Timing) -> RunInfo:
-    """With the parameters of each round, one after the other."""
+    """The same facts, with the parameters of each round, one round after the other."""
     parameters: list[ParameterRecord] = []
     for first, stop in itertools.pairwise([*timing.rounds, len(timing.bucket_indices)]):
         found = _find(about, timing.bucket_bytes[first:stop])
@@ -35,7 +35,7 @@ def _about(about: RunInfo, timing: Timing) -> RunInfo:
 
 
 def _find(about: RunInfo, sent: Array) -> OptimizerRecord:
-    """The optimizer with buckets of these sizes. One without parameters, if it is not known."""
+    """The optimizer with buckets of these sizes; an optimizer without parameters if none has them."""
     all_of_them = (OptimizerRecord(about.bucket_bytes, about.parameters), *about.others)
     found = [(factor, each) for each in all_of_them if (factor := _factor(each.bucket_bytes, sent)) is not None]
     if not found:
@@ -44,7 +44,7 @@ def _find(about: RunInfo, sent: Array) -> OptimizerRecord:
 
 
 def _factor(bucket_bytes: tuple[int, ...], sent: Array) -> float | None:
-    """By how much the buckets of a step are larger; None if they are others. The model's buffers may follow them."""
+    """Factor by which the buckets of a step are larger; None if they are others. Buffers of the model may follow."""
     if not 0 < len(bucket_bytes) <= len(sent) <= len(bucket_bytes) + 1 or min(bucket_bytes) <= 0:
         return None
     factors = sorted(float(a / b) for a, b in zip(sent, bucket_bytes, strict=False))

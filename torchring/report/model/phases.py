@@ -7,7 +7,7 @@ from typing import Final
 
 
 class Phase(str, Enum):
-    """What a rank does in a step. The phases of a step add up to its duration.
+    """What a rank does in a step. Phases add up to the duration of the step.
 
     INPUT, FORWARD, BETWEEN, OPTIMIZER: as `torchring.observe.phases.Phase`.
     BACKWARD: without the time in which communication kept it waiting.
@@ -29,5 +29,5 @@ COMPUTING: Final = (Phase.INPUT, Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN, P
 
 
 def column(phase: Phase) -> int:
-    """Where a phase is in the last dimension of arrays of phases."""
+    """Index of a phase in the last dimension of arrays."""
     return PHASES.index(phase)

@@ -1,4 +1,4 @@
-"""What each rank takes for a step, and what the job takes to start."""
+"""Time of each rank in a step, and of the job to start."""
 
 from __future__ import annotations
 
@@ -15,42 +15,27 @@ from torchring.report.model.workload import computing
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank.
-
-    Attributes:
-        phases: of a step. Their means add up to the mean of `step`.
-        packing: of `phases[BACKWARD]` and `phases[COMMUNICATION]`, copies of gradients to wire buffers.
-        stall: inside backward, how long buckets that were being reduced kept it waiting.
-        is_last_share: in which share of the steps the others wait for this rank.
-        queued: of all phases, how long the rank was ready to run, but had no core; None if that is unknown.
-    """
+    """One rank."""
 
     rank: int
     host: str
     node_rank: int
     step: Spread
-    phases: Mapping[Phase, Spread]
-    packing: Spread
-    stall: Spread
-    is_last_share: float
-    queued: Spread | None
+    phases: Mapping[Phase, Spread]  # of a step. Their means add up to the mean of `step`.
+    stall: Spread  # inside backward, how long buckets that were being reduced kept it waiting
+    is_last_share: float  # in which share of the steps the others wait for this rank
+    queued: Spread | None  # of all phases, how long the rank was ready to run, but had no core; None if that is unknown
 
 
 @dataclass(frozen=True)
 class StartUp:
-    """From the start of the processes to the first step, on the slowest rank. Seconds; None if unknown.
+    """Seconds from the start of the processes to the first step, on the slowest rank."""
 
-    Attributes:
-        until_wrapped_s: from the start of the process until `wrap` returned: imports, model, data, meeting the others.
-        until_first_step_s: from then until the end of the first step.
-        run_s: from the start of the process until the last step of the trace.
-        share: of both in `run_s`, from 0 to 1.
-    """
-
+    # from the start of the process until `wrap` returned: imports, model, data, meeting the others
     until_wrapped_s: float
-    until_first_step_s: float | None
-    run_s: float
-    share: float
+    until_first_step_s: float | None  # from then until the end of the first step
+    run_s: float  # from the start of the process until the last step of the trace
+    share: float  # of both in `run_s`, from 0 to 1
 
 
 def summarise_ranks(job: Job, timing: Timing, critical: Critical) -> tuple[RankSummary, ...]:
@@ -63,7 +48,6 @@ def summarise_ranks(job: Job, timing: Timing, critical: Critical) -> tuple[RankS
             trace.about.node_rank,
             spread(durations[:, i]),
             waits.spread_by_phase(critical.phases[counts][:, i]),
-            spread(timing.packing[counts][:, i]),
             spread(timing.stall[counts][:, i]),
             waits.is_last_share(timing, critical, i),
             spread(timing.queued[counts][:, i]) if (timing.queued[counts][:, i] >= 0).all() else None,
@@ -73,7 +57,7 @@ def summarise_ranks(job: Job, timing: Timing, critical: Critical) -> tuple[RankS
 
 
 def find_start_up(job: Job) -> StartUp | None:
-    """Of the rank whose start took longest."""
+    """The start of the slowest rank; None if no rank recorded it."""
     found = []
     for trace in job.traces:
         about, first, last = trace.about, trace.steps[0], trace.steps[-1]

@@ -1,4 +1,4 @@
-"""How long a step would take with other numbers of ranks, other networks, other buckets.
+"""Predicts the duration of a step with other numbers of ranks, other networks, other buckets.
 
 An all-reduce of b bytes among N ranks takes, as a ring, 2 (N - 1) alpha + 2 (N - 1) / N b / bandwidth. That is the
 least number of bytes with which it can be done (P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for
@@ -30,66 +30,46 @@ _SLOWEST: Final = 1e-4
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step with another number of ranks, each with the batch that it has now.
-
-    Attributes:
-        exposed_ms: communication that backward does not hide.
-        waiting_ms: for the slowest of so many ranks, beyond the mean rank.
-        efficiency: step of one rank alone / step_ms, from 0 to 1.
-    """
+    """A step with another number of ranks, each with the batch that it has now."""
 
     num_ranks: int
     step_ms: float
-    exposed_ms: float
-    waiting_ms: float
-    efficiency: float
+    exposed_ms: float  # communication that backward does not hide
+    waiting_ms: float  # for the slowest of so many ranks, beyond the mean rank
+    efficiency: float  # step of one rank alone / step_ms, from 0 to 1
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What each rank does in a step, apart from communication.
+    """The work of a step: what ranks compute, and the buckets that they reduce."""
 
-    Attributes:
-        computing_ms: [S, R], how long each rank computed in each step.
-        bucket_bytes: of each bucket, in the order in which they leave.
-        ready_ms: when each bucket is launched, before the end of backward on the slowest rank: mostly negative.
-        is_overlapped: whether backward goes on while buckets are reduced.
-        num_lanes: how many buckets cross the network at a time.
-        slow_rank: position of the one rank that is always slower than the others; None if there is none.
-        share: of the steps that are like this, from 0 to 1. The rest are `others`: steps of other optimizers.
-        unexplained_ms: added to each prediction, so that it is right where it can be compared with the measurement.
-    """
-
-    computing_ms: Array
-    bucket_bytes: tuple[float, ...]
+    computing_ms: Array  # [S, R], how long each rank computed in each step
+    bucket_bytes: tuple[float, ...]  # of each bucket, in the order in which they leave
+    # when each bucket is launched, before the end of backward on the slowest rank: mostly negative
     ready_ms: tuple[float, ...]
-    is_overlapped: bool = True
-    num_lanes: int = 1
+    is_overlapped: bool = True  # whether backward goes on while buckets are reduced
+    num_lanes: int = 1  # how many buckets cross the network at a time
+    # added to each prediction, so that it is right where it can be compared with the measurement
     unexplained_ms: float = 0.0
+    # position of the one rank that is always slower than the others; None if there is none
     slow_rank: int | None = None
+    # of the steps that are like this, from 0 to 1. The rest are `others`: steps of other optimizers.
     share: float = 1.0
     others: tuple[Workload, ...] = ()
 
 
 @dataclass(frozen=True)
 class Links:
-    """How ranks are connected.
+    """How ranks are connected."""
 
-    Attributes:
-        network: between ranks of a ring; between hosts if `is_hierarchical`.
-        is_hierarchical: reduce within hosts first.
-        ranks_per_host: at most.
-        inside: between the ranks of a host. None: as fast that it does not count.
-    """
-
-    network: Network
-    is_hierarchical: bool = False
-    ranks_per_host: int = 1
-    inside: Network | None = None
+    network: Network  # between ranks of a ring; between hosts if `is_hierarchical`
+    is_hierarchical: bool = False  # reduce within hosts first
+    ranks_per_host: int = 1  # at most
+    inside: Network | None = None  # between the ranks of a host. None: as fast that it does not count.
 
 
 def split_ms(num_bytes: float, num_ranks: int, links: Links) -> tuple[float, float]:
-    """Latency, and time of transfer, of one all-reduce."""
+    """Latency and transfer of one all-reduce, when all ranks are there."""
     if num_ranks < 2:
         return 0.0, 0.0
     if not links.is_hierarchical:
@@ -101,13 +81,8 @@ def split_ms(num_bytes: float, num_ranks: int, links: Links) -> tuple[float, flo
     return inside[0] + between[0], inside[1] + between[1]
 
 
-def all_reduce_ms(num_bytes: float, num_ranks: int, links: Links) -> float:
-    """How long one all-reduce takes when all ranks are there."""
-    return sum(split_ms(num_bytes, num_ranks, links))
-
-
 def exposed_ms(workload: Workload, num_ranks: int, links: Links) -> float:
-    """How long ranks stand still for communication, when all of them compute equally fast.
+    """Time for which ranks stand still for communication, if all of them compute equally fast.
 
     Example: buckets ready at -40 and 0 ms, of 30 ms each. The first is reduced from -40 to -10, the second from 0 to
     30, so 30 ms are exposed. If they take 50 ms each: from -40 to 10, from 10 to 60, so 60 ms are. With several
@@ -124,7 +99,7 @@ def exposed_ms(workload: Workload, num_ranks: int, links: Links) -> float:
 
 
 def slowest_ms(computing_ms: Array, num_ranks: int, slow_rank: int | None = None) -> float:
-    """How long the slowest of `num_ranks` computes in a step, on average.
+    """Time for which the slowest of `num_ranks` computes in a step, on average.
 
     What all ranks have in common in a step, such as a longer batch, does not make them wait for each other. The rest is
     drawn for each rank from what was measured.
@@ -147,7 +122,7 @@ def slowest_ms(computing_ms: Array, num_ranks: int, slow_rank: int | None = None
 
 
 def expected_maximum(values: Array, num_draws: int) -> float:
-    """Of so many independent draws from the values.
+    """Expected maximum of `num_draws` independent draws from the values.
 
     For m sorted values it is exactly the sum of x_i ((i / m)^N - ((i - 1) / m)^N). It never exceeds the largest value.
     """
@@ -157,7 +132,7 @@ def expected_maximum(values: Array, num_draws: int) -> float:
 
 
 def _expected_maximum_with(one: Array, values: Array, num_draws: int) -> float:
-    """Of a draw from `one`, and so many independent draws from `values`."""
+    """Expected maximum of a draw from `one` and `num_draws` independent draws from `values`."""
     found = np.unique(np.concatenate([np.ravel(one), np.ravel(values)]))
     shares = [np.searchsorted(np.sort(np.ravel(each)), found, side="right") / each.size for each in (one, values)]
     below = np.concatenate([[0.0], shares[0] * shares[1] ** num_draws])
@@ -173,7 +148,7 @@ def _mean_rank(of_rank: Array, num_ranks: int, slow_rank: int | None) -> float:
 
 
 def step_ms(workload: Workload, num_ranks: int, links: Links) -> float:
-    """How long a step takes, on average."""
+    """Mean duration of a step."""
     slowest = slowest_ms(workload.computing_ms, num_ranks, workload.slow_rank)
     return slowest + exposed_ms(workload, num_ranks, links) + workload.unexplained_ms
 
@@ -194,7 +169,7 @@ def predict(workload: Workload, links: Links, sizes: Sequence[int] = SIZES) -> l
 
 
 def hiding_gigabytes_per_s(workload: Workload, num_ranks: int, alpha_ms: float) -> float | None:
-    """From which bandwidth on backward hides communication, but for `HIDDEN` of a step; a ring is assumed.
+    """The least bandwidth with which backward hides communication, but for `HIDDEN` of a step. Assumes a ring.
 
     None if latency alone takes longer. 0 if any bandwidth will do.
     """

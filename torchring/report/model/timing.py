@@ -29,74 +29,49 @@ _QUANTILES: Final = (0.5, 0.2, 0.8)
 
 @dataclass(frozen=True)
 class Spread:
-    """A number that was measured many times.
-
-    Attributes:
-        mean: sum of the measurements, divided by their number.
-        median: half of the measurements are below.
-        low, high: a fifth of the measurements are below `low`, a fifth above `high`.
-        unit: "ms", "s" or "GB/s".
-    """
+    """A number that was measured many times."""
 
     mean: float
     median: float
-    low: float
-    high: float
-    unit: str = "ms"
+    low: float  # a fifth of the measurements are below
+    high: float  # a fifth of the measurements are above
+    unit: str = "ms"  # "ms", "s" or "GB/s"
 
 
 @dataclass(frozen=True)
 class Timing:
-    """S steps of R ranks with B buckets. Times and durations are milliseconds; times count from the first step.
-
-    Attributes:
-        ranks: numbers of the ranks.
-        numbers: numbers of the steps.
-        counts: [S], which steps are part of the statistics. With several optimizers, the steps of all of them.
-        has_buckets: [S], which steps have the buckets below. With several optimizers, the steps of one of them.
-        begin, end: [S, R], of the step.
-        parts: [S, R, 6], durations by `Recorded`.
-        stall, packing: [S, R], durations.
-        backward_begin, backward_end: [S, R], of the last backward of the step.
-        num_samples: [S, R].
-        loading: [S, R], how much of Recorded.INPUT was in a DataLoader.
-        collecting: [S, R], duration of full garbage collections.
-        num_workers, loading_cpu, queued, exposed_queued: [S, R], as in `StepRecord`; negative if unknown.
-        bucket_indices: [B], numbers of the buckets of one optimizer. If a step has several rounds, as the backward of a
-            GAN's generator through its discriminator does, from 0 on over all rounds.
-        rounds: where each round begins in [B].
-        bucket_bytes: [B].
-        ready, packed, launched, started, reduced: [S, R, B]; NaN in steps that have another plan.
-        problems: sentences.
-    """
+    """S steps of R ranks with B buckets. Times and durations are milliseconds; times count from the first step."""
 
     ranks: tuple[int, ...]
-    numbers: Array
-    counts: Array
-    has_buckets: Array
+    numbers: Array  # [S], of the steps
+    counts: Array  # [S], which steps are part of the statistics. With several optimizers, the steps of all of them.
+    has_buckets: Array  # [S], which steps have the buckets below. With several optimizers, the steps of one of them.
+    # Of each step and rank: [S, R]
     begin: Array
     end: Array
-    parts: Array
+    parts: Array  # [S, R, 6], durations by `Recorded`
     stall: Array
-    packing: Array
-    backward_begin: Array
+    backward_begin: Array  # of the last backward
     backward_end: Array
     num_samples: Array
-    loading: Array
-    collecting: Array
-    num_workers: Array
+    loading: Array  # part of Recorded.INPUT that was in a DataLoader
+    collecting: Array  # full garbage collections
+    num_workers: Array  # as in `StepRecord`, like the three below: negative if unknown
     loading_cpu: Array
     queued: Array
     exposed_queued: Array
+    # Of buckets: [B]. A step may have several rounds, as the backward of a GAN's generator through its discriminator
+    # does. Then buckets are numbered from 0 on over all rounds, and `rounds` says where each round begins.
     bucket_indices: tuple[int, ...]
     rounds: tuple[int, ...]
     bucket_bytes: Array
+    # Of each step, rank and bucket: [S, R, B]; NaN in steps that have another plan
     ready: Array
     packed: Array
     launched: Array
     started: Array
     reduced: Array
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # sentences
 
     @property
     def reduces(self) -> Array:
@@ -105,12 +80,12 @@ class Timing:
 
     @property
     def saw_loader(self) -> bool:
-        """Whether DataLoaders give the batches. A DataLoader that is used now and then, for evaluation, does not."""
+        """True if DataLoaders give the batches. A DataLoader that is used now and then does not count."""
         return bool((self.num_workers[self.counts] >= 0).mean() >= _OFTEN)
 
     @property
     def counted_ms(self) -> float:
-        """How long all steps that count took, on the rank that was last."""
+        """Duration of all steps that count, on the rank that was last."""
         return float((self.end - self.begin)[self.counts].sum(0).max())
 
 
@@ -143,7 +118,6 @@ def tabulate(job: Job) -> tuple[Timing, ...]:
         end=_ms([[step.end - base for step in row] for row in rows]),
         parts=_ms([[[step.ns_in(part) for part in Recorded] for step in row] for row in rows]),
         stall=_ms([[step.stall_ns for step in row] for row in rows]),
-        packing=_ms([[step.packing_ns for step in row] for row in rows]),
         backward_begin=_ms([[part.begin - base for part in row] for row in backwards]),
         backward_end=_ms([[part.end - base for part in row] for row in backwards]),
         num_samples=np.array([[step.num_samples for step in row] for row in rows]),
@@ -209,7 +183,7 @@ def _sorted(step: StepRecord) -> list[BucketRecord]:
 
 
 def _first_of_rounds(indices: Sequence[int]) -> list[int]:
-    """Where rounds begin: a round has no bucket twice."""
+    """Positions at which rounds begin: a round has no bucket twice."""
     firsts: list[int] = []
     seen: set[int] = set()
     for position, index in enumerate(indices):
@@ -221,7 +195,7 @@ def _first_of_rounds(indices: Sequence[int]) -> list[int]:
 
 
 def _plans_of_optimizers(plans: Sequence[Plan | None], numbers: Array) -> list[Plan | None]:
-    """The plan that most steps have; of two, the later one. Of a job with several optimizers, the plan of each."""
+    """The plan of each optimizer, and first the plan that most steps have; of two such plans, the later one."""
     known = [plan for plan in reversed(plans) if plan is not None]
     if not known:
         return [None]
@@ -234,7 +208,7 @@ def _plans_of_optimizers(plans: Sequence[Plan | None], numbers: Array) -> list[P
 
 
 def _plan_of(row: tuple[StepRecord, ...]) -> Plan | None:
-    """None if ranks have different buckets, as in a step that was broken off."""
+    """The buckets of a step. None if ranks have different buckets, as in a step that was broken off."""
     first, *others = ([(bucket.index, bucket.num_bytes) for bucket in _sorted(step)] for step in row)
     indices = [index for index, _ in first]
     is_shared = all([index for index, _ in other] == indices for other in others)

@@ -22,19 +22,13 @@ _WORTH_TELLING_MS: Final = 0.01
 
 @dataclass(frozen=True)
 class Wait:
-    """How long `waiting` waits for `awaited`, of each step. Pairs that never wait are left out.
-
-    Attributes:
-        mean_ms: over all steps, those without a wait included.
-        share: of the steps that have such a wait.
-        cost: over the steps that have such a wait.
-    """
+    """Time in which the rank `waiting` waits for the rank `awaited`. Pairs that never wait are left out."""
 
     waiting: int
     awaited: int
-    mean_ms: float
-    share: float
-    cost: Spread
+    mean_ms: float  # over all steps, those without a wait included
+    share: float  # of the steps that have such a wait
+    cost: Spread  # over the steps that have such a wait
 
 
 @dataclass(frozen=True)
@@ -42,39 +36,27 @@ class _Meetings:
     """When R ranks come together, in each of S steps, to reduce the B buckets of one optimizer.
 
     Of buckets, only steps of `Timing.has_buckets` mean anything.
-
-    Attributes:
-        all_launched: [S, B], when the last rank launched the bucket.
-        last: [S, B], position of that rank.
-        reduction_begins, reduction_ends: [S, B]. One bucket is reduced after the other.
-        waiting: [S, R], how long a rank stood still for a rank that was late.
-        awaited: [S, R], the position of that rank.
     """
 
-    all_launched: Array
-    last: Array
+    all_launched: Array  # [S, B], when the last rank launched the bucket
+    last: Array  # [S, B], position of that rank
+    # reduction_begins, reduction_ends: [S, B]. One bucket is reduced after the other.
     reduction_begins: Array
     reduction_ends: Array
-    waiting: Array
-    awaited: Array
+    waiting: Array  # [S, R], how long a rank stood still for a rank that was late
+    awaited: Array  # [S, R], the position of that rank
 
 
 @dataclass(frozen=True)
 class Critical(_Meetings):
-    """Also, which rank the others wait for.
+    """Also, the rank that the others wait for, and the phases of all ranks."""
 
-    Attributes:
-        slowest: [S], position of the rank that the others wait for.
-        phases: [S, R, 7], durations by `Phase`, which add up to the step.
-        cycle: [S, R, 7], the same from the end of a backward to the end of the next, so that BETWEEN and OPTIMIZER are
-            those of the step before: a rank that is late there is awaited in the next step.
-        path: [S, 7], of `cycle`, the rank that the others wait for. How long a step takes is the sum.
-    """
-
-    slowest: Array
-    phases: Array
+    slowest: Array  # [S], position of the rank that the others wait for
+    phases: Array  # [S, R, 7], durations by `Phase`, which add up to the step
+    # [S, R, 7], the same from the end of a backward to the end of the next, so that BETWEEN and OPTIMIZER are those of
+    # the step before: a rank that is late there is awaited in the next step
     cycle: Array
-    path: Array
+    path: Array  # [S, 7], of `cycle`, the rank that the others wait for. How long a step takes is the sum.
 
 
 def examine(job: Job) -> list[tuple[Timing, Critical]]:
@@ -93,7 +75,7 @@ def examine(job: Job) -> list[tuple[Timing, Critical]]:
 
 
 def knows_forward(cycle: Array) -> bool:
-    """Whether FORWARD is told apart from INPUT, in rows of `Critical.cycle`."""
+    """True if FORWARD is told apart from INPUT in rows of `Critical.cycle`."""
     return bool((cycle[..., column(Phase.FORWARD)] > 0).any())
 
 
@@ -137,7 +119,7 @@ def _find_meetings(timing: Timing, about: RunInfo) -> _Meetings:
 
 
 def _find_critical(timing: Timing, found: _Meetings) -> Critical:
-    """Which rank determines how long a step takes."""
+    """Find the rank that determines how long a step takes."""
     phases = _phases(timing, found.waiting, _standstill(timing))
     cycle = phases.copy()
     for phase in (Phase.BETWEEN, Phase.OPTIMIZER):
@@ -163,7 +145,7 @@ def list_waits(timing: Timing, critical: Critical) -> tuple[Wait, ...]:
 
 
 def together(waits: Sequence[Wait]) -> list[tuple[str, Wait]]:
-    """The same waits, those of several ranks for one rank as one: who waits, and the mean."""
+    """Waits for each rank: who waits for it, in words, and the mean wait. The longest first."""
     by_awaited: dict[int, list[Wait]] = {}
     for wait in waits:
         by_awaited.setdefault(wait.awaited, []).append(wait)
@@ -206,7 +188,7 @@ def _heads(all_launched: Array, earlier: Array, about: RunInfo) -> Array:
 
 
 def _agree_first(job: Job, timings: Sequence[Timing]) -> bool:
-    """Whether buckets wait for the end of backward: ranks first agree on which of several optimizers take part."""
+    """True if buckets wait for the end of backward, because ranks first agree on which optimizers take part."""
     if len(timings) > 1 or not job.traces[0].about.others:
         return len(timings) > 1
     return all(

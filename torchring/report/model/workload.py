@@ -1,4 +1,4 @@
-"""From a trace to what `scaling.py` computes with: what ranks compute, and when which bucket is ready."""
+"""Makes the input of `scaling.py` from a trace: what ranks compute, and when each bucket is ready."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def computing(critical: Critical) -> Array:
 
 
 def is_overlapped(timing: Timing, about: RunInfo) -> bool:
-    """Whether backward goes on while buckets are reduced. Within a host, the cores that compute also reduce."""
+    """True if backward goes on while buckets are reduced. Within a host, the cores that compute also reduce."""
     return about.algorithm != "direct" and (about.overlap != "inline" or not timing.stall.any())
 
 
@@ -58,7 +58,7 @@ def _describe(job: Job, timing: Timing, critical: Critical) -> Workload:
 
 
 def links_of(about: RunInfo, found: Network | None, given: Network | None) -> Links | None:
-    """How the ranks are connected. A given network connects hosts; the one that was measured then is inside a host."""
+    """Connections between ranks. A given network connects hosts; the measured network is then inside a host."""
     if given is None:
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""What stands under each heading of the page: how to read what follows, and what it shows of this job. Plain text."""
+"""Captions of the page's sections, as plain text: how to read a section, and what it shows of this job."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def of_verdict(analysis: Analysis) -> str:
 
 
 def of_advice(analysis: Analysis) -> str:
-    """What the gains are gains of."""
+    """The time of which gains are a share."""
     if not analysis.advice:
         if not analysis.has_enough_steps:
             return "So few steps do not tell."
@@ -90,7 +90,7 @@ def of_ranks(analysis: Analysis) -> str:
 
 
 def of_time(analysis: Analysis, rank: int) -> str:
-    """Whether the job changes while it runs."""
+    """How the job changes while it runs."""
     series = analysis.series
     of_rank = series.phases.get(rank, {})
     totals = [sum(values) for values in zip(*of_rank.values(), strict=True)]
@@ -109,7 +109,7 @@ def of_time(analysis: Analysis, rank: int) -> str:
 
 
 def of_waits(analysis: Analysis) -> str:
-    """For whom most waiting is."""
+    """The rank that others wait for most."""
     if not analysis.waits:
         return "No rank waits for another one."
     longest = analysis.waits[0]
@@ -161,7 +161,7 @@ def of_lanes(analysis: Analysis) -> str:
 
 
 def of_bandwidth(analysis: Analysis) -> str:
-    """What was achieved, and what a message costs."""
+    """The bandwidth that was achieved, and the cost of a message."""
     parts = [
         "Bus bandwidth is 2 (N − 1) / N times the bytes of a bucket, divided by the time of its reduction. For a "
         "perfect ring it is the bandwidth of the link. GB are 10⁹ bytes."
@@ -231,7 +231,7 @@ def of_start_up(analysis: Analysis) -> str:
 
 
 def of_clock(analysis: Analysis) -> str:
-    """How well times of different hosts compare."""
+    """By how much times of different hosts may differ. Only for several hosts."""
     if len({rank.node_rank for rank in analysis.ranks}) < 2:
         return ""
     if analysis.clock_error_ms is None:

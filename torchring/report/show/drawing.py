@@ -1,4 +1,4 @@
-"""What all figures share: the colour of each phase, which ranks and buckets are shown, plain axes."""
+"""The colour of each phase, and the ranks and buckets that the page shows."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def shown_ranks(analysis: Analysis) -> list[RankSummary]:
 
 
 def shown_phases(analysis: Analysis) -> list[Phase]:
-    """Those that some rank spends time in, in the order of a step."""
+    """The phases that some rank spends time in, in the order of a step."""
     return [phase for phase in Phase if any(rank.phases[phase].mean > 0 for rank in analysis.ranks)]
 
 
 def shown_buckets(analysis: Analysis, at_most: int = MAX_BUCKETS) -> list[BucketSummary]:
-    """Those with most exposed communication, in the order of the plan."""
+    """The buckets with most exposed communication, in plan order."""
     by_exposed = sorted(analysis.buckets, key=lambda bucket: (-bucket.exposed.median, -bucket.num_bytes))
     return sorted(by_exposed[:at_most], key=lambda bucket: bucket.index)
 

@@ -103,7 +103,7 @@ def _events(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _speeds(step: StepRecord, last: dict[int, tuple[int, int]], num_ranks: int) -> Iterator[tuple[int, float]]:
-    """When the bus bandwidth changes, and to what. Each bucket has its turn, once all ranks have launched it."""
+    """Times at which the bus bandwidth changes, and its value. Buckets take turns."""
     free = 0
     for k, bucket in sorted(enumerate(step.buckets), key=lambda pair: pair[1].reduced):
         begin, free = max(last[k][0], free), max(bucket.reduced, free)
@@ -113,7 +113,7 @@ def _speeds(step: StepRecord, last: dict[int, tuple[int, int]], num_ranks: int) 
 
 
 def _last_launches(job: Job, row: tuple[StepRecord, ...]) -> dict[int, tuple[int, int]]:
-    """For each bucket of a step, by position: when the last rank launched it, and which rank that was."""
+    """For each bucket of a step, by position: time of the last launch, and the rank that launched last."""
     last: dict[int, tuple[int, int]] = {}
     for trace, step in zip(job.traces, row, strict=True):
         for k, bucket in enumerate(step.buckets):

@@ -1,4 +1,4 @@
-"""The figures of the page: each function makes one of an analysis. Text and lines get their colours from the page."""
+"""The figures of the page. Each function draws one figure of an analysis."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def phases_over_time(analysis: Analysis) -> Any:
 
 
 def top_over_time(analysis: Analysis) -> float | None:
-    """Where points over time are cut off, in milliseconds, so that the others can be told apart; None if none is."""
+    """Milliseconds at which points over time are cut off, so that the others can be told apart; None if none is."""
     totals = np.array([np.sum([*phases.values()], axis=0) for phases in analysis.series.phases.values()])
     top = _LONG_POINT * float(np.quantile(totals, 0.95))
     return top if totals.max() > top > 0 else None

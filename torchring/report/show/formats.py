@@ -42,7 +42,7 @@ def megabytes(num_bytes: float) -> str:
 
 
 def bounds(spread: Spread) -> str:
-    """What holds the middle three fifths of the measurements: "98–105"."""
+    """The range of the middle three fifths of the measurements: "98–105"."""
     return f"{number(spread.low, spread.median)}–{_JOINED}{number(spread.high, spread.median)}"
 
 

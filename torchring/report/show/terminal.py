@@ -14,7 +14,8 @@ from torchring.report.model.buckets import BucketSummary
 from torchring.report.model.phases import Phase
 from torchring.report.model.timing import Spread
 from torchring.report.model.waits import together
-from torchring.report.verdict.findings import Advice, Analysis, share_in_words
+from torchring.report.verdict.findings import Advice, Analysis
+from torchring.report.words import count, share_in_words
 
 _WIDTH: Final = 110
 _MAX_ROWS: Final = 8
@@ -82,7 +83,7 @@ def _wrap(text: str, first: str = "", others: str = "") -> list[str]:
 
 
 def sections(analysis: Analysis) -> list[Section]:
-    """What the summary shows below the verdict. A section without content is left out."""
+    """The sections below the verdict, without empty ones."""
     found = [
         Section("What is missing or strange", sentences=analysis.problems),
         Section(
@@ -217,11 +218,6 @@ def _mean(spread: Spread) -> str:
 def _short(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def count(number: int, what: str) -> str:
-    """ "1 rank", "2 ranks"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:

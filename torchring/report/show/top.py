@@ -22,27 +22,21 @@ from torchring.launch.arguments import duration
 from torchring.observe.recorder.files import TraceError, find, find_live, read
 from torchring.observe.recorder.records import ENDED_WELL, RankTrace
 from torchring.report.model.merge import merge
-from torchring.report.show.terminal import count, table_of_phases, table_of_waits, text_of
+from torchring.report.show.terminal import table_of_phases, table_of_waits, text_of
 from torchring.report.verdict.analysis import analyse
+from torchring.report.words import count
 
 _STILL_SECONDS: Final = 10.0  # without a new step, after which the picture says so
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What is shown.
+    """The text of a moment."""
 
-    Attributes:
-        text: for people.
-        headline: the text in a line; empty if no rank has written anything.
-        is_over: the job has ended.
-        is_empty: no rank has written anything.
-    """
-
-    text: str
-    headline: str = ""
-    is_over: bool = False
-    is_empty: bool = False
+    text: str  # for people
+    headline: str = ""  # the text in a line; empty if no rank has written anything
+    is_over: bool = False  # the job has ended
+    is_empty: bool = False  # no rank has written anything
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def look(folder: Path) -> Picture:
-    """What the job's ranks have written."""
+    """Read what the ranks have written, and put it in words."""
     live, whole = _traces(find_live, folder), _traces(find, folder)
     ends = [trace.about.written_at for trace in whole if trace.about.ended_by != "SIGUSR1"]
     if ends and all(trace.about.written_at < max(ends) for trace in live):
@@ -102,7 +96,7 @@ def look(folder: Path) -> Picture:
 
 
 def _traces(find_them: Callable[[Path], dict[int, Path]], folder: Path) -> list[RankTrace]:
-    """Those that can be read: a rank may be writing its file, or removing it."""
+    """The traces that can be read: a rank may be writing its file, or removing it."""
     found = []
     try:
         paths = find_them(folder)

@@ -1,4 +1,4 @@
-"""What would make a job faster, and by how much, predicted with the models in `scaling.py` and `loading.py`.
+"""Advice that makes a job faster. The models in `scaling.py` and `loading.py` predict by how much.
 
 Advice is judged by samples per second, and by the cores that are left. What its own numbers call a loss is not given.
 """
@@ -23,8 +23,9 @@ from torchring.report.model.scaling import Links, Workload, exposed_ms
 from torchring.report.model.timing import Array, typical
 from torchring.report.model.workload import between_hosts, with_layout
 from torchring.report.verdict.costs import Costs
-from torchring.report.verdict.findings import Advice, share_in_words
+from torchring.report.verdict.findings import Advice
 from torchring.report.verdict.pauses import TELLING, Pauses
+from torchring.report.words import count, share_in_words
 
 _WORTH_IT: Final = 0.02  # share of a step
 _SIZES_MB: Final = (1, 2, 5, 12, 25, 50, 100, 200)
@@ -42,31 +43,19 @@ _HALF: Final = 0.5  # of what data or code take; said to be an assumption, too
 
 @dataclass(frozen=True)
 class Situation:
-    """What advice is drawn from.
-
-    Attributes:
-        cycle: [S, R, 7], of the steps that count, as `Critical.cycle`.
-        step_ms: how long a step takes now.
-        backward_ms: median, on the slowest rank.
-        workload: as it is.
-        links: None if the network is unknown.
-        pauses: steps that are not part of `cycle`, the most costly first.
-        queue: time without a core; None if it is unknown.
-        who_has_cores: meanwhile, a clause.
-        loading: None if nothing is known of it.
-    """
+    """The facts that advice is drawn from."""
 
     job: Job
-    cycle: Array
+    cycle: Array  # [S, R, 7], of the steps that count, as `Critical.cycle`
     costs: Costs
-    step_ms: float
-    backward_ms: float
-    workload: Workload
-    links: Links | None
-    pauses: tuple[Pauses, ...]
-    queue: Queue | None
-    who_has_cores: str
-    loading: Loading | None
+    step_ms: float  # how long a step takes now
+    backward_ms: float  # median, on the slowest rank
+    workload: Workload  # as it is
+    links: Links | None  # None if the network is unknown
+    pauses: tuple[Pauses, ...]  # steps that are not part of `cycle`, the most costly first
+    queue: Queue | None  # time without a core; None if it is unknown
+    who_has_cores: str  # meanwhile, a clause
+    loading: Loading | None  # None if nothing is known of it
 
     @property
     def about(self) -> RunInfo:
@@ -74,7 +63,7 @@ class Situation:
 
 
 def advise(situation: Situation) -> tuple[Advice, ...]:
-    """All that saves at least 2 % of the time that a sample takes, the largest gain first."""
+    """All advice that saves at least 2 % of the time that a sample takes, the largest gain first."""
     if situation.step_ms <= 0:
         return ()
     found = [
@@ -108,8 +97,7 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
     saved = min(waited, loading.step_ms(now) - loading.step_ms(best))
     has_gain = saved >= _WORTH_IT * situation.step_ms
     if has_gain and most:
-        workers = f"{best} {'worker' if best == 1 else 'workers'}"
-        cores = f"{situation.about.num_cores} {'core' if situation.about.num_cores == 1 else 'cores'}"
+        workers, cores = count(best, "worker"), count(situation.about.num_cores, "core")
         if not loading.has_loader:
             what = "Load data in the background"
             why = (
@@ -119,8 +107,7 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
             )
         elif now:
             what = f"Load data with {workers}"
-            have = "1 worker" if now == 1 else f"{now} workers"
-            why = f"{begin} waits {waited:.1f} ms of a step for its DataLoader, which has {have}."
+            why = f"{begin} waits {waited:.1f} ms of a step for its DataLoader, which has {count(now, 'worker')}."
         else:
             what = "Load data in the background"
             why = f"{begin} spends {waited:.1f} ms of a step in its DataLoader, which has no workers."
@@ -154,7 +141,7 @@ def _about_input(situation: Situation) -> Iterator[Advice]:
 
 
 def _about_pauses(situation: Situation) -> Iterator[Advice]:
-    """What a few steps begin with. Their share is that of all steps, so a step takes as long as the others do now."""
+    """Long phases in a few steps. Numbers exclude these steps, so the predicted step is the present one."""
     for pauses in situation.pauses:
         if pauses.share < TELLING or pauses.kind == "communication":
             continue
@@ -185,7 +172,7 @@ def _about_cores(situation: Situation) -> Iterator[Advice]:
 
 
 def _about_ranks(situation: Situation) -> Iterator[Advice]:
-    """What the slowest rank takes longer than the others."""
+    """The slowest rank."""
     costs, about = situation.costs, situation.job.traces[situation.costs.blamed or 0].about
     longer = _longer_ms(situation)
     cause = _cause(costs, about, longer) if longer else None
@@ -196,7 +183,7 @@ def _about_ranks(situation: Situation) -> Iterator[Advice]:
     if is_crowded(about) and about.num_threads > threads:
         yield _advice(
             situation,
-            f"Use {threads} {'thread' if threads == 1 else 'threads'} in each rank of {about.host}",
+            f"Use {count(threads, 'thread')} in each rank of {about.host}",
             typical(costs.jitter) if cause else typical(costs.straggler + costs.jitter),
             f"{sharing(about, 0)}, so they hold each other up. This assumes that they then take equally long.",
             f"torchring run --env OMP_NUM_THREADS={threads} ...",
@@ -214,7 +201,7 @@ def _about_ranks(situation: Situation) -> Iterator[Advice]:
 
 
 def _longer_ms(situation: Situation) -> float:
-    """How much longer the blamed rank computes than the median of the others; 0 if that may be noise.
+    """Time by which the blamed rank computes longer than the median of the others; 0 if that may be noise.
 
     Over all steps, also those in which another rank is the slowest, and without the time in which ranks had no core.
     """
@@ -312,7 +299,7 @@ def _about_communication(situation: Situation) -> Iterator[Advice]:
 
 
 def _in_16_bits(about: RunInfo) -> tuple[float, str]:
-    """By which factor 16 bits take longer for a byte, and why."""
+    """Factor by which a byte takes longer in 16 bits, and why."""
     if about.algorithm != "native" or about.options.get("algorithm", "auto") != "auto":
         return 1.0, ""
     other = "ring" if about.local_size == 1 else "hierarchical"
@@ -337,8 +324,7 @@ def _about_bucket_size(situation: Situation, saved_ms: Callable[[Workload], floa
             situation,
             f"Use buckets of {size_mb} MiB",
             best,
-            f"Gradients travel in {now} {'bucket' if now == 1 else 'buckets'}; {why}. With {then} they are reduced "
-            "sooner after backward.",
+            f"Gradients travel in {count(now, 'bucket')}; {why}. With {then} they are reduced sooner after backward.",
             f"torchring.wrap(optimizer, model, bucket_mb={size_mb})",
         )
 

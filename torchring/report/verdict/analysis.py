@@ -1,4 +1,4 @@
-"""From traces to what the report says. The data classes are in `findings.py`.
+"""Makes the analysis of a job from its traces.
 
 `timing.py` puts the steps into arrays. `waits.py` finds out who waits for whom, and `verdict.py` what bounds the job.
 `buckets.py` and `network.py` look at communication; `layout.py`, `workload.py` and `scaling.py` predict what would be
@@ -32,9 +32,10 @@ from torchring.report.model.waits import Critical, examine
 from torchring.report.model.workload import between_hosts, calibrated, describe, fit_network, links_of
 from torchring.report.verdict.advice import Situation, advise
 from torchring.report.verdict.costs import find_costs
-from torchring.report.verdict.findings import Analysis, Verdict, share_in_words
+from torchring.report.verdict.findings import Analysis, Verdict
 from torchring.report.verdict.judge import judge
 from torchring.report.verdict.pauses import Pauses, find_pauses, without
+from torchring.report.words import count, share_in_words
 
 __all__ = ["Analysis", "analyse"]
 
@@ -175,8 +176,10 @@ def _remarks(
         )
     number = int(timing.counts.sum())
     if number < _FEW:
-        count = "1 step counts" if number == 1 else f"{number} steps count"
-        remarks.append(f"Only {count}: too few for advice and predictions. Numbers are more reliable with 50 or more.")
+        counting = "1 step counts" if number == 1 else f"{number} steps count"
+        remarks.append(
+            f"Only {counting}: too few for advice and predictions. Numbers are more reliable with 50 or more."
+        )
     if has_first_only:
         remarks.append("The first step begins in wrap(), so what the script does before its loop is part of that step.")
     return remarks
@@ -190,7 +193,7 @@ def _about_cores(queued_ms: float, step_ms: float, who: str, verdict: Verdict) -
 
 
 def _about_change(timing: Timing, critical: Critical) -> list[str]:
-    """Whether the job becomes slower or faster."""
+    """Say whether the job becomes slower or faster."""
     whole = critical.path[timing.counts].sum(1)
     change = find_change(whole, _FASTER_OR_SLOWER * typical(whole))
     if change is None:
@@ -200,16 +203,16 @@ def _about_change(timing: Timing, critical: Critical) -> list[str]:
     return [f"From step {number:,} on, a step takes {since:.3g} ms on average; before, {before:.3g} ms."]
 
 
-def _about_optimizers(job: Job, timing: Timing, critical: Critical, count: int) -> list[str]:
-    """What numbers mean if there are several optimizers."""
-    if count == 1:
+def _about_optimizers(job: Job, timing: Timing, critical: Critical, num_optimizers: int) -> list[str]:
+    """Say what numbers mean if there are several optimizers."""
+    if num_optimizers == 1:
         return []
     share = critical.path[timing.reduces].sum() / critical.path[timing.counts].sum()
     parameters = job.traces[0].about.parameters
     names = f", {parameters[0].name} and {len(parameters) - 1} more parameters" if len(parameters) > 1 else ""
     remark = (
-        f"Steps have {count} different sets of buckets, as those of several optimizers. The step of each optimizer "
-        "counts as a step, and times are means over all of them. Buckets are those of the steps that send "
+        f"Steps have {num_optimizers} different sets of buckets, as those of several optimizers. The step of each "
+        "optimizer counts as a step, and times are means over all of them. Buckets are those of the steps that send "
         f"{timing.bucket_bytes.sum() / 1e6:.3g} MB{names}: these steps take {share_in_words(share)} of the time."
     )
     if len(timing.rounds) > 1:
@@ -230,7 +233,7 @@ def _note(
     speed = f"{links.network.gigabytes_per_s:.3g} GB/s{' at least' if links.network.is_least else ''}, {alpha}"
     network = "the network that was given" if is_given else "the network of this trace"
     ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
-    hosts = f", hosts of {about.local_size} {'rank' if about.local_size == 1 else 'ranks'}"
+    hosts = f", hosts of {count(about.local_size, 'rank')}"
     assumed = f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."
     if slow_rank is not None:
         assumed += f" One of the ranks is as slow as rank {slow_rank} is now, and all others are like the others now."

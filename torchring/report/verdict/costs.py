@@ -32,54 +32,37 @@ _INPUT, _FORWARD, _BACKWARD = (column(each) for each in (Phase.INPUT, Phase.FORW
 
 @dataclass(frozen=True)
 class Costs:
-    """[S] each: milliseconds of each step that counts, on the rank that the others wait for.
+    """[S] each: milliseconds of each step that counts, on the rank that the others wait for."""
 
-    Attributes:
-        blamed: position of the rank that the others wait for most of the time; None if the ranks take turns.
-        input: from the end of a step to forward. If forward is not told apart: waiting for a DataLoader.
-        loading: of `input`, waiting for a DataLoader.
-        straggler: by how much the blamed rank computes for longer than the median of the others.
-        jitter: by how much whichever rank is the slowest takes longer than the others, apart from both above.
-        cores: the rank, or one that the others wait for in communication, has no core.
-        communication: as the phase, apart from that.
-        between, optimizer: as the phases, without what is part of `straggler`.
-        unknown: forward, or waiting for data that no DataLoader gives. Zeros if forward is told apart.
-        whole: the step.
-        is_input_of_blamed: whether most of `input` is more than the other ranks have.
-        is_blamed_without_core: whether it is the blamed rank that has no core for most of `cores`.
-        batch_ratio: samples of the blamed rank, divided by the median of the others; 1 if unknown, if none is blamed,
-            or if that explains less than half of `straggler`.
-        slower_in: the phase in which most of `straggler` is; None if it is spread over several.
-        is_forward_known: whether INPUT was told apart from FORWARD.
-        saw_loader: whether a DataLoader gave batches.
-    """
-
-    blamed: int | None
-    input: Array
-    loading: Array
-    straggler: Array
-    jitter: Array
-    cores: Array
-    communication: Array
+    blamed: int | None  # position of the rank that the others wait for most of the time; None if the ranks take turns
+    input: Array  # from the end of a step to forward. If forward is not told apart: waiting for a DataLoader.
+    loading: Array  # of `input`, waiting for a DataLoader
+    straggler: Array  # by how much the blamed rank computes for longer than the median of the others
+    jitter: Array  # by how much whichever rank is the slowest takes longer than the others, apart from both above
+    cores: Array  # the rank, or one that the others wait for in communication, has no core
+    communication: Array  # as the phase, apart from that
+    # between, optimizer: as the phases, without what is part of `straggler`
     between: Array
     optimizer: Array
-    unknown: Array
-    whole: Array
-    is_input_of_blamed: bool
-    is_blamed_without_core: bool
+    unknown: Array  # forward, or waiting for data that no DataLoader gives. Zeros if forward is told apart.
+    whole: Array  # the step
+    is_input_of_blamed: bool  # whether most of `input` is more than the other ranks have
+    is_blamed_without_core: bool  # whether it is the blamed rank that has no core for most of `cores`
+    # samples of the blamed rank, divided by the median of the others; 1 if unknown, if none is blamed, or if that
+    # explains less than half of `straggler`
     batch_ratio: float
-    slower_in: Phase | None
-    is_forward_known: bool
-    saw_loader: bool
+    slower_in: Phase | None  # the phase in which most of `straggler` is; None if it is spread over several
+    is_forward_known: bool  # whether INPUT was told apart from FORWARD
+    saw_loader: bool  # whether a DataLoader gave batches
 
     @property
     def has_longer_batches(self) -> bool:
-        """Whether the blamed rank computes for longer because it has more samples."""
+        """True if the blamed rank computes for longer because it has more samples."""
         return self.batch_ratio >= _LONGER and self.slower_in not in (Phase.BETWEEN, Phase.OPTIMIZER)
 
     @property
     def by_cause(self) -> dict[tuple[Kind, str], Array]:
-        """By kind and detail of a verdict."""
+        """Costs by kind and detail of a verdict."""
         return {
             ("input", ""): self.input,
             ("straggler", ""): self.straggler,
@@ -92,7 +75,7 @@ class Costs:
 
     @property
     def telling(self) -> dict[tuple[Kind, str], float]:
-        """Those of `by_cause` that are worth telling: the mean."""
+        """Mean of each cost that is worth telling."""
         step = typical(self.whole)
         means = {key: typical(cost) for key, cost in self.by_cause.items()}
         return {key: mean for key, mean in means.items() if mean >= _LEAST.get(key, TELLING) * step > 0}

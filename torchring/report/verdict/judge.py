@@ -1,4 +1,4 @@
-"""What bounds the job, in one sentence: the largest of the costs."""
+"""Says in one sentence what bounds the job: the largest of the costs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from torchring.report.model.ranks import StartUp
 from torchring.report.model.timing import Array, Spread, Timing, spread, typical
 from torchring.report.model.waits import Critical
 from torchring.report.verdict.costs import TELLING, Costs, find_costs
-from torchring.report.verdict.findings import Verdict, share_in_words
+from torchring.report.verdict.findings import Verdict
 from torchring.report.verdict.pauses import TELLING as PAUSES_TELLING
 from torchring.report.verdict.pauses import Pauses
+from torchring.report.words import share_in_words
 
 _WELL: Final = 0.9
 _START_UP_TELLING: Final = 0.5  # of the run, if nothing else is wrong
@@ -118,7 +119,7 @@ def _where_it_is_large(timing: Timing, cost: Array, least: float) -> tuple[str, 
 
 
 def _explain_input(costs: Costs, who: str) -> tuple[str, str]:
-    """The detail, and what stands behind the share in the sentence."""
+    """The detail of the verdict, and the end of its sentence."""
     loading = typical(costs.loading) / max(typical(costs.input), 1e-9)
     if loading >= _NEARLY_ALL:
         return "", f"waits for data on {who}"
@@ -130,7 +131,7 @@ def _explain_input(costs: Costs, who: str) -> tuple[str, str]:
 def _explain_communication(
     size: int, buckets: Sequence[BucketSummary], late: Sequence[LateParameter], network: Network | None, cost_ms: float
 ) -> tuple[str, str]:
-    """The detail, and the rest of a sentence that begins with "communication that"."""
+    """The detail of the verdict, and the end of a sentence that begins with "communication that"."""
     huge = next((each for each in late if each.holds_ms == 0 and each.exposed_ms >= _MOST * cost_ms), None)
     if huge:
         megabytes = f"{huge.num_bytes / 1e6:.0f} MB"

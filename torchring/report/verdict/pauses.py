@@ -15,7 +15,8 @@ import numpy as np
 from torchring.report.model.phases import PHASES, Phase, column
 from torchring.report.model.timing import Array, Spread, Timing, spread
 from torchring.report.model.waits import Critical, knows_forward
-from torchring.report.verdict.findings import Kind, share_in_words
+from torchring.report.verdict.findings import Kind
+from torchring.report.words import share_in_words
 
 _FEW: Final = 10  # steps, of which none is an exception
 _SELDOM: Final = 0.05  # of the steps: workers of a DataLoader give their batches in bursts that are more frequent
@@ -40,35 +41,23 @@ _KINDS: Final[dict[Phase, Kind]] = {
 
 @dataclass(frozen=True)
 class Pauses:
-    """Steps in which one phase is long.
+    """Steps in which one phase is long."""
 
-    Attributes:
-        phase: see above.
-        has_pause: [S], those steps, and where the pause is at the end of a step, the next one, in which others wait.
-        num_steps: how many steps there are with them.
-        rank: the rank that pauses, while the others wait; None if several do.
-        is_common: whether all ranks pause at the same time.
-        length: how much longer the phase is than in other steps.
-        share: of the time of all steps, from 0 to 1.
-        numbers: of the steps.
-        place: where in a step: "in forward".
-        cause: what the trace shows, or what may be the cause: "for evaluation or a checkpoint". May be empty.
-    """
-
-    phase: Phase
+    phase: Phase  # see above
+    # [S], those steps, and where the pause is at the end of a step, the next one, in which others wait
     has_pause: Array
-    num_steps: int
-    rank: int | None
-    is_common: bool
-    length: Spread
-    share: float
-    numbers: tuple[int, ...]
-    place: str
-    cause: str
+    num_steps: int  # how many steps there are with them
+    rank: int | None  # the rank that pauses, while the others wait; None if several do
+    is_common: bool  # whether all ranks pause at the same time
+    length: Spread  # how much longer the phase is than in other steps
+    share: float  # of the time of all steps, from 0 to 1
+    numbers: tuple[int, ...]  # of the steps
+    place: str  # where in a step: "in forward"
+    cause: str  # what the trace shows, or what may be the cause: "for evaluation or a checkpoint". May be empty.
 
     @property
     def kind(self) -> Kind:
-        """As that of a verdict."""
+        """The kind of verdict."""
         return _KINDS.get(self.phase, "compute")
 
     @property
@@ -87,7 +76,7 @@ class Pauses:
 
     @property
     def sentence(self) -> str:
-        """How much time pauses take, and where they are."""
+        """One sentence: how much time pauses take, and where they are."""
         digits = 0 if self.length.mean >= 10 else 1
         low, mean, high = (f"{each:,.{digits}f}" for each in (self.length.low, self.length.mean, self.length.high))
         cause = f", {self.cause}" if self.cause else ""
