@@ -8,23 +8,22 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
-from torchring.report.model.cores import Queue, is_crowded, sharing, threads_of
+from torchring.report.model.cores import is_crowded, sharing, threads_of
 from torchring.report.model.layout import laid_out
-from torchring.report.model.loading import HANDING_OVER_MS, Loading
-from torchring.report.model.merge import Job
+from torchring.report.model.loading import HANDING_OVER_MS
 from torchring.report.model.phases import COMPUTING, Phase, column
 from torchring.report.model.scaling import Links, Workload, exposed_ms
-from torchring.report.model.timing import Array, typical
+from torchring.report.model.timing import typical
 from torchring.report.model.workload import between_hosts, with_layout
 from torchring.report.verdict.costs import Costs
 from torchring.report.verdict.findings import Advice
-from torchring.report.verdict.pauses import TELLING, Pauses
+from torchring.report.verdict.pauses import TELLING
+from torchring.report.verdict.situation import Situation
 from torchring.report.words import count, share_in_words
 
 _WORTH_IT: Final = 0.02  # share of a step
@@ -39,27 +38,6 @@ _NUM_PARTS: Final = 10  # of the trace, from which the error is estimated
 _FUSED_SAVES: Final = {"AdamW": 0.5, "Adam": 0.5, "SGD": 0.3, "Adagrad": 0.3}  # of step(); said to be an assumption
 _FEW_CORES: Final = 0.5  # of the time in which ranks wait for workers, they have no core
 _HALF: Final = 0.5  # of what data or code take; said to be an assumption, too
-
-
-@dataclass(frozen=True)
-class Situation:
-    """The facts that advice is drawn from."""
-
-    job: Job
-    cycle: Array  # [S, R, 7], of the steps that count, as `Critical.cycle`
-    costs: Costs
-    step_ms: float  # how long a step takes now
-    backward_ms: float  # median, on the slowest rank
-    workload: Workload  # as it is
-    links: Links | None  # None if the network is unknown
-    pauses: tuple[Pauses, ...]  # steps that are not part of `cycle`, the most costly first
-    queue: Queue | None  # time without a core; None if it is unknown
-    who_has_cores: str  # meanwhile, a clause
-    loading: Loading | None  # None if nothing is known of it
-
-    @property
-    def about(self) -> RunInfo:
-        return self.job.traces[0].about
 
 
 def advise(situation: Situation) -> tuple[Advice, ...]:
