@@ -38,9 +38,7 @@ def test_the_verdict_comes_first_and_the_page_is_written(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
-    monkeypatch.setattr(
-        "torchring.report.show.page.write_page", lambda analysis, path: written.append((analysis, path))
-    )
+    monkeypatch.setattr("torchring.report.command.write_page", lambda analysis, path: written.append((analysis, path)))
     assert main(["report", str(folder)]) == 0
     out, err = capsys.readouterr()
     first = " ".join(out.partition("\n\n")[0].split())
@@ -116,7 +114,7 @@ def test_a_package_that_is_missing_is_named(
     def refuse(analysis: object, path: object) -> None:
         raise ImportError("report.html needs plotly: pip install 'torchring[report]'")
 
-    monkeypatch.setattr(command, "_write_page", refuse)
+    monkeypatch.setattr(command, "write_page", refuse)
     assert main(["report", str(folder)]) == 0, "the summary is a report, too"
     assert main(["report", str(folder), "--html", str(folder / "page.html")]) == 2
     out, err = capsys.readouterr()

@@ -11,10 +11,14 @@ from torchring.report.model.buckets import BETWEEN_HOSTS, WITHIN_HOST, bus_bytes
 _SHARED_MEMORY: Final = "shared memory"
 
 
+class DoctorReportError(Exception):
+    """The file cannot be read, or is no report of `torchring doctor --json`."""
+
+
 def bus_bandwidths(file: Path) -> dict[str, float]:
     """Bus bandwidth in GB/s by path, as `torchring doctor --json > file` has found it: the slowest of each kind.
 
-    Raises ValueError if the file is no such report, OSError if it cannot be read.
+    Raises DoctorReportError.
     """
     try:
         report = json.loads(file.read_text())
@@ -26,5 +30,7 @@ def bus_bandwidths(file: Path) -> dict[str, float]:
             name = WITHIN_HOST if is_shared else BETWEEN_HOSTS
             found[name] = min(found.get(name, float("inf")), factor * float(path["gigabytes_per_second"]))
         return found
+    except OSError as error:
+        raise DoctorReportError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no report of `torchring doctor --json`: {error}") from error
+        raise DoctorReportError(f"{file} is no report of `torchring doctor --json`: {error}") from error

@@ -16,9 +16,8 @@ from torchring.report.show.formats import (
     seconds,
     with_spread,
 )
-from torchring.report.verdict.findings import Analysis
+from torchring.report.verdict.findings import NOTICEABLE_WAIT, Analysis
 
-NOTICEABLE_WAIT: Final = 0.005  # of a step
 MEANINGS: Final = {
     Phase.INPUT: "from the end of a step to forward: next batch, zero_grad(), logging",
     Phase.FORWARD: "the model computes",
@@ -222,8 +221,7 @@ def of_hiding(analysis: Analysis) -> str:
 def of_start_up(analysis: Analysis) -> str:
     """How long it takes until the job trains."""
     start_up = analysis.start_up
-    if start_up is None:
-        return ""
+    assert start_up is not None
     text = f"Starting took {seconds(start_up.until_wrapped_s)} until the optimizer was wrapped"
     if start_up.until_first_step_s is not None:
         text += f", and another {seconds(start_up.until_first_step_s)} until the end of the first step"
@@ -232,8 +230,6 @@ def of_start_up(analysis: Analysis) -> str:
 
 def of_clock(analysis: Analysis) -> str:
     """By how much times of different hosts may differ. Only for several hosts."""
-    if len({rank.node_rank for rank in analysis.ranks}) < 2:
-        return ""
     if analysis.clock_error_ms is None:
         return "How far the clocks of the hosts are apart is not known, so waits between hosts may be wrong."
     return f"Clocks of the hosts are aligned to within {milliseconds(analysis.clock_error_ms)}."

@@ -30,11 +30,6 @@ def shown_ranks(analysis: Analysis) -> list[RankSummary]:
     return sorted(by_blame[:MAX_RANKS], key=lambda rank: rank.rank)
 
 
-def shown_phases(analysis: Analysis) -> list[Phase]:
-    """The phases that some rank spends time in, in the order of a step."""
-    return [phase for phase in Phase if any(rank.phases[phase].mean > 0 for rank in analysis.ranks)]
-
-
 def shown_buckets(analysis: Analysis, at_most: int = MAX_BUCKETS) -> list[BucketSummary]:
     """The buckets with most exposed communication, in plan order."""
     by_exposed = sorted(analysis.buckets, key=lambda bucket: (-bucket.exposed.median, -bucket.num_bytes))

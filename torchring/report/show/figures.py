@@ -16,7 +16,6 @@ from torchring.report.show.drawing import (
     OTHER_COLOR,
     default_rank,
     shown_buckets,
-    shown_phases,
     shown_ranks,
 )
 from torchring.report.show.formats import mean_with_spread, megabytes, milliseconds, percent, with_spread
@@ -72,7 +71,7 @@ def phases_by_rank(analysis: Analysis) -> Any:
             ],
             hoverinfo="text",
         )
-        for phase in shown_phases(analysis)
+        for phase in analysis.phases
     ]
     means = [rank.step.mean for rank in ranks]
     whole = go.Scatter(

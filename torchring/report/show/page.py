@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchring.report.model.phases import Phase
-from torchring.report.model.waits import together
 from torchring.report.show import captions, formats
 from torchring.report.verdict.findings import Analysis
 
@@ -70,7 +69,6 @@ def page_of(analysis: Analysis) -> str:
     spans = {span.phase for span in analysis.median_step.spans}
     if analysis.median_step.buckets:
         spans |= {Phase.WAITING, Phase.COMMUNICATION}
-    least = captions.NOTICEABLE_WAIT * analysis.step.mean
     return environment.get_template("page.html").render(
         a=analysis,
         captions=captions,
@@ -80,11 +78,10 @@ def page_of(analysis: Analysis) -> str:
         ranks=[rank.rank for rank in ranks],
         first=first,
         rank_menu=[(f"{rank.rank} on {rank.host}", rank.rank) for rank in ranks],
-        phases=[(phase.value, drawing.COLORS[phase]) for phase in drawing.shown_phases(analysis)],
+        phases=[(phase.value, drawing.COLORS[phase]) for phase in analysis.phases],
         lane_phases=[(phase.value, drawing.COLORS[phase]) for phase in Phase if phase in spans],
         views=views,
         view=view,
-        waits=[(who, wait) for who, wait in together(analysis.waits) if wait.mean_ms >= least],
         buckets=drawing.shown_buckets(analysis, _MAX_ROWS),
         top=figures.top_over_time(analysis),
         predicted_phases=[

@@ -13,14 +13,12 @@ from torchring.errors import ranks_in_words
 from torchring.report.model.buckets import BucketSummary
 from torchring.report.model.phases import Phase
 from torchring.report.model.timing import Spread
-from torchring.report.model.waits import together
-from torchring.report.verdict.findings import Advice, Analysis
+from torchring.report.verdict.findings import NOTICEABLE_WAIT, Advice, Analysis
 from torchring.report.words import count, share_in_words
 
 _WIDTH: Final = 110
 _MAX_ROWS: Final = 8
 _MAX_NAME: Final = 48
-_NOTICEABLE: Final = 0.005  # of a step: shorter waits are left out
 _COLUMNS: Final = {
     Phase.INPUT: "input",
     Phase.FORWARD: "forward",
@@ -127,20 +125,19 @@ def table_of_phases(analysis: Analysis) -> Section:
     """Milliseconds of a step, by rank and phase."""
     ranks, title = list(analysis.ranks), "Milliseconds of a step, by rank, on average"
     if len(ranks) > _MAX_ROWS:
-        awaited = {wait.awaited for wait in analysis.waits if wait.mean_ms >= _NOTICEABLE * analysis.step.mean}
+        awaited = {wait.awaited for wait in analysis.waits if wait.mean_ms >= NOTICEABLE_WAIT * analysis.step.mean}
         late = sorted((rank for rank in ranks if rank.rank in awaited), key=lambda rank: -rank.is_last_share)
         other = next((rank for rank in ranks if rank.rank not in awaited), ranks[0])
         title += f" (those of {len(ranks)} for which others wait most, and rank {other.rank})"
         shown = {other.rank, *(rank.rank for rank in late[: _MAX_ROWS - 1])}
         ranks = [rank for rank in ranks if rank.rank in shown]
-    used = [phase for phase in Phase if any(rank.phases[phase].mean > 0 for rank in analysis.ranks)]
     has_hosts = len({rank.host for rank in analysis.ranks}) > 1
-    least = _NOTICEABLE * analysis.step.mean
+    least = NOTICEABLE_WAIT * analysis.step.mean
     has_queue = any(rank.queued is not None and rank.queued.mean >= least for rank in analysis.ranks)
     rows = [
         (
             f"{rank.rank} ({rank.host.partition('.')[0]})" if has_hosts else str(rank.rank),
-            *map(_mean, (rank.step, *(rank.phases[phase] for phase in used))),
+            *map(_mean, (rank.step, *(rank.phases[phase] for phase in analysis.phases))),
             *([_mean(rank.queued) if rank.queued else "?"] if has_queue else []),
         )
         for rank in ranks
@@ -148,7 +145,7 @@ def table_of_phases(analysis: Analysis) -> Section:
     columns = dict(_COLUMNS)
     if not analysis.is_forward_known:
         columns[Phase.INPUT] = "input and forward"
-    names = ("rank", "step", *(columns[phase] for phase in used), *(["no core"] if has_queue else []))
+    names = ("rank", "step", *(columns[phase] for phase in analysis.phases), *(["no core"] if has_queue else []))
     return Section(title, names, tuple(rows))
 
 
@@ -156,8 +153,7 @@ def table_of_waits(analysis: Analysis) -> Section:
     """Who waits for whom. No rows if nobody waits for long."""
     rows = [
         (who, str(wait.awaited), f"{wait.mean_ms:.3g}", f"{wait.share:.0%}", _mean(wait.cost))
-        for who, wait in together(analysis.waits)[:_MAX_ROWS]
-        if wait.mean_ms >= _NOTICEABLE * analysis.step.mean
+        for who, wait in analysis.long_waits[:_MAX_ROWS]
     ]
     columns = ("who", "waits for rank", "ms a step", "in so many steps", "then ms")
     return Section("Who waits for whom", columns, tuple(rows))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.report.model.buckets import Bandwidth, BucketSummary, LateParameter
@@ -22,8 +22,9 @@ from torchring.report.model.phases import Phase
 from torchring.report.model.ranks import RankSummary, StartUp
 from torchring.report.model.scaling import Prediction
 from torchring.report.model.timing import Spread
-from torchring.report.model.waits import Wait
+from torchring.report.model.waits import Wait, together
 
+NOTICEABLE_WAIT: Final = 0.005  # of a step
 Kind = Literal["input", "compute", "communication", "straggler", "optimizer", "cores", "start-up"]
 
 
@@ -96,3 +97,14 @@ class Analysis:
     # From this bandwidth on, less than 1 % of a step is exposed communication. 0: with any bandwidth. None: with none,
     # because latency alone is more, or the network is unknown.
     hiding_gigabytes_per_s: float | None
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The phases that some rank spends time in, in the order of a step."""
+        return [phase for phase in Phase if any(rank.phases[phase].mean > 0 for rank in self.ranks)]
+
+    @property
+    def long_waits(self) -> list[tuple[str, Wait]]:
+        """Waits for each rank that cost at least 0.5 % of a step, and who waits, in words; the longest first."""
+        least = NOTICEABLE_WAIT * self.step.mean
+        return [(who, wait) for who, wait in together(self.waits) if wait.mean_ms >= least]
