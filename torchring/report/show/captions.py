@@ -13,7 +13,7 @@ from torchring.report.show.formats import (
     milliseconds,
     number,
     percent,
-    seconds,
+    rate,
     with_spread,
 )
 from torchring.report.verdict.findings import NOTICEABLE_WAIT, Analysis
@@ -42,19 +42,6 @@ def of_verdict(analysis: Analysis) -> str:
     return text + "Numbers in brackets hold the middle three fifths of what was measured."
 
 
-def of_advice(analysis: Analysis) -> str:
-    """The time of which gains are a share."""
-    if not analysis.advice:
-        if not analysis.has_enough_steps:
-            return "So few steps do not tell."
-        return "No setting that torchring knows of would make a step noticeably shorter."
-    best = analysis.advice[0]
-    return (
-        "Predicted from the measured times, each change for itself, as a share of the time that a sample takes. The "
-        f"largest gain takes a step from {milliseconds(analysis.step.mean)} to about {milliseconds(best.predicted_ms)}."
-    )
-
-
 def of_path(analysis: Analysis) -> str:
     """Which phases make up the step."""
     largest = sorted(analysis.path.items(), key=lambda item: -item[1].mean)[:2]
@@ -72,13 +59,12 @@ def name_of(phase: Phase, analysis: Analysis) -> str:
 def of_ranks(analysis: Analysis) -> str:
     """Where ranks differ."""
     text = "A bar for each rank, made of the means of its phases. The line at its end is the spread of a whole step. "
+    if len(analysis.ranks) == 1:
+        return text
     differences = []
     for phase in set(Phase) - {Phase.WAITING}:
-        of_phase = [(rank.phases[phase].mean, rank.rank) for rank in analysis.ranks if phase in rank.phases]
-        if len(of_phase) > 1:
-            differences.append((max(of_phase)[0] - min(of_phase)[0], phase.value, min(of_phase), max(of_phase)))
-    if not differences:
-        return text
+        means = [(rank.phases[phase].mean, rank.rank) for rank in analysis.ranks]
+        differences.append((max(means)[0] - min(means)[0], phase.value, min(means), max(means)))
     difference, phase_name, (least, fastest), (most, slowest) = max(differences)
     if difference < _NOTICEABLE * analysis.step.mean:
         return f"{text}The ranks are alike: no phase differs by more than {milliseconds(difference)}."
@@ -91,8 +77,7 @@ def of_ranks(analysis: Analysis) -> str:
 def of_time(analysis: Analysis, rank: int) -> str:
     """How the job changes while it runs."""
     series = analysis.series
-    of_rank = series.phases.get(rank, {})
-    totals = [sum(values) for values in zip(*of_rank.values(), strict=True)]
+    totals = [sum(values) for values in zip(*series.phases[rank].values(), strict=True)]
     text = "The same phases, one rank at a time, from the first recorded step on. "
     if series.num_steps_per_point > 1:
         text += f"Each point is the mean of {series.num_steps_per_point} steps. "
@@ -174,8 +159,9 @@ def of_bandwidth(analysis: Analysis) -> str:
         network = analysis.network
         latency = f"{milliseconds(network.alpha_ms)} and " if network.is_alpha_known else ""
         origin = "as given on the command line" if analysis.is_network_given else "fitted to these buckets"
-        rate = _rate(network.gigabytes_per_s)
-        parts.append(f"For predictions, a message costs {latency}its bytes at {rate}, {origin}.")
+        parts.append(
+            f"For predictions, a message costs {latency}its bytes at {rate(network.gigabytes_per_s)}, {origin}."
+        )
     return " ".join(parts)
 
 
@@ -183,7 +169,7 @@ def _doctor(path: Bandwidth) -> str:
     if path.doctor is None:
         return ""
     share = path.bus.median / path.doctor if path.doctor else 0.0
-    return f" The doctor found {_rate(path.doctor)} there, so the job uses {percent(share)} of it."
+    return f" The doctor found {rate(path.doctor)} there, so the job uses {percent(share)} of it."
 
 
 def of_scaling(analysis: Analysis) -> str:
@@ -200,40 +186,3 @@ def of_scaling(analysis: Analysis) -> str:
         f"{text}, with {largest.num_ranks:,} ranks about {milliseconds(largest.step_ms)} (efficiency "
         f"{percent(largest.efficiency)})."
     )
-
-
-def of_hiding(analysis: Analysis) -> str:
-    """The bandwidth at which communication would hide."""
-    needed = analysis.hiding_gigabytes_per_s
-    ranks = f"with {analysis.size:,} ranks"
-    if analysis.network is None:
-        return ""
-    if needed is None:
-        return f"No bandwidth would hide communication behind backward {ranks}: latency alone is too long."
-    if needed == 0:
-        return f"Backward hides communication {ranks} at any bandwidth."
-    return (
-        f"From {_rate(needed)} on, backward would hide communication {ranks}. The network has "
-        f"{_rate(analysis.network.gigabytes_per_s)}."
-    )
-
-
-def of_start_up(analysis: Analysis) -> str:
-    """How long it takes until the job trains."""
-    start_up = analysis.start_up
-    assert start_up is not None
-    text = f"Starting took {seconds(start_up.until_wrapped_s)} until the optimizer was wrapped"
-    if start_up.until_first_step_s is not None:
-        text += f", and another {seconds(start_up.until_first_step_s)} until the end of the first step"
-    return f"{text}: {percent(start_up.share)} of the {seconds(start_up.run_s)} that were recorded."
-
-
-def of_clock(analysis: Analysis) -> str:
-    """By how much times of different hosts may differ. Only for several hosts."""
-    if analysis.clock_error_ms is None:
-        return "How far the clocks of the hosts are apart is not known, so waits between hosts may be wrong."
-    return f"Clocks of the hosts are aligned to within {milliseconds(analysis.clock_error_ms)}."
-
-
-def _rate(gigabytes_per_s: float) -> str:
-    return f"{number(gigabytes_per_s)}\u00a0GB/s ({number(8 * gigabytes_per_s)}\u00a0Gbit/s)"

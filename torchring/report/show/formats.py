@@ -41,6 +41,11 @@ def megabytes(num_bytes: float) -> str:
     return f"{number(num_bytes / 1e6)}{_SPACE}MB"
 
 
+def rate(gigabytes_per_s: float) -> str:
+    """A bandwidth in GB/s, and in Gbit/s."""
+    return f"{number(gigabytes_per_s)}{_SPACE}GB/s ({number(8 * gigabytes_per_s)}{_SPACE}Gbit/s)"
+
+
 def bounds(spread: Spread) -> str:
     """The range of the middle three fifths of the measurements: "98–105"."""
     return f"{number(spread.low, spread.median)}–{_JOINED}{number(spread.high, spread.median)}"

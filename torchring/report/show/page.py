@@ -17,6 +17,8 @@ _FILTERS: Final = (
     formats.milliseconds,
     formats.percent,
     formats.megabytes,
+    formats.seconds,
+    formats.rate,
     formats.median,
     formats.bounds,
     formats.mean_with_spread,
