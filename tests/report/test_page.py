@@ -26,8 +26,7 @@ from torchring.report.model.merge import merge
 from torchring.report.model.phases import Phase
 from torchring.report.model.timing import Spread
 from torchring.report.show import captions, figures
-from torchring.report.show.drawing import COLORS
-from torchring.report.show.figures import bandwidth_by_bucket
+from torchring.report.show.figures import COLORS, bandwidth_by_bucket
 from torchring.report.show.formats import number, percent, seconds
 from torchring.report.show.page import page_of, write_page
 from torchring.report.verdict.analysis import analyse

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what bounds a job, by how much, and what would help, from the trace that "
         "`torchring run --trace DIR` has written.",
         epilog="Exit code: 0 if there is a report, 1 if nothing could be read or a file could not be written, 2 for a "
-        "usage error, and if --html asks for a page and plotly is missing.",
+        "usage error, and if --html asks for a page and plotly or jinja2 is missing.",
     )
     parser.add_argument("folder", metavar="DIR", help="the folder of the trace")
     page = parser.add_mutually_exclusive_group()

@@ -17,7 +17,7 @@ from torchring.report.model.waits import Critical
 
 _MAX_POINTS: Final = 300  # over time; fewer with more ranks, lest the page becomes too large
 _RANKS_IN_FULL: Final = 24
-_MOST_RANKS: Final = 64  # in a figure
+MOST_RANKS: Final = 64  # that figures show
 _PHASE_OF: Final = {
     Recorded.INPUT: Phase.INPUT,
     Recorded.FORWARD: Phase.FORWARD,
@@ -97,7 +97,7 @@ def median_step(job: Job, timing: Timing, critical: Critical) -> MedianStep:
 def series(timing: Timing, critical: Critical) -> Series:
     """Means over neighbouring steps."""
     num_steps = len(timing.numbers)
-    max_points = _MAX_POINTS // -(-min(len(timing.ranks), _MOST_RANKS) // _RANKS_IN_FULL)
+    max_points = _MAX_POINTS // -(-min(len(timing.ranks), MOST_RANKS) // _RANKS_IN_FULL)
     stride = -(-num_steps // max_points)
     firsts = np.arange(0, num_steps, stride)
     lengths = np.diff([*firsts, num_steps])

@@ -9,22 +9,49 @@ from typing import Any, Final
 import numpy as np
 import plotly.graph_objects as go
 
+from torchring.report.model.buckets import BucketSummary
+from torchring.report.model.lanes import MOST_RANKS
 from torchring.report.model.phases import Phase
+from torchring.report.model.ranks import RankSummary
 from torchring.report.model.timing import Spread
-from torchring.report.show.drawing import (
-    COLORS,
-    OTHER_COLOR,
-    default_rank,
-    shown_buckets,
-    shown_ranks,
-)
 from torchring.report.show.formats import mean_with_spread, megabytes, milliseconds, percent, with_spread
 from torchring.report.verdict.findings import Analysis
 
+# By Okabe and Ito (2008), told apart by people with any kind of colour vision, on white and on black.
+COLORS: Final = {
+    Phase.INPUT: "#e69f00",
+    Phase.FORWARD: "#56b4e9",
+    Phase.BACKWARD: "#0072b2",
+    Phase.WAITING: "#cc79a7",
+    Phase.COMMUNICATION: "#d55e00",
+    Phase.BETWEEN: "#999999",
+    Phase.OPTIMIZER: "#009e73",
+}
+OTHER_COLOR: Final = "#64748b"  # of several phases together
+MOST_BUCKETS: Final = 64
 _LONG_WAIT: Final = 0.05  # of a step: shorter waits are pale in the heat map
 _WIDE: Final = 30.0  # times the slowest bucket: if the fastest is faster than that, the axis is logarithmic
 _LONG_POINT: Final = 3.0  # times the 95 % quantile: points over time that are longer are cut off
 _MAX_WRITTEN: Final = 8  # ranks: a heat map of more has no numbers in its cells
+
+
+def shown_ranks(analysis: Analysis) -> list[RankSummary]:
+    """The ranks that figures show: those that the others wait for most, by rank."""
+    by_blame = sorted(analysis.ranks, key=lambda rank: -rank.is_last_share)
+    return sorted(by_blame[:MOST_RANKS], key=lambda rank: rank.rank)
+
+
+def shown_buckets(analysis: Analysis, at_most: int = MOST_BUCKETS) -> list[BucketSummary]:
+    """The buckets with most exposed communication, in plan order."""
+    by_exposed = sorted(analysis.buckets, key=lambda bucket: (-bucket.exposed.median, -bucket.num_bytes))
+    return sorted(by_exposed[:at_most], key=lambda bucket: bucket.index)
+
+
+def default_rank(analysis: Analysis) -> int:
+    """The rank that is shown first: the one to blame, or else the one that the others wait for most."""
+    ranks = shown_ranks(analysis)
+    blamed = [rank.rank for rank in ranks if rank.rank == analysis.verdict.rank]
+    return blamed[0] if blamed else max(ranks, key=lambda rank: rank.is_last_share).rank
 
 
 def figure(traces: Sequence[Any], height: int, **layout: Any) -> Any:

@@ -11,8 +11,7 @@ import plotly.graph_objects as go
 
 from torchring.report.model.lanes import LaneBucket
 from torchring.report.model.phases import Phase
-from torchring.report.show.drawing import COLORS, default_rank, shown_ranks
-from torchring.report.show.figures import figure
+from torchring.report.show.figures import COLORS, default_rank, figure, shown_ranks
 from torchring.report.verdict.findings import Analysis
 
 _RANKS_IN_VIEW: Final = 8

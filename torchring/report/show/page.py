@@ -42,7 +42,7 @@ def page_of(analysis: Analysis) -> str:
     except ImportError as error:
         missing = "report.html is not written. It needs plotly and jinja2: pip install 'torchring[report]'"
         raise ImportError(missing) from error
-    from torchring.report.show import drawing, figures, gantt
+    from torchring.report.show import figures, gantt
 
     draw_as: dict[str, Callable[[Analysis], Any]] = {
         "by-rank": figures.phases_by_rank,
@@ -53,21 +53,18 @@ def page_of(analysis: Analysis) -> str:
         "step-time": figures.predicted_step,
         "efficiency": figures.predicted_efficiency,
     }
-    has_library = False
 
     def draw(name: str) -> Any:
-        nonlocal has_library
+        is_first = name == "by-rank"  # on the page: it brings the library
         config = {"displayModeBar": False, "showTips": False}
-        brings = not has_library  # the first figure
-        has_library = True
-        return Markup(to_html(draw_as[name](analysis), config, include_plotlyjs=brings, full_html=False, div_id=name))
+        return Markup(to_html(draw_as[name](analysis), config, include_plotlyjs=is_first, full_html=False, div_id=name))
 
     loader = PackageLoader("torchring.report", "show")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters |= {each.__name__: each for each in _FILTERS}
-    ranks = drawing.shown_ranks(analysis)
+    ranks = figures.shown_ranks(analysis)
     views, view = gantt.views_of(analysis)
-    first = drawing.default_rank(analysis)
+    first = figures.default_rank(analysis)
     spans = {span.phase for span in analysis.median_step.spans}
     if analysis.median_step.buckets:
         spans |= {Phase.WAITING, Phase.COMMUNICATION}
@@ -75,20 +72,20 @@ def page_of(analysis: Analysis) -> str:
         a=analysis,
         captions=captions,
         draw=draw,
-        colors=drawing.COLORS,
+        colors=figures.COLORS,
         max_rows=_MAX_ROWS,
         ranks=[rank.rank for rank in ranks],
         first=first,
         rank_menu=[(f"{rank.rank} on {rank.host}", rank.rank) for rank in ranks],
-        phases=[(phase.value, drawing.COLORS[phase]) for phase in analysis.phases],
-        lane_phases=[(phase.value, drawing.COLORS[phase]) for phase in Phase if phase in spans],
+        phases=[(phase.value, figures.COLORS[phase]) for phase in analysis.phases],
+        lane_phases=[(phase.value, figures.COLORS[phase]) for phase in Phase if phase in spans],
         views=views,
         view=view,
-        buckets=drawing.shown_buckets(analysis, _MAX_ROWS),
+        buckets=figures.shown_buckets(analysis, _MAX_ROWS),
         top=figures.top_over_time(analysis),
         predicted_phases=[
-            ("everything else", drawing.OTHER_COLOR),
-            *((phase.value, drawing.COLORS[phase]) for phase in (Phase.WAITING, Phase.COMMUNICATION)),
+            ("everything else", figures.OTHER_COLOR),
+            *((phase.value, figures.COLORS[phase]) for phase in (Phase.WAITING, Phase.COMMUNICATION)),
             ("measured", "currentColor"),
         ],
         written=datetime.fromtimestamp(analysis.about.written_at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
