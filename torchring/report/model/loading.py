@@ -9,9 +9,9 @@ import numpy as np
 
 from torchring.report.model.cores import num_workers, threads_of
 from torchring.report.model.merge import Job
-from torchring.report.model.phases import COMPUTING, Phase, column
+from torchring.report.model.phases import Phase, column
 from torchring.report.model.timing import Array, Timing, typical
-from torchring.report.model.waits import Critical
+from torchring.report.model.waits import Critical, computing
 
 HANDING_OVER_MS: Final = 0.5  # CPU time with which a rank takes a batch from a worker
 MOST_WORKERS: Final = 16  # of a rank: each has the data set in its memory
@@ -67,19 +67,19 @@ def find_loading(job: Job, timing: Timing, critical: Critical, *, is_forward_kno
         if not is_forward_known:
             return None
         waiting = cycle[..., column(Phase.INPUT)]
-    computing = cycle[..., [column(phase) for phase in COMPUTING]].sum(2) - waiting
+    busy = computing(cycle) - waiting
     worker = waiting
     cores = timing.loading_cpu[counts]
     if workers > 0:  # where ranks wait for workers, these are busy all the time
         worker = np.broadcast_to(workers * critical.path[counts].sum(1)[:, None], waiting.shape)
         waiting = np.maximum(0.0, waiting - HANDING_OVER_MS)
-        computing = computing + HANDING_OVER_MS
+        busy = busy + HANDING_OVER_MS
     abouts = [trace.about for trace in job.traces]
     return Loading(
         waiting,
         worker,
         np.where(cores < 0, worker, cores),
-        computing,
+        busy,
         cycle[..., column(Phase.COMMUNICATION)].min(1),
         workers >= 0,
         max(0, workers),

@@ -10,7 +10,6 @@ from torchring.report.model.merge import Job
 from torchring.report.model.phases import Phase
 from torchring.report.model.timing import Array, Spread, Timing, spread, typical
 from torchring.report.model.waits import Critical
-from torchring.report.model.workload import computing
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def find_start_up(job: Job) -> StartUp | None:
 def efficiency(critical: Critical, timing: Timing, step_ms: float, size: int) -> float:
     if size == 1 or step_ms <= 0:
         return 1.0
-    return min(1.0, typical(computing(critical)[timing.counts].mean(1)) / step_ms)
+    return min(1.0, typical(waits.computing(critical.cycle[timing.counts]).mean(1)) / step_ms)
 
 
 def per_second(values: Array, timing: Timing) -> float:

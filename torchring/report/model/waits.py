@@ -74,6 +74,11 @@ def examine(job: Job) -> list[tuple[Timing, Critical]]:
     return [(timings[i], criticals[i]) for i in order]
 
 
+def computing(cycle: Array) -> Array:
+    """[S, R], time for which each rank computes, in rows of `Critical.cycle`."""
+    return np.asarray(cycle[..., [column(phase) for phase in COMPUTING]].sum(2))
+
+
 def knows_forward(cycle: Array) -> bool:
     """True if FORWARD is told apart from INPUT in rows of `Critical.cycle`."""
     return bool((cycle[..., column(Phase.FORWARD)] > 0).any())
@@ -124,9 +129,8 @@ def _find_critical(timing: Timing, found: _Meetings) -> Critical:
     cycle = phases.copy()
     for phase in (Phase.BETWEEN, Phase.OPTIMIZER):
         cycle[1:, :, column(phase)] = phases[:-1, :, column(phase)]
-    busy = cycle[..., [column(phase) for phase in COMPUTING]].sum(2)
     # Where nobody waits, the rank that computes for longest determines the step.
-    slowest = np.lexsort((-busy, found.waiting), axis=1)[:, 0]
+    slowest = np.lexsort((-computing(cycle), found.waiting), axis=1)[:, 0]
     path = np.take_along_axis(cycle, slowest[:, None, None], axis=1)[:, 0]
     return Critical(**vars(found), slowest=slowest, phases=phases, cycle=cycle, path=path)
 

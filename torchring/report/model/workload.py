@@ -14,17 +14,12 @@ from torchring.report.model.buckets import bus_bytes
 from torchring.report.model.layout import Layout, imagined
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
-from torchring.report.model.phases import COMPUTING, Phase, column
+from torchring.report.model.phases import Phase, column
 from torchring.report.model.scaling import Links, Workload, exposed_ms, slowest_ms
-from torchring.report.model.timing import Array, Timing, typical
-from torchring.report.model.waits import Critical
+from torchring.report.model.timing import Timing, typical
+from torchring.report.model.waits import Critical, computing
 
 _NUM_LANES: Final = 2  # buckets that cross the network at a time, on threads
-
-
-def computing(critical: Critical) -> Array:
-    """[S, R], how long each rank computes in each step."""
-    return np.asarray(critical.cycle[..., [column(phase) for phase in COMPUTING]].sum(2))
 
 
 def is_overlapped(timing: Timing, about: RunInfo) -> bool:
@@ -48,7 +43,7 @@ def _describe(job: Job, timing: Timing, critical: Critical) -> Workload:
     about, counts = job.traces[0].about, timing.reduces
     overlapped = is_overlapped(timing, about)
     lanes = _NUM_LANES if about.overlap == "thread" and about.local_size != about.size else 1
-    draws = computing(critical)[timing.counts]
+    draws = computing(critical.cycle[timing.counts])
     if timing.bucket_indices:
         backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
         ready = np.median((critical.all_launched - backward_end)[counts], axis=0)
