@@ -13,7 +13,7 @@ import torch
 from tests.support.traces import MS, simulate
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace, RunInfo
-from torchring.report.model.layout import imagined, laid_out, nominal_bytes, ready_shares
+from torchring.report.model.layout import layout_between_hosts, layout_with, nominal_bytes, ready_shares
 from torchring.report.model.merge import Job, merge
 from torchring.report.model.network import Network, fit
 from torchring.report.model.scaling import (
@@ -93,7 +93,7 @@ def test_buckets_of_one_rank_are_laid_out_as_between_hosts() -> None:
     (trace,) = simulated(1, bucket_mb=[], noise=0.0)
     parameters = tuple(ParameterRecord(str(i), 6 * mib, -1) for i in range(10))
     alone = dataclasses.replace(trace, about=dataclasses.replace(trace.about, parameters=parameters, options={}))
-    assert imagined(merge([alone])) == (
+    assert layout_between_hosts(merge([alone])) == (
         (6 * mib, *[12 * mib] * 4, 6 * mib),
         pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9, 1.0)),
     )
@@ -109,7 +109,7 @@ def test_a_gradient_that_never_comes_waits_for_the_end() -> None:
     about = dataclasses.replace(trace.about, parameters=parameters)
     job = merge([dataclasses.replace(trace, about=about, arrivals=arrivals)])
     assert ready_shares(job) == pytest.approx([0.6, 0.1, np.nan], nan_ok=True)
-    assert laid_out(job, 1.5 * MB, 1.0) == (pytest.approx((1.0 * MB, 0.5 * MB)), pytest.approx((0.6, 1.0)))
+    assert layout_with(job, 1.5 * MB, 1.0) == (pytest.approx((1.0 * MB, 0.5 * MB)), pytest.approx((0.6, 1.0)))
 
 
 def layers(num_bytes: list[int]) -> Job:
@@ -133,7 +133,7 @@ def test_buckets_are_predicted_as_wrap_makes_them(bucket_mb: float, compression:
         for i, each in enumerate(num_bytes)
     ]
     plan = build_plan(specs, bucket_bytes=bucket_mb * mib, compression=compression)
-    predicted = laid_out(job, sum(num_bytes) / (2 if compression else 1), bucket_mb)
+    predicted = layout_with(job, sum(num_bytes) / (2 if compression else 1), bucket_mb)
     assert predicted is not None
     sizes, ready = predicted
     # A bucket has flags and control bits, too, and each parameter begins at 64 bytes.
@@ -145,7 +145,10 @@ def test_buckets_are_predicted_as_wrap_makes_them(bucket_mb: float, compression:
 def test_layers_of_20_mib_make_buckets_of_40() -> None:
     mib = 1 << 20
     job = layers([20 * mib] * 5)
-    assert laid_out(job, 100 * mib, 25) == (pytest.approx((20 * mib, 40 * mib, 40 * mib)), pytest.approx((0.2, 0.6, 1)))
+    assert layout_with(job, 100 * mib, 25) == (
+        pytest.approx((20 * mib, 40 * mib, 40 * mib)),
+        pytest.approx((0.2, 0.6, 1)),
+    )
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,11 @@ class BucketSummary:
     """One bucket."""
 
     index: int  # number in the plan; the model's buffers have the number after the last one
-    num_bytes: int  # that one rank contributes, after compression
-    names: tuple[str, ...]  # of its parameters; empty if unknown, and for the model's buffers
+    num_bytes: int  # contributed by one rank, after compression
+    names: tuple[str, ...]  # names of parameters; empty if unknown, and for the model's buffers
     ready: Spread  # from the beginning of the (last) backward to the last gradient, on the slowest rank
-    # from when the last rank has launched it, and the bucket before it is reduced, until it is reduced
-    reducing: Spread
-    exposed: Spread  # how much of `reducing` is behind the end of backward on the last rank
+    reducing: Spread  # from the last rank's launch, and from when the bucket before it is reduced, until it is reduced
+    exposed: Spread  # part of `reducing` behind the end of backward on the last rank
     bus_bandwidth: Spread  # 2 (N - 1) / N bytes / `reducing`, in GB/s of 10**9 bytes
     last_rank: int  # the rank that launches this bucket last in most steps
 
@@ -47,10 +46,10 @@ class LateParameter:
     name: str
     bucket: int  # its number
     num_bytes: int  # of the gradient
-    ready_share: float  # at which share of backward its gradient is there, from 0 to 1
-    # for how long it was the only one of its bucket that was not ready. 0 if it is alone in its bucket.
+    ready_share: float  # share of backward after which its gradient is ready, from 0 to 1
+    # Time for which it was the only parameter of its bucket that was not ready; 0 if it is alone in its bucket.
     holds_ms: float
-    exposed_ms: float  # how much of the reduction of its bucket is behind the end of backward
+    exposed_ms: float  # part of the reduction of its bucket behind the end of backward
     why: str  # one sentence
 
 

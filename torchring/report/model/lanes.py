@@ -45,8 +45,7 @@ class LaneBucket:
     rank: int
     index: int
     num_bytes: int
-    # ready_ms, launched_ms, reduced_ms: as `BucketRecord`
-    ready_ms: float
+    ready_ms: float  # times as in `BucketRecord`
     launched_ms: float
     all_launched_ms: float  # the last rank has launched it. Until then, the bucket waits for `last_rank`.
     reduced_ms: float
@@ -68,7 +67,7 @@ class Series:
     """Phases over time, the first steps included. Each of at most 300 points is the mean of neighbouring steps."""
 
     numbers: tuple[int, ...]  # the first step of each point
-    num_steps_per_point: int  # how many steps a point stands for
+    num_steps_per_point: int  # steps that a point stands for
     phases: Mapping[int, Mapping[Phase, tuple[float, ...]]]  # by rank and phase, milliseconds a step
 
 

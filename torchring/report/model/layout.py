@@ -68,7 +68,7 @@ def lay_out(parameters: Sequence[ParameterRecord], shares: Array, bucket_bytes: 
     return sizes, tuple(float(max(shares[i] for i in each)) for each in members)
 
 
-def laid_out(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
+def layout_with(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
     """The buckets of a job with another bucket size; None if the trace does not tell when gradients are ready.
 
     Args:
@@ -83,7 +83,7 @@ def laid_out(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
     return lay_out([parameters[i] for i in dense], shares[dense], bucket_mb * _MIB, ratio)
 
 
-def imagined(job: Job) -> Layout:
+def layout_between_hosts(job: Job) -> Layout:
     """The buckets that a job of one rank would have between hosts."""
     about, shares = job.traces[0].about, ready_shares(job)
     parameters = about.parameters

@@ -22,14 +22,14 @@ _AS_GOOD: Final = 1.01
 class Loading:
     """S steps of R ranks, milliseconds of a step."""
 
-    waiting: Array  # [S, R], how long a rank stands still for its batches, or loads them itself
-    worker: Array  # [S, R], how long it takes a single worker to load them
-    cores: Array  # [S, R], for how long that keeps a core busy
-    computing: Array  # [S, R], what the rank does apart from that
+    waiting: Array  # [S, R], time in which a rank waits for batches, or loads them itself
+    worker: Array  # [S, R], time in which a single worker loads them
+    cores: Array  # [S, R], time for which that keeps a core busy
+    computing: Array  # [S, R], everything else that the rank computes
     others: Array  # [S], communication that cannot be avoided
-    has_loader: bool  # whether a DataLoader gives batches. If not, this is all that is between step() and forward.
-    num_workers: int  # that there are
-    num_threads: int  # with which a rank computes
+    has_loader: bool  # a DataLoader gives batches; if not, `waiting` is everything between step() and forward
+    num_workers: int  # present number
+    num_threads: int  # threads with which a rank computes
     hosts: Array  # [R], number of the host
     num_cores: Array  # [R], of the host
 

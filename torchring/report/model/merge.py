@@ -23,9 +23,8 @@ class Job:
     traces: tuple[RankTrace, ...]  # of the ranks that have one, by rank. Times are on rank 0's clock.
     # steps that all these ranks have, at least one; steps[i][j] is the i-th such step of `traces[j]`
     steps: tuple[tuple[StepRecord, ...], ...]
-    # by how much times of different hosts may differ, at most; 0 on one host, None if unknown
-    clock_error_ms: float | None
-    problems: tuple[str, ...]  # what is missing or strange, sentences
+    clock_error_ms: float | None  # times of different hosts differ by at most this; 0 on one host, None if unknown
+    problems: tuple[str, ...]  # sentences: what is missing or strange
     ended_badly: str = ""  # how the job ended, if it did not end well: a sentence
 
     @property

@@ -27,9 +27,9 @@ class Network:
 
     alpha_ms: float  # latency of one message. A ring of N ranks sends 2 (N - 1) messages one after the other.
     gigabytes_per_s: float  # of 10**9 bytes
-    # False if all buckets have about the same size, so that latency cannot be told from bandwidth
+    # False if all buckets have about the same size: then latency cannot be told from bandwidth
     is_alpha_known: bool = True
-    is_least: bool = False  # whether the bandwidth was not measured, and is known to be at least that
+    is_least: bool = False  # the bandwidth was not measured, and is at least this
 
 
 def fit(bucket_bytes: Array, medians: Array, num_ranks: int) -> Network | None:

@@ -20,17 +20,17 @@ class RankSummary:
     host: str
     node_rank: int
     step: Spread
-    phases: Mapping[Phase, Spread]  # of a step. Their means add up to the mean of `step`.
+    phases: Mapping[Phase, Spread]  # means add up to the mean of `step`
     stall: Spread  # inside backward, how long buckets that were being reduced kept it waiting
-    is_last_share: float  # in which share of the steps the others wait for this rank
-    queued: Spread | None  # of all phases, how long the rank was ready to run, but had no core; None if that is unknown
+    is_last_share: float  # share of the steps in which the others wait for this rank
+    queued: Spread | None  # time in all phases without a core, though ready to run; None if unknown
 
 
 @dataclass(frozen=True)
 class StartUp:
     """Seconds from the start of the processes to the first step, on the slowest rank."""
 
-    # from the start of the process until `wrap` returned: imports, model, data, meeting the others
+    # From the start of the process until `wrap` returned: imports, model, data, meeting the others
     until_wrapped_s: float
     until_first_step_s: float | None  # from then until the end of the first step
     run_s: float  # from the start of the process until the last step of the trace

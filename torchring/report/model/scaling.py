@@ -35,7 +35,7 @@ class Prediction:
     num_ranks: int
     step_ms: float
     exposed_ms: float  # communication that backward does not hide
-    waiting_ms: float  # for the slowest of so many ranks, beyond the mean rank
+    waiting_ms: float  # wait for the slowest of so many ranks, beyond the mean rank
     efficiency: float  # step of one rank alone / step_ms, from 0 to 1
 
 
@@ -43,17 +43,17 @@ class Prediction:
 class Workload:
     """The work of a step: what ranks compute, and the buckets that they reduce."""
 
-    computing_ms: Array  # [S, R], how long each rank computed in each step
-    bucket_bytes: tuple[float, ...]  # of each bucket, in the order in which they leave
-    # when each bucket is launched, before the end of backward on the slowest rank: mostly negative
+    computing_ms: Array  # [S, R]
+    bucket_bytes: tuple[float, ...]  # in plan order
+    # Launch of each bucket, counted from the end of backward on the slowest rank: mostly negative
     ready_ms: tuple[float, ...]
-    is_overlapped: bool = True  # whether backward goes on while buckets are reduced
-    num_lanes: int = 1  # how many buckets cross the network at a time
-    # added to each prediction, so that it is right where it can be compared with the measurement
+    is_overlapped: bool = True  # backward goes on while buckets are reduced
+    num_lanes: int = 1  # buckets that cross the network at a time
+    # Added to each prediction, so that it is right where it can be compared with the measurement
     unexplained_ms: float = 0.0
-    # position of the one rank that is always slower than the others; None if there is none
+    # Position of the one rank that is always slower than the others; None if there is none
     slow_rank: int | None = None
-    # of the steps that are like this, from 0 to 1. The rest are `others`: steps of other optimizers.
+    # Share of the steps that are like this, from 0 to 1. The rest are `others`: steps of other optimizers.
     share: float = 1.0
     others: tuple[Workload, ...] = ()
 

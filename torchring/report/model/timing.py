@@ -44,8 +44,8 @@ class Timing:
 
     ranks: tuple[int, ...]
     numbers: Array  # [S], of the steps
-    counts: Array  # [S], which steps are part of the statistics. With several optimizers, the steps of all of them.
-    has_buckets: Array  # [S], which steps have the buckets below. With several optimizers, the steps of one of them.
+    counts: Array  # [S], True for steps in the statistics; with several optimizers, for steps of all of them
+    has_buckets: Array  # [S], True for steps with the buckets below; with several optimizers, for steps of one of them
     # Of each step and rank: [S, R]
     begin: Array
     end: Array

@@ -26,9 +26,9 @@ class Wait:
 
     waiting: int
     awaited: int
-    mean_ms: float  # over all steps, those without a wait included
-    share: float  # of the steps that have such a wait
-    cost: Spread  # over the steps that have such a wait
+    mean_ms: float  # mean of all steps
+    share: float  # share of the steps with such a wait
+    cost: Spread  # over the steps with such a wait
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class _Meetings:
     Of buckets, only steps of `Timing.has_buckets` mean anything.
     """
 
-    all_launched: Array  # [S, B], when the last rank launched the bucket
+    all_launched: Array  # [S, B], time at which the last rank launched the bucket
     last: Array  # [S, B], position of that rank
     # reduction_begins, reduction_ends: [S, B]. One bucket is reduced after the other.
     reduction_begins: Array
     reduction_ends: Array
-    waiting: Array  # [S, R], how long a rank stood still for a rank that was late
-    awaited: Array  # [S, R], the position of that rank
+    waiting: Array  # [S, R], time for which a rank stood still for a late rank
+    awaited: Array  # [S, R], position of that rank
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from torchring.observe.recorder.records import RunInfo
 from torchring.report.model import network
 from torchring.report.model.buckets import bus_bytes
-from torchring.report.model.layout import Layout, imagined
+from torchring.report.model.layout import Layout, layout_between_hosts
 from torchring.report.model.merge import Job
 from torchring.report.model.network import Network
 from torchring.report.model.phases import Phase, column
@@ -49,7 +49,7 @@ def _describe(job: Job, timing: Timing, critical: Critical) -> Workload:
         ready = np.median((critical.all_launched - backward_end)[counts], axis=0)
         return Workload(draws, tuple(map(float, timing.bucket_bytes)), tuple(map(float, ready)), overlapped, lanes)
     backward_ms = float(np.median(critical.phases[counts][..., column(Phase.BACKWARD)]))
-    return with_layout(Workload(draws, (), (), overlapped, lanes), imagined(job), backward_ms)
+    return with_layout(Workload(draws, (), (), overlapped, lanes), layout_between_hosts(job), backward_ms)
 
 
 def links_of(about: RunInfo, found: Network | None, given: Network | None) -> Links | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from torchring.observe.recorder.records import RunInfo
 from torchring.report.model.cores import is_crowded, sharing, threads_of
-from torchring.report.model.layout import laid_out
+from torchring.report.model.layout import layout_with
 from torchring.report.model.loading import HANDING_OVER_MS
 from torchring.report.model.phases import COMPUTING, Phase, column
 from torchring.report.model.scaling import Links, Workload, exposed_ms
@@ -291,7 +291,7 @@ def _about_bucket_size(situation: Situation, saved_ms: Callable[[Workload], floa
     now = len(situation.workload.bucket_bytes)
     found = []
     for size_mb in _SIZES_MB:
-        layout = laid_out(situation.job, sum(situation.workload.bucket_bytes), size_mb)
+        layout = layout_with(situation.job, sum(situation.workload.bucket_bytes), size_mb)
         if layout is not None and len(layout[0]) != now:
             changed = with_layout(situation.workload, layout, situation.backward_ms)
             found.append((saved_ms(changed), size_mb, len(changed.bucket_bytes)))

@@ -37,23 +37,22 @@ class Costs:
     blamed: int | None  # position of the rank that the others wait for most of the time; None if the ranks take turns
     input: Array  # from the end of a step to forward. If forward is not told apart: waiting for a DataLoader.
     loading: Array  # of `input`, waiting for a DataLoader
-    straggler: Array  # by how much the blamed rank computes for longer than the median of the others
-    jitter: Array  # by how much whichever rank is the slowest takes longer than the others, apart from both above
-    cores: Array  # the rank, or one that the others wait for in communication, has no core
-    communication: Array  # as the phase, apart from that
-    # between, optimizer: as the phases, without what is part of `straggler`
-    between: Array
-    optimizer: Array
+    straggler: Array  # time by which the blamed rank computes longer than the median of the others
+    jitter: Array  # time by which whichever rank is slowest takes longer than the others, apart from both above
+    cores: Array  # time in which this rank, or a rank awaited in communication, has no core
+    communication: Array  # the phase, apart from `cores`
+    between: Array  # the phase, without its part of `straggler`
+    optimizer: Array  # the same
     unknown: Array  # forward, or waiting for data that no DataLoader gives. Zeros if forward is told apart.
     whole: Array  # the step
-    is_input_of_blamed: bool  # whether most of `input` is more than the other ranks have
-    is_blamed_without_core: bool  # whether it is the blamed rank that has no core for most of `cores`
-    # samples of the blamed rank, divided by the median of the others; 1 if unknown, if none is blamed, or if that
+    is_input_of_blamed: bool  # most of `input` is more than the other ranks have
+    is_blamed_without_core: bool  # the blamed rank has no core for most of `cores`
+    # Samples of the blamed rank, divided by the median of the others; 1 if unknown, if none is blamed, or if that
     # explains less than half of `straggler`
     batch_ratio: float
     slower_in: Phase | None  # the phase in which most of `straggler` is; None if it is spread over several
-    is_forward_known: bool  # whether INPUT was told apart from FORWARD
-    saw_loader: bool  # whether a DataLoader gave batches
+    is_forward_known: bool  # INPUT was told apart from FORWARD
+    saw_loader: bool  # a DataLoader gave batches
 
     @property
     def has_longer_batches(self) -> bool:

@@ -44,12 +44,11 @@ class Pauses:
     """Steps in which one phase is long."""
 
     phase: Phase  # see above
-    # [S], those steps, and where the pause is at the end of a step, the next one, in which others wait
-    has_pause: Array
-    num_steps: int  # how many steps there are with them
+    has_pause: Array  # [S], these steps; behind a pause at the end of a step also the next step, in which others wait
+    num_steps: int  # number of all steps
     rank: int | None  # the rank that pauses, while the others wait; None if several do
-    is_common: bool  # whether all ranks pause at the same time
-    length: Spread  # how much longer the phase is than in other steps
+    is_common: bool  # all ranks pause at the same time
+    length: Spread  # time by which the phase is longer than in other steps
     share: float  # of the time of all steps, from 0 to 1
     numbers: tuple[int, ...]  # of the steps
     place: str  # where in a step: "in forward"
