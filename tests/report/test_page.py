@@ -23,6 +23,7 @@ pytest.importorskip("plotly", reason="needs plotly: pip install 'torchring[repor
 
 from torchring.observe.recorder.records import RankTrace
 from torchring.report.model.merge import merge
+from torchring.report.model.network import Network
 from torchring.report.model.phases import Phase
 from torchring.report.model.timing import Spread
 from torchring.report.show import captions, figures
@@ -324,6 +325,27 @@ def test_what_is_missing_is_named(missing: str, analysis: Analysis, monkeypatch:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=r"needs plotly and jinja2: pip install 'torchring\[report\]'"):
         page_of(analysis)
+
+
+def text_of(num_ranks: int, given: Network | None = None, **options: Any) -> str:
+    return Elements(without_plotly(page_of(analyse(merge(simulate(num_ranks, 12, **options)), given)))).text
+
+
+def test_clocks_of_several_hosts() -> None:
+    assert "Clocks of the hosts are aligned to within 0.050\u00a0ms." in text_of(
+        4, ranks_per_host=2, skew_ms=[0, 0, 5, 5]
+    )
+    assert "How far the clocks of the hosts are apart is not known" in text_of(4, ranks_per_host=2)
+    assert "clocks" not in text_of(2).lower()
+
+
+def test_the_bandwidth_that_would_hide_communication() -> None:
+    slow = text_of(2, Network(5.0, 1.0), bucket_mb=[60.0, 60.0])
+    assert "No bandwidth would hide communication behind backward with 2 ranks: latency alone is too long." in slow
+    assert "on, backward would hide communication with 2 ranks. The network has 1.00\u00a0GB/s" in text_of(
+        1, Network(0.1, 1.0)
+    )
+    assert "Backward hides communication with 2 ranks at any bandwidth." in text_of(2, bucket_mb=[1e-6])
 
 
 def over_time(analysis: Analysis, input_ms: Sequence[float]) -> str:
