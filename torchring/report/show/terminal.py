@@ -19,15 +19,6 @@ from torchring.report.words import count, share_in_words
 _WIDTH: Final = 110
 _MAX_ROWS: Final = 8
 _MAX_NAME: Final = 48
-_COLUMNS: Final = {
-    Phase.INPUT: "input",
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.WAITING: "waiting",
-    Phase.COMMUNICATION: "communication",
-    Phase.BETWEEN: "between",
-    Phase.OPTIMIZER: "optimizer",
-}
 
 
 @dataclass(frozen=True)
@@ -142,7 +133,7 @@ def table_of_phases(analysis: Analysis) -> Section:
         )
         for rank in ranks
     ]
-    columns = dict(_COLUMNS)
+    columns = {phase: phase.value.split()[0] for phase in Phase}
     if not analysis.is_forward_known:
         columns[Phase.INPUT] = "input and forward"
     names = ("rank", "step", *(columns[phase] for phase in analysis.phases), *(["no core"] if has_queue else []))

@@ -43,7 +43,7 @@ _KINDS: Final[dict[Phase, Kind]] = {
 class Pauses:
     """Steps in which one phase is long."""
 
-    phase: Phase  # see above
+    phase: Phase
     has_pause: Array  # [S], these steps; behind a pause at the end of a step also the next step, in which others wait
     num_steps: int  # number of all steps
     rank: int | None  # the rank that pauses, while the others wait; None if several do
