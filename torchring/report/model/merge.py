@@ -49,7 +49,7 @@ def load(folder: Path) -> Job:
         )
     problems: list[str] = []
     killed = ""
-    whole, live = _read_all(paths, problems), _read_all(live_paths, [])  # a live file may vanish meanwhile
+    whole, live = read_all(paths, problems), read_all(live_paths, [])  # a live file may vanish meanwhile
     # A rank that ends well removes its live file. One that is killed leaves it, and maybe a file of an earlier run.
     used = {rank: trace for rank, trace in live.items() if _is_newer(trace, whole.get(rank))}
     traces = {**whole, **used}
@@ -73,8 +73,8 @@ def load(folder: Path) -> Job:
     return dataclasses.replace(job, ended_badly=killed) if killed and has_ended else job
 
 
-def _read_all(paths: Mapping[int, Path], problems: list[str]) -> dict[int, RankTrace]:
-    """The files that can be read, by rank."""
+def read_all(paths: Mapping[int, Path], problems: list[str]) -> dict[int, RankTrace]:
+    """The traces that can be read, by rank. Adds a sentence to `problems` for each other file."""
     found = {}
     for rank, path in paths.items():
         try:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Final
 
 from torchring.launch.arguments import duration
-from torchring.observe.recorder.files import TraceError, find, find_live, read
+from torchring.observe.recorder.files import TraceError, find, find_live
 from torchring.observe.recorder.records import ENDED_WELL, RankTrace
-from torchring.report.model.merge import merge
+from torchring.report.model.merge import merge, read_all
 from torchring.report.show.terminal import table_of_phases, table_of_waits, text_of
 from torchring.report.verdict.analysis import analyse
 from torchring.report.words import count
@@ -97,17 +97,11 @@ def look(folder: Path) -> Picture:
 
 def _traces(find_them: Callable[[Path], dict[int, Path]], folder: Path) -> list[RankTrace]:
     """The traces that can be read: a rank may be writing its file, or removing it."""
-    found = []
     try:
         paths = find_them(folder)
     except OSError:
         return []
-    for path in paths.values():
-        try:
-            found.append(read(path))
-        except TraceError:
-            continue
-    return [trace for trace in found if trace.steps]
+    return [trace for trace in read_all(paths, []).values() if trace.steps]
 
 
 def _watch(folder: Path, seconds: float) -> None:

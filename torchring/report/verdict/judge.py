@@ -83,8 +83,10 @@ def judge(situation: Situation) -> Verdict:
 
 
 def _where_it_is_large(timing: Timing, cost: Array, least: float) -> tuple[str, Timing] | None:
-    """If something costs much in a part of the run only: when, for a sentence, and the same steps, of which those
-    count. `cost`: of each step that counts."""
+    """Find the part of the run in which something costs much: words for a sentence, and steps of which this part counts.
+
+    None if the cost does not change. `cost`: of each step that counts.
+    """
     change = find_change(cost, least)
     if change is None:
         return None
