@@ -69,17 +69,13 @@ def bus_bytes(num_bytes: float, num_ranks: int) -> float:
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
 
 
-def names_in(about: RunInfo, index: int) -> tuple[str, ...]:
-    """Names of the parameters of a bucket."""
-    return tuple(parameter.name for parameter in about.parameters if parameter.bucket == index)
-
-
 def summarise(job: Job, timing: Timing, critical: Critical) -> tuple[BucketSummary, ...]:
     """The buckets, in the order of the plan."""
     counts, about = timing.reduces, job.traces[0].about
     begins, ends = critical.reduction_begins[counts], critical.reduction_ends[counts]
     ready = (timing.ready - timing.backward_begin[..., None])[counts].max(1)
-    exposed = exposed_of_buckets(timing, critical)[counts]
+    backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)[counts]
+    exposed = np.clip(ends - np.maximum(begins, backward_end), 0, None)
     found = []
     for i, index in enumerate(timing.bucket_indices):
         durations = ends[:, i] - begins[:, i]
@@ -90,7 +86,7 @@ def summarise(job: Job, timing: Timing, critical: Critical) -> tuple[BucketSumma
             BucketSummary(
                 index,
                 int(timing.bucket_bytes[i]),
-                names_in(about, index),
+                tuple(parameter.name for parameter in about.parameters if parameter.bucket == index),
                 spread(ready[:, i]),
                 spread(durations),
                 spread(exposed[:, i]),
@@ -101,20 +97,13 @@ def summarise(job: Job, timing: Timing, critical: Critical) -> tuple[BucketSumma
     return tuple(found)
 
 
-def exposed_of_buckets(timing: Timing, critical: Critical) -> Array:
-    """[S, B], how much of each reduction is behind the end of backward on the rank that the others wait for."""
-    backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
-    begins = np.maximum(critical.reduction_begins, backward_end)
-    return np.asarray(np.clip(critical.reduction_ends - begins, 0, None))
-
-
 def bandwidths(
     job: Job, timing: Timing, critical: Critical, exposed: Array, doctor: Mapping[str, float]
 ) -> tuple[Bandwidth, ...]:
     """Bandwidth that the algorithm of the job achieved.
 
     Args:
-        exposed: [steps of `Timing.reduces`], how long the slowest rank stood still. Within a host, where ranks look
+        exposed: [steps of `Timing.reduces`], standstill of the slowest rank. Within a host, where ranks look
             after their buckets between gradients, that is what a reduction takes.
         doctor: see `doctor.bus_bandwidths`.
     """
@@ -157,8 +146,8 @@ def late_parameters(
         nominal = max(_LEAST_LARGE_BYTES, nominal_bytes(about))
         if size >= _MOST * total and total >= _OVERSIZED * nominal and ready_share >= _LATE:
             why = (
-                f"Its gradient of {size / 1e6:.0f} MB makes a bucket of its own, and is ready after "
-                f"{ready_share:.0%} of backward, so that little is left to hide its reduction."
+                f"Its gradient of {size / 1e6:.0f} MB makes its bucket large, and is ready after "
+                f"{ready_share:.0%} of backward, so that little is left to hide the reduction."
             )
             found.append(_late(about, largest, ready_share, 0.0, summary.exposed.median, why))
             continue

@@ -83,7 +83,7 @@ def judge(situation: Situation) -> Verdict:
 
 
 def _where_it_is_large(timing: Timing, cost: Array, least: float) -> tuple[str, Timing] | None:
-    """Find the part of the run in which something costs much: words for a sentence, and steps of which this part counts.
+    """Find the part of the run that costs much: words for a sentence, and steps of which this part counts.
 
     None if the cost does not change. `cost`: of each step that counts.
     """
