@@ -26,9 +26,10 @@ from torchring.bench import measure, netns, step
 from torchring.bench.measure import Spread
 from torchring.bench.models import MODELS
 from torchring.observe import TRACE
-from torchring.report.analysis import Analysis, analyse
 from torchring.report.command import network_of
-from torchring.report.merge import load
+from torchring.report.model.merge import load
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
 
 ORIGINS = (1, 2)
 _BUCKET_MB = 12.0  # the default between hosts; two hosts would have them tuned, more would not

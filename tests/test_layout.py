@@ -88,6 +88,13 @@ def test_modules_of_one_folder_import_without_a_cycle() -> None:
         sort_modules(folder, PACKAGE)
 
 
+@pytest.mark.parametrize(("layer", "above"), [("model", "verdict|show"), ("verdict", "show")])
+def test_folders_of_the_report_import_one_way(layer: str, above: str) -> None:
+    files = [*(PACKAGE / "report" / layer).glob("*.py")]
+    assert len(files) > 3
+    assert [file for file in files if re.search(rf"\btorchring\.report\.({above})\b", file.read_text())] == []
+
+
 @pytest.mark.parametrize(
     "statement", ["from torchring.world import a", "import torchring.world", "from .world import a"]
 )

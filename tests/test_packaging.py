@@ -76,7 +76,7 @@ def check_contents(names: list[str]) -> None:
     for file in LINKED_FILES:
         assert f"torchring/{file}" in names
     assert {"torchring/py.typed", "torchring/bench/micro/pytest.ini"} <= set(names)
-    assert {"torchring/report/page.css", "torchring/report/page.js"} <= set(names)
+    assert {"torchring/report/show/page.css", "torchring/report/show/page.html"} <= set(names)
     modules = {str(f.relative_to(ROOT)) for f in (ROOT / "torchring").rglob("*.py") if f.parent.name not in LINKED}
     assert modules <= set(names)
     tops = {name.split("/")[0] for name in names}

@@ -36,7 +36,7 @@ from torchring.observe import PROGRESS, STACKS, TRACE
 _COMMANDS: Final = {
     "doctor": ("torchring.doctor", "say what this machine offers, and what is wrong"),
     "report": ("torchring.report.command", "say what bounds a job, from its trace"),
-    "top": ("torchring.report.top", "show how a job goes that is being traced"),
+    "top": ("torchring.report.show.top", "show how a job goes that is being traced"),
 }
 _BENCH: Final = Path(__file__).with_name("bench")
 _PATIENCE_SECONDS: Final = 10.0  # for a benchmark that was told to stop: it may have to remove a network
@@ -219,7 +219,7 @@ def _tracing(options: argparse.Namespace, is_apart: Callable[[], bool]) -> Itera
         else:
             folder = stack.enter_context(_progress_folder())
         if options.progress:
-            from torchring.report import progress
+            from torchring.report.show import progress
 
             stack.enter_context(progress.shown(Path(folder)))
         yield {TRACE if is_asked_for else PROGRESS: folder}

@@ -20,9 +20,11 @@ from torchring.observe.recorder.records import (
     RunInfo,
     StepRecord,
 )
-from torchring.report.analysis import Analysis, analyse
-from torchring.report.findings import Network, Phase
-from torchring.report.merge import merge
+from torchring.report.model.merge import merge
+from torchring.report.model.network import Network
+from torchring.report.model.phases import Phase
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
 
 QUICK = {"gigabytes_per_s": 20.0, "latency_ms": 0.05}
 # Each with the cost in ms of the step, and the length of the step, that follow from the durations that are given.
@@ -467,10 +469,15 @@ def test_the_median_step_is_drawn_as_it_was() -> None:
 def test_a_long_trace_becomes_at_most_300_points_that_keep_the_sum() -> None:
     traces = [shifted(trace, 5) for trace in simulate(2, 308, bucket_mb=[])]
     series = analyse(merge(traces)).series
-    assert len(series.numbers) == len(series.seconds) == 152
+    assert len(series.numbers) == 152
     assert series.numbers[:2] == (5, 7)
     lengths = [2] * 151 + [1]
     for rank, trace in enumerate(traces):
         points = series.phases[rank][Phase.FORWARD]
         total = sum(value * length for value, length in zip(points, lengths, strict=True))
         assert total == pytest.approx(sum(step.ns_in(Recorded.FORWARD) for step in trace.steps) / MS)
+
+
+def test_with_more_ranks_there_are_fewer_points() -> None:
+    series = analyse(merge(simulate(25, 160, bucket_mb=[]))).series
+    assert (len(series.numbers), series.num_steps_per_point) == (80, 2)

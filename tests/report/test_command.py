@@ -16,10 +16,11 @@ import pytest
 from tests.support.traces import simulate
 from torchring.cli import main
 from torchring.observe.recorder.files import path_of, write
-from torchring.report import command, terminal
-from torchring.report.analysis import analyse
-from torchring.report.findings import Advice
-from torchring.report.merge import merge
+from torchring.report import command
+from torchring.report.model.merge import merge
+from torchring.report.show import terminal
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Advice
 
 NUM_STEPS = 10
 
@@ -37,7 +38,7 @@ def test_the_verdict_comes_first_and_the_page_is_written(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
-    monkeypatch.setattr("torchring.report.page.write_page", lambda analysis, path: written.append((analysis, path)))
+    monkeypatch.setattr("torchring.report.command.write_page", lambda analysis, path: written.append((analysis, path)))
     assert main(["report", str(folder)]) == 0
     out, err = capsys.readouterr()
     first = " ".join(out.partition("\n\n")[0].split())
@@ -113,7 +114,7 @@ def test_a_package_that_is_missing_is_named(
     def refuse(analysis: object, path: object) -> None:
         raise ImportError("report.html needs plotly: pip install 'torchring[report]'")
 
-    monkeypatch.setattr(command, "_write_page", refuse)
+    monkeypatch.setattr(command, "write_page", refuse)
     assert main(["report", str(folder)]) == 0, "the summary is a report, too"
     assert main(["report", str(folder), "--html", str(folder / "page.html")]) == 2
     out, err = capsys.readouterr()

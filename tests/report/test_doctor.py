@@ -10,10 +10,10 @@ import pytest
 from tests.support.traces import simulate
 from torchring import cli
 from torchring.observe.recorder.files import write
-from torchring.report.analysis import analyse
-from torchring.report.captions import of_bandwidth
-from torchring.report.doctor import bus_bandwidths
-from torchring.report.merge import merge
+from torchring.report.model.doctor import bus_bandwidths
+from torchring.report.model.merge import merge
+from torchring.report.show.captions import of_bandwidth
+from torchring.report.verdict.analysis import analyse
 
 
 def path(kind: str, ranks: list[int], gigabytes_per_second: float) -> dict[str, object]:

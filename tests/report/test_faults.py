@@ -24,8 +24,9 @@ from torchring.bench.netns import Network
 from torchring.observe.recorder.recorder import decoded
 from torchring.observe.recorder.records import RankTrace
 from torchring.observe.services import recorder_of
-from torchring.report.analysis import Analysis, analyse
-from torchring.report.merge import merge
+from torchring.report.model.merge import merge
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
 
 _STEPS = 30
 

@@ -10,8 +10,8 @@ import pytest
 from tests.support.traces import MS, shifted, simulate
 from torchring.observe.recorder.files import TraceError, live_path_of, path_of, write, write_encoded
 from torchring.observe.recorder.records import ClockOffset, RankTrace, RunInfo, encode
-from torchring.report.analysis import analyse
-from torchring.report.merge import Job, load, merge, name_ranks
+from torchring.report.model.merge import Job, load, merge
+from torchring.report.verdict.analysis import analyse
 
 
 def write_all(folder: Path, traces: list[RankTrace]) -> Path:
@@ -52,7 +52,7 @@ def test_hosts_whose_clocks_were_not_compared_are_aligned_where_reductions_end()
     forgotten = [dataclasses.replace(trace, clock=()) for trace in traces]
     job = merge(forgotten)
     assert job.clock_error_ms is None
-    assert "clocks of ranks 2 and 3 were not compared with the clock of rank 0" in job.problems[0]
+    assert "clocks of ranks 2, 3 were not compared with the clock of rank 0" in job.problems[0]
     assert [step.begin for step in job.steps[5]] == pytest.approx([step.begin for step in merge(traces).steps[5]])
     assert analyse(job).verdict.rank == 3
 
@@ -83,7 +83,7 @@ def test_a_torn_file_and_a_missing_rank_are_named_and_the_rest_is_shown(tmp_path
     assert len(job.steps) == 20
     assert "rank-00001.npz is torn" in job.problems[0]
     assert job.problems[1] == (
-        "Ranks 1 and 2 of 4 have no trace that can be used. Waiting for them counts as communication."
+        "Ranks 1, 2 of 4 have no trace that can be used. Waiting for them counts as communication."
     )
     assert analyse(job).size == 4
 
@@ -100,7 +100,7 @@ def test_files_of_an_earlier_job_are_left_out() -> None:
     now, earlier = simulate(2, 5), simulate(4, 5)
     job = merge([*now, earlier[3]])
     assert [trace.about.rank for trace in job.traces] == [0, 1]
-    assert "do not agree how many they are (ranks 0 and 1: 2, rank 3: 4)" in job.problems[0]
+    assert "do not agree how many they are (ranks 0, 1: 2; rank 3: 4)" in job.problems[0]
     one_each = [about(now[0], written_at=2.0), about(earlier[1], written_at=1.0)]
     assert merge(one_each).size == 2
 
@@ -132,7 +132,7 @@ def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
     write_encoded(live_path_of(tmp_path, 0), nameless, list(map(encode, nameless.steps)))
     job = load(tmp_path)
     assert job.traces[0].about.parameters == first.about.parameters != ()  # which another rank has, too
-    assert job.problems == ("Ranks 0 and 2 were killed, or still run. Of their steps, only 60 are known.",)
+    assert job.problems == ("Ranks 0, 2 were killed, or still run. Of their steps, only 60 are known.",)
     live_path_of(tmp_path, 0).unlink()
     next_run = about(second, ended_by="", written_at=12.0, pid=second.about.pid + 1)
     write_encoded(live_path_of(tmp_path, 1), next_run, list(map(encode, next_run.steps)))
@@ -140,7 +140,7 @@ def test_a_killed_rank_has_the_steps_that_it_wrote_last(tmp_path: Path) -> None:
     for rank in range(3):
         path_of(tmp_path, rank).unlink()
     job = load(tmp_path)
-    assert "Ranks 1 and 2 were killed, or still run." in job.problems[0]
+    assert "Ranks 1, 2 were killed, or still run." in job.problems[0]
     assert job.ended_badly == "", "no rank has ended, so the job may run"
 
 
@@ -173,19 +173,6 @@ def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TraceError, match="Not a directory"):
         load(tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([0, 1], "ranks 0 and 1"),
-        ([1, 2, 3, 5], "ranks 1-3 and 5"),
-        ([0, 1, 4, 6, 7, 8], "ranks 0 and 1, 4 and 6-8"),
-    ],
-)
-def test_names_of_ranks(ranks: list[int], text: str) -> None:
-    assert name_ranks(ranks) == text
 
 
 def test_a_job_knows_its_size() -> None:

@@ -13,22 +13,22 @@ import torch
 from tests.support.traces import MS, simulate
 from torchring.gradients.plan import ParameterSpec, build_plan
 from torchring.observe.recorder.records import Arrivals, ParameterRecord, RankTrace, RunInfo
-from torchring.report.analysis import Analysis, analyse
-from torchring.report.findings import Network
-from torchring.report.layout import imagined, laid_out, nominal_bytes, ready_shares
-from torchring.report.merge import Job, merge
-from torchring.report.network import fit
-from torchring.report.scaling import (
+from torchring.report.model.layout import layout_between_hosts, layout_with, nominal_bytes, ready_shares
+from torchring.report.model.merge import Job, merge
+from torchring.report.model.network import Network, fit
+from torchring.report.model.scaling import (
     Links,
     Workload,
-    all_reduce_ms,
     expected_maximum,
     exposed_ms,
     hiding_gigabytes_per_s,
     predict,
     slowest_ms,
+    split_ms,
 )
-from torchring.report.terminal import plain
+from torchring.report.show.terminal import plain
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
 
 MB = 1_000_000
 COMPUTING = np.full((5, 2), 100.0)
@@ -93,7 +93,7 @@ def test_buckets_of_one_rank_are_laid_out_as_between_hosts() -> None:
     (trace,) = simulated(1, bucket_mb=[], noise=0.0)
     parameters = tuple(ParameterRecord(str(i), 6 * mib, -1) for i in range(10))
     alone = dataclasses.replace(trace, about=dataclasses.replace(trace.about, parameters=parameters, options={}))
-    assert imagined(merge([alone])) == (
+    assert layout_between_hosts(merge([alone])) == (
         (6 * mib, *[12 * mib] * 4, 6 * mib),
         pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9, 1.0)),
     )
@@ -109,7 +109,7 @@ def test_a_gradient_that_never_comes_waits_for_the_end() -> None:
     about = dataclasses.replace(trace.about, parameters=parameters)
     job = merge([dataclasses.replace(trace, about=about, arrivals=arrivals)])
     assert ready_shares(job) == pytest.approx([0.6, 0.1, np.nan], nan_ok=True)
-    assert laid_out(job, 1.5 * MB, 1.0) == (pytest.approx((1.0 * MB, 0.5 * MB)), pytest.approx((0.6, 1.0)))
+    assert layout_with(job, 1.5 * MB, 1.0) == (pytest.approx((1.0 * MB, 0.5 * MB)), pytest.approx((0.6, 1.0)))
 
 
 def layers(num_bytes: list[int]) -> Job:
@@ -133,7 +133,7 @@ def test_buckets_are_predicted_as_wrap_makes_them(bucket_mb: float, compression:
         for i, each in enumerate(num_bytes)
     ]
     plan = build_plan(specs, bucket_bytes=bucket_mb * mib, compression=compression)
-    predicted = laid_out(job, sum(num_bytes) / (2 if compression else 1), bucket_mb)
+    predicted = layout_with(job, sum(num_bytes) / (2 if compression else 1), bucket_mb)
     assert predicted is not None
     sizes, ready = predicted
     # A bucket has flags and control bits, too, and each parameter begins at 64 bytes.
@@ -145,7 +145,10 @@ def test_buckets_are_predicted_as_wrap_makes_them(bucket_mb: float, compression:
 def test_layers_of_20_mib_make_buckets_of_40() -> None:
     mib = 1 << 20
     job = layers([20 * mib] * 5)
-    assert laid_out(job, 100 * mib, 25) == (pytest.approx((20 * mib, 40 * mib, 40 * mib)), pytest.approx((0.2, 0.6, 1)))
+    assert layout_with(job, 100 * mib, 25) == (
+        pytest.approx((20 * mib, 40 * mib, 40 * mib)),
+        pytest.approx((0.2, 0.6, 1)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,13 +192,13 @@ def test_buckets_leave_in_order() -> None:
 
 def test_an_all_reduce() -> None:
     network, memory = Network(0.1, 1.0), Network(0.01, 10.0)
-    assert all_reduce_ms(8 * MB, 4, Links(network)) == pytest.approx(6 * 0.1 + 12)
-    assert all_reduce_ms(8 * MB, 1, Links(network)) == 0
+    assert sum(split_ms(8 * MB, 4, Links(network))) == pytest.approx(6 * 0.1 + 12)
+    assert sum(split_ms(8 * MB, 1, Links(network))) == 0
     # 16 ranks on 4 hosts: 4 hosts in a ring, and 4 ranks in memory.
     two_levels = Links(network, True, 4, memory)
-    assert all_reduce_ms(8 * MB, 16, two_levels) == pytest.approx(6 * 0.1 + 12 + 6 * 0.01 + 1.2)
-    assert all_reduce_ms(8 * MB, 4, two_levels) == pytest.approx(6 * 0.01 + 1.2)
-    assert all_reduce_ms(8 * MB, 4, Links(network, True, 4)) == 0
+    assert sum(split_ms(8 * MB, 16, two_levels)) == pytest.approx(6 * 0.1 + 12 + 6 * 0.01 + 1.2)
+    assert sum(split_ms(8 * MB, 4, two_levels)) == pytest.approx(6 * 0.01 + 1.2)
+    assert sum(split_ms(8 * MB, 4, Links(network, True, 4))) == 0
 
 
 def test_the_expected_maximum_is_the_mean_over_all_draws() -> None:

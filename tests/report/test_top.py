@@ -17,8 +17,8 @@ from torchring import cli
 from torchring.observe import TRACE
 from torchring.observe.recorder.files import live_path_of, path_of, write, write_encoded
 from torchring.observe.recorder.records import RankTrace, encode
-from torchring.report import progress, top
-from torchring.report.top import Picture
+from torchring.report.show import progress, top
+from torchring.report.show.top import Picture
 
 
 def write_live(folder: Path, traces: Sequence[RankTrace], age: float = 0.0) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from tests.support.traces import MS, simulate
-from torchring.report.analysis import Analysis, analyse
-from torchring.report.change import find_change
-from torchring.report.findings import Phase
-from torchring.report.merge import merge
-from torchring.report.terminal import plain, table_of_phases, table_of_waits
+from torchring.report.model.change import find_change
+from torchring.report.model.merge import merge
+from torchring.report.model.phases import Phase
+from torchring.report.show.terminal import plain, table_of_phases, table_of_waits
+from torchring.report.verdict.analysis import analyse
+from torchring.report.verdict.findings import Analysis
 
 # A step of 40 ms, with noise of 5 %: 2 input, 12 forward, 20 backward, 0.5 between, 4 optimizer, and communication.
 BASE: Final[dict[str, Any]] = {
@@ -303,4 +304,4 @@ def test_tables_of_many_ranks_show_those_that_others_wait_for() -> None:
     phases, waits = table_of_phases(analysis), table_of_waits(analysis)
     assert [row[0] for row in phases.rows] == ["0 (host0)", "37 (host4)"]
     assert phases.title.endswith("(those of 64 for which others wait most, and rank 0)")
-    assert [row[:2] for row in waits.rows] == [("ranks 0-36 and 38-63", "37")]
+    assert [row[:2] for row in waits.rows] == [("ranks 0-36, 38-63", "37")]

@@ -1,7 +1,7 @@
 """`torchring report DIR`: the command line of the report.
 
 Exit code: 0 if there is a report, 1 if nothing could be read or a file could not be written, 2 for a usage error, and
-if `--html` asks for a page and plotly is missing.
+if `--html` asks for a page and plotly or jinja2 is missing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from torchring.observe.recorder.files import TraceError
-from torchring.report.analysis import Analysis, analyse
-from torchring.report.doctor import bus_bandwidths
-from torchring.report.exports import write_csv, write_trace_json
-from torchring.report.findings import Network
-from torchring.report.merge import load
-from torchring.report.terminal import show
+from torchring.report.model.doctor import DoctorReportError, bus_bandwidths
+from torchring.report.model.merge import load
+from torchring.report.model.network import Network
+from torchring.report.show.exports import write_csv, write_trace_json
+from torchring.report.show.page import write_page
+from torchring.report.show.terminal import show
+from torchring.report.verdict.analysis import analyse
 
 _TYPICAL_ALPHA_MS: Final = 0.05  # latency of a message over TCP between neighbouring hosts
 _GOODPUT: Final = 0.94  # of the bandwidth: headers of Ethernet and TCP take the rest of frames of 1,500 bytes
@@ -33,18 +34,11 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(options.folder)
     try:
         job = load(folder)
-    except TraceError as error:
+        doctor = bus_bandwidths(options.doctor) if options.doctor is not None else {}
+    except (TraceError, DoctorReportError) as error:
         print(f"torchring report: {error}", file=sys.stderr)
         return 1
     given = options.bandwidth and network_of(options.bandwidth)
-    try:
-        doctor = bus_bandwidths(options.doctor) if options.doctor is not None else {}
-    except OSError as error:
-        print(f"torchring report: cannot read {options.doctor}: {error.strerror}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(f"torchring report: {error}", file=sys.stderr)
-        return 1
     analysis = analyse(job, given, doctor=doctor)
     with contextlib.suppress(BrokenPipeError):  # as in `torchring report DIR | head`: files are written all the same
         show(analysis)
@@ -56,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         codes.append(_write(options.trace_json, lambda path: write_trace_json(job, path)))
     if not options.no_html:
         try:
-            codes.append(_write(options.html or folder / _PAGE, lambda path: _write_page(analysis, path)))
+            codes.append(_write(options.html or folder / _PAGE, lambda path: write_page(analysis, path)))
         except ImportError as error:
             print(f"torchring report: {error}", file=sys.stderr)
             codes.append(0 if options.html is None else 2)  # the summary is a report, too
@@ -69,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Say what bounds a job, by how much, and what would help, from the trace that "
         "`torchring run --trace DIR` has written.",
         epilog="Exit code: 0 if there is a report, 1 if nothing could be read or a file could not be written, 2 for a "
-        "usage error, and if --html asks for a page and plotly is missing.",
+        "usage error, and if --html asks for a page and plotly or jinja2 is missing.",
     )
     parser.add_argument("folder", metavar="DIR", help="the folder of the trace")
     page = parser.add_mutually_exclusive_group()
@@ -119,9 +113,3 @@ def _write(path: Path, write: Callable[[Path], None]) -> int:
     with contextlib.suppress(BrokenPipeError):
         print(f"Written: {path}", flush=True)
     return 0
-
-
-def _write_page(analysis: Analysis, path: Path) -> None:
-    from torchring.report.page import write_page
-
-    write_page(analysis, path)

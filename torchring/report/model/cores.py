@@ -1,0 +1,83 @@
+"""Cores: for how long ranks had none, and who had them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from torchring.observe.recorder.records import RunInfo
+from torchring.report.model.phases import Phase, column
+from torchring.report.model.timing import Array, Timing
+from torchring.report.model.waits import Critical
+from torchring.report.words import count
+
+_ENOUGH: Final = 1.1  # times the cores: threads and workers that need no more leave each other the cores
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Milliseconds of each step that counts, in which a rank was ready to run, but had no core."""
+
+    own: Array  # [S], the rank that the others wait for, apart from communication
+    communication: Array  # [S], of this phase, the rank that had no core for longest: the others wait for its part
+    of_ranks: Array  # [S, R], each rank, apart from communication
+
+    @property
+    def whole(self) -> Array:
+        """Time of the whole step."""
+        return np.asarray(self.own + self.communication)
+
+
+def find_queue(timing: Timing, critical: Critical) -> Queue | None:
+    """Time without a core. None if a kernel does not tell, and on GPUs, which hide what the CPU waits for."""
+    counts = timing.counts
+    queued, exposed = timing.queued[counts], timing.exposed_queued[counts]
+    if min(queued.min(), exposed.min()) < 0:
+        return None
+    path = critical.path[counts]
+    communication = path[:, column(Phase.COMMUNICATION)]
+    of_ranks = queued - exposed
+    own = np.minimum(of_ranks[np.arange(len(path)), critical.slowest[counts]], path.sum(1) - communication)
+    return Queue(own, np.minimum(exposed.max(1), communication), of_ranks)
+
+
+def who_has_them(about: RunInfo, timing: Timing, critical: Critical) -> str:
+    """Who has the cores while a rank has none: a clause."""
+    counts, workers = timing.counts, max(0, num_workers(timing))
+    cpu, step_ms = timing.loading_cpu[counts], float(critical.path[counts].sum(1).mean())
+    # Workers that wait for a disk need no core.
+    busy = float(cpu.mean()) / step_ms if cpu.min() >= 0 and step_ms else float(workers)
+    needed = about.local_size * (threads_of(about) + busy * (workers > 0))
+    if needed <= _ENOUGH * about.num_cores:
+        return "other programs hold the cores"
+    queue = find_queue(timing, critical)
+    share = float(queue.whole.mean()) / step_ms if queue is not None and step_ms else 0.0
+    # What is runnable takes turns: 4 threads on 2 cores have none for half of the time.
+    others = " with other programs" if share > _ENOUGH * (1.0 - about.num_cores / needed) else ""
+    return sharing(about, workers) + others
+
+
+def num_workers(timing: Timing) -> int:
+    """Number of workers of the DataLoader that gives most batches of the steps that count; -1 without a DataLoader."""
+    found = timing.num_workers[timing.counts]
+    numbers, counts = np.unique(found[found >= 0], return_counts=True)
+    return int(numbers[counts.argmax()]) if len(counts) else -1
+
+
+def threads_of(about: RunInfo) -> int:
+    """Number of cores that a rank uses at most, without workers. One thread keeps a GPU busy."""
+    return about.num_threads if about.device == "cpu" else 1
+
+
+def is_crowded(about: RunInfo) -> bool:
+    """True if the threads of the ranks outnumber the cores."""
+    return about.device == "cpu" and about.local_size * threads_of(about) > about.num_cores
+
+
+def sharing(about: RunInfo, workers: int) -> str:
+    """ "2 ranks with 1 thread and 4 workers each share 2 cores"."""
+    each = count(threads_of(about), "thread") + (f" and {count(workers, 'worker')}" if workers > 0 else "")
+    ranks = f"{count(about.local_size, 'rank')} with {each}{' each share' if about.local_size > 1 else ' shares'}"
+    return f"{ranks} {count(about.num_cores, 'core')}"

@@ -1,0 +1,132 @@
+"""The median step in lanes, and the phases of all steps over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from torchring.observe.phases import Phase as Recorded
+from torchring.observe.recorder.records import StepRecord
+from torchring.report.model.merge import Job
+from torchring.report.model.phases import PHASES, Phase
+from torchring.report.model.timing import Timing
+from torchring.report.model.waits import Critical
+
+_MAX_POINTS: Final = 300  # over time; fewer with more ranks, lest the page becomes too large
+_RANKS_IN_FULL: Final = 24
+MOST_RANKS: Final = 64  # that figures show
+_PHASE_OF: Final = {
+    Recorded.INPUT: Phase.INPUT,
+    Recorded.FORWARD: Phase.FORWARD,
+    Recorded.BACKWARD: Phase.BACKWARD,
+    Recorded.EXPOSED: Phase.COMMUNICATION,
+    Recorded.BETWEEN: Phase.BETWEEN,
+    Recorded.OPTIMIZER: Phase.OPTIMIZER,
+}
+
+
+@dataclass(frozen=True)
+class LaneSpan:
+    """A phase of one rank in the median step. Milliseconds from the beginning of the step on the first rank."""
+
+    rank: int
+    phase: Phase
+    begin_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class LaneBucket:
+    """A bucket of one rank in the median step. Milliseconds from the beginning of the step on the first rank."""
+
+    rank: int
+    index: int
+    num_bytes: int
+    ready_ms: float  # times as in `BucketRecord`
+    launched_ms: float
+    all_launched_ms: float  # the last rank has launched it. Until then, the bucket waits for `last_rank`.
+    reduced_ms: float
+    last_rank: int
+
+
+@dataclass(frozen=True)
+class MedianStep:
+    """The step whose duration is nearest to the median, in lanes: one lane for a rank, one for its buckets."""
+
+    number: int
+    duration_ms: float
+    spans: tuple[LaneSpan, ...]
+    buckets: tuple[LaneBucket, ...]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Phases over time, the first steps included. Each of at most 300 points is the mean of neighbouring steps."""
+
+    numbers: tuple[int, ...]  # the first step of each point
+    num_steps_per_point: int  # steps that a point stands for
+    phases: Mapping[int, Mapping[Phase, tuple[float, ...]]]  # by rank and phase, milliseconds a step
+
+
+def median_step(job: Job, timing: Timing, critical: Critical) -> MedianStep:
+    """Of the steps that count, the step whose duration is nearest to the median."""
+    durations = (timing.end - timing.begin).max(1)
+    off = np.where(timing.reduces, np.abs(durations - np.median(durations[timing.reduces])), np.inf)
+    i = int(off.argmin())
+    base = float(timing.begin[i].min())
+    spans, buckets = [], []
+    times = (timing.ready, timing.launched, timing.reduced)
+    for j, rank in enumerate(timing.ranks):
+        step, at_ms = job.steps[i][j], float(timing.begin[i, j]) - base
+        spans += [
+            LaneSpan(rank, phase, at_ms + (begin - step.begin) / 1e6, at_ms + (end - step.begin) / 1e6)
+            for phase, begin, end in spans_of(step, float(critical.waiting[i, j]))
+        ]
+        for k, index in enumerate(timing.bucket_indices):
+            ready, launched, reduced = (float(each[i, j, k]) - base for each in times)
+            all_launched = float(critical.all_launched[i, k]) - base
+            num_bytes, last = int(timing.bucket_bytes[k]), timing.ranks[critical.last[i, k]]
+            buckets.append(LaneBucket(rank, index, num_bytes, ready, launched, all_launched, reduced, last))
+    return MedianStep(int(timing.numbers[i]), float(durations[i]), tuple(spans), tuple(buckets))
+
+
+def series(timing: Timing, critical: Critical) -> Series:
+    """Means over neighbouring steps."""
+    num_steps = len(timing.numbers)
+    max_points = _MAX_POINTS // -(-min(len(timing.ranks), MOST_RANKS) // _RANKS_IN_FULL)
+    stride = -(-num_steps // max_points)
+    firsts = np.arange(0, num_steps, stride)
+    lengths = np.diff([*firsts, num_steps])
+    means = np.add.reduceat(critical.phases, firsts, axis=0) / lengths[:, None, None]
+    phases = {
+        rank: {phase: tuple(means[:, j, p].tolist()) for p, phase in enumerate(PHASES)}
+        for j, rank in enumerate(timing.ranks)
+    }
+    return Series(tuple(timing.numbers[firsts].tolist()), stride, phases)
+
+
+def spans_of(step: StepRecord, waiting_ms: float) -> list[tuple[Phase, int, int]]:
+    """Phases of a rank in a step, with begin and end in nanoseconds. A rank waits before it communicates.
+
+    A stall inside backward has no known place. It is shown at the end of the last backward, which reduces.
+    """
+    pieces = []  # the last one first
+    stall = step.stall_ns
+    for part in reversed(step.phases):
+        middle = part.end
+        if part.phase is Recorded.BACKWARD and stall > 0:
+            middle = max(part.begin, part.end - stall)
+            stall -= part.end - middle
+        pieces += [(Phase.COMMUNICATION, middle, part.end), (_PHASE_OF[part.phase], part.begin, middle)]
+    left = round(waiting_ms * 1e6)
+    found = []
+    for phase, begin, end in reversed(pieces):
+        until = begin
+        if phase is Phase.COMMUNICATION and left > 0:
+            until = min(end, begin + left)
+            left -= until - begin
+        found += [(Phase.WAITING, begin, until), (phase, until, end)]
+    return [(phase, begin, end) for phase, begin, end in found if end > begin]

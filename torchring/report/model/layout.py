@@ -1,0 +1,101 @@
+"""Predicts buckets: the gradients that `wrap` puts into each, and when each is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from torchring.gradients.plan import ParameterSpec, build_plan, default_bucket_mb
+from torchring.observe.recorder.records import ParameterRecord, RunInfo
+from torchring.report.model.merge import Job
+from torchring.report.model.timing import Array
+
+_MIB: Final = 1 << 20
+_CPU: Final = torch.device("cpu")
+
+Layout = tuple[tuple[float, ...], tuple[float, ...]]
+"""Bytes of each bucket, and the share of backward after which it is ready."""
+
+
+def nominal_bytes(about: RunInfo) -> float:
+    """The size of a bucket that `wrap` aims at; for one rank, the size between hosts."""
+    try:
+        return float(about.options.get("bucket_mb", "")) * _MIB
+    except ValueError:  # "None" or "auto"
+        num_hosts = 1 if about.local_size == about.size > 1 else 2
+        return default_bucket_mb(about.size, num_hosts, about.algorithm, on_device=about.device != "cpu") * _MIB
+
+
+def ready_shares(job: Job) -> Array | None:
+    """Share of backward after which the gradient of each parameter is ready: the median of what the ranks recorded.
+
+    NaN for a gradient that never came. None if nothing was recorded.
+    """
+    num_parameters = len(job.traces[0].about.parameters)
+    rows = [
+        np.array(arrivals.ready_ns, float) / arrivals.backward_ns
+        for trace in job.traces
+        for arrivals in trace.arrivals
+        if arrivals.backward_ns > 0 and len(arrivals.ready_ns) == num_parameters > 0
+    ]
+    if not rows:
+        return None
+    columns = [column[column >= 0] for column in np.array(rows).T]
+    return np.array([np.median(column) if len(column) else np.nan for column in columns])
+
+
+def lay_out(parameters: Sequence[ParameterRecord], shares: Array, bucket_bytes: float, ratio: float = 1.0) -> Layout:
+    """The buckets that `wrap` makes of parameters.
+
+    Args:
+        shares: for each parameter, the share of backward after which its gradient is ready. NaN if it never comes:
+            then its bucket leaves at the end of backward.
+        bucket_bytes: cap of a bucket, in bytes of gradient.
+        ratio: bytes in the bucket for each byte of gradient; less than 1 if gradients are compressed.
+    """
+    shares = np.nan_to_num(shares, nan=1.0)
+    order = sorted(range(len(parameters)), key=lambda i: (shares[i], -i))
+    # A trace does not tell dtypes. Here all parameters have one, and share buckets.
+    specs = [ParameterSpec(each.name, (-(-each.num_bytes // 4),), (1,), torch.float32, _CPU) for each in parameters]
+    members = [
+        [slot.parameter for slot in bucket.slots]
+        for bucket in build_plan(specs, bucket_bytes=int(bucket_bytes), order=order).buckets
+    ]
+    sizes = tuple(sum(parameters[i].num_bytes for i in each) * ratio for each in members)
+    return sizes, tuple(float(max(shares[i] for i in each)) for each in members)
+
+
+def layout_with(job: Job, sent_bytes: float, bucket_mb: float) -> Layout | None:
+    """The buckets of a job with another bucket size; None if the trace does not tell when gradients are ready.
+
+    Args:
+        sent_bytes: of all buckets, after compression.
+        bucket_mb: in MiB, as the option of `wrap`.
+    """
+    parameters, shares = job.traces[0].about.parameters, ready_shares(job)
+    dense = [i for i, parameter in enumerate(parameters) if parameter.bucket >= 0]
+    if shares is None or not dense:
+        return None
+    ratio = sent_bytes / max(1, sum(parameters[i].num_bytes for i in dense))
+    return lay_out([parameters[i] for i in dense], shares[dense], bucket_mb * _MIB, ratio)
+
+
+def layout_between_hosts(job: Job) -> Layout:
+    """The buckets that a job of one rank would have between hosts."""
+    about, shares = job.traces[0].about, ready_shares(job)
+    parameters = about.parameters
+    if shares is None:
+        # Gradients come in about the opposite order of forward, and each byte takes equally long.
+        total = np.cumsum([parameter.num_bytes for parameter in reversed(parameters)])[::-1]
+        shares = total / max(1, total.max(initial=0))
+    if not about.bucket_bytes:
+        return lay_out(parameters, shares, nominal_bytes(about))
+    shares = np.nan_to_num(shares, nan=1.0)
+    ready = [
+        max((float(shares[i]) for i, parameter in enumerate(parameters) if parameter.bucket == index), default=1.0)
+        for index in range(len(about.bucket_bytes))
+    ]
+    return tuple(map(float, about.bucket_bytes)), tuple(ready)

@@ -1,0 +1,254 @@
+"""Puts the traces of all ranks together: on one clock, with the steps that all of them have."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from torchring.errors import ranks_in_words
+from torchring.observe.recorder.files import TraceError, find, find_live, read
+from torchring.observe.recorder.records import ENDED_WELL, ClockOffset, RankTrace, StepRecord
+
+
+@dataclass(frozen=True)
+class Job:
+    """The traces of a job."""
+
+    traces: tuple[RankTrace, ...]  # of the ranks that have one, by rank. Times are on rank 0's clock.
+    # steps that all these ranks have, at least one; steps[i][j] is the i-th such step of `traces[j]`
+    steps: tuple[tuple[StepRecord, ...], ...]
+    clock_error_ms: float | None  # times of different hosts differ by at most this; 0 on one host, None if unknown
+    problems: tuple[str, ...]  # sentences: what is missing or strange
+    ended_badly: str = ""  # how the job ended, if it did not end well: a sentence
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the job, whether they have a trace or not."""
+        return self.traces[0].about.size
+
+
+def load(folder: Path) -> Job:
+    """Read a folder of traces. Raises TraceError if nothing in it can be read."""
+    how = f"`torchring run --trace {folder} ...` writes one"
+    try:
+        paths, live_paths = find(folder), find_live(folder)
+    except FileNotFoundError as error:
+        raise TraceError(f"there is no folder {folder}. A trace is a folder; {how}") from error
+    except OSError as error:
+        raise TraceError(f"cannot read {folder}, the folder of a trace: {error.strerror}") from error
+    if not paths and not live_paths:
+        raise TraceError(
+            f"{folder} has no trace: no file is named like rank-00000.npz. {how}, if the script calls torchring.wrap() "
+            "and makes a step"
+        )
+    problems: list[str] = []
+    killed = ""
+    whole, live = read_all(paths, problems), read_all(live_paths, [])  # a live file may vanish meanwhile
+    # A rank that ends well removes its live file. One that is killed leaves it, and maybe a file of an earlier run.
+    used = {rank: trace for rank, trace in live.items() if _is_newer(trace, whole.get(rank))}
+    traces = {**whole, **used}
+    if not traces:
+        raise TraceError(f"no file of the trace in {folder} can be read. {' '.join(problems)}")
+    if used:
+        was, its = ("were", "their") if len(used) > 1 else ("was", "its")
+        killed = f"{ranks_in_words(used).capitalize()} {was} killed, or still run{'' if len(used) > 1 else 's'}."
+        remark = killed
+        if any(trace.steps and trace.steps[0].number > 0 for trace in used.values()):
+            remark += f" Of {its} steps, only {max(len(trace.steps) for trace in used.values())} are known."
+        problems.append(remark)
+    named = next((trace.about for trace in traces.values() if trace.about.parameters), None)
+    for rank, trace in used.items():
+        if named is not None:  # live files name no parameters
+            about = dataclasses.replace(trace.about, parameters=named.parameters, others=named.others)
+            traces[rank] = dataclasses.replace(trace, about=about)
+    job = merge(traces.values(), problems)
+    # As long as no rank has ended, the job runs. An error of another rank is what came of it.
+    has_ended = any(trace.about.ended_by != "SIGUSR1" for rank, trace in whole.items() if rank not in used)
+    return dataclasses.replace(job, ended_badly=killed) if killed and has_ended else job
+
+
+def read_all(paths: Mapping[int, Path], problems: list[str]) -> dict[int, RankTrace]:
+    """The traces that can be read, by rank. Adds a sentence to `problems` for each other file."""
+    found = {}
+    for rank, path in paths.items():
+        try:
+            found[rank] = read(path)
+        except TraceError as error:
+            problems.append(f"A file cannot be read: {error}.")
+    return found
+
+
+def _is_newer(live: RankTrace, whole: RankTrace | None) -> bool:
+    """True if the live file is to be used. A whole file that was written on SIGUSR1 has more steps of the same run."""
+    if whole is None:
+        return True
+    is_of_one_process = (live.about.host, live.about.pid) == (whole.about.host, whole.about.pid)
+    if is_of_one_process and whole.about.ended_by == "SIGUSR1":
+        return False
+    return live.about.written_at > whole.about.written_at
+
+
+def merge(traces: Iterable[RankTrace], problems: Sequence[str] = ()) -> Job:
+    """Put traces together. Raises TraceError if no rank has written down a step."""
+    found = list(problems)
+    kept = _of_one_size(sorted(traces, key=lambda trace: trace.about.rank), found)
+    kept = _of_one_run(kept, found)
+    missing = sorted(set(range(kept[0].about.size)) - {trace.about.rank for trace in kept})
+    if missing:
+        have, it = ("have", "them") if len(missing) > 1 else ("has", "it")
+        found.append(
+            f"{ranks_in_words(missing).capitalize()} of {kept[0].about.size} {have} no trace that can be used. Waiting "
+            f"for {it} counts as communication."
+        )
+    failed = [trace.about for trace in kept if trace.about.ended_by not in ENDED_WELL]
+    found += (f'Rank {about.rank} ended with an error: "{about.ended_by}".' for about in failed)
+    # An exception that nobody caught has its class in front. Other texts may say that another rank is lost.
+    failed.sort(key=lambda about: not re.match(r"\w+: ", about.ended_by))
+    kept = _with_common_steps(kept, found)
+    aligned, error_ms = _on_one_clock(kept, found)
+    numbers = set.intersection(*({step.number for step in trace.steps} for trace in aligned))
+    rows = [[step for step in trace.steps if step.number in numbers] for trace in aligned]
+    ended_badly = f'Rank {failed[0].rank} ended with an error: "{failed[0].ended_by}".' if failed else ""
+    return Job(tuple(aligned), tuple(zip(*rows, strict=True)), error_ms, tuple(found), ended_badly)
+
+
+def _of_one_size(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
+    """The traces of the world with most files; of two such worlds, of the world that was written last."""
+    worlds = collections.defaultdict(list)
+    for trace in traces:
+        worlds[trace.about.size].append(trace)
+    if len(worlds) == 1:
+        return traces
+    kept = max(worlds.values(), key=lambda world: (len(world), max(trace.about.written_at for trace in world)))
+    named = {size: ranks_in_words(trace.about.rank for trace in world) for size, world in sorted(worlds.items())}
+    told = "; ".join(f"{ranks}: {size}" for size, ranks in named.items())
+    problems.append(
+        f"The ranks do not agree how many they are ({told}). An elastic job has lost or got ranks, or the folder holds "
+        f"files of several jobs. Only files of a world of {kept[0].about.size} are shown."
+    )
+    return kept
+
+
+def _of_one_run(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
+    """The traces of the newest run: ranks that made their steps at the time of the rank that wrote its file last."""
+    newest = max(traces, key=lambda trace: (trace.about.written_at, -trace.about.rank))
+    earlier = [trace.about.rank for trace in traces if _are_of_two_runs(trace, newest)]
+    if earlier:
+        files = "file of" if len(earlier) == 1 else "files of"
+        problems.append(
+            f"The {files} {ranks_in_words(earlier)} {'is' if len(earlier) == 1 else 'are'} left over from another run: "
+            f"rank {newest.about.rank} made the same steps at another time."
+        )
+    return [trace for trace in traces if trace.about.rank not in earlier]
+
+
+def _are_of_two_runs(one: RankTrace, other: RankTrace) -> bool:
+    common = {step.number for step in one.steps} & {step.number for step in other.steps}
+    is_one_clock = one.about.node_rank == other.about.node_rank
+    if not common or not (is_one_clock or all(each.clock or not each.about.node_rank for each in (one, other))):
+        return False
+    begins, ends = [], []
+    for trace in (one, other):
+        steps = [step for step in trace.steps if step.number in common]
+        offset_ns, error_ns = (0, 0) if is_one_clock or not trace.clock else _offset_of(trace)
+        begins.append(steps[0].begin - offset_ns - error_ns)
+        ends.append(steps[-1].end - offset_ns + error_ns)
+    return max(begins) > min(ends)
+
+
+def _offset_of(trace: RankTrace) -> tuple[int, int]:
+    """Offset of a clock in nanoseconds as it was last measured, and the largest error."""
+    last = max(trace.clock, key=lambda offset: offset.at)
+    return last.offset_ns, max(offset.error_ns for offset in trace.clock)
+
+
+def _with_common_steps(traces: list[RankTrace], problems: list[str]) -> list[RankTrace]:
+    """The traces that share steps with the rank that has most steps. Raises TraceError if there is no step."""
+    longest = max(traces, key=lambda trace: (len(trace.steps), -trace.about.rank))
+    if not longest.steps:
+        told = " ".join(problems)
+        raise TraceError(f"the trace has no step: no rank had ended one when the trace was written. {told}".rstrip())
+    common = {step.number for step in longest.steps}
+    kept = []
+    for trace in traces:
+        numbers = {step.number for step in trace.steps}
+        if common & numbers:
+            common &= numbers
+            kept.append(trace)
+        elif numbers:
+            problems.append(
+                f"Rank {trace.about.rank} has steps {min(numbers)} to {max(numbers)}, of which the other ranks have "
+                "none. It is left out."
+            )
+        else:
+            problems.append(f"Rank {trace.about.rank} has written down no step. It is left out.")
+    return kept
+
+
+def _on_one_clock(traces: list[RankTrace], problems: list[str]) -> tuple[list[RankTrace], float | None]:
+    """The traces with times of rank 0's clock, and the error."""
+    home = next((trace.about.node_rank for trace in traces if trace.about.rank == 0), 0)
+    if len({trace.about.node_rank for trace in traces}) == 1:
+        return traces, 0.0
+    aligned = [_moved(trace) if trace.about.node_rank != home and trace.clock else trace for trace in traces]
+    unknown = [trace.about.rank for trace in traces if trace.about.node_rank != home and not trace.clock]
+    if not unknown:
+        return aligned, max(offset.error_ns for trace in traces for offset in trace.clock) / 1e6
+    problems.append(
+        f"The clocks of {ranks_in_words(unknown)} were not compared with the clock of rank 0. Times are aligned where "
+        "reductions end, so waits between hosts are estimates."
+    )
+    ends = _ends_of_reductions(next((trace for trace in aligned if trace.about.rank not in unknown), aligned[0]))
+    return [_aligned_at_ends(trace, ends) if trace.about.rank in unknown else trace for trace in aligned], None
+
+
+def _ends_of_reductions(trace: RankTrace) -> dict[int, int]:
+    """When the last bucket of each step was reduced, by number of the step; without buckets, when the step ended."""
+    return {step.number: step.buckets[-1].reduced if step.buckets else step.end for step in trace.steps}
+
+
+def _aligned_at_ends(trace: RankTrace, ends: dict[int, int]) -> RankTrace:
+    """The same trace, moved so that its reductions end when `ends` says."""
+    own = _ends_of_reductions(trace)
+    apart = [own[number] - ends[number] for number in own.keys() & ends.keys()]
+    offset_ns = sorted(apart)[len(apart) // 2]
+    return _moved(dataclasses.replace(trace, clock=(ClockOffset(trace.steps[0].begin, offset_ns, 0),)))
+
+
+def _moved(trace: RankTrace) -> RankTrace:
+    """The same trace with times of rank 0's clock. Between measurements, a clock drifts evenly."""
+    at = np.array([each.at for each in trace.clock], np.int64)
+    offsets = np.array([each.offset_ns for each in trace.clock], np.int64)
+    order = np.argsort(at)
+    at, offsets = at[order], offsets[order]
+    # Differences are small enough for floating-point numbers; the times themselves are not.
+    begins = np.array([step.begin for step in trace.steps], np.int64)
+    drift = np.interp((begins - at[0]).astype(float), (at - at[0]).astype(float), (offsets - offsets[0]).astype(float))
+    earlier = offsets[0] + np.round(drift).astype(np.int64)
+    steps = tuple(_earlier(step, int(ns)) for step, ns in zip(trace.steps, earlier, strict=True))
+    about = trace.about
+    began = about.process_began and about.process_began - int(offsets[0])
+    about = dataclasses.replace(about, process_began=began, wrapped=about.wrapped - int(offsets[0]))
+    return dataclasses.replace(trace, about=about, steps=steps)
+
+
+def _earlier(step: StepRecord, ns: int) -> StepRecord:
+    parts = tuple(dataclasses.replace(part, begin=part.begin - ns, end=part.end - ns) for part in step.phases)
+    buckets = tuple(
+        dataclasses.replace(
+            bucket,
+            ready=bucket.ready - ns,
+            packed=bucket.packed - ns,
+            launched=bucket.launched - ns,
+            started=bucket.started - ns,
+            reduced=bucket.reduced - ns,
+        )
+        for bucket in step.buckets
+    )
+    return dataclasses.replace(step, begin=step.begin - ns, end=step.end - ns, phases=parts, buckets=buckets)

@@ -1,0 +1,82 @@
+"""Time of each rank in a step, and of the job to start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchring.report.model import waits
+from torchring.report.model.merge import Job
+from torchring.report.model.phases import Phase
+from torchring.report.model.timing import Array, Spread, Timing, spread, typical
+from torchring.report.model.waits import Critical
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank."""
+
+    rank: int
+    host: str
+    node_rank: int
+    step: Spread
+    phases: Mapping[Phase, Spread]  # means add up to the mean of `step`
+    stall: Spread  # inside backward, how long buckets that were being reduced kept it waiting
+    is_last_share: float  # share of the steps in which the others wait for this rank
+    queued: Spread | None  # time in all phases without a core, though ready to run; None if unknown
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """Seconds from the start of the processes to the first step, on the slowest rank."""
+
+    # From the start of the process until `wrap` returned: imports, model, data, meeting the others
+    until_wrapped_s: float
+    until_first_step_s: float | None  # from then until the end of the first step
+    run_s: float  # from the start of the process until the last step of the trace
+    share: float  # of both in `run_s`, from 0 to 1
+
+
+def summarise_ranks(job: Job, timing: Timing, critical: Critical) -> tuple[RankSummary, ...]:
+    counts = timing.counts
+    durations = (timing.end - timing.begin)[counts]
+    return tuple(
+        RankSummary(
+            trace.about.rank,
+            trace.about.host,
+            trace.about.node_rank,
+            spread(durations[:, i]),
+            waits.spread_by_phase(critical.phases[counts][:, i]),
+            spread(timing.stall[counts][:, i]),
+            waits.is_last_share(timing, critical, i),
+            spread(timing.queued[counts][:, i]) if (timing.queued[counts][:, i] >= 0).all() else None,
+        )
+        for i, trace in enumerate(job.traces)
+    )
+
+
+def find_start_up(job: Job) -> StartUp | None:
+    """The start of the slowest rank; None if no rank recorded it."""
+    found = []
+    for trace in job.traces:
+        about, first, last = trace.about, trace.steps[0], trace.steps[-1]
+        if not about.process_began or not about.wrapped:
+            continue
+        until_wrapped = (about.wrapped - about.process_began) / 1e9
+        until_first = (first.end - about.wrapped) / 1e9 if not trace.num_dropped else None
+        run = (last.end - about.process_began) / 1e9
+        if run > 0:
+            found.append(StartUp(until_wrapped, until_first, run, (until_wrapped + (until_first or 0.0)) / run))
+    return max(found, key=lambda each: each.share, default=None)
+
+
+def efficiency(critical: Critical, timing: Timing, step_ms: float, size: int) -> float:
+    if size == 1 or step_ms <= 0:
+        return 1.0
+    return min(1.0, typical(waits.computing(critical.cycle[timing.counts]).mean(1)) / step_ms)
+
+
+def per_second(values: Array, timing: Timing) -> float:
+    """Sum of `values` ([S, R] or [S, 1]) over the steps that count, divided by their time; 0 if unknown on a rank."""
+    counted, seconds = values[timing.counts].sum(0), timing.counted_ms / 1e3
+    return float(counted.sum() / seconds) if counted.all() and seconds > 0 else 0.0

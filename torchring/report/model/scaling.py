@@ -1,0 +1,194 @@
+"""Predicts the duration of a step with other numbers of ranks, other networks, other buckets.
+
+An all-reduce of b bytes among N ranks takes, as a ring, 2 (N - 1) alpha + 2 (N - 1) / N b / bandwidth. That is the
+least number of bytes with which it can be done (P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations", 2009). Between H hosts of L ranks, the hierarchical algorithm reduces within each host first,
+so that rings of H ranks remain, which share the link of the host.
+
+A step takes as long as the slowest of N ranks computes, and then as long as communication that backward did not hide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from torchring.gradients.plan import last_reduced
+from torchring.report.model.buckets import bus_bytes
+from torchring.report.model.network import Network
+from torchring.report.model.timing import Array, typical
+
+SIZES: Final = tuple(2**i for i in range(1, 11))
+HIDDEN: Final = 0.01  # of a step: so much exposed communication counts as none
+_FASTEST: Final = 1e4  # GB/s, as good as infinite
+_SLOWEST: Final = 1e-4
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step with another number of ranks, each with the batch that it has now."""
+
+    num_ranks: int
+    step_ms: float
+    exposed_ms: float  # communication that backward does not hide
+    waiting_ms: float  # wait for the slowest of so many ranks, beyond the mean rank
+    efficiency: float  # step of one rank alone / step_ms, from 0 to 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work of a step: what ranks compute, and the buckets that they reduce."""
+
+    computing_ms: Array  # [S, R]
+    bucket_bytes: tuple[float, ...]  # in plan order
+    # Launch of each bucket, counted from the end of backward on the slowest rank: mostly negative
+    ready_ms: tuple[float, ...]
+    is_overlapped: bool = True  # backward goes on while buckets are reduced
+    num_lanes: int = 1  # buckets that cross the network at a time
+    # Added to each prediction, so that it is right where it can be compared with the measurement
+    unexplained_ms: float = 0.0
+    # Position of the one rank that is always slower than the others; None if there is none
+    slow_rank: int | None = None
+    # Share of the steps that are like this, from 0 to 1. The rest are `others`: steps of other optimizers.
+    share: float = 1.0
+    others: tuple[Workload, ...] = ()
+
+
+@dataclass(frozen=True)
+class Links:
+    """How ranks are connected."""
+
+    network: Network  # between ranks of a ring; between hosts if `is_hierarchical`
+    is_hierarchical: bool = False  # reduce within hosts first
+    ranks_per_host: int = 1  # at most
+    inside: Network | None = None  # between the ranks of a host. None: as fast that it does not count.
+
+
+def split_ms(num_bytes: float, num_ranks: int, links: Links) -> tuple[float, float]:
+    """Latency and transfer of one all-reduce, when all ranks are there."""
+    if num_ranks < 2:
+        return 0.0, 0.0
+    if not links.is_hierarchical:
+        return _ring_ms(num_bytes, num_ranks, links.network)
+    on_host = min(num_ranks, links.ranks_per_host)
+    inside = _ring_ms(num_bytes, on_host, links.inside) if links.inside else (0.0, 0.0)
+    # Each of the rings between hosts carries a slice; together they carry everything over the link of the host.
+    between = _ring_ms(num_bytes, -(-num_ranks // on_host), links.network)
+    return inside[0] + between[0], inside[1] + between[1]
+
+
+def exposed_ms(workload: Workload, num_ranks: int, links: Links) -> float:
+    """Time for which ranks stand still for communication, if all of them compute equally fast.
+
+    Example: buckets ready at -40 and 0 ms, of 30 ms each. The first is reduced from -40 to -10, the second from 0 to
+    30, so 30 ms are exposed. If they take 50 ms each: from -40 to 10, from 10 to 60, so 60 ms are. With several
+    optimizers, this is the mean over the steps of all of them.
+    """
+    if workload.others:
+        alone = dataclasses.replace(workload, others=())
+        return sum(each.share * exposed_ms(each, num_ranks, links) for each in (alone, *workload.others))
+    costs = [split_ms(num_bytes, num_ranks, links) for num_bytes in workload.bucket_bytes]
+    if not workload.is_overlapped:
+        return sum(map(sum, costs))
+    latencies, transfers = [latency for latency, _ in costs], [transfer for _, transfer in costs]
+    return max(0.0, last_reduced(workload.ready_ms, latencies, transfers, workload.num_lanes))
+
+
+def slowest_ms(computing_ms: Array, num_ranks: int, slow_rank: int | None = None) -> float:
+    """Time for which the slowest of `num_ranks` computes in a step, on average.
+
+    What all ranks have in common in a step, such as a longer batch, does not make them wait for each other. The rest is
+    drawn for each rank from what was measured.
+
+    Args:
+        slow_rank: of any number of ranks, exactly one is like the one at that position.
+    """
+    num_measured = computing_ms.shape[1]
+    mean = float(computing_ms.mean())
+    if num_measured == 1:
+        return mean + expected_maximum(computing_ms - mean, num_ranks)
+    of_rank = computing_ms.mean(0, keepdims=True) - mean
+    chance = computing_ms - computing_ms.mean(1, keepdims=True) - of_rank
+    # The mean of a step follows each of its R ranks by 1 / R, which hides a part of the differences.
+    draws = of_rank + chance * (num_measured / (num_measured - 1)) ** 0.5
+    if slow_rank is None:
+        return mean + expected_maximum(draws, num_ranks)
+    others = np.delete(draws, slow_rank, axis=1)
+    return mean + _expected_maximum_with(draws[:, slow_rank], others, num_ranks - 1)
+
+
+def expected_maximum(values: Array, num_draws: int) -> float:
+    """Expected maximum of `num_draws` independent draws from the values.
+
+    For m sorted values it is exactly the sum of x_i ((i / m)^N - ((i - 1) / m)^N). It never exceeds the largest value.
+    """
+    ordered = np.sort(np.ravel(values))
+    below = (np.arange(len(ordered) + 1) / len(ordered)) ** num_draws
+    return float(np.sum(ordered * np.diff(below)))
+
+
+def _expected_maximum_with(one: Array, values: Array, num_draws: int) -> float:
+    """Expected maximum of a draw from `one` and `num_draws` independent draws from `values`."""
+    found = np.unique(np.concatenate([np.ravel(one), np.ravel(values)]))
+    shares = [np.searchsorted(np.sort(np.ravel(each)), found, side="right") / each.size for each in (one, values)]
+    below = np.concatenate([[0.0], shares[0] * shares[1] ** num_draws])
+    return float(np.sum(found * np.diff(below)))
+
+
+def _mean_rank(of_rank: Array, num_ranks: int, slow_rank: int | None) -> float:
+    """Mean over `num_ranks` of what the ranks that were measured have."""
+    if slow_rank is None:
+        return float(of_rank.mean())
+    others = float(np.delete(of_rank, slow_rank).mean())
+    return others + (float(of_rank[slow_rank]) - others) / num_ranks
+
+
+def step_ms(workload: Workload, num_ranks: int, links: Links) -> float:
+    """Mean duration of a step."""
+    slowest = slowest_ms(workload.computing_ms, num_ranks, workload.slow_rank)
+    return slowest + exposed_ms(workload, num_ranks, links) + workload.unexplained_ms
+
+
+def predict(workload: Workload, links: Links, sizes: Sequence[int] = SIZES) -> list[Prediction]:
+    """A step at each number of ranks, each rank with the batch that it has now."""
+    computing_ms, slow_rank = workload.computing_ms, workload.slow_rank
+    found = []
+    for num_ranks in sizes:
+        mean = _mean_rank(computing_ms.mean(0), num_ranks, slow_rank)
+        # Accidents do not count, as in the measured step.
+        alone = typical(np.array([_mean_rank(of_step, num_ranks, slow_rank) for of_step in computing_ms]))
+        total = max(alone, step_ms(workload, num_ranks, links))
+        waiting = slowest_ms(computing_ms, num_ranks, slow_rank) - mean
+        exposed = exposed_ms(workload, num_ranks, links)
+        found.append(Prediction(num_ranks, total, exposed, waiting, min(1.0, alone / total)))
+    return found
+
+
+def hiding_gigabytes_per_s(workload: Workload, num_ranks: int, alpha_ms: float) -> float | None:
+    """The least bandwidth with which backward hides communication, but for `HIDDEN` of a step. Assumes a ring.
+
+    None if latency alone takes longer. 0 if any bandwidth will do.
+    """
+
+    def is_hidden(gigabytes_per_s: float) -> bool:
+        exposed = exposed_ms(workload, num_ranks, Links(Network(alpha_ms, gigabytes_per_s)))
+        return exposed <= HIDDEN * float(workload.computing_ms.mean())
+
+    low, high = _SLOWEST, _FASTEST
+    if not is_hidden(high):
+        return None
+    if is_hidden(low):
+        return 0.0
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if is_hidden(middle) else (middle, high)
+    return high
+
+
+def _ring_ms(num_bytes: float, num_ranks: int, network: Network) -> tuple[float, float]:
+    transfer = bus_bytes(num_bytes, num_ranks) / (network.gigabytes_per_s * 1e6)
+    return 2 * (num_ranks - 1) * network.alpha_ms, transfer

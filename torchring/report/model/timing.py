@@ -1,0 +1,224 @@
+"""The steps of a job as arrays, with one row for a step and one column for a rank."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchring.observe.phases import Phase as Recorded
+from torchring.observe.recorder.records import BucketRecord, PhaseRecord, StepRecord
+from torchring.report.model.merge import Job
+
+Array = NDArray[Any]
+Plan = tuple[tuple[int, int], ...]
+"""Number and bytes of each bucket."""
+
+_NUM_FIRST: Final = 3  # buckets are laid out anew after the first reduction, and memory is touched for the first time
+_OFTEN: Final = 0.25  # of the steps: the step of a second optimizer may use the same batch
+_ENOUGH: Final = 10  # steps, to leave some out
+_MANY_CHANGES: Final = 8  # of buckets, which a job with one optimizer does not have
+_TIMES: Final = ("ready", "packed", "launched", "started", "reduced")
+_QUANTILES: Final = (0.5, 0.2, 0.8)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number that was measured many times."""
+
+    mean: float
+    median: float
+    low: float  # a fifth of the measurements are below
+    high: float  # a fifth of the measurements are above
+    unit: str = "ms"  # "ms", "s" or "GB/s"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """S steps of R ranks with B buckets. Times and durations are milliseconds; times count from the first step."""
+
+    ranks: tuple[int, ...]
+    numbers: Array  # [S], of the steps
+    counts: Array  # [S], True for steps in the statistics; with several optimizers, for steps of all of them
+    has_buckets: Array  # [S], True for steps with the buckets below; with several optimizers, for steps of one of them
+    # Of each step and rank: [S, R]
+    begin: Array
+    end: Array
+    parts: Array  # [S, R, 6], durations by `Recorded`
+    stall: Array
+    backward_begin: Array  # of the last backward
+    backward_end: Array
+    num_samples: Array
+    loading: Array  # part of Recorded.INPUT that was in a DataLoader
+    collecting: Array  # full garbage collections
+    num_workers: Array  # as in `StepRecord`, like the three below: negative if unknown
+    loading_cpu: Array
+    queued: Array
+    exposed_queued: Array
+    # Of buckets: [B]. A step may have several rounds, as the backward of a GAN's generator through its discriminator
+    # does. Then buckets are numbered from 0 on over all rounds, and `rounds` says where each round begins.
+    bucket_indices: tuple[int, ...]
+    rounds: tuple[int, ...]
+    bucket_bytes: Array
+    # Of each step, rank and bucket: [S, R, B]; NaN in steps that have another plan
+    ready: Array
+    packed: Array
+    launched: Array
+    started: Array
+    reduced: Array
+    problems: tuple[str, ...]  # sentences
+
+    @property
+    def reduces(self) -> Array:
+        """[S], which steps are part of the statistics of buckets."""
+        return np.asarray(self.counts & self.has_buckets)
+
+    @property
+    def saw_loader(self) -> bool:
+        """True if DataLoaders give the batches. A DataLoader that is used now and then does not count."""
+        return bool((self.num_workers[self.counts] >= 0).mean() >= _OFTEN)
+
+    @property
+    def counted_ms(self) -> float:
+        """Duration of all steps that count, on the rank that was last."""
+        return float((self.end - self.begin)[self.counts].sum(0).max())
+
+
+def tabulate(job: Job) -> tuple[Timing, ...]:
+    """The arrays of a job's steps, once for the buckets of each optimizer: the one with most steps first."""
+    rows = job.steps
+    base = min(step.begin for step in rows[0])
+    plans = [_plan_of(row) for row in rows]
+    numbers = np.array([row[0].number for row in rows])
+    of_optimizers = _plans_of_optimizers(plans, numbers)
+    has_plan = np.array([each in of_optimizers for each in plans])
+    # The step 0 begins in `wrap`, so it has the time until the loop begins.
+    counts = has_plan & (numbers >= (_NUM_FIRST if len(rows) > _ENOUGH else 1))
+    if not counts.any():
+        counts = has_plan
+    others = sum(not has for has, number in zip(has_plan, numbers, strict=True) if number >= _NUM_FIRST)
+    problems = []
+    if others:
+        problems.append(
+            f"The layout of buckets changed during the trace: {others} of {len(rows)} steps have another one than the "
+            f"other {len(rows) - others}, and are left out of the statistics."
+        )
+    backwards = [[_last_backward(step) for step in row] for row in rows]
+    without_buckets = Timing(
+        ranks=tuple(trace.about.rank for trace in job.traces),
+        numbers=numbers,
+        counts=counts,
+        has_buckets=np.zeros(len(rows), bool),
+        begin=_ms([[step.begin - base for step in row] for row in rows]),
+        end=_ms([[step.end - base for step in row] for row in rows]),
+        parts=_ms([[[step.ns_in(part) for part in Recorded] for step in row] for row in rows]),
+        stall=_ms([[step.stall_ns for step in row] for row in rows]),
+        backward_begin=_ms([[part.begin - base for part in row] for row in backwards]),
+        backward_end=_ms([[part.end - base for part in row] for row in backwards]),
+        num_samples=np.array([[step.num_samples for step in row] for row in rows]),
+        loading=_ms([[min(step.loading_ns, step.ns_in(Recorded.INPUT)) for step in row] for row in rows]),
+        collecting=_ms([[step.collecting_ns for step in row] for row in rows]),
+        num_workers=np.array([[step.num_workers for step in row] for row in rows]),
+        loading_cpu=_ms([[step.loading_cpu_ns for step in row] for row in rows]),
+        queued=_ms([[step.queued_ns for step in row] for row in rows]),
+        exposed_queued=_ms([[step.exposed_queued_ns for step in row] for row in rows]),
+        bucket_indices=(),
+        rounds=(),
+        bucket_bytes=np.zeros(0),
+        **{name: np.zeros((len(rows), len(job.traces), 0)) for name in _TIMES},
+        problems=tuple(problems),
+    )
+    return tuple(_with_buckets(without_buckets, job, plan, plans, base) for plan in of_optimizers)
+
+
+def _with_buckets(timing: Timing, job: Job, plan: Plan | None, plans: Sequence[Plan | None], base: int) -> Timing:
+    """The same steps, with the buckets of one plan."""
+    has_plan = [each == plan for each in plans]
+    indices_and_bytes = plan or ()
+    rounds = _first_of_rounds([index for index, _ in indices_and_bytes])
+    nothing = [[np.nan] * len(_TIMES)] * len(indices_and_bytes)
+    times = [
+        [
+            [[getattr(bucket, name) - base for name in _TIMES] for bucket in _sorted(step)] if has and plan else nothing
+            for step in row
+        ]
+        for row, has in zip(job.steps, has_plan, strict=True)
+    ]
+    shape = (len(job.steps), len(job.traces), len(indices_and_bytes), len(_TIMES))
+    bucket_times = np.array(times, float).reshape(shape) / 1e6
+    fields: dict[str, Any] = {name: bucket_times[..., i] for i, name in enumerate(_TIMES)}
+    return replace(
+        timing,
+        has_buckets=np.array(has_plan),
+        bucket_indices=tuple(i if len(rounds) > 1 else index for i, (index, _) in enumerate(indices_and_bytes)),
+        rounds=tuple(rounds),
+        bucket_bytes=np.array([num_bytes for _, num_bytes in indices_and_bytes], float),
+        **fields,
+    )
+
+
+def spread(values: Any, unit: str = "ms") -> Spread:
+    """Mean, median, and the quantiles of 20 % and 80 %. Zeros if there is no value."""
+    found = np.asarray(values, float).ravel()
+    found = found[np.isfinite(found)]
+    median, low, high = np.quantile(found, _QUANTILES) if len(found) else (0.0, 0.0, 0.0)
+    return Spread(float(found.mean()) if len(found) else 0.0, float(median), float(low), float(high), unit)
+
+
+def typical(values: Any) -> float:
+    """Mean over steps; 0 without any. Steps with a pause do not count, so no accident decides."""
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+def _sorted(step: StepRecord) -> list[BucketRecord]:
+    """One round after the other, each in the order of its plan."""
+    firsts = _first_of_rounds([bucket.index for bucket in step.buckets])
+    rounds = [step.buckets[a:b] for a, b in itertools.pairwise([*firsts, len(step.buckets)])]
+    return [bucket for each in rounds for bucket in sorted(each, key=lambda bucket: bucket.index)]
+
+
+def _first_of_rounds(indices: Sequence[int]) -> list[int]:
+    """Positions at which rounds begin: a round has no bucket twice."""
+    firsts: list[int] = []
+    seen: set[int] = set()
+    for position, index in enumerate(indices):
+        if not seen or index in seen:
+            firsts.append(position)
+            seen = set()
+        seen.add(index)
+    return firsts
+
+
+def _plans_of_optimizers(plans: Sequence[Plan | None], numbers: Array) -> list[Plan | None]:
+    """The plan of each optimizer, and first the plan that most steps have; of two such plans, the later one."""
+    known = [plan for plan in reversed(plans) if plan is not None]
+    if not known:
+        return [None]
+    first = collections.Counter(known).most_common(1)[0][0]
+    has_first = np.array([each == first for each in plans])
+    if np.count_nonzero(np.diff(has_first[numbers >= _NUM_FIRST])) < _MANY_CHANGES:
+        return [first]
+    newer = collections.Counter(known[: max(1, len(known) // 2)])  # than plans before buckets were laid out anew
+    return [first, *(plan for plan, count in newer.most_common() if plan != first and count > 1)]
+
+
+def _plan_of(row: tuple[StepRecord, ...]) -> Plan | None:
+    """The buckets of a step. None if ranks have different buckets, as in a step that was broken off."""
+    first, *others = ([(bucket.index, bucket.num_bytes) for bucket in _sorted(step)] for step in row)
+    indices = [index for index, _ in first]
+    is_shared = all([index for index, _ in other] == indices for other in others)
+    return tuple(first) if is_shared else None
+
+
+def _last_backward(step: StepRecord) -> PhaseRecord:
+    found = [part for part in step.phases if part.phase is Recorded.BACKWARD]
+    return found[-1] if found else PhaseRecord(Recorded.BACKWARD, step.end, step.end)
+
+
+def _ms(nanoseconds: Any) -> Array:
+    return np.array(nanoseconds, np.int64) / 1e6

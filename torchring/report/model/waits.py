@@ -1,0 +1,234 @@
+"""Who waits for whom, and which rank determines how long a step takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Final
+
+import numpy as np
+
+from torchring.errors import ranks_in_words
+from torchring.observe.phases import Phase as Recorded
+from torchring.observe.recorder.records import RunInfo
+from torchring.report.model.merge import Job
+from torchring.report.model.phases import COMPUTING, PHASES, Phase, column
+from torchring.report.model.timing import Array, Spread, Timing, spread, tabulate
+
+_WORTH_TELLING_MS: Final = 0.01
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Time in which the rank `waiting` waits for the rank `awaited`. Pairs that never wait are left out."""
+
+    waiting: int
+    awaited: int
+    mean_ms: float  # mean of all steps
+    share: float  # share of the steps with such a wait
+    cost: Spread  # over the steps with such a wait
+
+
+@dataclass(frozen=True)
+class _Meetings:
+    """When R ranks come together, in each of S steps, to reduce the B buckets of one optimizer.
+
+    Of buckets, only steps of `Timing.has_buckets` mean anything.
+    """
+
+    all_launched: Array  # [S, B], time at which the last rank launched the bucket
+    last: Array  # [S, B], position of that rank
+    # reduction_begins, reduction_ends: [S, B]. One bucket is reduced after the other.
+    reduction_begins: Array
+    reduction_ends: Array
+    waiting: Array  # [S, R], time for which a rank stood still for a late rank
+    awaited: Array  # [S, R], position of that rank
+
+
+@dataclass(frozen=True)
+class Critical(_Meetings):
+    """Also, the rank that the others wait for, and the phases of all ranks."""
+
+    slowest: Array  # [S], position of the rank that the others wait for
+    phases: Array  # [S, R, 7], durations by `Phase`, which add up to the step
+    # [S, R, 7], the same from the end of a backward to the end of the next, so that BETWEEN and OPTIMIZER are those of
+    # the step before: a rank that is late there is awaited in the next step
+    cycle: Array
+    path: Array  # [S, 7], of `cycle`, the rank that the others wait for. How long a step takes is the sum.
+
+
+def examine(job: Job) -> list[tuple[Timing, Critical]]:
+    """The arrays of a job's steps, with the buckets of each optimizer: the one that communicates for longest first."""
+    about = job.traces[0].about
+    timings = tabulate(job)
+    found = [_find_meetings(timing, about) for timing in timings]
+    if _agree_first(job, timings):
+        waiting, awaited = _waits_to_agree(job)
+        found = [dataclasses.replace(each, waiting=waiting, awaited=awaited) for each in found]
+    criticals = [_find_critical(timings[0], each) for each in found]
+    path = criticals[0].path
+    communication = [path[timing.reduces, column(Phase.COMMUNICATION)].sum() for timing in timings]
+    order = np.argsort(communication, kind="stable")[::-1] if len(timings) > 1 else [0]
+    return [(timings[i], criticals[i]) for i in order]
+
+
+def computing(cycle: Array) -> Array:
+    """[S, R], time for which each rank computes, in rows of `Critical.cycle`."""
+    return np.asarray(cycle[..., [column(phase) for phase in COMPUTING]].sum(2))
+
+
+def knows_forward(cycle: Array) -> bool:
+    """True if FORWARD is told apart from INPUT in rows of `Critical.cycle`."""
+    return bool((cycle[..., column(Phase.FORWARD)] > 0).any())
+
+
+def _standstill(timing: Timing) -> Array:
+    return np.asarray(timing.parts[..., Recorded.EXPOSED] + timing.stall)
+
+
+def _find_meetings(timing: Timing, about: RunInfo) -> _Meetings:
+    """Cut the time in which ranks stand still into waiting for a rank, and communication."""
+    num_steps, num_ranks = timing.begin.shape
+    num_buckets = len(timing.bucket_indices)
+    waiting = np.zeros((num_steps, num_ranks))
+    awaited = np.zeros((num_steps, num_ranks), int)
+    launched = np.nan_to_num(timing.launched, nan=-np.inf)
+    if num_buckets:
+        all_launched, last = launched.max(1), launched.argmax(1)
+        ends = np.maximum.accumulate(timing.reduced.max(axis=1), axis=1)
+        earlier = np.concatenate([np.full((num_steps, 1), -np.inf), ends[:, :-1]], axis=1)
+        begins = np.minimum(np.maximum(all_launched, earlier), ends)
+        if about.overlap == "inline" and about.algorithm == "direct":
+            # Ranks do their parts when they come by. The bucket takes as long as the longest part.
+            parts = timing.reduced - np.maximum(timing.started, all_launched[:, None])
+            begins = ends - np.clip(np.nan_to_num(parts), 0, None).max(axis=1)
+        lateness = np.nan_to_num(all_launched[:, None] - timing.launched)
+        if about.overlap == "inline" and about.algorithm != "direct" and timing.stall.any():
+            # Each bucket makes ranks meet. A rank waits from when it has launched a bucket itself.
+            arrived = np.concatenate([np.full((num_steps, num_ranks, 1), -np.inf), timing.reduced[..., :-1]], axis=2)
+            arrived = np.maximum(timing.launched, arrived)
+            each = np.nan_to_num(np.clip(all_launched[:, None] - arrived, 0, None))
+            waiting = each.sum(2)
+            awaited = np.take_along_axis(last, each.argmax(2), axis=1)
+        else:
+            head = _heads(all_launched, earlier, about)
+            waiting = np.take_along_axis(lateness, head[:, None, None], axis=2)[..., 0]
+            awaited = np.repeat(np.take_along_axis(last, head[:, None], axis=1), num_ranks, axis=1)
+        waiting = np.clip(np.minimum(waiting, _standstill(timing)), 0, None)
+    else:
+        all_launched = begins = ends = np.zeros((num_steps, num_buckets))
+        last = np.zeros((num_steps, num_buckets), int)
+    return _Meetings(all_launched, last, begins, ends, waiting, awaited)
+
+
+def _find_critical(timing: Timing, found: _Meetings) -> Critical:
+    """Find the rank that determines how long a step takes."""
+    phases = _phases(timing, found.waiting, _standstill(timing))
+    cycle = phases.copy()
+    for phase in (Phase.BETWEEN, Phase.OPTIMIZER):
+        cycle[1:, :, column(phase)] = phases[:-1, :, column(phase)]
+    # Where nobody waits, the rank that computes for longest determines the step.
+    slowest = np.lexsort((-computing(cycle), found.waiting), axis=1)[:, 0]
+    path = np.take_along_axis(cycle, slowest[:, None, None], axis=1)[:, 0]
+    return Critical(**vars(found), slowest=slowest, phases=phases, cycle=cycle, path=path)
+
+
+def list_waits(timing: Timing, critical: Critical) -> tuple[Wait, ...]:
+    """The pairs of ranks that wait for each other, the longest first."""
+    waiting, awaited = critical.waiting[timing.counts], critical.awaited[timing.counts]
+    found = []
+    for i, rank in enumerate(timing.ranks):
+        for j, other in enumerate(timing.ranks):
+            costs = waiting[(awaited[:, i] == j) & (waiting[:, i] > _WORTH_TELLING_MS), i]
+            if i != j and len(costs):
+                mean_ms, share = float(costs.sum() / len(waiting)), len(costs) / len(waiting)
+                found.append(Wait(rank, other, mean_ms, share, spread(costs)))
+    return tuple(sorted(found, key=lambda wait: -wait.mean_ms))
+
+
+def together(waits: Sequence[Wait]) -> list[tuple[str, Wait]]:
+    """Waits for each rank: who waits for it, in words, and the mean wait. The longest first."""
+    by_awaited: dict[int, list[Wait]] = {}
+    for wait in waits:
+        by_awaited.setdefault(wait.awaited, []).append(wait)
+    found = []
+    for awaited, each in by_awaited.items():
+        costs = [wait.cost for wait in each]
+        cost = Spread(
+            *(fmean(cost.mean for cost in costs), median(cost.median for cost in costs)),
+            *(min(cost.low for cost in costs), max(cost.high for cost in costs)),
+        )
+        mean_ms, share = fmean(wait.mean_ms for wait in each), fmean(wait.share for wait in each)
+        who = ranks_in_words(wait.waiting for wait in each)
+        found.append((who, Wait(each[0].waiting, awaited, mean_ms, share, cost)))
+    return sorted(found, key=lambda row: -row[1].mean_ms)
+
+
+def is_last_share(timing: Timing, critical: Critical, position: int) -> float:
+    """In which share of the steps the others wait for the rank at that position."""
+    waiting, awaited = critical.waiting[timing.counts], critical.awaited[timing.counts]
+    waits = (waiting > _WORTH_TELLING_MS) & (awaited == position)
+    waits[:, position] = False
+    return float(waits.any(1).mean())
+
+
+def spread_by_phase(durations: Array) -> dict[Phase, Spread]:
+    """Spreads of an array [S, 7]."""
+    return {phase: spread(durations[:, i]) for i, phase in enumerate(PHASES)}
+
+
+def _heads(all_launched: Array, earlier: Array, about: RunInfo) -> Array:
+    """[S], which bucket's launch determined when the last bucket was reduced: the last one that found the link idle.
+
+    On one host there is no link. Each rank adds up its part of a bucket by itself, and no bucket waits for another.
+    """
+    num_buckets = all_launched.shape[1]
+    if about.algorithm == "direct":
+        return np.full(len(all_launched), num_buckets - 1)
+    found_idle = all_launched >= earlier
+    return np.asarray(num_buckets - 1 - np.argmax(found_idle[:, ::-1], axis=1))
+
+
+def _agree_first(job: Job, timings: Sequence[Timing]) -> bool:
+    """True if buckets wait for the end of backward, because ranks first agree on which optimizers take part."""
+    if len(timings) > 1 or not job.traces[0].about.others:
+        return len(timings) > 1
+    return all(
+        step.buckets[0].launched
+        >= next((part.begin for part in step.phases if part.phase is Recorded.EXPOSED), step.end)
+        for row in job.steps
+        for step in row
+        if step.buckets
+    )
+
+
+def _waits_to_agree(job: Job) -> tuple[Array, Array]:
+    """[S, R] each: how long each rank waits where ranks meet, and for whom most. They meet where EXPOSED begins."""
+    shape = len(job.steps), len(job.traces)
+    waiting, awaited = np.zeros(shape), np.zeros(shape, int)
+    for i, row in enumerate(job.steps):
+        meetings = [[part for part in step.phases if part.phase is Recorded.EXPOSED] for step in row]
+        most = -1
+        for parts in zip(*meetings, strict=False):  # a step that was broken off on a rank has fewer
+            begins = [part.begin for part in parts]
+            late = [min(max(begins), part.end) - part.begin for part in parts]
+            waiting[i] += np.array(late) / 1e6
+            if max(late) > most:
+                most, awaited[i] = max(late), begins.index(max(begins))
+    return waiting, awaited
+
+
+def _phases(timing: Timing, waiting: Array, standstill: Array) -> Array:
+    parts = timing.parts
+    durations = {
+        Phase.INPUT: parts[..., Recorded.INPUT],
+        Phase.FORWARD: parts[..., Recorded.FORWARD],
+        Phase.BACKWARD: np.clip(parts[..., Recorded.BACKWARD] - timing.stall, 0, None),
+        Phase.WAITING: waiting,
+        Phase.COMMUNICATION: standstill - waiting,
+        Phase.BETWEEN: parts[..., Recorded.BETWEEN],
+        Phase.OPTIMIZER: parts[..., Recorded.OPTIMIZER],
+    }
+    return np.stack([durations[phase] for phase in PHASES], axis=-1)

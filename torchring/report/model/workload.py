@@ -1,0 +1,116 @@
+"""Makes the input of `scaling.py` from a trace: what ranks compute, and when each bucket is ready."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from torchring.observe.recorder.records import RunInfo
+from torchring.report.model import network
+from torchring.report.model.buckets import bus_bytes
+from torchring.report.model.layout import Layout, layout_between_hosts
+from torchring.report.model.merge import Job
+from torchring.report.model.network import Network
+from torchring.report.model.phases import Phase, column
+from torchring.report.model.scaling import Links, Workload, exposed_ms, slowest_ms
+from torchring.report.model.timing import Timing, typical
+from torchring.report.model.waits import Critical, computing
+
+_NUM_LANES: Final = 2  # buckets that cross the network at a time, on threads
+
+
+def is_overlapped(timing: Timing, about: RunInfo) -> bool:
+    """True if backward goes on while buckets are reduced. Within a host, the cores that compute also reduce."""
+    return about.algorithm != "direct" and (about.overlap != "inline" or not timing.stall.any())
+
+
+def describe(job: Job, examined: Sequence[tuple[Timing, Critical]]) -> Workload:
+    """The workload of a job as it is, without `unexplained_ms`; `examined` as `waits.examine` returns it."""
+    if len(examined) == 1:
+        return _describe(job, *examined[0])
+    first, *others = (
+        dataclasses.replace(_describe(job, timing, critical), share=float(timing.reduces.sum() / timing.counts.sum()))
+        for timing, critical in examined
+        if timing.reduces.any()
+    )
+    return dataclasses.replace(first, others=tuple(others))
+
+
+def _describe(job: Job, timing: Timing, critical: Critical) -> Workload:
+    about, counts = job.traces[0].about, timing.reduces
+    overlapped = is_overlapped(timing, about)
+    lanes = _NUM_LANES if about.overlap == "thread" and about.local_size != about.size else 1
+    draws = computing(critical.cycle[timing.counts])
+    if timing.bucket_indices:
+        backward_end = np.take_along_axis(timing.backward_end, critical.slowest[:, None], axis=1)
+        ready = np.median((critical.all_launched - backward_end)[counts], axis=0)
+        return Workload(draws, tuple(map(float, timing.bucket_bytes)), tuple(map(float, ready)), overlapped, lanes)
+    backward_ms = float(np.median(critical.phases[counts][..., column(Phase.BACKWARD)]))
+    return with_layout(Workload(draws, (), (), overlapped, lanes), layout_between_hosts(job), backward_ms)
+
+
+def links_of(about: RunInfo, found: Network | None, given: Network | None) -> Links | None:
+    """Connections between ranks. A given network connects hosts; the measured network is then inside a host."""
+    if given is None:
+        if found is None:
+            return None
+        is_hierarchical = about.algorithm == "hierarchical"
+        return Links(found, is_hierarchical, about.local_size if is_hierarchical else 1)
+    if about.local_size == 1:
+        return Links(given)
+    inside = found if about.local_size == about.size else None
+    return Links(given, True, about.local_size, inside)
+
+
+def calibrated(workload: Workload, links: Links, num_ranks: int, measured_ms: float) -> Workload:
+    """The same workload, with what the model cannot explain of the measured duration of a step."""
+    modelled = slowest_ms(workload.computing_ms, num_ranks, workload.slow_rank) + exposed_ms(workload, num_ranks, links)
+    return dataclasses.replace(workload, unexplained_ms=measured_ms - modelled)
+
+
+def fit_network(examined: Sequence[tuple[Timing, Critical]], about: RunInfo, num_ranks: int) -> Network | None:
+    """The network that the buckets of all optimizers show; None if nothing was reduced."""
+    timing, critical = examined[0]
+    reducing = [(each, its) for each, its in examined if each.reduces.any()]
+    bucket_bytes = [each.bucket_bytes for each, _ in reducing]
+    durations = [(its.reduction_ends - its.reduction_begins)[each.reduces] for each, its in reducing]
+    medians = [np.median(of_buckets, axis=0) for of_buckets in durations]
+    found = network.fit(np.concatenate(bucket_bytes), np.concatenate(medians), num_ranks)
+    if found is None:
+        return None
+    is_within_host = about.local_size == about.size and about.algorithm != "direct"
+    are_small = float(timing.bucket_bytes.sum()) < network.SMALL_BYTES * len(timing.bucket_bytes)
+    # Small buckets of two sizes show a bandwidth, but within a host one below the least is noise.
+    is_shown = found.is_alpha_known and found.gigabytes_per_s >= network.LEAST_WITHIN_HOST
+    if is_within_host and are_small and not is_shown:
+        found = network.latency_within_host(timing.bucket_bytes, typical(durations[0].sum(1)), num_ranks)
+    if is_overlapped(timing, about):
+        return found
+    # How long ranks stood still says how much work a reduction was.
+    cost = typical(critical.path[timing.counts][:, column(Phase.COMMUNICATION)])
+    shares = [float(each.reduces.sum() / timing.counts.sum()) for each, _ in reducing]
+    if about.algorithm == "direct":
+        # A rank looks after its buckets between gradients: that a bucket is reduced may be noticed much later.
+        num_bytes = sum(share * float(each.sum()) for share, each in zip(shares, bucket_bytes, strict=True))
+        sent = bus_bytes(num_bytes, num_ranks)
+        return Network(0.0, sent / 1e6 / cost, is_alpha_known=False) if cost > 0 else None
+    shown = sum(share * typical(each.sum(1)) for share, each in zip(shares, durations, strict=True))
+    ratio = cost / shown if cost > 0 and shown > 0 else 1.0
+    return dataclasses.replace(found, alpha_ms=found.alpha_ms * ratio, gigabytes_per_s=found.gigabytes_per_s / ratio)
+
+
+def between_hosts(workload: Workload) -> Workload:
+    """The workload as it would be between hosts, where buckets are reduced by a thread in the background."""
+    return dataclasses.replace(workload, is_overlapped=True, num_lanes=_NUM_LANES)
+
+
+def with_layout(workload: Workload, layout: Layout, backward_ms: float) -> Workload:
+    """The workload with other buckets."""
+    sizes, shares = layout
+    # What packing adds at the end, it adds with other buckets, too.
+    late = max(0.0, workload.ready_ms[-1]) if workload.ready_ms else 0.0
+    ready_ms = tuple((share - 1.0) * backward_ms + late for share in shares)
+    return dataclasses.replace(workload, bucket_bytes=sizes, ready_ms=ready_ms)

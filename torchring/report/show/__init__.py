@@ -1,0 +1,1 @@
+"""The report in the terminal, as a page, and as files for other programs."""

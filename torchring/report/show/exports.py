@@ -1,0 +1,146 @@
+"""The steps of a job for other programs: as a trace for Chrome and Perfetto, and as a table.
+
+The format of the trace: "Trace Event Format", Google. https://ui.perfetto.dev opens it.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from torchring.observe.recorder.records import StepRecord
+from torchring.report.model.buckets import bus_bytes
+from torchring.report.model.lanes import spans_of
+from torchring.report.model.merge import Job
+from torchring.report.model.phases import PHASES, column
+from torchring.report.model.waits import examine
+
+_COMPUTE: Final = 0  # number of the lane; those of buckets follow
+
+
+def write_trace_json(job: Job, path: Path) -> None:
+    """One process for each rank, a lane for what it computes, and lanes for its buckets. Raises OSError.
+
+    An arrow leads from where the last gradient of a bucket is ready to the bucket.
+    """
+    with open(path, "w") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for i, event in enumerate(_events(job)):
+            file.write((",\n" if i else "") + json.dumps(event))
+        file.write("\n]}\n")
+
+
+def write_csv(job: Job, path: Path) -> None:
+    """One row for each step and rank. Raises OSError."""
+    timing, critical = examine(job)[0]
+    phases = [f"{phase.value.replace(' ', '_')}_ms" for phase in PHASES]
+    head = ["step", "rank", "host", "is_in_statistics", "begin_ms", "step_ms", *phases, "waits_for_rank"]
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*head, "stall_ms", "packing_ms", "num_samples", "num_bytes"])
+        for i, row in enumerate(job.steps):
+            for j, (trace, step) in enumerate(zip(job.traces, row, strict=True)):
+                waits = critical.waiting[i, j] > 0
+                writer.writerow(
+                    [
+                        *(step.number, trace.about.rank, _as_text(trace.about.host), int(timing.counts[i])),
+                        *_rounded(timing.begin[i, j], (step.end - step.begin) / 1e6),
+                        *_rounded(*(critical.phases[i, j, column(phase)] for phase in PHASES)),
+                        timing.ranks[critical.awaited[i, j]] if waits else "",
+                        *_rounded(step.stall_ns / 1e6, step.packing_ns / 1e6),
+                        *(step.num_samples, step.num_bytes),
+                    ]
+                )
+
+
+def _as_text(name: str) -> str:
+    """A name that a spreadsheet does not take for a formula."""
+    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
+
+
+def _rounded(*milliseconds: float) -> list[str]:
+    return [f"{each:.6f}" for each in milliseconds]  # a nanosecond
+
+
+def _events(job: Job) -> Iterator[dict[str, Any]]:
+    base = min(step.begin for step in job.steps[0])
+    num_lanes = [0] * len(job.traces)
+    _, critical = examine(job)[0]
+    arrows = itertools.count()
+    for i, row in enumerate(job.steps):
+        last = _last_launches(job, row)
+        for j, (trace, step) in enumerate(zip(job.traces, row, strict=True)):
+            rank = trace.about.rank
+            yield _span(f"step {step.number}", "step", rank, _COMPUTE, step.begin - base, step.end - base)
+            for phase, begin, end in spans_of(step, float(critical.waiting[i, j])):
+                yield _span(phase.value, "phase", rank, _COMPUTE, begin - base, end - base)
+            lanes = _in_lanes(step)
+            num_lanes[j] = max([num_lanes[j], *lanes.values()])
+            for k, bucket in enumerate(step.buckets):
+                lane, (at, culprit) = lanes[k], last[k]
+                facts = {"step": step.number, "bytes": bucket.num_bytes}
+                begin, end = bucket.launched - base, bucket.reduced - base
+                yield _span(f"bucket {bucket.index}", "bucket", rank, lane, begin, end, facts)
+                if culprit != rank and begin < (until := min(at - base, end)):
+                    yield _span(f"waiting for rank {culprit}", "waiting", rank, lane, begin, until)
+                arrow = {"name": f"bucket {bucket.index}", "cat": "bucket", "id": next(arrows), "pid": rank}
+                yield {**arrow, "ph": "s", "tid": _COMPUTE, "ts": (bucket.ready - base) / 1e3}
+                yield {**arrow, "ph": "f", "bp": "e", "tid": lane, "ts": begin / 1e3}
+            for at, speed in _speeds(step, last, job.size):
+                track = {"name": "bus bandwidth", "cat": "bucket", "ph": "C", "pid": rank, "tid": _COMPUTE}
+                yield {**track, "ts": (at - base) / 1e3, "args": {"GB/s": speed}}
+    for trace, count in zip(job.traces, num_lanes, strict=True):
+        about = trace.about
+        yield _name("process_name", about.rank, _COMPUTE, f"rank {about.rank} ({about.host}, {about.device})")
+        yield {"name": "process_sort_index", "ph": "M", "pid": about.rank, "args": {"sort_index": about.rank}}
+        yield _name("thread_name", about.rank, _COMPUTE, "compute")
+        for lane in range(1, count + 1):
+            yield _name("thread_name", about.rank, lane, "buckets" if lane == 1 else f"buckets ({lane})")
+
+
+def _speeds(step: StepRecord, last: dict[int, tuple[int, int]], num_ranks: int) -> Iterator[tuple[int, float]]:
+    """Times at which the bus bandwidth changes, and its value. Buckets take turns."""
+    free = 0
+    for k, bucket in sorted(enumerate(step.buckets), key=lambda pair: pair[1].reduced):
+        begin, free = max(last[k][0], free), max(bucket.reduced, free)
+        if begin < free:
+            yield begin, bus_bytes(bucket.num_bytes, num_ranks) / (free - begin)
+            yield free, 0.0
+
+
+def _last_launches(job: Job, row: tuple[StepRecord, ...]) -> dict[int, tuple[int, int]]:
+    """For each bucket of a step, by position: time of the last launch, and the rank that launched last."""
+    last: dict[int, tuple[int, int]] = {}
+    for trace, step in zip(job.traces, row, strict=True):
+        for k, bucket in enumerate(step.buckets):
+            last[k] = max(last.get(k, (-1, -1)), (bucket.launched, trace.about.rank))
+    return last
+
+
+def _in_lanes(step: StepRecord) -> dict[int, int]:
+    """The lane of each bucket, by position: spans of one lane do not overlap."""
+    ends: list[int] = []
+    lanes = {}
+    for k in sorted(range(len(step.buckets)), key=lambda k: step.buckets[k].launched):
+        bucket = step.buckets[k]
+        free = next((lane for lane, end in enumerate(ends) if end <= bucket.launched), len(ends))
+        ends[free : free + 1] = [max(bucket.reduced, bucket.launched)]
+        lanes[k] = free + 1
+    return lanes
+
+
+def _span(
+    name: str, kind: str, rank: int, lane: int, begin_ns: int, end_ns: int, facts: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """Times of the format are microseconds. `kind`: to show or to hide all spans of that kind."""
+    place = {"name": name, "cat": kind, "ph": "X", "pid": rank, "tid": lane}
+    span = {**place, "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+    return span | ({"args": facts} if facts else {})
+
+
+def _name(kind: str, rank: int, lane: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}

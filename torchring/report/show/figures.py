@@ -1,0 +1,313 @@
+"""The figures of the page. Each function draws one figure of an analysis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any, Final
+
+import numpy as np
+import plotly.graph_objects as go
+
+from torchring.report.model.buckets import BucketSummary
+from torchring.report.model.lanes import MOST_RANKS
+from torchring.report.model.phases import Phase
+from torchring.report.model.ranks import RankSummary
+from torchring.report.model.timing import Spread
+from torchring.report.show.formats import mean_with_spread, megabytes, milliseconds, percent, with_spread
+from torchring.report.verdict.findings import Analysis
+
+# By Okabe and Ito (2008), told apart by people with any kind of colour vision, on white and on black.
+COLORS: Final = {
+    Phase.INPUT: "#e69f00",
+    Phase.FORWARD: "#56b4e9",
+    Phase.BACKWARD: "#0072b2",
+    Phase.WAITING: "#cc79a7",
+    Phase.COMMUNICATION: "#d55e00",
+    Phase.BETWEEN: "#999999",
+    Phase.OPTIMIZER: "#009e73",
+}
+OTHER_COLOR: Final = "#64748b"  # of several phases together
+MOST_BUCKETS: Final = 64
+_LONG_WAIT: Final = 0.05  # of a step: shorter waits are pale in the heat map
+_WIDE: Final = 30.0  # times the slowest bucket: if the fastest is faster than that, the axis is logarithmic
+_LONG_POINT: Final = 3.0  # times the 95 % quantile: points over time that are longer are cut off
+_MAX_WRITTEN: Final = 8  # ranks: a heat map of more has no numbers in its cells
+
+
+def shown_ranks(analysis: Analysis) -> list[RankSummary]:
+    """The ranks that figures show: those that the others wait for most, by rank."""
+    by_blame = sorted(analysis.ranks, key=lambda rank: -rank.is_last_share)
+    return sorted(by_blame[:MOST_RANKS], key=lambda rank: rank.rank)
+
+
+def shown_buckets(analysis: Analysis, at_most: int = MOST_BUCKETS) -> list[BucketSummary]:
+    """The buckets with most exposed communication, in plan order."""
+    by_exposed = sorted(analysis.buckets, key=lambda bucket: (-bucket.exposed.median, -bucket.num_bytes))
+    return sorted(by_exposed[:at_most], key=lambda bucket: bucket.index)
+
+
+def default_rank(analysis: Analysis) -> int:
+    """The rank that is shown first: the one to blame, or else the one that the others wait for most."""
+    ranks = shown_ranks(analysis)
+    blamed = [rank.rank for rank in ranks if rank.rank == analysis.verdict.rank]
+    return blamed[0] if blamed else max(ranks, key=lambda rank: rank.is_last_share).rank
+
+
+def figure(traces: Sequence[Any], height: int, **layout: Any) -> Any:
+    """A figure of so many CSS pixels. Text and marks get their colours from page.css."""
+    clear, line = "rgba(0,0,0,0)", "rgba(128,128,128,0.35)"
+    drawn = go.Figure(traces, layout={"template": go.layout.Template(), "showlegend": False, "height": height})
+    drawn.update_layout(
+        margin={"l": 10, "r": 14, "t": 14, "b": 10},
+        font={"family": "system-ui, sans-serif", "size": 12},
+        hoverlabel={"align": "left", "namelength": -1},
+        paper_bgcolor=clear,
+        plot_bgcolor=clear,
+        **layout,
+    )
+    ticks = {"ticks": "outside", "ticklen": 4, "tickcolor": line, "tickformat": ",~g"}
+    for update in (drawn.update_xaxes, drawn.update_yaxes):
+        update(automargin=True, zeroline=False, linecolor=line, gridcolor=line, **ticks)
+    return drawn
+
+
+def _error(spreads: Sequence[Spread], middles: Sequence[float]) -> dict[str, Any]:
+    """The ends of error bars around `middles`."""
+    pairs = [*zip(spreads, middles, strict=True)]
+    above = [max(0.0, spread.high - middle) for spread, middle in pairs]
+    below = [max(0.0, middle - spread.low) for spread, middle in pairs]
+    return {"array": above, "arrayminus": below, "thickness": 1.5, "width": 3}
+
+
+def phases_by_rank(analysis: Analysis) -> Any:
+    """A bar for each rank, made of the means of its phases."""
+    ranks = shown_ranks(analysis)
+    labels = [str(rank.rank) for rank in ranks]
+    hosts = [f"rank {rank.rank} on {escape(rank.host)}<br>" for rank in ranks]
+    bars = [
+        go.Bar(
+            name=phase.value,
+            orientation="h",
+            y=labels,
+            x=[rank.phases[phase].mean for rank in ranks],
+            marker_color=COLORS[phase],
+            hovertext=[
+                f"{host}{phase.value}: {mean_with_spread(rank.phases[phase])}"
+                for host, rank in zip(hosts, ranks, strict=True)
+            ],
+            hoverinfo="text",
+        )
+        for phase in analysis.phases
+    ]
+    means = [rank.step.mean for rank in ranks]
+    whole = go.Scatter(
+        name="whole step",
+        mode="markers",
+        y=labels,
+        x=means,
+        error_x=_error([rank.step for rank in ranks], means),
+        marker={"size": 5},
+        hovertext=[f"{host}whole step: {mean_with_spread(rank.step)}" for host, rank in zip(hosts, ranks, strict=True)],
+        hoverinfo="text",
+    )
+    return figure(
+        [*bars, whole],
+        height=70 + max(56, len(ranks) * max(12, 36 - len(ranks))),
+        barmode="stack",
+        bargap=0.25,
+        xaxis={"title": "milliseconds of a step", "rangemode": "tozero"},
+        yaxis={"title": "rank", "type": "category", "range": [len(ranks) - 0.5, -0.5], "showgrid": False},
+    )
+
+
+def phases_over_time(analysis: Analysis) -> Any:
+    """Phases of one rank as stacked areas. The traces of a rank share a legend group; one rank is visible."""
+    series, first, top = analysis.series, default_rank(analysis), top_over_time(analysis)
+    drawn = []
+    for rank in (each.rank for each in shown_ranks(analysis)):
+        group = {"legendgroup": str(rank), "visible": rank == first}
+        drawn += [
+            go.Scatter(
+                **group,
+                name=phase.value,
+                x0=series.numbers[0],
+                dx=series.num_steps_per_point,
+                y=np.array(values, np.float32),
+                stackgroup=str(rank),
+                mode="lines",
+                line={"width": 0},
+                fillcolor=COLORS[phase],
+                hovertemplate="%{y:.1f} ms<extra>" + phase.value + "</extra>",
+            )
+            for phase, values in series.phases[rank].items()
+            if any(values)
+        ]
+        if top is not None:
+            totals = np.sum([*series.phases[rank].values()], axis=0)
+            (points,) = np.nonzero(totals > top)
+            drawn.append(
+                go.Scatter(
+                    **group,
+                    name="longer",
+                    x=series.numbers[0] + points * series.num_steps_per_point,
+                    y=np.full(len(points), 0.97 * top, np.float32),
+                    mode="markers",
+                    marker={"symbol": "triangle-up", "size": 9},
+                    text=[milliseconds(each) for each in totals[points]],
+                    hovertemplate="%{text}<extra>whole step</extra>",
+                )
+            )
+    return figure(
+        drawn,
+        height=320,
+        hovermode="x unified",
+        hoverdistance=-1,  # the nearest point, however far it is
+        xaxis={"title": "step", "showgrid": False, "hoverformat": ",d"},
+        yaxis={"title": "milliseconds of a step", "range": None if top is None else [0, top], "rangemode": "tozero"},
+    )
+
+
+def top_over_time(analysis: Analysis) -> float | None:
+    """Milliseconds at which points over time are cut off, so that the others can be told apart; None if none is."""
+    totals = np.array([np.sum([*phases.values()], axis=0) for phases in analysis.series.phases.values()])
+    top = _LONG_POINT * float(np.quantile(totals, 0.95))
+    return top if totals.max() > top > 0 else None
+
+
+def who_waits_for_whom(analysis: Analysis) -> Any:
+    """A heat map: a row for each rank that waits, a column for each that is waited for."""
+    ranks = [rank.rank for rank in shown_ranks(analysis)]
+    place = {rank: i for i, rank in enumerate(ranks)}
+    means = np.zeros((len(ranks), len(ranks)), np.float32)
+    facts = np.zeros((len(ranks), len(ranks), 4), np.float32)
+    for wait in analysis.waits:
+        if wait.waiting in place and wait.awaited in place:
+            cell = place[wait.waiting], place[wait.awaited]
+            means[cell] = wait.mean_ms
+            facts[cell] = wait.share, wait.cost.mean, wait.cost.low, wait.cost.high
+    np.fill_diagonal(means, np.nan)
+    labels = [str(rank) for rank in ranks]
+    heat = go.Heatmap(
+        x=labels,
+        y=labels,
+        z=means,
+        customdata=facts,
+        hovertemplate="rank %{y} waits for rank %{x}<br>%{z:,.2f} ms of each step on average<br>"
+        "in %{customdata[0]:.0%} of the steps, %{customdata[1]:,.2f} ms "
+        "(%{customdata[2]:,.2f}–%{customdata[3]:,.2f})<extra></extra>",
+        hoverongaps=False,
+        colorscale=[[0.0, "rgba(204,121,167,0.06)"], [1.0, "rgba(204,121,167,0.85)"]],
+        zmin=0.0,
+        zmax=max([_LONG_WAIT * analysis.step.mean, *(wait.mean_ms for wait in analysis.waits)]),
+        texttemplate="%{z:,.1f}" if len(ranks) <= _MAX_WRITTEN else "",
+        xgap=1,
+        ygap=1,
+        colorbar={"title": {"text": "ms", "font": {"size": 12}}, "thickness": 12, "outlinewidth": 0},
+    )
+    return figure(
+        [heat],
+        height=max(230, min(620, 120 + 34 * len(ranks))),
+        xaxis={"title": "rank that is waited for", "type": "category", "showgrid": False},
+        yaxis={"title": "rank that waits", "type": "category", "autorange": "reversed", "showgrid": False},
+    )
+
+
+def bandwidth_by_bucket(analysis: Analysis) -> Any:
+    """A bar for each bucket."""
+    buckets = shown_buckets(analysis)
+    labels, speeds = [str(each.index) for each in buckets], [each.bus_bandwidth.median for each in buckets]
+    bars = go.Bar(
+        x=labels,
+        y=speeds,
+        error_y=_error([each.bus_bandwidth for each in buckets], speeds),
+        marker_color=COLORS[Phase.COMMUNICATION],
+        width=0.6 if len(buckets) > 3 else 0.3,
+        hovertext=[
+            f"bucket {each.index}, {megabytes(each.num_bytes)}<br>{with_spread(each.bus_bandwidth)}"
+            f"<br>reduced in {with_spread(each.reducing)}"
+            for each in buckets
+        ],
+        hoverinfo="text",
+    )
+    lines = [
+        go.Scatter(
+            x=labels,
+            y=[path.bus.median] * len(buckets),
+            mode="lines",
+            line={"dash": "dash", "width": 1.5},
+            hovertext=f"{escape(path.algorithm)}, {path.path}, all buckets<br>{with_spread(path.bus)}",
+            hoverinfo="text",
+        )
+        for path in analysis.bandwidths
+    ]
+    known = [speed for speed in speeds if speed > 0]
+    scale: dict[str, Any] = {"title": "bus bandwidth (GB/s)", "rangemode": "tozero"}
+    if known and max(known) > _WIDE * min(known):
+        scale = {"title": "bus bandwidth (GB/s, logarithmic)", "type": "log"}
+    xaxis = {"title": "bucket", "type": "category", "showgrid": False}
+    return figure([bars, *lines], height=300, xaxis=xaxis, yaxis=scale)
+
+
+def predicted_step(analysis: Analysis) -> Any:
+    """A bar for each number of ranks: what computes, what waits for the slowest rank, what communicates."""
+    predictions = analysis.predictions
+    labels = [f"{each.num_ranks:,}" for each in predictions]
+    parts = [
+        ("everything else", OTHER_COLOR, [each.step_ms - each.waiting_ms - each.exposed_ms for each in predictions]),
+        (Phase.WAITING.value, COLORS[Phase.WAITING], [each.waiting_ms for each in predictions]),
+        (Phase.COMMUNICATION.value, COLORS[Phase.COMMUNICATION], [each.exposed_ms for each in predictions]),
+    ]
+    bars = [
+        go.Bar(
+            name=name,
+            x=labels,
+            y=values,
+            marker_color=color,
+            hovertext=[
+                f"{label} ranks<br>{name}: {milliseconds(value)}<br>whole step: {milliseconds(each.step_ms)}"
+                for label, value, each in zip(labels, values, predictions, strict=True)
+            ],
+            hoverinfo="text",
+        )
+        for name, color, values in parts
+    ]
+    measured = go.Scatter(
+        name="measured",
+        mode="markers",
+        x=[f"{analysis.size:,}"],
+        y=[analysis.step.mean],
+        error_y=_error([analysis.step], [analysis.step.mean]),
+        marker={"size": 9, "symbol": "diamond"},
+        hovertext=f"measured with {analysis.size:,} ranks<br>{mean_with_spread(analysis.step)}",
+        hoverinfo="text",
+    )
+    yaxis = {"title": "milliseconds of a step", "rangemode": "tozero"}
+    return figure([*bars, measured], height=320, barmode="stack", xaxis=_numbers_of_ranks(analysis), yaxis=yaxis)
+
+
+def predicted_efficiency(analysis: Analysis) -> Any:
+    """A line over the number of ranks."""
+    line = go.Scatter(
+        name="predicted",
+        mode="lines+markers",
+        x=[f"{each.num_ranks:,}" for each in analysis.predictions],
+        y=[100 * each.efficiency for each in analysis.predictions],
+        line={"color": COLORS[Phase.OPTIMIZER], "width": 2.5},
+        hovertext=[
+            f"{each.num_ranks:,} ranks: efficiency {percent(each.efficiency)}"
+            f"<br>as fast as {each.efficiency * each.num_ranks:,.1f} ranks without loss"
+            for each in analysis.predictions
+        ],
+        hoverinfo="text",
+    )
+    yaxis = {"title": "efficiency (%)", "range": [0, 105]}
+    return figure([line], height=280, xaxis=_numbers_of_ranks(analysis), yaxis=yaxis)
+
+
+def _numbers_of_ranks(analysis: Analysis) -> dict[str, Any]:
+    """An axis with a place for each predicted number of ranks, and for the present one."""
+    numbers = sorted({analysis.size, *(each.num_ranks for each in analysis.predictions)})
+    labels = [f"{each:,}" for each in numbers]
+    order = {"categoryorder": "array", "categoryarray": labels}
+    return {"title": "ranks", "type": "category", "showgrid": False, **order}

@@ -1,0 +1,240 @@
+"""The summary in the terminal: the verdict first, what qualifies it, then advice, then tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Final
+
+from torchring.errors import ranks_in_words
+from torchring.report.model.buckets import BucketSummary
+from torchring.report.model.phases import Phase
+from torchring.report.model.timing import Spread
+from torchring.report.verdict.findings import NOTICEABLE_WAIT, Advice, Analysis
+from torchring.report.words import count, share_in_words
+
+_WIDTH: Final = 110
+_MAX_ROWS: Final = 8
+_MAX_NAME: Final = 48
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, then sentences, then a table. The second line of a sentence is code."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    sentences: tuple[str, ...] = ()
+
+
+def show(analysis: Analysis, file: IO[str] | None = None) -> None:
+    """Print the summary: with colours to a terminal, as plain text else, and where rich is not installed."""
+    out = file or sys.stdout
+    if not out.isatty():
+        out.write(plain(analysis))
+    elif importlib.util.find_spec("rich") is None:
+        out.write(plain(analysis) + "\nWith colours and lines: pip install 'torchring[report]'\n")
+    else:
+        _show_with_rich(analysis, out)
+
+
+def plain(analysis: Analysis) -> str:
+    """The summary as text without colours."""
+    lines = [*_wrap(analysis.verdict.sentence), "", *_wrap(_title(analysis))]
+    for section in sections(analysis):
+        lines += ["", text_of(section)]
+    return "\n".join(lines) + "\n"
+
+
+def text_of(section: Section) -> str:
+    """A section without colours."""
+    lines = [section.title]
+    for sentence in section.sentences:
+        text, _, code = sentence.partition("\n")
+        lines += _wrap(text, "  ", "    ")
+        lines += [f"      {code}"] if code else []
+    if section.rows:
+        widths = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
+        for row in (section.columns, *section.rows):
+            lines.append("  " + "   ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _wrap(text: str, first: str = "", others: str = "") -> list[str]:
+    """Lines that leave names of files in one piece."""
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def sections(analysis: Analysis) -> list[Section]:
+    """The sections below the verdict, without empty ones."""
+    found = [
+        Section("What is missing or strange", sentences=analysis.problems),
+        Section(
+            "What would help, and how much of the time that a sample takes",
+            sentences=tuple(map(_advice, analysis.advice)) or (_no_advice(analysis),),
+        ),
+        table_of_phases(analysis),
+        table_of_waits(analysis),
+        _buckets(analysis),
+        _scaling(analysis),
+    ]
+    return [section for section in found if section.rows or section.sentences]
+
+
+def _title(analysis: Analysis) -> str:
+    about = analysis.about
+    hosts = len({rank.host for rank in analysis.ranks})
+    speed = f"{analysis.step.mean:.3g} ms on average, {_short(analysis.steps_per_s)} steps/s"
+    samples = f", {analysis.samples_per_s:,.0f} samples/s" if analysis.samples_per_s else ""
+    first = "first step does" if analysis.num_left_out == 1 else f"first {analysis.num_left_out} do"
+    left_out = f"; the {first} not count" if analysis.num_left_out else ""
+    error = analysis.clock_error_ms
+    clocks = f"; times of hosts may differ by {error:.2g} ms" if error else ""
+    return (
+        f"{count(analysis.size, 'rank')} on {count(hosts, 'host')}, {about.device}, algorithm {about.algorithm}, "
+        f"overlap {about.overlap}. {count(analysis.num_steps, 'step')} of {_number(analysis.step)} ms (the median), "
+        f"{speed}{samples}{left_out}{clocks}. In brackets: 20 % and 80 % of the steps are below."
+    )
+
+
+def _no_advice(analysis: Analysis) -> str:
+    return "Nothing that is known." if analysis.has_enough_steps else "So few steps do not tell."
+
+
+def _advice(advice: Advice) -> str:
+    gain = share_in_words(advice.saves_share)
+    return f"- {advice.what}: {gain} less, {advice.predicted_ms:.4g} ms a step. {advice.why}\n{advice.how}"
+
+
+def table_of_phases(analysis: Analysis) -> Section:
+    """Milliseconds of a step, by rank and phase."""
+    ranks, title = list(analysis.ranks), "Milliseconds of a step, by rank, on average"
+    if len(ranks) > _MAX_ROWS:
+        awaited = {wait.awaited for wait in analysis.waits if wait.mean_ms >= NOTICEABLE_WAIT * analysis.step.mean}
+        late = sorted((rank for rank in ranks if rank.rank in awaited), key=lambda rank: -rank.is_last_share)
+        other = next((rank for rank in ranks if rank.rank not in awaited), ranks[0])
+        title += f" (those of {len(ranks)} for which others wait most, and rank {other.rank})"
+        shown = {other.rank, *(rank.rank for rank in late[: _MAX_ROWS - 1])}
+        ranks = [rank for rank in ranks if rank.rank in shown]
+    has_hosts = len({rank.host for rank in analysis.ranks}) > 1
+    least = NOTICEABLE_WAIT * analysis.step.mean
+    has_queue = any(rank.queued is not None and rank.queued.mean >= least for rank in analysis.ranks)
+    rows = [
+        (
+            f"{rank.rank} ({rank.host.partition('.')[0]})" if has_hosts else str(rank.rank),
+            *map(_mean, (rank.step, *(rank.phases[phase] for phase in analysis.phases))),
+            *([_mean(rank.queued) if rank.queued else "?"] if has_queue else []),
+        )
+        for rank in ranks
+    ]
+    columns = {phase: phase.value.split()[0] for phase in Phase}
+    if not analysis.is_forward_known:
+        columns[Phase.INPUT] = "input and forward"
+    names = ("rank", "step", *(columns[phase] for phase in analysis.phases), *(["no core"] if has_queue else []))
+    return Section(title, names, tuple(rows))
+
+
+def table_of_waits(analysis: Analysis) -> Section:
+    """Who waits for whom. No rows if nobody waits for long."""
+    rows = [
+        (who, str(wait.awaited), f"{wait.mean_ms:.3g}", f"{wait.share:.0%}", _mean(wait.cost))
+        for who, wait in analysis.long_waits[:_MAX_ROWS]
+    ]
+    columns = ("who", "waits for rank", "ms a step", "in so many steps", "then ms")
+    return Section("Who waits for whom", columns, tuple(rows))
+
+
+def _buckets(analysis: Analysis) -> Section:
+    slowest = sorted(analysis.buckets, key=lambda bucket: -bucket.exposed.median)[:_MAX_ROWS]
+    rows = [_bucket(bucket) for bucket in slowest]
+    title = "Buckets"
+    if len(rows) < len(analysis.buckets):
+        title += f" (those {len(rows)} of {len(analysis.buckets)} that backward hides least)"
+    if analysis.bandwidths:
+        path = analysis.bandwidths[0]
+        title += f"; {path.algorithm} {path.path}: {_number(path.bus)} GB/s, best bucket {_number(path.best)} GB/s"
+        title += f"; the doctor found {path.doctor:.3g} GB/s" if path.doctor is not None else ""
+    return Section(
+        title, ("bucket", "MB", "ready ms", "reduced in ms", "exposed ms", "GB/s", "parameters"), tuple(rows)
+    )
+
+
+def _bucket(bucket: BucketSummary) -> tuple[str, ...]:
+    names = ", ".join(bucket.names)
+    names = names if len(names) <= _MAX_NAME else f"{bucket.names[0][:_MAX_NAME]} and {len(bucket.names) - 1} more"
+    measured = (bucket.ready, bucket.reducing, bucket.exposed, bucket.bus_bandwidth)
+    return (str(bucket.index), f"{bucket.num_bytes / 1e6:.3g}", *map(_number, measured), names)
+
+
+def _scaling(analysis: Analysis) -> Section:
+    rows = [
+        (
+            f"{each.num_ranks:,}",
+            *(_short(each.step_ms), _short(each.exposed_ms), _short(each.waiting_ms)),
+            f"{each.efficiency:.0%}",
+        )
+        for each in analysis.predictions
+    ]
+    sentences = [analysis.predictions_note] if analysis.predictions_note else []
+    hiding = analysis.hiding_gigabytes_per_s
+    if hiding:
+        ranks = ranks_in_words(range(max(2, analysis.size)))
+        sentences.append(f"Backward would hide communication of {ranks} from {hiding:.3g} GB/s on.")
+    elif analysis.predictions and hiding is None:
+        sentences.append("No bandwidth would hide communication: latency alone takes longer.")
+    columns = ("ranks", "step ms", "communication ms", "waiting ms", "efficiency")
+    return Section("Predicted", columns, tuple(rows), tuple(sentences))
+
+
+def _number(spread: Spread) -> str:
+    """The median: "61 [58, 66]"."""
+    return f"{_short(spread.median)} [{_short(spread.low)}, {_short(spread.high)}]"
+
+
+def _mean(spread: Spread) -> str:
+    """The mean: "61 [58, 66]"."""
+    return f"{_short(spread.mean)} [{_short(spread.low)}, {_short(spread.high)}]"
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _show_with_rich(analysis: Analysis, file: IO[str]) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=file)
+    console.print(Text(analysis.verdict.sentence, style="bold"))
+    console.print(Text(_title(analysis), style="dim"))
+    for section in sections(analysis):
+        console.print(Text(f"\n{section.title}", style="bold cyan"))
+        for sentence in section.sentences:
+            text, _, code = sentence.partition("\n")
+            console.print(Padding(Text(text), (0, 0, 0, 2)))
+            if code:
+                console.print(Padding(Text(code, style="green"), (0, 0, 0, 6)))
+        if section.rows:
+            table = Table(box=None, pad_edge=True, header_style="dim", collapse_padding=True)
+            for name in section.columns:
+                table.add_column(Text(name), overflow="fold")
+            for row in _fitting(section, console.width):
+                table.add_row(*map(Text, row))  # names of parameters may look like markup
+            console.print(table)
+
+
+def _fitting(section: Section, width: int) -> Sequence[Sequence[str]]:
+    """The rows of a table, without spreads if these do not fit in so many characters: headings would be broken."""
+    longest = [max(map(len, cells)) for cells in zip(section.columns, *section.rows, strict=True)]
+    if sum(longest) + len(longest) < width:
+        return section.rows
+    return [[cell.partition(" [")[0] for cell in row] for row in section.rows]

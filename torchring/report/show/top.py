@@ -1,0 +1,123 @@
+"""`torchring top DIR`: how a job that is being traced goes, right now.
+
+Each rank of the job writes its last 50 steps to DIR every other second. This command reads them, and sends the job
+nothing.
+
+Exit code: 0 when the job has ended, 2 for a usage error, 130 after Ctrl-C; with --once, 1 if there is nothing to be
+read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from torchring.launch.arguments import duration
+from torchring.observe.recorder.files import TraceError, find, find_live
+from torchring.observe.recorder.records import ENDED_WELL, RankTrace
+from torchring.report.model.merge import merge, read_all
+from torchring.report.show.terminal import table_of_phases, table_of_waits, text_of
+from torchring.report.verdict.analysis import analyse
+from torchring.report.words import count
+
+_STILL_SECONDS: Final = 10.0  # without a new step, after which the picture says so
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The text of a moment."""
+
+    text: str  # for people
+    headline: str = ""  # the text in a line; empty if no rank has written anything
+    is_over: bool = False  # the job has ended
+    is_empty: bool = False  # no rank has written anything
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`arguments` are those behind "top". Returns the exit code; raises SystemExit(2) for a usage error."""
+    parser = argparse.ArgumentParser(
+        prog="torchring top",
+        description="Show how a job goes that `torchring run --trace DIR` has started: steps and samples a second, "
+        "where the time goes, and who waits for whom, over the last 50 steps.",
+        epilog="Exit code: 0 when the job has ended, 130 after Ctrl-C; with --once, 1 if there is nothing to be read.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the trace")
+    parser.add_argument(
+        "--every", type=duration, default=1.0, metavar="SECONDS", help="how often to look (default: %(default)g)"
+    )
+    parser.add_argument("--once", action="store_true", help="look once, and end")
+    options = parser.parse_args(arguments)
+    try:
+        if options.once:
+            picture = look(options.folder)
+            print(picture.text)
+            return int(picture.is_empty)
+        _watch(options.folder, options.every)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def look(folder: Path) -> Picture:
+    """Read what the ranks have written, and put it in words."""
+    live, whole = _traces(find_live, folder), _traces(find, folder)
+    ends = [trace.about.written_at for trace in whole if trace.about.ended_by != "SIGUSR1"]
+    if ends and all(trace.about.written_at < max(ends) for trace in live):
+        live = []  # of ranks that were killed
+    if not live and not whole:
+        how = f"`torchring run --trace {folder} ...` writes it"
+        return Picture(f"no rank has written to {folder} yet; {how}", is_empty=True)
+    try:
+        job = merge(live or whole)
+    except TraceError as error:
+        return Picture(str(error), is_empty=True)
+    analysis = analyse(job)
+    last = max(trace.steps[-1].number for trace in job.traces)
+    samples = f", {analysis.samples_per_s:,.0f} samples/s" if analysis.samples_per_s else ""
+    facts = f"{analysis.steps_per_s:.3g} steps/s{samples}, {count(analysis.size, 'rank')}"
+    lines = [f"Step {last + 1:,}: {facts}, the last {count(analysis.num_steps, 'step')}."]
+    headline = f"{lines[0]} {analysis.verdict.sentence}"
+    still = time.time() - max(trace.about.written_at for trace in job.traces)
+    if not live:
+        reasons = sorted({trace.about.ended_by for trace in job.traces} - {*ENDED_WELL})
+        lines.append(f"The job has ended{''.join(f': {reason}' for reason in reasons)}.")
+    elif still > _STILL_SECONDS:
+        lines.append(f"No rank has made a step for {still:.0f} s.")
+    lines += [analysis.verdict.sentence, *analysis.problems, ""]
+    tables = (table_of_phases(analysis), table_of_waits(analysis))
+    text = "\n".join([*lines, *(text_of(table) for table in tables if table.rows)])
+    return Picture(text, headline, is_over=not live)
+
+
+def _traces(find_them: Callable[[Path], dict[int, Path]], folder: Path) -> list[RankTrace]:
+    """The traces that can be read: a rank may be writing its file, or removing it."""
+    try:
+        paths = find_them(folder)
+    except OSError:
+        return []
+    return [trace for trace in read_all(paths, []).values() if trace.steps]
+
+
+def _watch(folder: Path, seconds: float) -> None:
+    """Show pictures until the job has ended."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        _show_until_over(folder, seconds, lambda text: print(text, end="\n\n", flush=True))
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        _show_until_over(folder, seconds, lambda text: live.update(Text(text), refresh=True))
+
+
+def _show_until_over(folder: Path, seconds: float, show: Callable[[str], None]) -> None:
+    while not (picture := look(folder)).is_over:
+        show(picture.text)
+        time.sleep(seconds)
+    show(picture.text)

@@ -1,0 +1,1 @@
+"""What bounds a job, and what would help, as plain data."""

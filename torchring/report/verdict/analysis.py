@@ -1,0 +1,155 @@
+"""Makes the analysis of a job from its traces.
+
+`timing.py` puts the steps into arrays. `waits.py` finds out who waits for whom, and `verdict.py` what bounds the job.
+`buckets.py` and `network.py` look at communication; `layout.py`, `workload.py` and `scaling.py` predict what would be
+different.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from torchring.observe.recorder.records import RunInfo
+from torchring.report.model import buckets as of_buckets
+from torchring.report.model import lanes, waits
+from torchring.report.model.cores import find_queue, who_has_them
+from torchring.report.model.loading import find_loading
+from torchring.report.model.merge import Job
+from torchring.report.model.network import Network
+from torchring.report.model.optimizers import of_optimizer
+from torchring.report.model.phases import Phase, column
+from torchring.report.model.ranks import efficiency, find_start_up, per_second, summarise_ranks
+from torchring.report.model.scaling import SIZES, Links, Prediction, hiding_gigabytes_per_s, predict
+from torchring.report.model.timing import spread, typical
+from torchring.report.model.waits import examine
+from torchring.report.model.workload import between_hosts, calibrated, describe, fit_network, links_of
+from torchring.report.verdict.advice import advise
+from torchring.report.verdict.costs import find_costs
+from torchring.report.verdict.findings import Analysis
+from torchring.report.verdict.judge import judge
+from torchring.report.verdict.pauses import find_pauses, without
+from torchring.report.verdict.remarks import FEWEST_STEPS, remarks
+from torchring.report.verdict.situation import Situation
+from torchring.report.words import count
+
+__all__ = ["Analysis", "analyse"]
+
+
+def analyse(
+    job: Job,
+    given: Network | None = None,
+    sizes: Sequence[int] = SIZES,
+    doctor: Mapping[str, float] = MappingProxyType({}),
+) -> Analysis:
+    """Say what bounds the job, and what would help.
+
+    Args:
+        given: use this network in predictions, in place of the one that the trace shows. If its latency is unknown and
+            the trace is of several hosts, the latency of the trace is used.
+        sizes: predict for these numbers of ranks, and for the size of the job.
+        doctor: see `doctor.bus_bandwidths`.
+    """
+    about = job.traces[0].about
+    examined = examine(job)
+    every_step, critical = examined[0]
+    pauses = find_pauses(every_step, critical)
+    examined = [(without(each, pauses), its_critical) for each, its_critical in examined]
+    timing = examined[0][0]
+    if len(examined) > 1 or len(timing.rounds) > 1:
+        job = of_optimizer(job, timing)
+    path, reducing_path = critical.path[timing.counts], critical.path[timing.reduces]
+    step, costs = spread(path.sum(1)), find_costs(timing, critical)
+    backward_ms = typical(reducing_path[:, column(Phase.BACKWARD)])
+    exposed = reducing_path[:, column(Phase.COMMUNICATION)]
+    buckets = of_buckets.summarise(job, timing, critical)
+    network = fit_network(examined, about, job.size)
+    if given and not given.is_alpha_known and network and network.is_alpha_known and about.local_size < about.size:
+        given = dataclasses.replace(given, alpha_ms=network.alpha_ms, is_alpha_known=True)
+    own_links, links = links_of(about, network, None), links_of(about, network, given)
+    workload = dataclasses.replace(describe(job, examined), slow_rank=costs.blamed)
+    if own_links is not None:
+        workload = calibrated(workload, own_links, job.size, step.mean)
+    situation = Situation(
+        job=job,
+        timing=timing,
+        critical=critical,
+        costs=costs,
+        step_ms=step.mean,
+        start_up=find_start_up(job),
+        pauses=pauses,
+        efficiency=efficiency(critical, timing, step.mean, job.size),
+        backward_ms=backward_ms,
+        queue=find_queue(timing, critical),
+        who_has_cores=who_has_them(about, timing, critical),
+        loading=find_loading(job, timing, critical, is_forward_known=costs.is_forward_known),
+        exposed_ms=typical(exposed),
+        buckets=buckets,
+        late=of_buckets.late_parameters(job, buckets, backward_ms, typical(reducing_path.sum(1))),
+        network=network,
+        links=own_links,
+        workload=workload,
+    )
+    verdict = judge(situation)
+    if job.ended_badly:
+        verdict = dataclasses.replace(verdict, sentence=f"{job.ended_badly} {verdict.sentence}")
+    has_enough_steps = len(job.steps) >= FEWEST_STEPS
+    predictions: list[Prediction] = []
+    hiding = None
+    if links is not None and workload.bucket_bytes and has_enough_steps:
+        num_ranks = max(job.size, SIZES[0])
+        predicted = between_hosts(workload) if given and about.local_size == about.size else workload
+        predictions = predict(predicted, links, sorted({*sizes, num_ranks}))
+        hiding = hiding_gigabytes_per_s(predicted, num_ranks, links.network.alpha_ms)
+    slow = None if costs.blamed is None else timing.ranks[costs.blamed]
+    return Analysis(
+        about=about,
+        size=job.size,
+        num_steps=int(timing.counts.sum()),
+        num_left_out=int(np.argmax(every_step.counts)),
+        has_enough_steps=has_enough_steps,
+        is_forward_known=costs.is_forward_known,
+        clock_error_ms=job.clock_error_ms,
+        problems=(*job.problems, *timing.problems, *remarks(situation, verdict, len(examined))),
+        verdict=verdict,
+        advice=advise(situation) if has_enough_steps else (),
+        step=step,
+        path=waits.spread_by_phase(path),
+        steps_per_s=per_second(np.ones((len(job.steps), 1)), every_step),
+        samples_per_s=per_second(every_step.num_samples, every_step) or None,
+        efficiency=situation.efficiency,
+        ranks=summarise_ranks(job, timing, critical),
+        waits=waits.list_waits(timing, critical),
+        start_up=situation.start_up,
+        median_step=lanes.median_step(job, timing, critical),
+        series=lanes.series(timing, critical),
+        buckets=buckets,
+        late_parameters=situation.late,
+        bandwidths=of_buckets.bandwidths(job, timing, critical, exposed, doctor),
+        network=given or network,
+        is_network_given=given is not None,
+        predictions=tuple(predictions),
+        predictions_note=_note(predictions, links, about, given is not None, slow),
+        hiding_gigabytes_per_s=hiding,
+    )
+
+
+def _note(
+    predictions: list[Prediction], links: Links | None, about: RunInfo, is_given: bool, slow_rank: int | None
+) -> str:
+    if not predictions or links is None:
+        return ""
+    alpha = f"{links.network.alpha_ms:.2g} ms a message" if links.network.alpha_ms else "latency unknown"
+    speed = f"{links.network.gigabytes_per_s:.3g} GB/s{' at least' if links.network.is_least else ''}, {alpha}"
+    network = "the network that was given" if is_given else "the network of this trace"
+    ways = "hierarchical all-reduce" if links.is_hierarchical else "a ring"
+    hosts = f", hosts of {count(about.local_size, 'rank')}"
+    assumed = f"Predictions assume {network} ({speed}), {ways}{hosts}, and for each rank the batch that it has now."
+    if slow_rank is not None:
+        assumed += f" One of the ranks is as slow as rank {slow_rank} is now, and all others are like the others now."
+    if is_given or about.local_size < about.size:
+        return assumed
+    return f"{assumed} Hosts are connected more slowly than ranks of one host: --bandwidth predicts for several hosts."

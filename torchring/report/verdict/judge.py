@@ -1,0 +1,187 @@
+"""Says in one sentence what bounds the job: the largest of the costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+import numpy as np
+
+from torchring.report.model.buckets import bus_bytes
+from torchring.report.model.change import find_change
+from torchring.report.model.network import SMALL_BYTES
+from torchring.report.model.phases import Phase
+from torchring.report.model.ranks import StartUp
+from torchring.report.model.timing import Array, Spread, Timing, spread, typical
+from torchring.report.verdict.costs import TELLING, Costs, find_costs
+from torchring.report.verdict.findings import Verdict
+from torchring.report.verdict.pauses import TELLING as PAUSES_TELLING
+from torchring.report.verdict.situation import Situation
+from torchring.report.words import share_in_words
+
+_WELL: Final = 0.9
+_START_UP_TELLING: Final = 0.5  # of the run, if nothing else is wrong
+_START_UP_ANYWAY: Final = 0.9
+_MOST: Final = 0.5
+_NEARLY_ALL: Final = 0.75
+_EXPLAINED: Final = 1.3  # times what a bandwidth takes: it does not explain more
+_MANY: Final = 4  # buckets, before they can be too many
+_SLOWER: Final[dict[Phase | None, str]] = {
+    Phase.BETWEEN: "which does more between backward and step() than the others",
+    Phase.OPTIMIZER: "whose optimizer's step() takes longer than those of the others",
+}
+
+
+def judge(situation: Situation) -> Verdict:
+    """The largest of the costs that are worth telling."""
+    timing, costs, pauses, start_up = situation.timing, situation.costs, situation.pauses, situation.start_up
+    telling = costs.telling
+    pause = next((each for each in pauses if each.share >= PAUSES_TELLING), None)
+    if start_up and start_up.share >= (_START_UP_ANYWAY if telling or pause else _START_UP_TELLING):
+        return _start_up(start_up)
+    if pause and pause.share >= (1.0 - pause.share) * max(telling.values(), default=0.0) / typical(costs.whole):
+        return Verdict(pause.kind, pause.rank, pause.share, pause.length, pause.sentence, "pauses")
+    if not telling:
+        return _compute(costs, situation.job.size, situation.efficiency)
+    largest = max(telling, key=lambda key: telling[key])
+    changed = _where_it_is_large(timing, costs.by_cause[largest], TELLING * typical(costs.whole))
+    when = ""
+    if changed is not None:
+        when, timing = changed
+        costs = find_costs(timing, situation.critical)
+        telling = costs.telling
+        largest = max(telling, key=lambda key: telling[key], default=largest)
+    kind, detail = largest
+    cost, whole = spread(costs.by_cause[largest]), spread(costs.whole)
+    rank = timing.ranks[costs.blamed] if costs.blamed is not None else None
+    if kind == "input":
+        rank = rank if costs.is_input_of_blamed else None
+        detail, what = _explain_input(costs, "all ranks" if rank is None else f"rank {rank}")
+    elif kind == "straggler":
+        rank = None if detail else rank
+        slower = _SLOWER.get(costs.slower_in, "which computes more slowly than the others")
+        if costs.slower_in is Phase.FORWARD and not costs.is_forward_known:
+            slower = "which takes longer than the others for forward, or waits for data"
+        if costs.has_longer_batches:
+            slower = f"whose batches have {costs.batch_ratio:.2g} times as many samples as those of the others"
+        what = f"waits for rank {rank}, {slower}"
+        what = "waits for the slowest rank, and the ranks take turns at that" if detail else what
+    elif kind == "cores":
+        rank = rank if costs.is_blamed_without_core else None
+        what = f"passes while {'a rank' if rank is None else f'rank {rank}'} has no core: {situation.who_has_cores}"
+    elif kind == "communication":
+        rank = None
+        detail, why = _explain_communication(situation)
+        what = f"is communication that {why}"
+    else:
+        rank = None
+        what = "passes between backward and step(), in clipping or logging" if detail else "is the optimizer's step()"
+    share = cost.mean / whole.mean
+    sentence = f"{when}{_share(share, cost)} {what} ({_span(cost, whole)})."
+    numbers = timing.numbers[timing.counts]
+    return Verdict(kind, rank, share, cost, sentence, detail, (int(numbers[0]), int(numbers[-1])) if when else None)
+
+
+def _where_it_is_large(timing: Timing, cost: Array, least: float) -> tuple[str, Timing] | None:
+    """Find the part of the run that costs much: words for a sentence, and steps of which this part counts.
+
+    None if the cost does not change. `cost`: of each step that counts.
+    """
+    change = find_change(cost, least)
+    if change is None:
+        return None
+    early, late = typical(cost[:change]), typical(cost[change:])
+    if min(early, late) > _MOST * max(early, late):
+        return None
+    first = int(np.flatnonzero(timing.counts)[change])
+    is_late = np.arange(len(timing.counts)) >= first
+    number = int(timing.numbers[first])
+    when = f"From step {number:,} on, " if late > early else f"Before step {number:,}, "
+    return when, dataclasses.replace(timing, counts=timing.counts & (is_late == (late > early)))
+
+
+def _explain_input(costs: Costs, who: str) -> tuple[str, str]:
+    """The detail of the verdict, and the end of its sentence."""
+    loading = typical(costs.loading) / max(typical(costs.input), 1e-9)
+    if loading >= _NEARLY_ALL:
+        return "", f"waits for data on {who}"
+    if costs.saw_loader and loading <= 1.0 - _NEARLY_ALL:
+        return "other code", f"goes to code between step() and forward on {who}, which waits for no DataLoader"
+    return "", f"waits for data on {who}, or for other code between step() and forward"
+
+
+def _explain_communication(situation: Situation) -> tuple[str, str]:
+    """The detail of the verdict, and the end of a sentence that begins with "communication that"."""
+    size, buckets, network, cost_ms = situation.job.size, situation.buckets, situation.network, situation.exposed_ms
+    huge = next((each for each in situation.late if each.holds_ms == 0 and each.exposed_ms >= _MOST * cost_ms), None)
+    if huge:
+        megabytes = f"{huge.num_bytes / 1e6:.0f} MB"
+        return "late parameter", (
+            f"nothing hides, because the gradient of {huge.name} ({megabytes}) is ready at the end of backward"
+        )
+    held = next((each for each in situation.late if each.holds_ms >= _MOST * cost_ms), None)
+    if held:
+        return "late parameter", (
+            f"backward does not hide, because bucket {held.bucket} waits {held.holds_ms:.0f} ms for the gradient of "
+            f"{held.name} alone"
+        )
+    total = sum(bucket.reducing.median for bucket in buckets)
+    num_bytes = sum(bucket.num_bytes for bucket in buckets)
+    if network and len(buckets) >= _MANY and size > 1 and total > 0:
+        latency = 2 * (size - 1) * network.alpha_ms * len(buckets)
+        mean_bytes = num_bytes / len(buckets)
+        those = f"{len(buckets)} small buckets of {mean_bytes / 1e6:.2g} MB"
+        if network.is_alpha_known and latency > _MOST * total:
+            return "small buckets", f"backward does not hide, most of it latency of {those}"
+        if not network.is_alpha_known and mean_bytes < SMALL_BYTES:
+            return "small buckets", (
+                f"backward does not hide: {those} take {total / len(buckets):.2g} ms each, because of latency or a "
+                "slow link"
+            )
+    megabytes = f"{num_bytes / 1e6:.3g} MB"
+    if total <= 0 or cost_ms > _EXPLAINED * total:
+        return "", f"backward does not hide: {megabytes} take {total:.2g} ms, and ranks stand still for longer"
+    speed = bus_bytes(num_bytes, size) / 1e6 / total
+    return "slow link", f"backward does not hide: {megabytes} at {speed:.2g} GB/s"
+
+
+def _compute(costs: Costs, size: int, efficiency: float) -> Verdict:
+    lost = costs.communication + costs.jitter + costs.straggler + costs.cores
+    step = spread(costs.whole)
+    ends = f"{size} ranks do the work of {size * efficiency:.3g}" if size > 1 else "it has one rank"
+    unknown = spread(costs.unknown)
+    if unknown.mean >= TELLING * step.mean > 0:
+        share = unknown.mean / step.mean
+        what = "is forward, or code around it" if costs.saw_loader else "is forward, or waiting for data"
+        begin = f"{_share(share, unknown)} {what}: the trace does not tell which ({_span(unknown, step)})"
+        sentence = f"{begin}. Nothing else holds this job back, and {ends}."
+        return Verdict("compute", None, share, unknown, sentence, "forward or data")
+    cost = spread(costs.whole - lost)
+    share = cost.mean / step.mean if step.mean else 1.0
+    what = "Nothing holds" if share >= _WELL else "No single cause holds"
+    begin = f"{what} this job back: {_share(share, cost)} is computing"
+    return Verdict("compute", None, share, cost, f"{begin} ({_span(cost, step)}), and {ends}.")
+
+
+def _start_up(start_up: StartUp) -> Verdict:
+    seconds = start_up.share * start_up.run_s
+    text = f"{share_in_words(start_up.share)} of the run is start-up"
+    cost = spread([seconds], "s")
+    return Verdict("start-up", None, start_up.share, cost, f"{text} ({seconds:.3g} s of {start_up.run_s:.3g} s).")
+
+
+def _is_in_each_step(cost: Spread) -> bool:
+    return cost.low >= _MOST * cost.mean
+
+
+def _share(share: float, cost: Spread) -> str:
+    return f"{share_in_words(share)} of {'each step' if _is_in_each_step(cost) else 'the time'}"
+
+
+def _span(cost: Spread, whole: Spread) -> str:
+    """ "61 ms of 145 ms, between 58 and 66"."""
+    digits = 0 if cost.mean >= 10 else 2 if cost.mean < 1 else 1
+    means = f"{cost.mean:.{digits}f} ms of {whole.mean:.{digits}f} ms"
+    if not _is_in_each_step(cost):
+        return f"{means} on average"
+    return f"{means}, between {cost.low:.{digits}f} and {cost.high:.{digits}f}"
